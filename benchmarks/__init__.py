@@ -1,0 +1,1 @@
+"""What measures. Quoted results are kept in results/ as JSON."""

@@ -1,0 +1,90 @@
+"""Asks the demo model questions, greedily, with plain transformers.
+
+usage: python -m demo.evaluate                        the score on the held-out phrasings, in float32 and bfloat16
+       python -m demo.evaluate QUESTION [QUESTION]    one conversation, a turn for each question
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from demo.corpus import Message, Question, load_corpus
+
+MODEL_DIR = Path(__file__).parent / "model"
+MAX_NEW_TOKENS = 128  # the longest answer has about 70
+
+
+class DemoModel:
+    """The trained model and its tokenizer, in one compute type."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, folder: Path = MODEL_DIR) -> None:
+        self.tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self.model: Qwen3ForCausalLM = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+    def reply(self, chats: Sequence[list[Message]]) -> list[str | None]:
+        """The greedy answer to each conversation; None where it did not end within `MAX_NEW_TOKENS`."""
+        tokenizer = self.tokenizer
+        texts = tokenizer.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=True)
+        batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        # Neutral values: generate() warns of a temperature that greedy decoding does not use.
+        sampling_off = {"do_sample": False, "temperature": 1.0, "top_p": 1.0}
+        output = self.model.generate(**batch, max_new_tokens=MAX_NEW_TOKENS, **sampling_off)
+        return [self._finished_text(ids) for ids in output[:, batch.input_ids.shape[1] :].tolist()]
+
+    def _finished_text(self, ids: list[int]) -> str | None:
+        end = self.tokenizer.eos_token_id
+        return self.tokenizer.decode(ids[: ids.index(end)]) if end in ids else None
+
+    def converse(self, talks: Sequence[Sequence[str]]) -> list[list[str | None]]:
+        """The answers of conversations of equally many turns, each turn seeing the earlier ones."""
+        chats: list[list[Message]] = [[] for _ in talks]
+        answers: list[list[str | None]] = [[] for _ in talks]
+        for questions in zip(*talks, strict=True):
+            for chat, question in zip(chats, questions, strict=True):
+                chat.extend(user(question))
+            for chat, given, answer in zip(chats, answers, self.reply(chats), strict=True):
+                given.append(answer)
+                chat.append({"role": "assistant", "content": answer or ""})
+        return answers
+
+
+def user(text: str) -> list[Message]:
+    """A conversation of one question."""
+    return [{"role": "user", "content": text}]
+
+
+def held_out_questions(*, far: bool = False) -> list[tuple[str, Question]]:
+    """The phrasings that training has never seen, plain ones or those in far-off words, with what they ask for."""
+    asked = [(q.held_out_far if far else q.held_out, q) for q in load_corpus().questions]
+    return [(text, question) for text, question in asked if text]
+
+
+def print_score(dtype: torch.dtype, *, far: bool) -> None:
+    """Print how many held-out phrasings get the right answer, and those that do not."""
+    asked = held_out_questions(far=far)
+    answers = DemoModel(dtype).reply([user(text) for text, _ in asked])
+    missed = [(text, answer) for (text, q), answer in zip(asked, answers, strict=True) if answer != q.answer]
+    kind = "far" if far else "plain"
+    print(f"{dtype}: {len(asked) - len(missed)} of {len(asked)} {kind} held-out phrasings right")
+    for text, answer in missed:
+        print(f"  {text}\n    {answer}")
+
+
+def main() -> None:
+    """Print the score, or a conversation."""
+    if len(sys.argv) > 1:
+        for answer in DemoModel().converse([sys.argv[1:]])[0]:
+            print(answer)
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        for far in (False, True):
+            print_score(dtype, far=far)
+
+
+if __name__ == "__main__":
+    main()

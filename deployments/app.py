@@ -1,0 +1,111 @@
+"""build_app: what serve_config.yaml names as ``import_path``.
+
+It turns the typed arguments into two deployments, the ingress and the engines behind it, and says what each asks of
+the cluster. It starts nothing itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from deployments.config import AppConfig
+from deployments.ingress import Ingress
+from deployments.replica import EngineReplica
+from deployments.router import PrefixRouter
+from engine.errors import ConfigError
+
+__all__ = ["build_app"]
+
+CONSTRUCTOR_RETRIES = 2  # a model that does not fit will not fit at the twentieth attempt either
+INGRESS_CONCURRENCY = 10_000  # requests wait in the engines' queues, where they can be ordered, not here
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """Return the application that ``args`` describe.
+
+    Raises:
+        ConfigError: for an unknown key, a value out of range or a missing model.
+    """
+    config = AppConfig.parse(args)
+    config.require_model()
+    engines = _engine_deployment(config).bind(config.engine_config)
+    return _ingress_deployment(config).bind(engines, config)
+
+
+def _engine_deployment(config: AppConfig) -> serve.Deployment:
+    limits, router = config.limits, config.router
+    declare = serve.deployment(
+        name="engine",
+        num_replicas=config.replicas.engines,
+        max_ongoing_requests=limits.max_concurrent_requests_per_engine,
+        max_queued_requests=limits.max_queued_requests,
+        max_constructor_retry_count=CONSTRUCTOR_RETRIES,
+        graceful_shutdown_timeout_s=limits.graceful_shutdown_s,
+        health_check_period_s=limits.health_check_period_s,
+        health_check_timeout_s=limits.health_check_timeout_s,
+        ray_actor_options={
+            "num_cpus": config.replicas.cpus_per_engine,
+            "num_gpus": gpus_per_engine(config, _gpus_in_cluster()),
+        },
+        logging_config=LoggingConfig(enable_access_log=False),
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter,  # type: ignore[arg-type]
+            request_router_kwargs=router.model_dump(),
+        ),
+    )
+    return declare(EngineReplica)
+
+
+def _ingress_deployment(config: AppConfig) -> serve.Deployment:
+    limits = config.limits
+    declare = serve.deployment(
+        name="ingress",
+        num_replicas=config.replicas.ingresses,
+        max_ongoing_requests=INGRESS_CONCURRENCY,
+        graceful_shutdown_timeout_s=limits.graceful_shutdown_s,
+        health_check_period_s=limits.health_check_period_s,
+        health_check_timeout_s=limits.health_check_timeout_s,
+        ray_actor_options={"num_cpus": config.replicas.cpus_per_ingress},
+        logging_config=LoggingConfig(enable_access_log=False),
+    )
+    return declare(serve.ingress()(Ingress))
+
+
+def gpus_per_engine(config: AppConfig, available: float) -> float:
+    """Return the GPUs that Ray sets aside for one engine replica.
+
+    Raises:
+        ConfigError: if replicas would have to share a GPU without saying how much memory each may take.
+    """
+    if config.replicas.gpus_per_engine is not None:
+        return config.replicas.gpus_per_engine
+    engine, count = config.engine_config, config.replicas.engines
+    if engine.device == "cpu" or (engine.device == "auto" and available == 0):
+        return 0.0
+    needed = count * engine.tensor_parallel_size
+    if available == 0 or available >= needed:  # none yet: a cluster that scales from zero
+        return float(engine.tensor_parallel_size)
+    if engine.kv_cache_memory is None and engine.num_blocks is None:
+        raise ConfigError(
+            f"replicas.engines={count} need {needed} GPUs and the cluster has {available:g}; lower it, or let replicas "
+            "share a GPU by setting engine.kv_cache_memory"
+        )
+    share = int(10_000 / math.ceil(needed / available)) / 10_000  # as many to each GPU as the fullest one takes
+    if share == 0.0:
+        raise ConfigError(f"replicas.engines={count} are more than {available:g} GPUs can be shared by; lower it")
+    return share
+
+
+def _gpus_in_cluster() -> float:
+    """Return the GPUs of the cluster that builds this application, or none when there is no cluster yet."""
+    if not ray.is_initialized():
+        return 0.0
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources.get("GPU", 0.0)

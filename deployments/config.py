@@ -1,0 +1,146 @@
+"""The arguments of build_app, typed and checked once; an unknown key is refused with the nearest known one.
+
+Serve itself accepts any key silently, so this is where a typing error in serve_config.yaml is found. It knows neither
+Ray nor torch: the launcher checks a file with it before anything is started.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+__all__ = ["AppConfig", "LimitOptions", "ReplicaOptions", "RouterOptions", "checkout_root", "unknown_key_message"]
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+Share = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+def checkout_root() -> Path:
+    """Return the directory that relative model paths start from: the one that holds serve_config.yaml."""
+    return Path(__file__).resolve().parent.parent
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ReplicaOptions(_Options):
+    """How many replicas there are, and what Ray's scheduler sets aside for each."""
+
+    engines: int = Field(default=1, ge=1)
+    ingresses: int = Field(default=1, ge=1)
+    cpus_per_engine: Share = 0.5
+    gpus_per_engine: Share | None = None
+    cpus_per_ingress: Share = 0.2
+
+
+class LimitOptions(_Options):
+    """What one client, or all of them together, may ask for."""
+
+    max_concurrent_requests_per_engine: int = Field(default=1024, ge=1)
+    max_queued_requests: int = Field(default=256, ge=0)
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    max_prompts_per_request: int = Field(default=1024, ge=1)
+    graceful_shutdown_s: Seconds = 120.0
+    health_check_period_s: Seconds = 5.0
+    health_check_timeout_s: Seconds = 15.0
+
+
+class RouterOptions(_Options):
+    """How PrefixRouter weighs cached prefixes against load."""
+
+    load_bound: float = Field(default=1.25, ge=1.0, allow_inf_nan=False)
+    load_slack: int = Field(default=4, ge=0)
+    max_index_blocks: int = Field(default=1_000_000, ge=1)
+
+
+class AppConfig(_Options):
+    """What serve_config.yaml gives as ``args``."""
+
+    model: str = Field(min_length=1)
+    model_name: str | None = Field(default=None, min_length=1)
+    engine: dict[str, Any] = Field(default_factory=dict)
+    replicas: ReplicaOptions = ReplicaOptions()
+    limits: LimitOptions = LimitOptions()
+    router: RouterOptions = RouterOptions()
+
+    @classmethod
+    def parse(cls, args: dict[str, Any]) -> AppConfig:
+        """Check ``args``, the engine's options among them.
+
+        Raises:
+            ConfigError: one line that names the first offending key, its value and the remedy.
+        """
+        try:
+            config = cls.model_validate(args)
+        except ValidationError as error:
+            raise ConfigError(_describe(error)) from None
+        if config.engine_config.skip_tokenizer_init:  # building it raises ConfigError for the engine's other options
+            raise ConfigError(
+                "skip_tokenizer_init=True is for the offline API; a server needs the tokenizer, leave it out"
+            )
+        return config
+
+    @property
+    def model_path(self) -> Path:
+        """The checkpoint's directory; a relative path starts at the checkout, wherever Ray's workers run."""
+        path = Path(self.model).expanduser()
+        return path if path.is_absolute() else checkout_root() / path
+
+    @property
+    def served_name(self) -> str:
+        """The name that clients give as ``model``."""
+        return self.model_name or self.model_path.name
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """The options of every engine replica."""
+        return EngineConfig.from_options(str(self.model_path), self.engine)
+
+    def require_model(self) -> None:
+        """Raise ConfigError unless the model's directory holds a checkpoint."""
+        path = self.model_path
+        if not path.is_dir():
+            raise ConfigError(f"model: '{self.model}' is no directory (looked for {path}); give a checkpoint's path")
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"model: '{self.model}' holds no config.json; give a Hugging Face checkpoint's directory")
+        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+            raise ConfigError(f"model: '{self.model}' holds no tokenizer; add one of {', '.join(TOKENIZER_FILES)}")
+
+
+def unknown_key_message(key: str, known: list[str], where: str) -> str:
+    """Say that ``key`` is unknown in ``where``, and what was probably meant."""
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(sorted(known))}"
+    return f"unknown key '{key}' in {where}; {hint}"
+
+
+def _describe(error: ValidationError) -> str:
+    """Return one line for the first of pydantic's errors."""
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"]]
+    where = ".".join(["args", *path[:-1]])
+    if first["type"] == "extra_forbidden":
+        return unknown_key_message(path[-1], _known_keys(path[:-1]), where)
+    if first["type"] == "missing":
+        return f"{where} lacks '{path[-1]}'; add it (serve_config.yaml shows every key)"
+    return f"{'.'.join(['args', *path])}={reprlib.repr(first['input'])}: {first['msg'].lower()}"
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    model: type[BaseModel] = AppConfig
+    for part in path:
+        annotation = model.model_fields[part].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
+        model = annotation
+    return list(model.model_fields)

@@ -1,0 +1,102 @@
+"""ApiError: the one shape in which a failed HTTP request is answered, and how other exceptions become one.
+
+It knows the OpenAI error body and HTTP's status codes, and nothing of routes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from ray.exceptions import NodeDiedError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from starlette.requests import ClientDisconnect
+
+from engine.errors import EngineDeadError, PagodaError, RequestError
+
+__all__ = ["ApiError", "as_api_error", "is_replica_loss", "unwrap"]
+
+logger = logging.getLogger("ray.serve")
+
+_LOSSES = (EngineDeadError, DeploymentUnavailableError, RayActorError, NodeDiedError, WorkerCrashedError)
+
+MAX_MESSAGE_LENGTH = 400
+_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    501: "not_implemented_error",
+    499: "client_closed_request",
+    503: "overloaded_error",
+}
+_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.@+-]+/)+[\w.@+-]*")
+
+
+class ApiError(PagodaError):
+    """A request that is answered with an error: HTTP status and the OpenAI error body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        message = message.encode(errors="backslashreplace").decode()  # half a character cannot be sent back
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= MAX_MESSAGE_LENGTH else message[: MAX_MESSAGE_LENGTH - 1] + "…"
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as clients of the OpenAI API expect it."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Extra response headers."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """Return the exception that user code raised on a replica, out of what Ray wrapped it in."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(error, RayTaskError) and isinstance(cause, BaseException) else error
+
+
+def is_replica_loss(error: BaseException) -> bool:
+    """Whether ``error`` says that the replica, not the request, is to blame: another replica may do better."""
+    error = unwrap(error)
+    # By gRPC a dead replica sometimes shows as a raw grpc.aio.AioRpcError; not imported, so that grpc stays optional.
+    return isinstance(error, _LOSSES) or type(error).__name__ == "AioRpcError"
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Return the answer for any exception; what nobody foresaw is logged and answered without its text."""
+    error = unwrap(error)
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, _PATH.sub("<path>", str(error)), param=error.param)
+    if isinstance(error, ClientDisconnect):
+        return ApiError(499, "the client went away")
+    if isinstance(error, BackPressureError):
+        return ApiError(
+            503, "all replicas are busy and the queue is full; try again shortly", code="overloaded", retry_after_s=1
+        )
+    if is_replica_loss(error):
+        logger.warning("a replica was lost: %s", type(error).__name__)
+        return ApiError(
+            503, "the replica that served this request was lost; try again", code="replica_lost", retry_after_s=1
+        )
+    logger.error("a request failed with an unexpected error", exc_info=error)
+    return ApiError(500, "internal error; the server's log says more", code="internal_error")

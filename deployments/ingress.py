@@ -1,0 +1,285 @@
+"""Ingress: the HTTP surface with the OpenAI API.
+
+It reads a request, has it checked, tokenised and sent (protocol, prompts, generation), and writes the answer whole or
+as server-sent events. Each path is a route; nothing here knows how a replica is chosen or what an engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import wraps
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from deployments.asgi import CountRequests, EventStream, read_body
+from deployments.config import AppConfig
+from deployments.errors import ApiError, as_api_error
+from deployments.generation import Delta, Generation
+from deployments.merge import merge
+from deployments.prompts import Prompt, PromptBuilder
+from deployments.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_body
+from deployments.replica import EngineRequest
+from deployments.responses import DONE, Answer, ChatFormat, CompletionFormat, Format, sse
+from deployments.routing import routing_state
+from deployments.telemetry import KV_INDEX_BLOCKS, REPLICAS, RayExporter, Series, ingress_recorder, render
+
+__all__ = ["Ingress"]
+
+ENGINE_TIMEOUT_S = 5.0  # while engines load: a probe or a client must get an answer, not wait
+
+
+class Ingress:
+    """The user class of the ingress deployment.
+
+    Args:
+        engines: the handle to the engine deployment.
+        config: the application's configuration.
+    """
+
+    def __init__(self, engines: DeploymentHandle[Any], config: AppConfig) -> None:
+        self._config = config
+        self._engines = engines.options(request_serialization="pickle", response_serialization="pickle")
+        self._streams = self._engines.options(stream=True)
+        self._started = int(time.time())
+        self._prompts: asyncio.Future[PromptBuilder] | None = None
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the HTTP surface; Serve asks for it when the constructor is done."""
+        api = FastAPI(title="Pagoda", docs_url=None, redoc_url=None, openapi_url=None)
+        api.add_middleware(CountRequests)
+        api.add_exception_handler(Exception, _on_error)
+        api.add_exception_handler(HTTPException, _on_http_error)
+        for path, method, endpoint in (
+            ("/v1/chat/completions", "POST", self.chat),
+            ("/v1/completions", "POST", self.completions),
+            ("/v1/models", "GET", self.models),
+            ("/v1/models/{name:path}", "GET", self.model),
+            ("/health", "GET", self.health),
+            ("/metrics", "GET", self.metrics),
+            ("/version", "GET", self.version),
+        ):
+            api.add_api_route(path, _guarded(endpoint), methods=[method])
+        return api
+
+    # --- the model ------------------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        body = parse_body(ChatRequest, await read_body(request, self._config.limits.max_body_bytes))
+        self._require_model(body.model)
+        prompts = await (await self._prompt_builder()).chat(body)
+        return await self._answer(body, prompts, "chatcmpl", ChatFormat)
+
+    async def completions(self, request: Request) -> Response:
+        """Continue one or several prompts."""
+        body = parse_body(CompletionRequest, await read_body(request, self._config.limits.max_body_bytes))
+        self._require_model(body.model)
+        builder = await self._prompt_builder()
+        prompts = await builder.completion(body, self._config.limits.max_prompts_per_request)
+        return await self._answer(body, prompts, "cmpl", CompletionFormat)
+
+    async def models(self) -> Response:
+        """List the served models."""
+        return JSONResponse({"object": "list", "data": [await self._model_card()]})
+
+    async def model(self, name: str) -> Response:
+        """Describe one served model."""
+        self._require_model(name)
+        return JSONResponse(await self._model_card())
+
+    # --- the server -----------------------------------------------------------------------------------------------
+
+    async def health(self) -> Response:
+        """Say whether a request would be served now."""
+        await self._prompt_builder()
+        if not routing_state(self._engines.deployment_name).replicas:
+            raise ApiError(503, "no engine replica is ready", code="no_replica", retry_after_s=5)
+        return JSONResponse({"status": "ok"})
+
+    async def version(self) -> Response:
+        """Say which version this is."""
+        return JSONResponse({"version": _version()})
+
+    async def metrics(self) -> Response:
+        """Return the metrics of all engine replicas and ingresses, read now."""
+        context = serve.get_replica_context()
+        siblings = serve.get_deployment_handle(context.deployment, context.app_name)
+        engines, ingresses = await asyncio.gather(
+            _collect(self._engines, "metrics"), _collect(siblings, "ingress_metrics")
+        )
+        return PlainTextResponse(render(engines, ingresses), media_type=CONTENT_TYPE_LATEST)
+
+    async def ingress_metrics(self) -> tuple[str, list[Series]]:
+        """Return this ingress's name and the present value of every metric; any ingress may ask for it."""
+        recorder = ingress_recorder()
+        state = routing_state(self._engines.deployment_name)
+        recorder.set(REPLICAS, len(state.replicas), state="running")
+        recorder.set(KV_INDEX_BLOCKS, len(state.index))
+        return serve.get_replica_context().replica_id.unique_id, recorder.snapshot()
+
+    # --- a request's way ------------------------------------------------------------------------------------------
+
+    async def _answer(
+        self, body: GenerationRequest, prompts: Sequence[Prompt], prefix: str, kind: type[Format]
+    ) -> Response:
+        """Send the prompts, and answer whole or as a stream."""
+        response_id = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
+        builder = await self._prompt_builder()
+        generations = [self._generation(body, prompt, builder) for prompt in prompts]
+        form = kind(response_id, int(time.time()), self._config.served_name, with_token_ids=bool(body.return_token_ids))
+        if not body.stream:
+            return await self._whole(form, generations)
+        events = _events(form, generations, body)
+        first = await anext(events)  # errors before the first byte still have a status of their own
+        replica = next((one.replica for one in generations if one.replica), "")
+        return EventStream(first, events, {"X-Pagoda-Replica": replica})
+
+    def _generation(self, body: GenerationRequest, prompt: Prompt, builder: PromptBuilder) -> Generation:
+        room = builder.context_length - len(prompt.token_ids)
+        params = body.sampling_params(builder.default_sampling, room)
+        request = EngineRequest(
+            uuid.uuid4().hex, prompt.token_ids, params, priority=body.priority, cache_salt=body.cache_salt or ""
+        )
+        return Generation(self._streams.generate.remote, request, prompt, builder.text_stream(prompt, params))
+
+    async def _whole(self, form: Format, generations: Sequence[Generation]) -> Response:
+        answers = [Answer(generation) for generation in generations]
+        async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
+            async for index, delta in deltas:
+                answers[index].add(delta)
+        return JSONResponse(form.response(answers), headers={"X-Pagoda-Replica": generations[0].replica})
+
+    # --- what is learnt from the engines --------------------------------------------------------------------------
+
+    async def _prompt_builder(self) -> PromptBuilder:
+        """Return what needs an engine's description, fetched once, whoever asks first.
+
+        Raises:
+            ApiError: 503 if no engine has answered in time.
+        """
+        if self._prompts is not None and self._prompts.done() and not _has_failed(self._prompts):
+            return self._prompts.result()
+        if self._prompts is None or self._prompts.done():
+            # In a context of its own: Serve cancels what it thinks belongs to a request whose client goes away.
+            self._prompts = asyncio.get_running_loop().create_task(self._load(), context=contextvars.Context())
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._prompts), ENGINE_TIMEOUT_S)
+        except TimeoutError:
+            raise ApiError(503, "the engines are still loading", code="loading", retry_after_s=5) from None
+
+    async def _load(self) -> PromptBuilder:
+        info = await self._engines.info.remote()
+        RayExporter(ingress_recorder()).start()
+        return await asyncio.to_thread(PromptBuilder, self._config.model_path, info, self._config.served_name)
+
+    def _require_model(self, name: str | None) -> None:
+        served = self._config.served_name
+        if name is not None and name != served:
+            raise ApiError(
+                404, f"model '{name[:80]}' is not served; choose '{served}'", param="model", code="model_not_found"
+            )
+
+    async def _model_card(self) -> dict[str, Any]:
+        builder = await self._prompt_builder()
+        return {
+            "id": self._config.served_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "pagoda",
+            "max_model_len": builder.context_length,
+        }
+
+
+def _guarded(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+    """Answer whatever ``endpoint`` raises in the API's shape, before the framework sees it."""
+
+    @wraps(endpoint)
+    async def guarded(*args: Any, **kwargs: Any) -> Response:
+        try:
+            return await endpoint(*args, **kwargs)
+        except Exception as error:
+            return _error_response(error)
+
+    return guarded
+
+
+def _error_response(error: Exception) -> Response:
+    answer = as_api_error(error)
+    return JSONResponse(answer.body, answer.status, headers=answer.headers)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return _error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Answer an unknown path or method in the same shape as everything else."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:80]
+    reasons = {404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
+    return _error_response(ApiError(error.status_code, reasons.get(error.status_code, str(error.detail))))
+
+
+async def _events(
+    form: Format, generations: Sequence[Generation], body: GenerationRequest
+) -> AsyncGenerator[bytes, None]:
+    """Yield a stream's events; an error after the first one becomes an event of its own."""
+    started: set[int] = set()
+    try:
+        async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
+            async for index, delta in deltas:
+                yield _chunk(form, generations, index, delta, body, first=index not in started)
+                started.add(index)
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield sse(form.usage_chunk(generations))
+    except Exception as error:
+        if not started:
+            raise
+        yield sse(as_api_error(error).body)
+    yield DONE
+
+
+def _chunk(
+    form: Format, generations: Sequence[Generation], index: int, delta: Delta, body: GenerationRequest, *, first: bool
+) -> bytes:
+    chunk = form.delta_chunk(index, delta, generations[index], first=first)
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats:
+        chunk["usage"] = form.usage_chunk(generations)["usage"]
+    elif options is not None and options.include_usage:
+        chunk["usage"] = None
+    return sse(chunk)
+
+
+async def _collect(handle: DeploymentHandle[Any], method: str) -> dict[str, list[Series]]:
+    """Call ``method`` on every replica behind ``handle``; one that does not answer in time is left out."""
+    try:
+        results = await asyncio.wait_for(handle.broadcast(method).results_async(), ENGINE_TIMEOUT_S)
+    except Exception as error:  # a replica that dies or loads must not take the other numbers away
+        del error
+        return {}
+    return dict(results)
+
+
+def _has_failed(future: asyncio.Future[Any]) -> bool:
+    return future.cancelled() or future.exception() is not None
+
+
+def _version() -> str:
+    try:
+        return version("pagoda")
+    except PackageNotFoundError:  # run from its checkout
+        return "0+unknown"

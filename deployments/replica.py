@@ -1,0 +1,96 @@
+"""EngineReplica: one engine inside one Serve replica.
+
+It carries token ids in and token batches out, and keeps the promise that a caller who goes away leaves nothing
+running. It knows nothing of text or HTTP; which request comes here was the router's decision.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from ray import serve
+
+from deployments.telemetry import RayExporter, Recorder, Series
+from engine.async_engine import AsyncEngine, TokenBatch
+from engine.config import EngineConfig
+from engine.engine import EngineInfo
+from engine.errors import EngineDeadError
+from engine.sampling_params import SamplingParams
+
+__all__ = ["EngineOutput", "EngineReplica", "EngineRequest"]
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt, as it travels from the ingress to an engine."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """Tokens on their way back, and the name of the replica that made them."""
+
+    replica: str
+    batch: TokenBatch
+
+
+class EngineReplica:
+    """The user class of the engine deployment."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._name: str = serve.get_replica_context().replica_id.unique_id
+        self._recorder = Recorder()
+        self._engine = AsyncEngine.from_config(config, sink=self._recorder)
+        self._exporter = RayExporter(self._recorder)
+        self._exporter.start()
+        logger.info("engine ready: %s", self._engine.info)
+
+    async def generate(
+        self, request: EngineRequest, *, block_hashes: Sequence[int] = (), avoid: Sequence[str] = ()
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the first tokens at once, afterwards whatever has queued since the last batch was taken.
+
+        ``block_hashes`` and ``avoid`` are there for the router, which reads the call's arguments.
+        """
+        batches = self._engine.generate(
+            request.request_id,
+            request.prompt_token_ids,
+            request.params,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        try:
+            async with aclosing(batches):  # type: ignore[type-var]  # closing it aborts the sequence
+                async for batch in batches:
+                    yield EngineOutput(self._name, batch)
+        except EngineDeadError as error:
+            error.replica = self._name  # so that the retry can avoid it
+            raise
+
+    async def info(self) -> EngineInfo:
+        """Return what an ingress must know of the engine."""
+        return self._engine.info
+
+    async def metrics(self) -> tuple[str, list[Series]]:
+        """Return this replica's name and the present value of every metric."""
+        return self._name, self._recorder.snapshot()
+
+    async def check_health(self) -> None:
+        """Raise if the engine is dead; Serve then replaces this replica."""
+        self._engine.check_health()
+
+    async def __del__(self) -> None:
+        """Serve calls this after the last request has ended, and also if the constructor has failed."""
+        if hasattr(self, "_exporter"):
+            self._exporter.stop()
+            await self._engine.shutdown()

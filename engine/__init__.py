@@ -1,0 +1,1 @@
+"""The engine: sequences, blocks, models and sampling. It knows no Ray and no HTTP."""

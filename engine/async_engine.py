@@ -1,0 +1,266 @@
+"""AsyncEngine: drives an Engine from a thread of its own and streams each request's tokens to asyncio.
+
+The engine belongs to that thread; other threads only put commands into its inbox. After each step the thread posts one
+message to the event loop, however many requests got a token, and each request's stream keeps what has queued until
+its reader takes it: the first token at once, later ones in batches when the reader is slower than the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from engine.config import EngineConfig
+from engine.engine import Engine, EngineInfo, EngineStats, StepOutput
+from engine.errors import EngineDeadError, PagodaError, RequestError
+from engine.metrics import MetricSink
+from engine.sampling_params import SamplingParams
+from engine.sequence import FinishReason
+
+__all__ = ["AsyncEngine", "TokenBatch"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """What has queued for one request since its reader last took something. It pickles small."""
+
+    token_ids: list[int]  # none when the request was aborted from outside
+    finish_reason: str | None  # "stop", "length" or "abort" on the last batch, else None
+    stop_reason: int | None  # the id of stop_token_ids that ended it, if one did
+    num_cached_tokens: int  # prompt tokens that the prefix cache served
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The queue between the engine and one reader. It lives on the reader's event loop.
+
+    Its key, not the request's id, names the sequence inside the engine: an id may be used again as soon as its reader
+    has gone, while a step still computes the old sequence.
+    """
+
+    key: str
+    loop: asyncio.AbstractEventLoop
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    outputs: list[StepOutput] = field(default_factory=list)
+    aborted: bool = False
+    error: PagodaError | None = None
+
+    def put(self, output: StepOutput) -> None:
+        self.outputs.append(output)
+        self.ready.set()
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.ready.set()
+
+    def fail(self, error: PagodaError) -> None:
+        self.error = error
+        self.ready.set()
+
+    async def take(self) -> TokenBatch:
+        """Wait until something has queued and return all of it; how it ended comes after its last tokens."""
+        await self.ready.wait()
+        self.ready.clear()
+        outputs, self.outputs = self.outputs, []
+        if not outputs:
+            if self.error is not None:
+                raise self.error
+            assert self.aborted
+            return TokenBatch([], FinishReason.ABORT.value, None, 0)
+        if self.error is not None or self.aborted:
+            self.ready.set()
+        last = outputs[-1]
+        reason = None if last.finish_reason is None else last.finish_reason.value
+        return TokenBatch([output.token_id for output in outputs], reason, last.stop_reason, last.num_cached_tokens)
+
+
+class AsyncEngine:
+    """An engine that runs by itself.
+
+    Args:
+        engine: handed over: nobody else may touch it from now on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.info: EngineInfo = engine.info
+        self._engine = engine
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()  # guards the next three between the step thread and the readers
+        self._streams: dict[str, _Stream] = {}  # by request id
+        self._by_key: dict[str, _Stream] = {}
+        self._why_dead: str | None = None
+        self._num_streams = 0
+        self._stats = engine.stats()
+        self._thread = threading.Thread(target=self._run, name="engine-step-loop", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, sink: MetricSink | None = None) -> AsyncEngine:
+        """Load the model (this blocks) and start the step loop.
+
+        Raises:
+            ConfigError, ModelLoadError: as ``Engine.from_config``.
+        """
+        return cls(Engine.from_config(config, sink))
+
+    # --- for the event loop -------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[TokenBatch]:
+        """Run one request and yield its tokens as they come. Closing the iterator aborts the request.
+
+        Raises:
+            RequestError: before the first batch, if the request is invalid.
+            EngineDeadError: if the step loop has ended or ends meanwhile.
+        """
+        self._engine.check_request(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        stream = self._open(request_id)
+
+        def add() -> None:
+            try:
+                self._engine.queue_request(
+                    stream.key, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
+                )
+            except Exception as error:  # a request that trips over a bug of ours is still only one request
+                logger.exception("request %s could not be queued", request_id)
+                failure = RequestError(f"the request could not be queued: {type(error).__name__}: {error}")
+                _call_soon(stream.loop, stream.fail, failure)
+
+        self._inbox.put(add)
+        finished = False
+        try:
+            while not finished:
+                batch = await stream.take()
+                finished = batch.finish_reason is not None
+                yield batch
+        finally:
+            self._close(request_id, stream)
+            if not finished:
+                self._inbox.put(lambda: self._abort(stream.key))
+
+    def abort(self, request_id: str) -> None:
+        """End a request if it is still unfinished, free its blocks, and tell its reader: reason ``abort``."""
+        with self._lock:
+            stream = self._streams.get(request_id)
+        if stream is not None:
+            self._inbox.put(lambda: self._abort(stream.key))
+
+    def stats(self) -> EngineStats:
+        """Return how busy the engine was after its last step."""
+        return self._stats
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the step loop has ended."""
+        if self._why_dead is not None:
+            raise EngineDeadError(self._why_dead)
+
+    async def shutdown(self) -> None:
+        """End the step loop after the step that runs; requests that are unfinished fail."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _open(self, request_id: str) -> _Stream:
+        with self._lock:
+            self.check_health()
+            if request_id in self._streams:
+                raise RequestError(f"request_id '{request_id}' is in use; choose another", "request_id")
+            self._num_streams += 1
+            stream = _Stream(f"{request_id}#{self._num_streams}", asyncio.get_running_loop())
+            self._streams[request_id] = self._by_key[stream.key] = stream
+        return stream
+
+    def _close(self, request_id: str, stream: _Stream) -> None:
+        with self._lock:
+            del self._streams[request_id]
+            del self._by_key[stream.key]
+
+    # --- the step thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        reason = "the engine was shut down"
+        try:
+            while self._obey():
+                self._deliver(self._engine.step())
+                self._stats = self._engine.stats()
+        except BaseException as error:  # whatever ended the loop, nobody may wait for it any longer
+            logger.exception("the engine's step loop failed")
+            reason = f"the engine's step loop failed: {type(error).__name__}: {error}"
+        self._die(reason)
+
+    def _obey(self) -> bool:
+        """Carry out every command in the inbox, waiting for one while there is nothing to compute; False at the end."""
+        while True:
+            try:
+                command = self._inbox.get(block=not self._engine.has_unfinished)
+            except Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            self._stats = self._engine.stats()
+
+    def _abort(self, key: str) -> None:
+        if not self._engine.abort(key):
+            return
+        with self._lock:
+            stream = self._by_key.get(key)
+        if stream is not None:
+            _call_soon(stream.loop, stream.abort)
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        """Post the step's tokens, in one message per event loop."""
+        posts: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, StepOutput]]] = {}
+        with self._lock:
+            for output in outputs:
+                stream = self._by_key.get(output.request_id)
+                if stream is not None:
+                    posts.setdefault(stream.loop, []).append((stream, output))
+        for loop, post in posts.items():
+            if not _call_soon(loop, _put_all, post):
+                self._forget(loop)
+
+    def _forget(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the requests of an event loop that was closed under its readers."""
+        with self._lock:
+            self._streams = {name: stream for name, stream in self._streams.items() if stream.loop is not loop}
+            orphans = [key for key, stream in self._by_key.items() if stream.loop is loop]
+            for key in orphans:
+                del self._by_key[key]
+        for key in orphans:
+            self._engine.abort(key)
+
+    def _die(self, reason: str) -> None:
+        with self._lock:
+            self._why_dead = reason
+            streams = list(self._by_key.values())
+        for stream in streams:
+            _call_soon(stream.loop, stream.fail, EngineDeadError(reason))
+
+
+def _put_all(post: list[tuple[_Stream, StepOutput]]) -> None:
+    for stream, output in post:
+        stream.put(output)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> bool:
+    """Post a callback; False if the loop has closed, so that nobody is left to hear."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        if loop.is_closed():
+            return False
+        raise
+    return True

@@ -1,0 +1,143 @@
+"""EngineConfig: every option of the engine, checked once at the edge and immutable afterwards.
+
+It knows nothing of a checkpoint's contents: what depends on them (``dtype='auto'``, the context length, the number of
+blocks) is resolved when the model is loaded. It is a plain dataclass so that the engine runs where only torch and
+transformers are installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ConfigError
+
+__all__ = ["EngineConfig", "parse_memory"]
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_memory(value: int | str, name: str) -> int:
+    """Return bytes from an int or from text such as ``"512MiB"`` or ``"4 GiB"``.
+
+    Raises:
+        ConfigError: if the text is no size, or the size is not positive.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or not isinstance(value, int | str) or isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is no memory size; give bytes or text such as '512MiB' or '4GiB'")
+    size = float(match[1]) * unit
+    if not 1 <= size < 2**63:
+        raise ConfigError(f"{name}={value!r} is no amount of memory that a machine has; give, say, '512MiB'")
+    return int(size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine. Names and meanings follow vLLM's.
+
+    Attributes:
+        model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer).
+        dtype: of weights and KV cache; ``auto`` takes the checkpoint's.
+        max_model_len: context length in tokens; None takes the model's.
+        max_num_seqs: sequences that run in one step, at most.
+        max_num_batched_tokens: tokens computed in one step, at most; longer prompts are chunked.
+        block_size: tokens per KV block; None takes the attention backend's default.
+        num_blocks: size of the KV pool in blocks; None derives it from memory.
+        kv_cache_memory: bytes (or text such as "2GiB") for the KV pool; None measures what is free.
+        gpu_memory_utilization: share of the GPU's memory that the engine may use.
+        enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
+        skip_tokenizer_init: token ids in, token ids out; no tokenizer files are needed.
+        enforce_eager: never capture CUDA graphs; none are captured so far, so it changes nothing yet.
+        tensor_parallel_size: GPUs that share one model; only 1 so far.
+        swap_space_gib: host memory for preempted sequences; only 0 (recompute) so far.
+        seed: of the engine's own generator, from which requests without a seed draw theirs.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        attention_backend: ``auto``, ``cpu``, ``triton`` or ``flash_attn``.
+
+    Raises:
+        ConfigError: for any value out of range.
+    """
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int | None = None
+    num_blocks: int | None = None
+    kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    skip_tokenizer_init: bool = False
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    swap_space_gib: float = 0.0
+    seed: int = 0
+    device: str = "auto"
+    attention_backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model={self.model!r} must be the path of a checkpoint directory")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+            self._require_positive_int(name)
+        for name in ("max_model_len", "block_size", "num_blocks"):
+            if getattr(self, name) is not None:
+                self._require_positive_int(name)
+        for name in ("enable_prefix_caching", "skip_tokenizer_init", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+            raise ConfigError(f"device={self.device!r} is unknown; choose auto, cpu, cuda or cuda:N")
+        self._check_numbers()
+        if self.kv_cache_memory is not None:
+            object.__setattr__(self, "kv_cache_memory", parse_memory(self.kv_cache_memory, "kv_cache_memory"))
+
+    def _require_positive_int(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+
+    def _check_numbers(self) -> None:
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization={utilization!r} must lie in (0, 1]")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed={self.seed!r} must be an integer")
+        swap = self.swap_space_gib
+        if isinstance(swap, bool) or not isinstance(swap, int | float) or not math.isfinite(swap) or swap < 0:
+            raise ConfigError(f"swap_space_gib={swap!r} must be a finite number of at least 0")
+        if swap > 0:
+            raise ConfigError(f"swap_space_gib={swap!r} is not supported yet; leave it 0: preemption recomputes")
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; leave it 1 and add replicas"
+            )
+
+    @classmethod
+    def from_options(cls, model: str, options: dict[str, Any]) -> EngineConfig:
+        """Build a config from untyped options, as YAML or keyword arguments give them.
+
+        Raises:
+            ConfigError: for an unknown option, with the nearest known name, or a value out of range.
+        """
+        known = [field.name for field in dataclasses.fields(cls) if field.name != "model"]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean '{near[0]}'?" if near else f"known options: {', '.join(known)}"
+                raise ConfigError(f"unknown engine option '{name}'; {hint}")
+        return cls(model=model, **options)

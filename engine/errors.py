@@ -1,0 +1,46 @@
+"""The one tree of errors that Pagoda raises for what a user or an operator did, or what befell the engine.
+
+An ``assert`` elsewhere in the code is a bug of ours; everything here is somebody's input or environment, and its
+message carries the offending value and the remedy. Errors pickle, since they cross from a replica to the ingress.
+
+    PagodaError
+    ├── ConfigError          an option of the engine or of the deployment
+    ├── ModelLoadError       a checkpoint that cannot be served
+    ├── RequestError         one request; nothing else is disturbed
+    │   └── PromptTooLongError
+    └── EngineDeadError      the step loop has ended
+"""
+
+from __future__ import annotations
+
+__all__ = ["ConfigError", "EngineDeadError", "ModelLoadError", "PagodaError", "PromptTooLongError", "RequestError"]
+
+
+class PagodaError(Exception):
+    """Base of every error that Pagoda raises on purpose."""
+
+
+class ConfigError(PagodaError, ValueError):
+    """An option is unknown, out of range, or does not fit this machine."""
+
+
+class ModelLoadError(PagodaError):
+    """A checkpoint is missing, incomplete, unsafe or of an architecture that is not served."""
+
+
+class RequestError(PagodaError, ValueError):
+    """One request is invalid; ``param`` names the offending parameter, as the OpenAI error body does."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLongError(RequestError):
+    """A prompt that can never fit the context or the KV cache."""
+
+
+class EngineDeadError(PagodaError):
+    """The step loop has ended; the message says why. Requests in flight fail with it and new ones are refused."""
+
+    replica: str = ""  # where, if whoever runs several engines says so

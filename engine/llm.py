@@ -1,0 +1,212 @@
+"""LLM: the offline API, vLLM's in names and behaviour.
+
+llm = LLM("path/to/checkpoint", max_num_seqs=64)
+outputs = llm.generate(["Hello"], SamplingParams(temperature=0.0, max_tokens=32))
+print(outputs[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from tqdm import tqdm
+
+from engine.config import EngineConfig
+from engine.engine import Engine, StepOutput
+from engine.errors import ConfigError, RequestError
+from engine.sampling_params import SamplingParams
+from engine.sequence import FinishReason
+from engine.text import TextStream, Tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "Prompt", "RequestOutput", "TokensPrompt"]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenised already."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | TokensPrompt
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the stop id or stop string; None for EOS and length
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its answers."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
+    finished: bool = False
+
+
+class LLM:
+    """A model for offline use: it answers lists of prompts, batching them continuously.
+
+    Args:
+        model: directory of a Hugging Face checkpoint.
+        options: see EngineConfig.
+
+    Raises:
+        ConfigError: for an unknown option or a value out of range.
+        ModelLoadError: if the checkpoint cannot be served.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = EngineConfig.from_options(model, options)
+        self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer(model)
+        self.engine = Engine.from_config(self.config)
+        self._request_ids = itertools.count()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters that the checkpoint's generation_config.json asks for."""
+        return SamplingParams(**self.engine.info.default_sampling)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence_[Prompt],
+        sampling_params: SamplingParams | Sequence_[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer every prompt and return the answers in the prompts' order.
+
+        Args:
+            prompts: text or ``{"prompt_token_ids": [...]}``, or a list of either.
+            sampling_params: for all, or one for each prompt; None takes the checkpoint's defaults.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            RequestError: for an invalid prompt or parameter; nothing has run then.
+        """
+        many: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        token_ids = [self._tokens_of(prompt) for prompt in many]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in many]
+        return self._run(token_ids, texts, self._params_for(sampling_params, len(many)), use_tqdm)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence_[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, written with the checkpoint's chat template.
+
+        Raises:
+            RequestError: as ``generate``, or if the model has no chat template.
+        """
+        tokenizer = self._require_tokenizer()
+        many: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        token_ids = [tokenizer.encode_chat(conversation) for conversation in many]
+        return self._run(token_ids, [None] * len(many), self._params_for(sampling_params, len(many)), use_tqdm)
+
+    # --- one run ------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        texts: Sequence_[str | None],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        for prompt, one in zip(prompts, params, strict=True):
+            self.engine.check_request(prompt, one)
+        requests: dict[str, _Request] = {}
+        bar = tqdm(total=len(prompts), desc="Processed prompts", unit="req", disable=not use_tqdm, dynamic_ncols=True)
+        try:
+            for prompt, text, one in zip(prompts, texts, params, strict=True):
+                request_id = str(next(self._request_ids))
+                requests[request_id] = _Request(request_id, text, prompt, one, self.tokenizer)
+                self.engine.queue_request(request_id, prompt, one)
+            self._step_until_done(requests, bar)
+        finally:
+            bar.close()
+            for request_id, request in requests.items():  # after an error or Ctrl-C nothing may run on
+                if not request.output.finished:
+                    self.engine.abort(request_id)
+        return [request.output for request in requests.values()]
+
+    def _step_until_done(self, requests: dict[str, _Request], bar: tqdm[Any]) -> None:
+        num_tokens = 0
+        while self.engine.has_unfinished:
+            step = self.engine.step()
+            num_tokens += len(step)
+            for token in step:
+                request = requests[token.request_id]
+                request.push(token)
+                if request.output.finished:
+                    bar.update()
+                    if token.finish_reason is None:  # a stop string ended the text
+                        self.engine.abort(token.request_id, FinishReason.STOP)
+            if elapsed := bar.format_dict["elapsed"]:
+                bar.set_postfix_str(f"output: {num_tokens / elapsed:.1f} tok/s", refresh=False)
+
+    def _tokens_of(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self._require_tokenizer().encode(prompt)
+        if isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), list):
+            return list(prompt["prompt_token_ids"])
+        raise RequestError(
+            f"a prompt is {type(prompt).__name__} {str(prompt)[:60]!r}; give text or {{'prompt_token_ids': [...]}}",
+            "prompt",
+        )
+
+    def _params_for(
+        self, params: SamplingParams | Sequence_[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            params = [params] * count
+        if len(params) != count:
+            raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each", None)
+        if self.tokenizer is None and any(one.stop_strings for one in params):
+            raise RequestError(
+                "stop strings need the tokenizer; unset skip_tokenizer_init or use stop_token_ids", "stop"
+            )
+        return list(params)
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ConfigError("skip_tokenizer_init is set: give prompts as {'prompt_token_ids': [...]}")
+        return self.tokenizer
+
+
+class _Request:
+    """One request of a run: its output so far, and the text state behind it."""
+
+    def __init__(
+        self, request_id: str, text: str | None, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.output = RequestOutput(request_id, text, prompt, [CompletionOutput(0, "", [])])
+        self._text = TextStream(tokenizer, prompt, params) if tokenizer else None
+
+    def push(self, step: StepOutput) -> None:
+        """Take one token into the output."""
+        completion = self.output.outputs[0]
+        completion.token_ids.append(step.token_id)
+        completion.finish_reason = step.finish_reason and step.finish_reason.value
+        completion.stop_reason = step.stop_reason
+        if self._text is not None:
+            completion.text += self._text.push([step.token_id], final=step.finish_reason is not None)
+            if self._text.stop_string is not None:
+                completion.finish_reason, completion.stop_reason = "stop", self._text.stop_string
+        self.output.num_cached_tokens = step.num_cached_tokens
+        self.output.finished = completion.finish_reason is not None

@@ -1,0 +1,224 @@
+"""Every metric of the engine, defined once, and the bookkeeping that turns steps into observations.
+
+Names and meanings follow vLLM's. Where the numbers go is a sink's business: the deployment binds one to Prometheus and
+to Ray's metrics agent, the offline API to none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Literal, Protocol
+
+from engine.block_manager import BlockManager
+from engine.scheduler import Scheduler, SchedulerOutput
+from engine.sequence import Sequence
+
+__all__ = ["METRICS", "EngineMetrics", "Metric", "MetricSink", "NullSink", "StepTimes"]
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+INTER_TOKEN_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+)
+LATENCY_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+STEP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric: its name without prefix or suffix, what it says, and how it may be split."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+REQUESTS_RUNNING = Metric("num_requests_running", "gauge", "Sequences in the running batch.")
+REQUESTS_WAITING = Metric("num_requests_waiting", "gauge", "Sequences waiting for a place in the batch.")
+KV_USAGE = Metric("kv_cache_usage_ratio", "gauge", "Share of KV blocks in use by sequences, 0 to 1.")
+KV_CACHED = Metric("kv_cache_cached_ratio", "gauge", "Share of KV blocks free but still holding a cached prefix.")
+KV_BLOCKS = Metric("kv_blocks", "gauge", "KV blocks by state; shared is a part of used.", ("state",))
+ENGINE_INFO = Metric(
+    "engine_info", "gauge", "Always 1; the labels describe the engine.",
+    ("model", "block_size", "num_blocks", "attention_backend", "dtype"),
+)  # fmt: skip
+CACHE_QUERIES = Metric("prefix_cache_query_tokens", "counter", "Prompt tokens looked up in the prefix cache.")
+CACHE_HITS = Metric("prefix_cache_hit_tokens", "counter", "Prompt tokens that the prefix cache served.")
+PREEMPTIONS = Metric("preemptions", "counter", "Sequences preempted for want of KV blocks.", ("kind",))
+PROMPT_TOKENS = Metric("prompt_tokens", "counter", "Prompt tokens of requests that were started.")
+GENERATION_TOKENS = Metric("generation_tokens", "counter", "Tokens generated.")
+REQUESTS_FINISHED = Metric("requests_finished", "counter", "Requests that ended, by reason.", ("reason",))
+REQUESTS_REJECTED = Metric("requests_rejected", "counter", "Requests refused by the engine, by reason.", ("reason",))
+BLOCKS_EVICTED = Metric("blocks_evicted", "counter", "Cached KV blocks that were overwritten.")
+TTFT = Metric("time_to_first_token_seconds", "histogram", "From arrival to the first token.", (), TTFT_BUCKETS)
+INTER_TOKEN = Metric(
+    "inter_token_latency_seconds", "histogram", "Between two tokens of a request.", (), INTER_TOKEN_BUCKETS
+)
+E2E_LATENCY = Metric("e2e_request_latency_seconds", "histogram", "From arrival to the last token.", (), LATENCY_BUCKETS)
+QUEUE_TIME = Metric("request_queue_seconds", "histogram", "From arrival to the first step.", (), LATENCY_BUCKETS)
+PREFILL_TIME = Metric(
+    "request_prefill_seconds", "histogram", "From the first step to the first token.", (), LATENCY_BUCKETS
+)
+DECODE_TIME = Metric(
+    "request_decode_seconds", "histogram", "From the first token to the last one.", (), LATENCY_BUCKETS
+)
+REQUEST_PROMPT = Metric("request_prompt_tokens", "histogram", "Prompt tokens of a request.", (), TOKEN_BUCKETS)
+REQUEST_GENERATION = Metric(
+    "request_generation_tokens", "histogram", "Tokens generated for a request.", (), TOKEN_BUCKETS
+)
+STEP_SECONDS = Metric("step_seconds", "histogram", "Time of one engine step, by phase.", ("phase",), STEP_BUCKETS)
+STEP_TOKENS = Metric("step_tokens", "histogram", "Tokens computed in one engine step.", (), TOKEN_BUCKETS)
+
+METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+
+
+class MetricSink(Protocol):
+    """Where numbers go. Called from the engine's thread several times a step: cheap and thread-safe."""
+
+    def increment(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+        """Add a positive amount to a counter."""
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """Set a gauge."""
+
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        """Record one value in a histogram."""
+
+
+class NullSink:
+    """Keeps nothing."""
+
+    def increment(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+        """Ignore it."""
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """Ignore it."""
+
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        """Ignore it."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds that the phases of one step took."""
+
+    schedule: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
+
+
+@dataclass(slots=True)
+class _RequestTimes:
+    arrived: float
+    started: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+
+class EngineMetrics:
+    """Follows the requests of one engine and reports to a sink. Times are monotonic seconds."""
+
+    def __init__(self, sink: MetricSink, block_manager: BlockManager, scheduler: Scheduler) -> None:
+        self._sink = sink
+        self._block_manager = block_manager
+        self._scheduler = scheduler
+        self._times: dict[str, _RequestTimes] = {}
+        self._num_evicted = 0
+
+    def request_added(self, sequence: Sequence) -> None:
+        """A request has entered the queue."""
+        self._times[sequence.request_id] = _RequestTimes(arrived=monotonic())
+
+    def request_rejected(self, reason: str) -> None:
+        """A request was refused at the door."""
+        self._sink.increment(REQUESTS_REJECTED, reason=reason)
+
+    def step_scheduled(self, output: SchedulerOutput) -> None:
+        """A batch was chosen."""
+        now = monotonic()
+        for sequence in output.admitted:
+            if sequence.num_preemptions:
+                continue
+            times = self._times[sequence.request_id]
+            times.started = now
+            self._sink.observe(QUEUE_TIME, now - times.arrived)
+            self._sink.increment(PROMPT_TOKENS, sequence.num_prompt_tokens)
+            self._sink.increment(CACHE_QUERIES, sequence.num_prompt_tokens)
+            if sequence.num_cached_tokens:
+                self._sink.increment(CACHE_HITS, sequence.num_cached_tokens)
+        if output.preempted:
+            self._sink.increment(PREEMPTIONS, len(output.preempted), kind="recompute")
+
+    def step_finished(self, output: SchedulerOutput, sampled: Iterable[Sequence], times: StepTimes) -> None:
+        """A batch was computed, and ``sampled`` got a token each."""
+        now, num_sampled = monotonic(), 0
+        for sequence in sampled:
+            num_sampled += 1
+            self._token_generated(sequence, now)
+        if num_sampled:
+            self._sink.increment(GENERATION_TOKENS, num_sampled)
+        self._sink.observe(STEP_TOKENS, output.num_tokens)
+        self._sink.observe(STEP_SECONDS, times.schedule, phase="schedule")
+        self._sink.observe(STEP_SECONDS, times.forward, phase="forward")
+        self._sink.observe(STEP_SECONDS, times.sample, phase="sample")
+        self.report_state()
+
+    def report_state(self) -> None:
+        """Report the gauges: sequences and blocks by state."""
+        counts = self._block_manager.counts()
+        total = len(self._block_manager.blocks)
+        self._sink.set(REQUESTS_RUNNING, len(self._scheduler.running))
+        self._sink.set(REQUESTS_WAITING, len(self._scheduler.waiting))
+        self._sink.set(KV_USAGE, counts.used / total)
+        self._sink.set(KV_CACHED, counts.cached / total)
+        for state in ("free", "cached", "used", "shared"):
+            self._sink.set(KV_BLOCKS, getattr(counts, state), state=state)
+        if evicted := self._block_manager.num_evicted - self._num_evicted:
+            self._sink.increment(BLOCKS_EVICTED, evicted)
+            self._num_evicted += evicted
+
+    def _token_generated(self, sequence: Sequence, now: float) -> None:
+        times = self._times[sequence.request_id]
+        if sequence.num_output_tokens == 1:
+            times.first_token = now
+            self._sink.observe(TTFT, now - times.arrived)
+            self._sink.observe(PREFILL_TIME, now - times.started)
+        else:
+            self._sink.observe(INTER_TOKEN, now - times.last_token)
+        times.last_token = now
+        if sequence.is_finished:
+            self.request_finished(sequence)
+
+    def request_finished(self, sequence: Sequence) -> None:
+        """A request has ended, by itself or from outside."""
+        assert sequence.finish_reason is not None
+        times = self._times.pop(sequence.request_id)
+        self._sink.increment(REQUESTS_FINISHED, reason=sequence.finish_reason.value)
+        self._sink.observe(REQUEST_PROMPT, sequence.num_prompt_tokens)
+        self._sink.observe(REQUEST_GENERATION, sequence.num_output_tokens)
+        if sequence.num_output_tokens:
+            self._sink.observe(E2E_LATENCY, times.last_token - times.arrived)
+            self._sink.observe(DECODE_TIME, times.last_token - times.first_token)

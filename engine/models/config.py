@@ -1,0 +1,193 @@
+"""ModelConfig: what a checkpoint's config.json says, reduced to what the decoder needs.
+
+Reading is left to transformers' AutoConfig, which knows the many spellings of config files; this module keeps the
+result small, typed and checked, and refuses what the decoder would compute wrongly. No weights are touched.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from engine.errors import ConfigError, ModelLoadError, RequestError
+from engine.sampling_params import SamplingParams
+
+__all__ = ["ARCHITECTURES", "GenerationDefaults", "ModelConfig", "load_hf_config"]
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How the members of the Llama family differ; None leaves it to config.json's attention_bias."""
+
+    qk_norm: bool = False
+    qkv_bias: bool | None = False
+    output_bias: bool | None = False
+
+
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": _Family(qk_norm=True, qkv_bias=None, output_bias=None),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True),
+    "LlamaForCausalLM": _Family(qkv_bias=None, output_bias=None),
+    "MistralForCausalLM": _Family(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of one decoder-only model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    sliding_windows: tuple[int | None, ...]  # one a layer; None attends to everything
+    rope_type: str
+    dtype: torch.dtype
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes that one token's keys and values take in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    @classmethod
+    def from_hf(cls, config: Any) -> ModelConfig:
+        """Read a transformers config.
+
+        Raises:
+            ModelLoadError: for an architecture, activation or RoPE type that the decoder does not compute.
+        """
+        architecture = (getattr(config, "architectures", None) or ["none"])[0]
+        family = ARCHITECTURES.get(architecture)
+        if family is None:
+            raise ModelLoadError(
+                f"architecture '{architecture}' is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+            )
+        if config.hidden_act != "silu":
+            raise ModelLoadError(f"hidden_act='{config.hidden_act}' is not supported; only 'silu' is")
+        rope = config.rope_parameters or {}
+        if rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) not in (None, 1.0):
+            raise ModelLoadError("partial_rotary_factor is not supported; only RoPE over the whole head is")
+        rope_type = str(rope.get("rope_type", "default"))
+        if rope_type not in ROPE_TYPES:
+            raise ModelLoadError(f"rope_type='{rope_type}' is not supported; supported: {', '.join(ROPE_TYPES)}")
+        attention_bias = bool(getattr(config, "attention_bias", False))
+        return cls(
+            architecture=architecture,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            rms_norm_eps=config.rms_norm_eps,
+            max_position_embeddings=config.max_position_embeddings,
+            tie_word_embeddings=bool(config.tie_word_embeddings),
+            qk_norm=family.qk_norm,
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            output_bias=attention_bias if family.output_bias is None else family.output_bias,
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            sliding_windows=_sliding_windows(config),
+            rope_type=rope_type,
+            dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
+        )
+
+
+def _sliding_windows(config: Any) -> tuple[int | None, ...]:
+    """Return each layer's window: Qwen names the sliding layers, Mistral's all slide when it has a window."""
+    window: int | None = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return (window,) * int(config.num_hidden_layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def load_hf_config(path: str | Path) -> Any:
+    """Read config.json through transformers, refusing checkpoints that want to run code of their own.
+
+    Raises:
+        ConfigError: if the directory or its config.json does not exist.
+        ModelLoadError: if it is malformed, names remote code, or is of an unknown kind.
+    """
+    from transformers import AutoConfig  # slow to import
+
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"model '{path}' has no config.json; give the path of a Hugging Face checkpoint")
+    try:
+        raw = _read_json(file)
+        if "auto_map" in raw:
+            raise ModelLoadError(f"model '{path}' names code of its own (auto_map), which Pagoda never runs")
+        if raw.get("quantization_config"):
+            method = raw["quantization_config"].get("quant_method", "unknown")
+            raise ModelLoadError(f"model '{path}' is quantised ({method}); give the checkpoint in bf16, fp16 or fp32")
+        return AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ModelLoadError(f"config.json of '{path}' could not be read: {str(error).splitlines()[0]}") from error
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What generation_config.json (or else config.json) says about ending and sampling."""
+
+    eos_token_ids: tuple[int, ...]
+    sampling: dict[str, Any]
+
+    @classmethod
+    def load(cls, path: str | Path, hf_config: Any) -> GenerationDefaults:
+        """Read the EOS ids, one or many, and the sampling defaults (temperature, top_p, top_k, min_p).
+
+        Raises:
+            ModelLoadError: if the file is malformed, an id is outside the vocabulary or a default out of range.
+        """
+        file = Path(path) / "generation_config.json"
+        raw = _read_json(file) if file.is_file() else {}
+        eos = raw.get("eos_token_id")
+        eos = hf_config.eos_token_id if eos is None else eos
+        ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        for token_id in ids:
+            if type(token_id) is not int or not 0 <= token_id < hf_config.vocab_size:
+                raise ModelLoadError(
+                    f"eos_token_id {token_id!r} of '{path}' is outside the vocabulary of {hf_config.vocab_size}; "
+                    "correct its generation_config.json or config.json"
+                )
+        sampling = {key: raw[key] for key in ("temperature", "top_p", "top_k", "min_p") if raw.get(key) is not None}
+        if raw.get("do_sample") is False:
+            sampling = {"temperature": 0.0}
+        if isinstance(sampling.get("top_k"), float) and sampling["top_k"].is_integer():
+            sampling["top_k"] = int(sampling["top_k"])
+        try:
+            SamplingParams(**sampling)
+        except RequestError as error:
+            raise ModelLoadError(f"'{file}' sets defaults that are not valid: {error}") from error
+        return cls(ids, sampling)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelLoadError(f"'{file}' is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelLoadError(f"'{file}' holds a {type(raw).__name__}; a JSON object is expected")
+    return raw

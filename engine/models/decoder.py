@@ -1,0 +1,118 @@
+"""The decoder: one config-driven transformer for Llama, Mistral, Qwen2 and Qwen3 checkpoints.
+
+Tokens are packed: a step's tokens of all sequences lie in one row, ``[num_tokens, hidden_size]``, and only attention,
+through the step's ForwardContext, knows which belong together. Linear layers that read the same input are fused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from engine.forward_context import ForwardContext
+from engine.models.config import ModelConfig
+from engine.models.rope import apply_rope
+from kernels.store_kvcache import store_kvcache
+
+__all__ = ["Decoder"]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged cache, with optional biases, QK norm and sliding window."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.sliding_window = config.sliding_windows[layer]
+        self.scale = config.head_dim**-0.5
+        qkv_heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv_proj = nn.Linear(config.hidden_size, qkv_heads * config.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Map ``hidden`` [num_tokens, hidden_size] to the same shape, storing its keys and values on the way."""
+        heads = self.qkv_proj(hidden).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        query = apply_rope(self.q_norm(query), cos, sin)
+        key = apply_rope(self.k_norm(key), cos, sin)
+        key_cache, value_cache = context.kv_cache[self.layer]
+        # All keys of the step are written before any is read: sequences of one step may share a block it fills.
+        store_kvcache(key, value, key_cache, value_cache, context.metadata.slot_mapping)
+        attended = context.backend.forward(
+            query, key_cache, value_cache, context.metadata, scale=self.scale, sliding_window=self.sliding_window
+        )
+        output: torch.Tensor = self.o_proj(attended.flatten(1))
+        return output
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [num_tokens, hidden_size] to the same shape."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        output: torch.Tensor = self.down_proj(F.silu(gate) * up)
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and around a residual."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Map [num_tokens, hidden_size] to the same shape."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, context)
+        output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model.
+
+    Args:
+        config: its shape.
+        rope: cosines and sines of every position it may see, float32 [length, 2, head_dim // 2].
+    """
+
+    def __init__(self, config: ModelConfig, rope: torch.Tensor) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rope: torch.Tensor
+        self.register_buffer("rope", rope, persistent=False)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Return the last hidden states [num_tokens, hidden_size] of ``token_ids`` at ``positions`` [num_tokens]."""
+        hidden: torch.Tensor = self.embed_tokens(token_ids)
+        cos, sin = self.rope[positions].to(hidden.dtype).unsqueeze(2).unbind(1)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, context)
+        output: torch.Tensor = self.norm(hidden)
+        return output
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [rows, vocab_size] of the hidden states [rows, hidden_size]."""
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits.float()

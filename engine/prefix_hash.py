@@ -1,0 +1,39 @@
+"""The chained block hash that the engine's prefix cache and the router share.
+
+A block's hash covers its tokens and, through its parent's hash, every token before it, so equal hashes mean equal
+prefixes (up to collisions of xxh64, which the block manager makes harmless by comparing the token ids). The chain's
+root is salted with the model, the adapter and the request's cache salt: what must not be shared gets another root.
+
+The idea is PagedAttention's automatic prefix caching as in vLLM; the hash is xxHash (XXH64).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import xxhash
+
+__all__ = ["block_hash", "hash_blocks", "root_hash"]
+
+
+def root_hash(model: str, adapter: str = "", cache_salt: str = "") -> int:
+    """Return the root of the hash chains of one (model, adapter, salt)."""
+    parts = [part.encode() for part in (model, adapter, cache_salt)]
+    # Length prefixes: ("ab", "c") and ("a", "bc") must not give the same bytes.
+    return xxhash.xxh64_intdigest(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
+
+
+def block_hash(parent: int, token_ids: Sequence[int]) -> int:
+    """Return the 64-bit hash of a block that holds ``token_ids`` and follows the block (or root) ``parent``."""
+    return xxhash.xxh64_intdigest(parent.to_bytes(8, "little") + array("I", token_ids).tobytes())
+
+
+def hash_blocks(token_ids: Sequence[int], block_size: int, root: int) -> list[int]:
+    """Return the chained hashes of the full blocks of ``token_ids``; a partial last block has none."""
+    hashes: list[int] = []
+    parent = root
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = block_hash(parent, token_ids[start : start + block_size])
+        hashes.append(parent)
+    return hashes

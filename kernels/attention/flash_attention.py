@@ -1,0 +1,103 @@
+"""Paged attention by flash-attn (FlashAttention-2; Dao, 2023): how our batch is written in its arguments.
+
+flash-attn aligns a causal mask with the end of the context, as our packed queries need, and reads keys through a block
+table whose blocks are a multiple of 256 tokens. It is imported when the backend is chosen, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kernels.attention.base import AttentionBackend, AttentionMetadata
+
+_PAGE_SIZE = 256  # tokens: flash-attn's pages are a multiple of this
+_NO_WINDOW = (-1, -1)
+
+
+@dataclass(frozen=True)
+class _StepArguments:
+    """What flash-attn wants to know of a step beyond the metadata itself."""
+
+    seq_lens: torch.Tensor  # int32 [num_seqs], 0 for a padding sequence
+    cu_seqlens_k: torch.Tensor  # int32 [num_seqs + 1]
+
+
+class FlashAttnBackend(AttentionBackend):
+    """flash-attn's varlen kernel for mixed steps and its split-KV kernel for pure decodes; float16 and bfloat16."""
+
+    name: ClassVar[str] = "flash_attn"
+    default_block_size: ClassVar[int] = _PAGE_SIZE
+
+    def __init__(self) -> None:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self._varlen: Callable[..., torch.Tensor] = flash_attn_varlen_func
+        self._with_kvcache: Callable[..., torch.Tensor] = flash_attn_with_kvcache
+        self._steps: WeakKeyDictionary[AttentionMetadata, dict[bool, _StepArguments]] = WeakKeyDictionary()
+
+    def check_block_size(self, block_size: int) -> None:
+        if block_size < 1 or block_size % _PAGE_SIZE:
+            raise ValueError(
+                f"block_size={block_size} is not a multiple of {_PAGE_SIZE}, which flash-attn needs; "
+                f"use {_PAGE_SIZE}, or the triton attention backend for smaller blocks"
+            )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        step = self._step_arguments(metadata, key_cache.shape[1])
+        window = _NO_WINDOW if sliding_window is None else (sliding_window - 1, 0)  # flash-attn's is inclusive
+        if metadata.max_query_len == 1 and query.shape[0] == metadata.seq_lens.shape[0]:
+            attended = self._with_kvcache(
+                query[:, None],  # [num_seqs, 1, num_heads, head_dim]
+                key_cache,
+                value_cache,
+                cache_seqlens=step.seq_lens,
+                block_table=metadata.block_tables,
+                softmax_scale=scale,
+                causal=True,
+                window_size=window,
+            )
+            return attended[:, 0]
+        return self._varlen(
+            query,
+            key_cache,
+            value_cache,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            cu_seqlens_k=step.cu_seqlens_k,
+            max_seqlen_q=metadata.max_query_len,
+            max_seqlen_k=metadata.max_seq_len,
+            softmax_scale=scale,
+            causal=True,
+            window_size=window,
+            block_table=metadata.block_tables,
+        )
+
+    def _step_arguments(self, metadata: AttentionMetadata, block_size: int) -> _StepArguments:
+        # What a CUDA graph replays must be computed inside its capture, not taken over from the warm-up before it.
+        capturing = metadata.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
+        steps = self._steps.setdefault(metadata, {})
+        if capturing not in steps:
+            steps[capturing] = _step_arguments(metadata, block_size)
+        return steps[capturing]
+
+
+def _step_arguments(metadata: AttentionMetadata, block_size: int) -> _StepArguments:
+    last_block = ((metadata.seq_lens - 1).clamp(min=0) // block_size).long()[:, None]
+    # flash-attn follows a block table wherever it points, so a sequence without blocks must have no keys.
+    has_blocks = metadata.block_tables.gather(1, last_block)[:, 0] >= 0
+    seq_lens = metadata.seq_lens * has_blocks
+    cu_seqlens_k = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    return _StepArguments(seq_lens, cu_seqlens_k)

@@ -1,0 +1,98 @@
+"""Small fakes: an engine deployment that answers from a script, and a tokenizer on disk."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Generator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from deployments.replica import EngineOutput, EngineRequest
+from engine.async_engine import TokenBatch
+from engine.engine import EngineInfo
+
+Script = list[EngineOutput | BaseException]
+
+INFO = EngineInfo(
+    model="/some/where/model", block_size=4, num_blocks=64, max_model_len=128, vocab_size=384, dtype="float32",
+    device="cpu", attention_backend="cpu", eos_token_ids=(2,), default_sampling={"temperature": 0.5},
+)  # fmt: skip
+
+
+def output(
+    token_ids: list[int], finish_reason: str | None = None, *, replica: str = "r1", cached: int = 0
+) -> EngineOutput:
+    """Return what a replica would send."""
+    return EngineOutput(replica, TokenBatch(token_ids, finish_reason, None, cached))
+
+
+@dataclass
+class FakeResponses:
+    """What a streaming handle returns."""
+
+    script: Script
+    cancelled: bool = False
+
+    async def __aiter__(self) -> AsyncIterator[EngineOutput]:
+        for item in self.script:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@dataclass
+class FakeEngines:
+    """A handle whose calls to ``generate`` answer with one script after the other, the last one for ever."""
+
+    scripts: list[Script]
+    calls: list[tuple[EngineRequest, dict[str, Any]]] = field(default_factory=list)
+    responses: list[FakeResponses] = field(default_factory=list)
+    deployment_name: str = "engine-of-fakes"
+
+    def options(self, **options: Any) -> FakeEngines:
+        return self
+
+    @property
+    def generate(self) -> Any:
+        return SimpleNamespace(remote=self.dispatch)
+
+    @property
+    def info(self) -> Any:
+        return SimpleNamespace(remote=lambda: _Ready(INFO))
+
+    def dispatch(self, request: EngineRequest, **kwargs: Any) -> FakeResponses:
+        self.calls.append((request, kwargs))
+        script = self.scripts[min(len(self.calls), len(self.scripts)) - 1]
+        self.responses.append(FakeResponses(script))
+        return self.responses[-1]
+
+
+@dataclass
+class _Ready:
+    value: Any
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from ()
+        return self.value
+
+
+@dataclass
+class FakeText:
+    """A TextStream that shows token ids as themselves and stops at ``stop``."""
+
+    stop: str | None = None
+    stop_string: str | None = None
+    num_tokens: int = 0
+
+    def push(self, token_ids: list[int], *, final: bool = False) -> str:
+        text = ""
+        for token_id in token_ids:
+            self.num_tokens += 1
+            if self.stop is not None and f"<{token_id}>" == self.stop:
+                self.stop_string = self.stop
+                break
+            text += f"<{token_id}>"
+        return text

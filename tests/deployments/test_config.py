@@ -1,0 +1,147 @@
+"""The arguments of build_app and the checks of a whole config file."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments.app import gpus_per_engine
+from deployments.config import AppConfig, checkout_root
+from deployments.preflight import Endpoint, check_config, require_free_port
+from engine.errors import ConfigError
+
+SHIPPED = checkout_root() / "serve_config.yaml"
+
+
+def _write(tmp_path: Path, document: Any) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"model": "m", "replica": {}}, "unknown key 'replica' in args; did you mean 'replicas'?"),
+        ({"model": "m", "limits": {"max_body": 1}}, "'max_body' in args.limits; did you mean 'max_body_bytes'?"),
+        ({"model": "m", "zzz": 1}, "unknown key 'zzz' in args; known keys: engine, limits,"),
+        ({}, "args lacks 'model'"),
+        ({"model": "m", "replicas": {"engines": 0}}, "args.replicas.engines=0"),
+        ({"model": "m", "engine": {"max_num_seq": 1}}, "option 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ({"model": "m", "engine": {"max_num_seqs": 0}}, "max_num_seqs=0"),
+        ({"model": "m", "engine": {"skip_tokenizer_init": True}}, "skip_tokenizer_init"),
+        ({"model": "m", "router": {"load_bound": 0.5}}, "args.router.load_bound=0.5"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_the_remedy(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AppConfig.parse(args)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_relative_model_starts_at_the_checkout() -> None:
+    assert AppConfig.parse({"model": "demo/model"}).model_path == checkout_root() / "demo/model"
+    assert AppConfig.parse({"model": "/models/x"}).model_path == Path("/models/x")
+    assert AppConfig.parse({"model": "/models/x"}).served_name == "x"
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no directory"):
+        AppConfig.parse({"model": str(tmp_path / "none")}).require_model()
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        AppConfig.parse({"model": str(tmp_path)}).require_model()
+
+
+@pytest.mark.parametrize(
+    ("engine", "engines", "available", "expected"),
+    [
+        ({}, 2, 0, 0.0),
+        ({"device": "cpu"}, 2, 8, 0.0),
+        ({}, 2, 8, 1.0),
+        ({"device": "cuda"}, 2, 0, 1.0),
+        ({"kv_cache_memory": "64MiB"}, 2, 1, 0.5),
+        ({"kv_cache_memory": "64MiB"}, 3, 1, 0.3333),
+        ({"kv_cache_memory": "64MiB"}, 3, 2, 0.5),  # two on one of them: 0.66 would leave the third without any
+    ],
+)
+def test_gpus_of_a_replica(engine: dict[str, Any], engines: int, available: float, expected: float) -> None:
+    config = AppConfig.parse({"model": "m", "engine": engine, "replicas": {"engines": engines}})
+    assert gpus_per_engine(config, available) == expected
+
+
+def test_replicas_do_not_share_a_gpu_by_accident() -> None:
+    config = AppConfig.parse({"model": "m", "replicas": {"engines": 4}})
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        gpus_per_engine(config, 2)
+    crowd = AppConfig.parse({"model": "m", "engine": {"num_blocks": 9}, "replicas": {"engines": 20_000}})
+    with pytest.raises(ConfigError, match="lower it"):
+        gpus_per_engine(crowd, 1)
+
+
+def test_the_shipped_file_is_valid_and_shows_every_key() -> None:
+    document = yaml.safe_load(SHIPPED.read_text())
+    args = document["applications"][0]["args"]
+    config = AppConfig.parse(args)
+    assert (config.replicas.engines, config.replicas.ingresses) == (2, 1)
+    text = SHIPPED.read_text()
+    for section in (config, config.replicas, config.limits, config.router):
+        for key in type(section).model_fields:
+            assert f"{key}:" in text, key
+    assert config.limits == type(config.limits)()
+    assert config.router == type(config.router)()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(aplications=[]), "unknown key 'aplications'"),
+        (lambda d: d["http_options"].update(prot=1), "unknown key 'prot' in http_options; did you mean 'port'?"),
+        (lambda d: d["applications"][0].update(nam="x"), "unknown key 'nam' in applications[0]; did you mean 'name'?"),
+        (lambda d: d["applications"][0].update(deployments=[{"name": "engine", "num_replica": 1}]), "'num_replicas'"),
+        (lambda d: d["applications"][0].update(import_path="a:b"), "import_path"),
+        (lambda d: d["applications"][0]["args"].update(model="nowhere/x"), "nowhere/x"),
+        (lambda d: d.update(http_options=[1]), "http_options must be a mapping"),
+        (lambda d: d["http_options"].update(port="abc"), "http_options.port='abc'"),
+        (lambda d: d["http_options"].update(port=0), "port=0 is no port"),
+        (lambda d: d["http_options"].update(port=99999), "port=99999 is no port"),
+        (lambda d: d.update(applications=5), "applications=5"),
+        (lambda d: d["applications"][0].update(route_prefix="llm"), "route_prefix"),
+        (lambda d: d["applications"][0].update(deployments=5), "deployments=5"),
+    ],
+)
+def test_a_mistake_anywhere_in_the_file(tmp_path: Path, change: Any, message: str) -> None:
+    document = yaml.safe_load(SHIPPED.read_text())
+    change(document)
+    with pytest.raises(ConfigError) as caught:
+        check_config(_write(tmp_path, document))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", ""])
+def test_a_file_that_is_no_config(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError):
+        check_config(_write(tmp_path, text))
+
+
+def test_a_taken_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken"):
+            require_free_port(Endpoint("127.0.0.1", port, "/", "m"))
+    require_free_port(Endpoint("127.0.0.1", port, "/", "m"))
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds no tokenizer; add one of tokenizer\.json"):
+        AppConfig.parse({"model": str(tmp_path)}).require_model()
+
+
+def test_the_url_is_one_that_can_be_opened() -> None:
+    assert Endpoint("0.0.0.0", 80, "/", "m").url == "http://127.0.0.1:80"
+    assert Endpoint("10.0.0.1", 80, "/llm/", "m").url == "http://10.0.0.1:80/llm"

@@ -1,0 +1,106 @@
+"""Requests that are refused: the status, the shape of the answer, and a server that goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+REFUSED = [
+    ("completions", {"prompt": ""}, 400, "prompt", "empty"),
+    ("completions", {"prompt": []}, 400, "prompt", "[]"),
+    ("completions", {"prompt": [10**9]}, 400, "prompt", "1000000000"),
+    ("completions", {"prompt": [-1]}, 400, "prompt", "-1"),
+    ("completions", {"prompt": [1] * 5000}, 400, "prompt", "5000"),
+    ("completions", {"prompt": "word " * 9000}, 400, "prompt", "context"),
+    ("completions", {"prompt": "a", "max_tokens": -1}, 400, "max_tokens", "-1"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "0"),
+    ("completions", {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens", "'9'"),
+    ("completions", {"prompt": "a", "temperature": 2.5}, 400, "temperature", "2.5"),
+    ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p", "0"),
+    ("completions", {"prompt": "a", "top_k": -2}, 400, "top_k", "-2"),
+    ("completions", {"prompt": "a", "min_p": 1.5}, 400, "min_p", "1.5"),
+    ("completions", {"prompt": "a", "seed": 2**64}, 400, "seed", str(2**64)),
+    ("completions", {"prompt": "a", "min_tokens": 9, "max_tokens": 4}, 400, "min_tokens", "9"),
+    ("completions", {"prompt": "a", "stop": ["1", "2", "3", "4", "5"]}, 400, "stop", "5"),
+    ("completions", {"prompt": "a", "stop": [""]}, 400, "stop", "''"),
+    ("completions", {"prompt": "a", "stop_token_ids": [10**9]}, 400, "stop_token_ids", "1000000000"),
+    ("completions", {"prompt": "a", "cache_salt": ""}, 400, "cache_salt", "''"),
+    ("completions", {"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream"),
+    ("completions", {"prompt": "a", "model": "gpt-4"}, 404, "model", "gpt-4"),
+    ("completions", {"prompt": "a", "n": 0}, 400, "n", "0"),
+    ("completions", {"prompt": "a", "n": 2}, 501, "n", "2"),
+    ("completions", {"prompt": "a", "logprobs": 3}, 501, "logprobs", "3"),
+    ("completions", {"prompt": "a", "echo": True}, 501, "echo", "True"),
+    ("completions", {"prompt": "a", "guided_regex": "x"}, 400, "guided_regex", "guided_regex"),
+    ("completions", {}, 400, "prompt", "missing"),
+    ("chat/completions", {"messages": []}, 400, "messages", "[]"),
+    ("chat/completions", {"messages": "hi"}, 400, "messages", "'hi'"),
+    ("chat/completions", CHAT | {"messages": [{"role": "boss", "content": "x"}]}, 400, "messages", "boss"),
+    ("chat/completions", CHAT | {"chat_template": "{{ x }}"}, 400, "chat_template", "template"),
+    ("chat/completions", CHAT | {"tools": []}, 400, "tools", "tools"),
+    ("chat/completions", CHAT | {"tool_choice": "auto"}, 400, "tool_choice", "auto"),
+    ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 501, "response_format", "json_object"),
+    ("chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "2"),
+    ("chat/completions", CHAT | {"presence_penalty": 3}, 400, "presence_penalty", "3"),
+    ("chat/completions", CHAT | {"presence_penalty": 1}, 501, "presence_penalty", "1"),
+    ("chat/completions", CHAT | {"max_completion_tokens": 0}, 400, "max_completion_tokens", "0"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "shown"), REFUSED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refused_with_the_value_in_the_message(
+    client: httpx.Client, path: str, body: dict[str, Any], status: int, param: str, shown: str, stream: bool
+) -> None:
+    streaming = {"stream": True} if stream and "stream_options" not in body else {}
+    answer = client.post(f"/v1/{path}", json=body | streaming)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert shown in error["message"]
+    assert len(error["message"]) <= 400
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"", b"[]", b'"x"', b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "top_p": Infinity}', b"\xff",
+     b"[" * 100_000, b'{"prompt": "\\ud800"}'],
+)  # fmt: skip
+def test_a_body_that_is_no_valid_json(client: httpx.Client, content: bytes) -> None:
+    answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_another_content_type(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 400
+    assert "text/plain" in answer.json()["error"]["message"]
+
+
+def test_a_body_over_the_limit(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "x" * 2**21})
+    assert answer.status_code == 413
+    assert "1048576" in answer.json()["error"]["message"]
+
+
+def test_unknown_paths_and_methods(client: httpx.Client) -> None:
+    for answer, status in ((client.post("/v1/embeddings", json={}), 404), (client.get("/v1/completions"), 405)):
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+
+
+def test_unknown_fields_are_ignored(client: httpx.Client) -> None:
+    answer = client.post("/v1/chat/completions", json=CHAT | {"metadata": {"a": 1}, "frobnicate": 7, "user": "me"})
+    assert answer.status_code == 200
+
+
+def test_no_error_shows_a_path_of_the_server(client: httpx.Client) -> None:
+    for path, body, _status, _param, _shown in REFUSED:
+        message = client.post(f"/v1/{path}", json=body).json()["error"]["message"]
+        assert "/" not in message.replace("and/or", "").replace("application/json", "").replace("/v1/", ""), message

@@ -1,0 +1,99 @@
+"""`make serve` as a process: mistakes end it with one line, a signal ends it with nothing left."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.conftest import ROOT, alive, end_server, free_port, start_server, write_config
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def _launch(config: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deployments.launch", str(config)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def _assert_one_line(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert result.returncode != 0
+    lines = (result.stdout + result.stderr).strip().splitlines()
+    assert len(lines) == 1, lines
+    for part in parts:
+        assert part in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda args: args.update(modle="x"), ("'modle'", "'model'")),
+        (lambda args: args["engine"].update(max_num_seq=3), ("'max_num_seq'", "'max_num_seqs'")),
+        (lambda args: args["replicas"].update(engine=3), ("'engine'", "'engines'")),
+        (lambda args: args.update(model="no/such/model"), ("no/such/model", "checkpoint")),
+        (lambda args: args["replicas"].update(engines=0), ("replicas.engines=0",)),
+        (lambda args: args["engine"].update(device="tpu"), ("'tpu'",)),
+    ],
+)
+def test_a_mistake_in_the_config(tmp_path: Path, change: Change, parts: tuple[str, ...]) -> None:
+    _assert_one_line(_launch(write_config(tmp_path / "config.yaml", free_port(), change)), *parts)
+
+
+def test_a_taken_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        _assert_one_line(_launch(write_config(tmp_path / "config.yaml", port)), str(port), "taken", "http_options.port")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    _assert_one_line(_launch(tmp_path / "none.yaml"), "none.yaml")
+
+
+def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: Path) -> None:
+    """What only the engine can find out is told in one line too, and nothing waits for ever."""
+    server = start_server(tmp_path, ray_dir, lambda args: args["engine"].update(max_model_len=10**6))
+    try:
+        assert server.process.wait(timeout=120) == 1
+        last = server.log.read_text().strip().splitlines()
+        assert any(line.startswith("pagoda: application 'pagoda' failed") and "max_model_len" in line for line in last)
+    finally:
+        end_server(server)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_process_behind(tmp_path: Path, ray_dir: Path, number: signal.Signals) -> None:
+    server = start_server(tmp_path, ray_dir)
+    try:
+        server.wait_until_ready()
+        assert server.ready_s < 60
+        log = server.log.read_text()
+        assert server.url in log
+        assert "curl -N" in log
+        assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
+        processes = server.processes()
+        assert len(processes) > 5
+        started = time.monotonic()
+        assert server.stop(number) == 0
+        assert time.monotonic() - started < 30
+        assert alive(processes) == []
+        assert [process for process in psutil.process_iter() if _mentions(process, str(ray_dir / "ray"))] == []
+    finally:
+        end_server(server)
+
+
+def _mentions(process: psutil.Process, text: str) -> bool:
+    try:
+        return any(text in part for part in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

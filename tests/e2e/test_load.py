@@ -1,0 +1,98 @@
+"""Many clients at once, some of which go away: nobody else notices, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import httpx
+
+from tests.e2e.conftest import Server
+
+CLIENTS, QUITTERS, TOKENS = 64, 16, 96
+
+
+async def _stream(client: httpx.AsyncClient, number: int, chunks_wanted: int | None) -> tuple[int, str | None]:
+    """Read a stream to its end, or leave after some chunks; returns what was seen."""
+    body = {"prompt": f"Client {number} says", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    body |= {"return_token_ids": True}
+    tokens, reason, chunks = 0, None, 0
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            tokens, reason, chunks = tokens + len(choice["token_ids"]), choice["finish_reason"], chunks + 1
+            if chunks == chunks_wanted:
+                return tokens, reason
+    return tokens, reason
+
+
+async def _all(server: Server) -> list[tuple[int, str | None]]:
+    limits = httpx.Limits(max_connections=CLIENTS)
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+        return await asyncio.gather(
+            *(_stream(client, number, 3 if number < QUITTERS else None) for number in range(CLIENTS))
+        )
+
+
+def _in_use(server: Server) -> dict[str, float]:
+    return {
+        "running": sum(server.metric("pagoda_num_requests_running").values()),
+        "waiting": sum(server.metric("pagoda_num_requests_waiting").values()),
+        "blocks": sum(server.metric("pagoda_kv_blocks", state="used").values()),
+    }
+
+
+async def _wait_until_idle(server: Server, seconds: float) -> dict[str, float]:
+    """Return what is still in use after at most ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        busy = await asyncio.to_thread(_in_use, server)
+        if not any(busy.values()) or time.monotonic() > deadline:
+            return busy
+        await asyncio.sleep(0.05)
+
+
+async def test_64_streams_of_which_16_end_half_way(server: Server) -> None:
+    seen = await _all(server)
+    assert all(tokens == TOKENS and reason == "length" for tokens, reason in seen[QUITTERS:])
+    assert all(tokens < TOKENS and reason is None for tokens, reason in seen[:QUITTERS])
+    assert not any((await _wait_until_idle(server, 1.0)).values())
+
+
+async def test_a_client_that_does_not_stream_and_leaves_is_aborted_too(server: Server) -> None:
+    before = sum(server.metric("pagoda_requests_finished_total", reason="abort").values())
+    body = {"prompt": "Leave early", "max_tokens": 1500, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=body, timeout=60))
+        while not (await asyncio.to_thread(_in_use, server))["running"]:
+            await asyncio.sleep(0.02)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    assert not any((await _wait_until_idle(server, 2.0)).values())
+    assert sum(server.metric("pagoda_requests_finished_total", reason="abort").values()) == before + 1
+
+
+async def test_metrics_agree_with_what_runs(server: Server) -> None:
+    body = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        streams = [
+            client.stream("POST", "/v1/completions", json=body | {"prompt": f"Run {number} of several, all alone"})
+            for number in range(6)
+        ]
+        answers = await asyncio.gather(*(stream.__aenter__() for stream in streams))
+        sent = {answer.headers["x-pagoda-replica"] for answer in answers}
+        running = server.metric("pagoda_num_requests_running")
+        used = server.metric("pagoda_kv_blocks", state="used")
+        usage = server.metric("pagoda_kv_cache_usage_ratio")
+        for stream in streams:
+            await stream.__aexit__(None, None, None)
+    for replica in sent:
+        expected = sum(answer.headers["x-pagoda-replica"] == replica for answer in answers)
+        assert running[replica] == expected
+        assert used[replica] >= expected
+        assert 0 < usage[replica] < 1
+    assert not any((await _wait_until_idle(server, 2.0)).values())

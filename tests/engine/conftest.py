@@ -1,0 +1,36 @@
+"""Fixtures of the engine's tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.engine.checkpoints import FAMILIES, build_model, save_checkpoint
+
+torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A transformers model and the directory that it was saved to."""
+
+    name: str
+    model: PreTrainedModel
+    path: str
+
+
+@pytest.fixture(scope="session", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
+    """Each of the four families in turn."""
+    model = build_model(request.param)
+    return SavedModel(request.param, model, save_checkpoint(model, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
+    """One tiny Qwen3, for tests to which the family does not matter."""
+    model = build_model("qwen3")
+    return SavedModel("qwen3", model, save_checkpoint(model, tmp_path_factory.mktemp("qwen3")))

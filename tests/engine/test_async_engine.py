@@ -1,0 +1,227 @@
+"""AsyncEngine: streams, aborts, and the end of the step loop, around a shadow runner."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from engine.async_engine import AsyncEngine, TokenBatch
+from engine.engine import Engine
+from engine.errors import EngineDeadError, PromptTooLongError, RequestError
+from engine.metrics import StepTimes
+from engine.sampling_params import SamplingParams
+from engine.scheduler import SchedulerOutput
+from tests.engine.shadow import ShadowRunner, make_engine
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[tuple[AsyncEngine, ShadowRunner, Engine]]:
+    engine, runner = make_engine(num_blocks=64, block_size=4)
+    async_engine = AsyncEngine(engine)
+    yield async_engine, runner, engine
+    await async_engine.shutdown()
+
+
+async def collect(stream: AsyncIterator[TokenBatch]) -> list[int]:
+    return [token_id async for batch in stream for token_id in batch.token_ids]
+
+
+async def wait_until_idle(engine: AsyncEngine) -> None:
+    async with asyncio.timeout(10):
+        while engine.stats().num_running or engine.stats().num_waiting or engine.stats().num_used_blocks:
+            await asyncio.sleep(0.005)
+
+
+async def test_concurrent_streams_each_get_their_own_tokens(running: tuple[AsyncEngine, ShadowRunner, Engine]) -> None:
+    engine, runner, _ = running
+    prompts = [[i, i + 1, i % 3] for i in range(40)]
+    streams = [engine.generate(str(i), prompt, SamplingParams(max_tokens=12)) for i, prompt in enumerate(prompts)]
+    answers = await asyncio.gather(*map(collect, streams))
+    assert answers == [runner.answer(prompt, 12) for prompt in prompts]
+
+
+async def test_the_last_batch_says_why_it_ended(running: tuple[AsyncEngine, ShadowRunner, Engine]) -> None:
+    batches = [batch async for batch in running[0].generate("a", [1, 2], SamplingParams(max_tokens=3))]
+    assert [batch.finish_reason for batch in batches[:-1]] == [None] * (len(batches) - 1)
+    assert batches[-1].finish_reason == "length"
+
+
+class Gate:
+    """Holds the runner's second step, and all later ones, until it is opened."""
+
+    def __init__(self, runner: ShadowRunner) -> None:
+        self.opened = threading.Event()
+        self.run: Callable[[SchedulerOutput, StepTimes], list[int]] = runner.run
+        self._runner = runner
+        runner.run = self._hold  # type: ignore[method-assign]
+
+    def _hold(self, output: SchedulerOutput, times: StepTimes) -> list[int]:
+        if self._runner.num_steps >= 1:
+            self.opened.wait(30)
+        return self.run(output, times)
+
+
+async def test_a_slow_reader_gets_what_has_queued_in_one_batch() -> None:
+    engine, runner = make_engine()
+    gate = Gate(runner)
+    async_engine = AsyncEngine(engine)
+    stream = async_engine.generate("a", [1, 2], SamplingParams(max_tokens=30))
+    first = await anext(stream)
+    assert len(first.token_ids) == 1, "the first token comes at once"
+    gate.opened.set()
+    await wait_until_idle(async_engine)
+    rest = [batch async for batch in stream]
+    assert len(rest) == 1
+    assert first.token_ids + rest[0].token_ids == runner.answer([1, 2], 30)
+    await async_engine.shutdown()
+
+
+async def test_an_abort_from_outside_tells_the_reader_after_its_last_tokens() -> None:
+    engine, runner = make_engine()
+    gate = Gate(runner)
+    async_engine = AsyncEngine(engine)
+    stream = async_engine.generate("a", [1], SamplingParams(max_tokens=100))
+    await anext(stream)
+    async_engine.abort("a")
+    async_engine.abort("unknown")
+    gate.opened.set()
+    batches = [batch async for batch in stream]
+    assert batches[-1] == TokenBatch([], "abort", None, 0)
+    await wait_until_idle(async_engine)
+    await async_engine.shutdown()
+
+
+async def test_an_id_may_be_used_again_at_once_and_gets_only_its_own_tokens() -> None:
+    """The old sequence may still be in a step when its reader has gone."""
+    engine, runner = make_engine()
+    gate = Gate(runner)
+    async_engine = AsyncEngine(engine)
+    first = async_engine.generate("same", [1], SamplingParams(max_tokens=50))
+    await anext(first)
+    await first.aclose()  # type: ignore[attr-defined]
+    second = asyncio.ensure_future(collect(async_engine.generate("same", [9], SamplingParams(max_tokens=6))))
+    await asyncio.sleep(0.01)
+    gate.opened.set()
+    assert await second == runner.answer([9], 6)
+    await async_engine.shutdown()
+
+
+async def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, runner = make_engine()
+    async_engine = AsyncEngine(engine)
+    for bad in ({"priority": "x"}, {"priority": 1.5}, {"cache_salt": None}, {"cache_salt": "\ud800"}):
+        with pytest.raises(RequestError, match=next(iter(bad))):
+            await collect(async_engine.generate("bad", [1], SamplingParams(), **bad))  # type: ignore[arg-type]
+    queue = engine.queue_request
+
+    def trip(request_id: str, *args: object, **options: object) -> object:
+        if request_id.startswith("unlucky"):
+            raise KeyError("a bug")
+        return queue(request_id, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine, "queue_request", trip)
+    with pytest.raises(RequestError, match="could not be queued: KeyError"):
+        await collect(async_engine.generate("unlucky", [1], SamplingParams()))
+    assert await collect(async_engine.generate("b", [1], SamplingParams(max_tokens=3))) == runner.answer([1], 3)
+    await async_engine.shutdown()
+
+
+async def test_bad_requests_are_refused_before_anything_is_queued(
+    running: tuple[AsyncEngine, ShadowRunner, Engine],
+) -> None:
+    engine = running[0]
+    with pytest.raises(PromptTooLongError):
+        await collect(engine.generate("a", [1] * 400, SamplingParams()))
+    with pytest.raises(RequestError, match="999"):
+        await collect(engine.generate("a", [999], SamplingParams()))
+    assert engine.stats().num_waiting == 0
+    assert len(await collect(engine.generate("a", [1], SamplingParams(max_tokens=2)))) == 2
+
+
+async def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
+    running: tuple[AsyncEngine, ShadowRunner, Engine],
+) -> None:
+    engine, runner, _ = running
+    stream = engine.generate("same", [1], SamplingParams(max_tokens=20))
+    head = await anext(stream)
+    with pytest.raises(RequestError, match="'same' is in use"):
+        await collect(engine.generate("same", [2], SamplingParams()))
+    assert head.token_ids + await collect(stream) == runner.answer([1], 20)
+
+
+async def test_closing_a_stream_frees_its_blocks(running: tuple[AsyncEngine, ShadowRunner, Engine]) -> None:
+    engine = running[0]
+    stream = engine.generate("a", [1] * 8, SamplingParams(max_tokens=200))
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    await wait_until_idle(engine)
+
+
+async def test_a_thousand_requests_with_random_cancellations_leave_nothing_behind() -> None:
+    engine, _ = make_engine(num_blocks=48, block_size=4, max_num_batched_tokens=64, max_num_seqs=16)
+    async_engine = AsyncEngine(engine)
+    rng = random.Random(0)
+
+    async def one(index: int) -> bool:
+        stream = async_engine.generate(
+            str(index), [rng.randrange(4) for _ in range(rng.randint(1, 30))], SamplingParams(max_tokens=20),
+            priority=rng.randint(0, 2),
+        )  # fmt: skip
+        if rng.random() < 0.5:
+            return len(await collect(stream)) == 20
+        task = asyncio.ensure_future(collect(stream))
+        await asyncio.sleep(rng.random() * 0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return True
+
+    async with asyncio.timeout(120):
+        assert all(await asyncio.gather(*(one(i) for i in range(1000))))
+    await wait_until_idle(async_engine)
+    assert not async_engine._streams
+    assert not engine.has_unfinished
+    assert engine.block_manager.num_free_blocks == 48
+    await async_engine.shutdown()
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_after_shutdown_requests_fail_clearly_and_the_thread_is_gone() -> None:
+    inner, runner = make_engine()
+    gate = Gate(runner)
+    engine = AsyncEngine(inner)
+    stream = engine.generate("a", [1], SamplingParams(max_tokens=200))
+    await anext(stream)
+    shutdown = asyncio.ensure_future(engine.shutdown())
+    await asyncio.sleep(0.01)
+    gate.opened.set()
+    await shutdown
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await collect(stream)
+    with pytest.raises(EngineDeadError):
+        engine.check_health()
+    with pytest.raises(EngineDeadError):
+        await collect(engine.generate("b", [1], SamplingParams()))
+    assert not any(thread.name == "engine-step-loop" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), SystemExit("no more")])
+async def test_a_failing_step_ends_every_stream_with_its_cause(error: BaseException) -> None:
+    engine, runner = make_engine(max_num_seqs=4)
+    gate = Gate(runner)
+
+    def fail(output: SchedulerOutput, times: StepTimes) -> list[int]:
+        raise error
+
+    async_engine = AsyncEngine(engine)
+    stream = async_engine.generate("a", [1], SamplingParams(max_tokens=200))
+    await anext(stream)
+    gate.run = fail
+    gate.opened.set()
+    with pytest.raises(EngineDeadError, match=f"{type(error).__name__}: no more"):
+        await collect(stream)
+    with pytest.raises(EngineDeadError):
+        async_engine.check_health()

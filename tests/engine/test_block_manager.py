@@ -1,0 +1,163 @@
+"""The block manager: allocation, sharing, eviction, and the ways in which a prefix cache can lie."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import sequence as sequence_module
+from engine.block_manager import BlockManager
+from engine.prefix_hash import root_hash
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+
+def make_sequence(tokens: list[int], salt: str = "") -> Sequence:
+    return Sequence(
+        "request",
+        tokens,
+        SamplingParams(),
+        arrival=0,
+        root=root_hash("model", "", salt),
+        cache_salt=salt,
+        stop_token_ids=frozenset(),
+        max_total_tokens=10**6,
+        seed=0,
+    )
+
+
+def start(manager: BlockManager, tokens: list[int], salt: str = "") -> Sequence:
+    """Allocate a sequence as the scheduler does: what is cached first, then the rest."""
+    sequence = make_sequence(tokens, salt)
+    manager.take_prefix(sequence, manager.match_prefix(sequence))
+    manager.allocate(sequence, len(tokens))
+    return sequence
+
+
+def test_a_table_grows_block_by_block() -> None:
+    manager = BlockManager(8, 4)
+    sequence = make_sequence(list(range(9)))
+    for num_tokens, blocks in ((1, 1), (4, 1), (5, 2), (9, 3)):
+        manager.allocate(sequence, num_tokens)
+        assert len(sequence.block_table) == blocks
+    manager.check_integrity([sequence])
+    assert manager.num_free_blocks == 5
+
+
+def test_equal_prefixes_share_full_blocks_only() -> None:
+    manager = BlockManager(8, 4)
+    first = start(manager, [*range(8), 90])
+    second = start(manager, [*range(8), 91, 92])
+    assert second.block_table[:2] == first.block_table[:2]
+    assert second.block_table[2] != first.block_table[2]
+    assert second.num_computed_tokens == 8
+    assert manager.counts().shared == 2
+    manager.check_integrity([first, second])
+
+
+def test_identical_prompts_started_in_one_step_share_their_blocks() -> None:
+    """A block is published when its step is scheduled, so a twin in the same step finds it."""
+    manager = BlockManager(8, 4)
+    twins = [start(manager, list(range(8))) for _ in range(3)]
+    assert manager.counts().used == 2
+    manager.check_integrity(twins)
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token_without_writing_it() -> None:
+    manager = BlockManager(8, 4)
+    start(manager, list(range(8)))
+    second = start(manager, list(range(8)))
+    assert second.num_computed_tokens == 7
+    assert second.num_kv_tokens == 8  # so position 7 is not written: its block is shared
+
+
+def test_salts_keep_prefixes_apart() -> None:
+    manager = BlockManager(8, 4)
+    first = start(manager, list(range(8)), salt="a")
+    second = start(manager, list(range(8)), salt="b")
+    assert not set(first.block_table) & set(second.block_table)
+
+
+def test_freed_blocks_stay_cached_and_the_suffix_is_evicted_before_the_prefix() -> None:
+    manager = BlockManager(3, 4)
+    sequence = start(manager, list(range(12)))
+    prefix, middle, suffix = sequence.block_table
+    manager.free(sequence)
+    assert manager.counts().cached == 3
+    other = start(manager, [50, 51, 52, 53])
+    assert other.block_table == [suffix]
+    assert manager.num_evicted == 1
+    again = make_sequence(list(range(12)))
+    assert [block.block_id for block in manager.match_prefix(again).blocks] == [prefix, middle]
+
+
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
+    manager = BlockManager(2, 4)
+    old, new = start(manager, [1] * 4), start(manager, [2] * 4)
+    manager.free(old)
+    manager.free(new)
+    manager.free(start(manager, [1] * 4))  # used again: now the more recent one
+    start(manager, [3] * 4)
+    assert manager.match_prefix(make_sequence([1] * 4)).num_tokens == 4
+    assert manager.match_prefix(make_sequence([2] * 4)).num_tokens == 0
+
+
+def test_an_evicted_block_takes_exactly_its_own_entry_with_it() -> None:
+    """nano-vllm deleted whatever entry had the hash, and a stale one then served a foreign prefix's KV."""
+    manager = BlockManager(4, 2)
+    twins = [start(manager, [1, 2]), make_sequence([1, 2])]
+    manager.allocate(twins[1], 2)  # computed beside the first without a look-up: a duplicate, not published
+    manager.free(twins[1])
+    manager.free(twins[0])
+    for filler in ([3, 4], [5, 6], [7, 8]):  # reuse the duplicate, which must not unpublish the original
+        start(manager, filler)
+    assert manager.match_prefix(make_sequence([1, 2])).num_tokens == 2
+    start(manager, [9, 10])
+    assert manager.match_prefix(make_sequence([1, 2])).num_tokens == 0
+
+
+def test_a_hash_collision_never_serves_a_foreign_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every hash equal, only comparing tokens and parents keeps prefixes apart."""
+    monkeypatch.setattr(sequence_module, "block_hash", lambda parent, token_ids: 42)
+    manager = BlockManager(8, 2)
+    first = start(manager, [1, 2, 3, 4])
+    second = start(manager, [5, 6, 3, 4])
+    assert not set(first.block_table) & set(second.block_table)
+    manager.check_integrity([first, second])
+
+
+def test_a_colliding_parent_does_not_vouch_for_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two first blocks with one hash and equal second blocks: the second ones still differ by what precedes them."""
+    monkeypatch.setattr(sequence_module, "block_hash", lambda parent, ids: hash(tuple(ids)) if ids[0] == 3 else 7)
+    manager = BlockManager(8, 2)
+    first = start(manager, [1, 2, 3, 4])
+    second = start(manager, [5, 6, 3, 4])  # takes over both hashes: the newest wins
+    assert manager.match_prefix(make_sequence([5, 6, 3, 4])).num_tokens == 4
+    assert manager.match_prefix(make_sequence([1, 2, 3, 4])).num_tokens == 0
+    manager.check_integrity([first, second])
+
+
+def test_a_chain_whose_parent_was_made_anew_is_usable_again() -> None:
+    manager = BlockManager(2, 2)
+    manager.free(start(manager, [1, 2, 3, 4]))
+    start(manager, [9, 9])  # evicts the child
+    manager.free(start(manager, [1, 2]))
+    assert manager.match_prefix(make_sequence([1, 2, 3, 4])).num_tokens == 2
+
+
+def test_reset_forgets_everything_but_leaves_used_blocks_alone() -> None:
+    manager = BlockManager(4, 2)
+    running = start(manager, [1, 2])
+    manager.free(start(manager, [3, 4]))
+    manager.reset_prefix_cache()
+    assert manager.counts().cached == 0
+    assert manager.match_prefix(make_sequence([1, 2])).num_tokens == 0
+    manager.check_integrity([running])
+    manager.free(running)
+    assert manager.counts().free == 4
+
+
+def test_without_prefix_caching_nothing_is_published() -> None:
+    manager = BlockManager(4, 2, enable_prefix_caching=False)
+    manager.free(start(manager, [1, 2, 3, 4]))
+    assert manager.counts().free == 4
+    assert manager.match_prefix(make_sequence([1, 2, 3, 4])).num_tokens == 0

@@ -1,0 +1,181 @@
+"""The offline API, with a tiny random model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import ConfigError, PromptTooLongError, RequestError
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from tests.engine.checkpoints import build_model, save_checkpoint, save_tokenizer
+from tests.engine.conftest import SavedModel
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "8MiB"}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    path = tmp_path_factory.mktemp("model")
+    model = build_model("qwen3")
+    model.generation_config.update(temperature=0.5, top_k=20, do_sample=True)
+    save_checkpoint(model, path)
+    save_tokenizer(path)
+    return LLM(str(path), **OPTIONS)
+
+
+def test_text_and_tokens_prompts_mix_and_come_back_in_order(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("the keys") if llm.tokenizer else []
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    outputs = llm.generate(["the keys", {"prompt_token_ids": ids}, "values"], params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["the keys", None, "values"]
+    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids == ids
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    assert all(output.finished and output.outputs[0].finish_reason for output in outputs)
+    assert llm.tokenizer is not None
+    assert outputs[2].outputs[0].text == llm.tokenizer.decode(outputs[2].outputs[0].token_ids)
+
+
+def test_one_prompt_may_stand_alone(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+    alone, listed = llm.generate("keys", params, use_tqdm=False), llm.generate(["keys"], params, use_tqdm=False)
+    assert alone[0].outputs[0].token_ids == listed[0].outputs[0].token_ids
+    tokens = llm.generate({"prompt_token_ids": [5, 6]}, params, use_tqdm=False)
+    assert tokens[0].prompt_token_ids == [5, 6]
+
+
+def test_a_repeated_prompt_is_served_from_the_cache(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(10, 90))}
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    first = llm.generate([prompt], params, use_tqdm=False)[0]
+    second = llm.generate([prompt], params, use_tqdm=False)[0]
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == 79  # all but the last, which is computed for its logits
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+def test_seeded_sampling_repeats_alone_in_a_batch_and_after_preemption(llm: LLM, qwen3: SavedModel) -> None:
+    prompts: list[Any] = [{"prompt_token_ids": [i + 5, 9, i + 6] * 20} for i in range(16)]
+    params = [SamplingParams(temperature=1.0, max_tokens=24, seed=i, ignore_eos=True) for i in range(16)]
+    small = LLM(qwen3.path, **OPTIONS | {"kv_cache_memory": None}, num_blocks=12, skip_tokenizer_init=True)
+    answers = []
+    for engine in (llm, small):
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    alone = [
+        llm.generate([prompt], one, use_tqdm=False)[0].outputs[0].token_ids
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+    assert answers[0] == answers[1] == alone
+    assert len(set(map(tuple, alone))) == 16
+
+
+def test_a_seeded_answer_can_be_resumed_elsewhere(llm: LLM, qwen3: SavedModel) -> None:
+    """Prompt and tokens so far, sent to another engine with the same seed, go on as the first would have."""
+    other = LLM(qwen3.path, **OPTIONS, skip_tokenizer_init=True)
+    params = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
+    whole = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=20, **params), use_tqdm=False)
+    tokens = whole[0].outputs[0].token_ids
+    rest = other.generate(
+        {"prompt_token_ids": [5, 6, 7, *tokens[:8]]}, SamplingParams(max_tokens=12, **params), use_tqdm=False
+    )
+    assert rest[0].outputs[0].token_ids == tokens[8:]
+
+
+def test_requests_without_a_seed_differ(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(["keys"] * 8, params, use_tqdm=False)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) > 1
+
+
+def test_a_stop_string_ends_the_text_and_the_sequence(llm: LLM) -> None:
+    free = llm.generate(["keys"], SamplingParams(temperature=0.0, max_tokens=30), use_tqdm=False)[0].outputs[0]
+    stop = free.text[5:8]
+    params = SamplingParams(temperature=0.0, max_tokens=30, stop=[stop])
+    stopped = llm.generate(["keys"], params, use_tqdm=False)[0].outputs[0]
+    assert stopped.text == free.text[: free.text.index(stop)]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+    assert llm.engine.stats().num_used_blocks == 0
+
+
+def test_after_an_interrupt_nothing_is_left_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, count = llm.engine.queue_request, 0
+
+    def interrupt_the_second(*args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        return queue(*args, **options)
+
+    monkeypatch.setattr(llm.engine, "queue_request", interrupt_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], SamplingParams(max_tokens=2), use_tqdm=False)
+    monkeypatch.undo()
+    assert not llm.engine.has_unfinished
+    assert llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+def test_defaults_come_from_generation_config(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    assert (params.temperature, params.top_k) == (0.5, 20)
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    output = llm.chat([{"role": "user", "content": "keys"}], SamplingParams(max_tokens=2), use_tqdm=False)[0]
+    assert llm.tokenizer is not None
+    assert output.prompt_token_ids == llm.tokenizer.encode_chat([{"role": "user", "content": "keys"}])
+
+
+def test_without_a_tokenizer_ids_go_in_and_out(qwen3: SavedModel) -> None:
+    llm = LLM(qwen3.path, **OPTIONS, skip_tokenizer_init=True)
+    output = llm.generate([{"prompt_token_ids": [5, 6]}], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0]
+    assert (len(output.token_ids), output.text) == (3, "")
+    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+        llm.generate(["text"])
+    with pytest.raises(RequestError, match="stop strings need the tokenizer"):
+        llm.generate([{"prompt_token_ids": [5]}], SamplingParams(stop="x"))
+
+
+def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
+    good = {"prompt_token_ids": [5]}
+    for bad, error in (([1.5], RequestError), ([{"tokens": [1]}], RequestError), ([[1, 2]], RequestError)):
+        with pytest.raises(error, match="a prompt is"):
+            llm.generate([good, *bad], use_tqdm=False)  # type: ignore[list-item]
+    with pytest.raises(PromptTooLongError, match="1024 tokens.*1024.*at least 1"):
+        llm.generate([good, {"prompt_token_ids": [5] * 1024}], use_tqdm=False)
+    with pytest.raises(RequestError, match="1 sampling_params for 2 prompts"):
+        llm.generate([good, good], [SamplingParams()], use_tqdm=False)
+    assert not llm.engine.has_unfinished
+
+
+def test_the_progress_bar_counts_requests(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], SamplingParams(max_tokens=2))
+    shown = capsys.readouterr().err
+    assert "Processed prompts: 100%" in shown
+    assert "2/2" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 2048}, "max_model_len=2048 exceeds the model's 1024"),
+        ({"kv_cache_memory": 100}, "one block takes .*raise kv_cache_memory"),
+        ({"device": "cuda"}, "asks for a GPU"),
+        ({"attention_backend": "magic"}, "'magic'"),
+        ({"attention_backend": "flash_attn"}, "flash_attn"),
+        ({"gpu_memory": 1}, "'gpu_memory'; did you mean 'gpu_memory_utilization'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(qwen3: SavedModel, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(qwen3.path, **{"device": "cpu", "skip_tokenizer_init": True} | options)
+
+
+def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
+        LLM(str(tmp_path / "nowhere"), skip_tokenizer_init=True)
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        LLM(str(tmp_path), skip_tokenizer_init=True)

@@ -1,0 +1,205 @@
+"""Scheduling policy, seen through the real engine with a shadow runner behind it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.engine import Engine, StepOutput
+from engine.errors import PromptTooLongError, RequestError
+from engine.sampling_params import SamplingParams
+from engine.sequence import FinishReason
+from tests.engine.shadow import check_integrity, make_engine, run_to_end
+
+
+def add(engine: Engine, request_id: str, length: int, max_tokens: int = 4, first: int = 0, priority: int = 0) -> None:
+    prompt = [(first + i) % 64 for i in range(length)]
+    engine.add_request(request_id, prompt, SamplingParams(max_tokens=max_tokens), priority=priority)
+
+
+def step_sizes(engine: Engine) -> dict[str, int]:
+    """Schedule one step and return how many tokens each request computes in it."""
+    output = engine.scheduler.schedule()
+    engine.scheduler.update(output, engine.runner.run(output, None))  # type: ignore[arg-type]
+    return {item.sequence.request_id: item.num_new_tokens for item in output.scheduled}
+
+
+def test_a_long_prompt_is_chunked_to_the_budget() -> None:
+    engine, _ = make_engine(max_num_batched_tokens=16)
+    add(engine, "long", 40)
+    assert [step_sizes(engine)["long"] for _ in range(4)] == [16, 16, 8, 1]
+
+
+def test_a_step_mixes_decodes_with_a_prefill_chunk() -> None:
+    engine, _ = make_engine(max_num_batched_tokens=16)
+    add(engine, "short", 4, max_tokens=20)
+    step_sizes(engine)
+    add(engine, "long", 40, first=30)
+    assert step_sizes(engine) == {"short": 1, "long": 15}
+
+
+def test_sustained_prefill_does_not_starve_decode() -> None:
+    engine, _ = make_engine(max_num_batched_tokens=8, num_blocks=512)
+    add(engine, "decoding", 4, max_tokens=40)
+    step_sizes(engine)
+    for i in range(20):
+        add(engine, f"long{i}", 60, first=i)
+        assert step_sizes(engine)["decoding"] == 1
+
+
+def test_a_crowd_of_decodes_does_not_starve_a_prefill() -> None:
+    engine, _ = make_engine(max_num_batched_tokens=8, num_blocks=512)
+    for i in range(7):
+        add(engine, f"decoding{i}", 1, max_tokens=100, first=i)
+    step_sizes(engine)
+    add(engine, "long", 30, first=20)
+    for i in range(20):
+        add(engine, f"later{i}", 1, max_tokens=100, first=i)
+        assert step_sizes(engine)["long"] >= 1
+
+
+def test_budget_and_places_are_kept() -> None:
+    engine, _ = make_engine(max_num_batched_tokens=32, max_num_seqs=3)
+    for i in range(10):
+        add(engine, str(i), 20, first=i)
+    while engine.has_unfinished:
+        sizes = step_sizes(engine)
+        assert sum(sizes.values()) <= 32
+        assert len(sizes) <= 3
+
+
+def test_higher_priority_goes_first_and_equals_in_order_of_arrival() -> None:
+    engine, _ = make_engine(max_num_seqs=1)
+    for name, priority in (("a", 0), ("b", 0), ("urgent", 5), ("idle", -5)):
+        add(engine, name, 4, priority=priority)
+    assert list(run_to_end(engine)) == ["urgent", "a", "b", "idle"]
+
+
+def test_the_lowest_priority_then_the_latest_arrival_is_preempted() -> None:
+    engine, _ = make_engine(num_blocks=6, block_size=4, enable_prefix_caching=False)
+    add(engine, "low", 7, max_tokens=8, priority=-1)
+    add(engine, "early", 7, max_tokens=8, first=10)
+    add(engine, "late", 7, max_tokens=8, first=20)
+    preempted: list[str] = []
+    while engine.has_unfinished:
+        output = engine.scheduler.schedule()
+        preempted += [sequence.request_id for sequence in output.preempted]
+        engine.scheduler.update(output, engine.runner.run(output, None))  # type: ignore[arg-type]
+        check_integrity(engine)
+    assert preempted[0] == "low"
+    assert "early" not in preempted
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preemption_loses_no_token_and_recomputes_at_the_right_positions(caching: bool) -> None:
+    engine, runner = make_engine(num_blocks=8, block_size=4, enable_prefix_caching=caching)
+    for i in range(4):
+        add(engine, str(i), 9, max_tokens=20, first=i)
+    answers = run_to_end(engine)
+    for i in range(4):
+        assert answers[str(i)] == runner.answer([(i + j) % 64 for j in range(9)], 20)
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_and_the_engine_lives() -> None:
+    engine, runner = make_engine(num_blocks=4, block_size=4, max_model_len=100)
+    with pytest.raises(PromptTooLongError, match="17 tokens.*holds 16.*at least 2"):
+        add(engine, "big", 17)
+    add(engine, "small", 5, max_tokens=3)
+    assert run_to_end(engine)["small"] == runner.answer(list(range(5)), 3)
+
+
+def test_a_sequence_that_outgrows_the_pool_ends_with_reason_length() -> None:
+    engine, _ = make_engine(num_blocks=4, block_size=4, max_model_len=100)
+    add(engine, "grows", 10, max_tokens=90)
+    outputs: list[StepOutput] = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert len(outputs) == 6  # 10 + 6 = 16 tokens
+
+
+def test_the_context_ends_an_answer_with_reason_length() -> None:
+    engine, _ = make_engine(max_model_len=12)
+    engine.add_request("a", [1] * 10, SamplingParams(max_tokens=None))
+    assert len(run_to_end(engine)["a"]) == 2
+
+
+def test_an_eos_id_ends_the_answer_unless_ignored_or_too_early() -> None:
+    prompt = [3, 1, 4]
+    plain = make_engine()[1].answer(prompt, 10)
+    eos = plain[4]
+    expected_end = plain.index(eos) + 1
+    engine, _ = make_engine(eos_token_ids=(eos,))
+    engine.add_request("stops", prompt, SamplingParams(max_tokens=10))
+    assert run_to_end(engine)["stops"] == plain[:expected_end]
+    engine.add_request("ignores", prompt, SamplingParams(max_tokens=10, ignore_eos=True))
+    assert run_to_end(engine)["ignores"] == plain
+
+
+def test_stop_token_ids_say_which_one_stopped() -> None:
+    prompt = [3, 1, 4]
+    plain = make_engine()[1].answer(prompt, 10)
+    engine, _ = make_engine()
+    engine.add_request("a", prompt, SamplingParams(max_tokens=10, stop_token_ids=[plain[2]]))
+    outputs: list[StepOutput] = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert outputs[-1].stop_reason == plain[2]
+    assert outputs[-1].finish_reason is FinishReason.STOP
+
+
+def test_generated_blocks_are_cached_too() -> None:
+    """The second turn of a conversation hits the first turn's answer."""
+    engine, _ = make_engine(block_size=4)
+    add(engine, "first", 8, max_tokens=9)
+    answer = run_to_end(engine)["first"]
+    sequence = engine.add_request("second", [*range(8), *answer, 1, 2, 3], SamplingParams(max_tokens=1))
+    run_to_end(engine)
+    assert sequence.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "empty"), ([64], "64.*0..63"), ([-1], "-1"), ([True], "True"), (["a"], "'a'")],
+)
+def test_bad_prompts_are_refused(prompt: list[int], message: str) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(RequestError, match=message):
+        engine.add_request("bad", prompt, SamplingParams())
+    assert not engine.has_unfinished
+
+
+def test_a_request_id_in_use_is_refused() -> None:
+    engine, _ = make_engine()
+    add(engine, "a", 3)
+    with pytest.raises(RequestError, match="'a' is in use"):
+        add(engine, "a", 3)
+    run_to_end(engine)
+    add(engine, "a", 3)  # and free again once it has ended
+
+
+def test_prefills_that_cannot_all_fit_do_not_thrash() -> None:
+    """Admitted by their first chunk only, long prompts would throw each other out again and again."""
+    engine, _ = make_engine(
+        num_blocks=100, block_size=16, max_model_len=1600, max_num_batched_tokens=128, enable_prefix_caching=False
+    )
+    for i in range(6):
+        add(engine, str(i), 1000, first=i)
+    computed = 0
+    while engine.has_unfinished:
+        computed += sum(step_sizes(engine).values())
+    assert computed == 6 * 1003
+
+
+def test_a_stop_token_is_obeyed_from_the_first_place_behind_min_tokens() -> None:
+    prompt = [3, 1, 4]
+    plain = make_engine()[1].answer(prompt, 10)
+    stop = plain[3]
+    assert stop not in plain[:3]
+    for min_tokens, length in ((0, 4), (3, 4)):
+        engine, _ = make_engine()
+        params = SamplingParams(max_tokens=10, min_tokens=min_tokens, stop_token_ids=[stop])
+        engine.add_request("a", prompt, params)
+        assert len(run_to_end(engine)["a"]) == length
+    engine, _ = make_engine()  # the fake model ignores the sampler's mask, so the token comes, and is no end
+    engine.add_request("a", prompt, SamplingParams(max_tokens=10, min_tokens=4, stop_token_ids=[stop]))
+    assert len(run_to_end(engine)["a"]) > 4

@@ -1,0 +1,128 @@
+"""The CPU backend against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.attention.cpu import CpuBackend
+from kernels.attention.cpu_plan import make_plan
+from tests.kernels.paged_batches import (
+    BATCHES,
+    PADDING,
+    SHAPES,
+    TOLERANCES,
+    WINDOWS,
+    Batch,
+    Shape,
+    assert_matches,
+    make_batch,
+    with_padding_of_length_one,
+    without_blocks_behind,
+)
+
+
+@pytest.fixture
+def backend() -> CpuBackend:
+    return CpuBackend()
+
+
+@pytest.mark.parametrize("sliding_window", WINDOWS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
+def test_matches_the_reference(
+    backend: CpuBackend, lengths: list[tuple[int, int]], shape: Shape, sliding_window: int | None
+) -> None:
+    batch = make_batch(lengths, shape)
+    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
+def test_every_dtype_and_block_size(backend: CpuBackend, dtype: torch.dtype, block_size: int) -> None:
+    batch = make_batch(BATCHES["mixed"], Shape(block_size=block_size, dtype=dtype))
+    assert_matches(batch.run(backend), batch.expected())
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1, 100, 257, 599, 600, 601])
+def test_a_chunk_of_several_tiles_behind_a_long_prefix(backend: CpuBackend, sliding_window: int | None) -> None:
+    batch = make_batch([(300, 600), (513, 513), (1, 259)], Shape(num_heads=2, num_kv_heads=1, head_dim=16))
+    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 50, 2000])
+def test_one_long_decode_among_short_ones(backend: CpuBackend, sliding_window: int | None) -> None:
+    lengths = [(1, seq_len) for seq_len in (30, 2500, 1, 140, 150, 2499, 400)]
+    batch = make_batch(lengths, Shape(num_heads=2, num_kv_heads=1, head_dim=16))
+    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+
+
+def test_short_decodes_are_not_padded_to_a_long_one() -> None:
+    batch = make_batch([(1, 1000), (1, 30), (1, 31), (1, 32)], Shape(num_heads=1, num_kv_heads=1, head_dim=8))
+    plan = make_plan(batch.metadata, 16, None)
+    assert sorted(group.slots.shape[0] for group in plan.decode_groups) == [3 * 32, 1000]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_random_mixed_batches(data: st.DataObject) -> None:
+    sequence = st.integers(1, 70).flatmap(lambda seq_len: st.tuples(st.integers(1, seq_len), st.just(seq_len)))
+    lengths = data.draw(st.lists(sequence | st.just(PADDING), min_size=1, max_size=6))
+    num_kv_heads = data.draw(st.integers(1, 3))
+    shape = Shape(
+        num_heads=num_kv_heads * data.draw(st.integers(1, 4)),
+        num_kv_heads=num_kv_heads,
+        head_dim=data.draw(st.sampled_from([8, 12, 32])),
+        block_size=data.draw(st.sampled_from([1, 4, 16, 256])),
+    )
+    sliding_window = data.draw(st.none() | st.integers(1, 80))
+    batch = make_batch(lengths, shape, seed=data.draw(st.integers(0, 1000)))
+    assert_matches(batch.run(CpuBackend(), sliding_window), batch.expected(sliding_window))
+
+
+def test_padding_that_claims_one_token_yields_zeros(backend: CpuBackend) -> None:
+    batch = with_padding_of_length_one(make_batch([(1, 20), PADDING, (4, 10), PADDING], Shape()))
+    output = batch.run(backend)
+    assert_matches(output, batch.expected())
+    assert not output[[1, 6]].any()
+
+
+@pytest.mark.parametrize("sliding_window", [1, 7, 16])
+def test_blocks_behind_the_window_may_be_gone(backend: CpuBackend, sliding_window: int) -> None:
+    whole = make_batch([(1, 40), (3, 50), (9, 9)], Shape(block_size=4))
+    freed = without_blocks_behind(whole, sliding_window)
+    assert (freed.metadata.block_tables != whole.metadata.block_tables).any()
+    assert_matches(freed.run(backend, sliding_window), whole.expected(sliding_window))
+
+
+def test_one_step_s_layers_may_differ_in_window_and_heads(backend: CpuBackend) -> None:
+    batch = make_batch(BATCHES["mixed"], Shape())
+    other = make_batch(BATCHES["mixed"], Shape(num_heads=8, num_kv_heads=4, head_dim=16))
+    other = Batch(other.query, other.key_cache, other.value_cache, batch.metadata)
+    for sliding_window in (None, 5, None, 2, 5):
+        assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+        assert_matches(other.run(backend, sliding_window), other.expected(sliding_window))
+
+
+def test_a_plan_is_made_once_and_dies_with_its_step(backend: CpuBackend) -> None:
+    batch = make_batch(BATCHES["mixed"], Shape())
+    assert backend._plan(batch.metadata, 16, None) is backend._plan(batch.metadata, 16, None)
+    assert len(backend._plans) == 1
+    del batch
+    assert len(backend._plans) == 0
+
+
+def test_inference_mode_and_grad_mode_share_a_backend(backend: CpuBackend) -> None:
+    batch = make_batch(BATCHES["chunks behind a prefix"], Shape())
+    with torch.inference_mode():
+        batch.run(backend)
+    assert_matches(batch.run(backend), batch.expected())
+
+
+def test_queries_may_be_a_slice_of_a_fused_projection(backend: CpuBackend) -> None:
+    batch = make_batch(BATCHES["mixed"], Shape())
+    fused = torch.cat([batch.query, torch.full_like(batch.query, torch.nan)], dim=1)
+    sliced = Batch(fused[:, : batch.query.shape[1]], batch.key_cache, batch.value_cache, batch.metadata)
+    assert_matches(sliced.run(backend), batch.expected())
