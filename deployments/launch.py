@@ -46,8 +46,8 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# HAProxy's own pages, which else have fixed ports.
 INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give to clients
+# HAProxy's own pages, which else have fixed ports.
 SIDE_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": 8404, "RAY_SERVE_HAPROXY_METRICS_PORT": 9101}
 
 
@@ -169,15 +169,19 @@ def environment() -> dict[str, str]:
 
 
 def _ingress_ports() -> dict[str, str]:
-    """Return a range of ports of our own for the ingress replicas, which HAProxy connects to.
+    """Return ports of our own for the ingress replicas and Serve's fallback proxy, which HAProxy connects to.
 
-    Every Ray cluster counts up from the same port, and a replica shares it with whoever listens there (SO_REUSEPORT):
-    of two clusters on one machine each would get some of the other's requests.
+    Every Ray cluster takes the same ports, and shares them with whoever listens there (SO_REUSEPORT): of two clusters
+    on one machine each would get some of the other's requests.
     """
     starts = random.sample(INGRESS_PORTS, len(INGRESS_PORTS))
     start = next((one for one in starts if all(map(_is_free, range(one, one + 8)))), starts[0])
     last = start + INGRESS_PORTS.step - 1
-    return {"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(start), "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(last)}
+    return {
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(start),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(start + 1),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(last),
+    }
 
 
 def _is_free(port: int) -> bool:

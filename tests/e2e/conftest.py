@@ -76,6 +76,13 @@ class Server:
             time.sleep(0.1)
         self.ready_s = time.monotonic() - started
 
+    def wait(self, timeout_s: float) -> int:
+        """Return the exit code when the launcher has ended by itself; show its log if it does not."""
+        try:
+            return self.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {timeout_s} s; its log:\n{self.log.read_text()}")
+
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """Return every sample of /metrics by name and labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=20).raise_for_status().text

@@ -64,7 +64,7 @@ def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: 
     """What only the engine can find out is told in one line too, and nothing waits for ever."""
     server = start_server(tmp_path, ray_dir, lambda args: args["engine"].update(max_model_len=10**6))
     try:
-        assert server.process.wait(timeout=120) == 1
+        assert server.wait(timeout_s=120) == 1
         last = server.log.read_text().strip().splitlines()
         assert any(line.startswith("pagoda: application 'pagoda' failed") and "max_model_len" in line for line in last)
     finally:
