@@ -8,18 +8,25 @@ its reader takes it: the first token at once, later ones in batches when the rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
-from engine.engine import Engine, EngineInfo, EngineStats, StepOutput
+from engine.engine import Engine, EngineInfo, EngineStats
 from engine.errors import EngineDeadError, PagodaError, RequestError
+from engine.kv_events import KVEventBatch
 from engine.metrics import MetricSink
+from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason
+
+if TYPE_CHECKING:
+    from engine.logprobs import TokenLogprobs
 
 __all__ = ["AsyncEngine", "TokenBatch"]
 
@@ -28,12 +35,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """What has queued for one request since its reader last took something. It pickles small."""
+    """What has queued for one answer of a request since its reader last took something. It pickles small."""
 
-    token_ids: list[int]  # none when the request was aborted from outside
-    finish_reason: str | None  # "stop", "length" or "abort" on the last batch, else None
-    stop_reason: int | None  # the id of stop_token_ids that ended it, if one did
+    token_ids: list[int]  # none when the answer was ended from outside
+    finish_reason: str | None  # "stop", "length" or "abort" on the answer's last batch, else None
+    stop_reason: int | str | None  # the id of stop_token_ids that ended it, or why it was aborted, if something did
     num_cached_tokens: int  # prompt tokens that the prefix cache served
+    index: int = 0  # of the answer
+    logprobs: list[TokenLogprobs] | None = None  # of token_ids, if asked for
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first batch of answer 0, if asked for
+    cumulative_logprob: float | None = None  # of the whole answer so far, if logprobs are computed
 
 
 @dataclass(slots=True)
@@ -48,7 +59,9 @@ class _Stream:
     loop: asyncio.AbstractEventLoop
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     outputs: list[StepOutput] = field(default_factory=list)
-    aborted: bool = False
+    aborted: bool = False  # from outside: no output says so
+    closed: bool = False  # its last answer was ended from outside
+    is_done: bool = False  # nothing more will come
     error: PagodaError | None = None
 
     def put(self, output: StepOutput) -> None:
@@ -59,11 +72,15 @@ class _Stream:
         self.aborted = True
         self.ready.set()
 
+    def close(self) -> None:
+        self.closed = True
+        self.ready.set()
+
     def fail(self, error: PagodaError) -> None:
         self.error = error
         self.ready.set()
 
-    async def take(self) -> TokenBatch:
+    async def take(self) -> list[TokenBatch]:
         """Wait until something has queued and return all of it; how it ended comes after its last tokens."""
         await self.ready.wait()
         self.ready.clear()
@@ -71,13 +88,31 @@ class _Stream:
         if not outputs:
             if self.error is not None:
                 raise self.error
-            assert self.aborted
-            return TokenBatch([], FinishReason.ABORT.value, None, 0)
-        if self.error is not None or self.aborted:
+            self.is_done = True
+            assert self.aborted or self.closed
+            return [TokenBatch([], FinishReason.ABORT.value, None, 0)] if self.aborted else []
+        if self.error is not None or self.aborted or self.closed:
             self.ready.set()
-        last = outputs[-1]
-        reason = None if last.finish_reason is None else last.finish_reason.value
-        return TokenBatch([output.token_id for output in outputs], reason, last.stop_reason, last.num_cached_tokens)
+        self.is_done = any(output.is_last for output in outputs)
+        by_answer: dict[int, list[StepOutput]] = {}
+        for output in outputs:
+            by_answer.setdefault(output.index, []).append(output)
+        return [_batch(one) for one in by_answer.values()]
+
+
+def _batch(outputs: list[StepOutput]) -> TokenBatch:
+    """Return an answer's outputs of several steps as one batch."""
+    first, last = outputs[0], outputs[-1]
+    return TokenBatch(
+        [token_id for output in outputs for token_id in output.token_ids],
+        None if last.finish_reason is None else last.finish_reason.value,
+        last.stop_reason,
+        last.num_cached_tokens,
+        last.index,
+        None if first.logprobs is None else [one for output in outputs for one in output.logprobs or ()],
+        first.prompt_logprobs,
+        last.cumulative_logprob,
+    )
 
 
 class AsyncEngine:
@@ -101,13 +136,19 @@ class AsyncEngine:
         self._thread.start()
 
     @classmethod
-    def from_config(cls, config: EngineConfig, *, sink: MetricSink | None = None) -> AsyncEngine:
+    def from_config(
+        cls,
+        config: EngineConfig,
+        *,
+        sink: MetricSink | None = None,
+        on_kv_events: Callable[[KVEventBatch], None] | None = None,
+    ) -> AsyncEngine:
         """Load the model (this blocks) and start the step loop.
 
         Raises:
             ConfigError, ModelLoadError: as ``Engine.from_config``.
         """
-        return cls(Engine.from_config(config, sink))
+        return cls(Engine.from_config(config, sink, on_kv_events))
 
     # --- for the event loop -------------------------------------------------------------------------------------
 
@@ -120,7 +161,10 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[TokenBatch]:
-        """Run one request and yield its tokens as they come. Closing the iterator aborts the request.
+        """Run one request and yield its answers' tokens as they come. Closing the iterator aborts the request.
+
+        Each answer's last batch has a ``finish_reason``; where the best answers are known only at the end (``best_of``,
+        beams), there is one batch for each.
 
         Raises:
             RequestError: before the first batch, if the request is invalid.
@@ -140,15 +184,13 @@ class AsyncEngine:
                 _call_soon(stream.loop, stream.fail, failure)
 
         self._inbox.put(add)
-        finished = False
         try:
-            while not finished:
-                batch = await stream.take()
-                finished = batch.finish_reason is not None
-                yield batch
+            while not stream.is_done:
+                for batch in await stream.take():
+                    yield batch
         finally:
             self._close(request_id, stream)
-            if not finished:
+            if not stream.is_done:
                 self._inbox.put(lambda: self._abort(stream.key))
 
     def abort(self, request_id: str) -> None:
@@ -157,6 +199,30 @@ class AsyncEngine:
             stream = self._streams.get(request_id)
         if stream is not None:
             self._inbox.put(lambda: self._abort(stream.key))
+
+    def end_answer(self, request_id: str, index: int = 0) -> None:
+        """End one answer of a request with reason ``stop``, when a stop string was found in its text for example.
+
+        Its reader gets no further batch of that answer, and the iterator ends with the last of them.
+        """
+        with self._lock:
+            stream = self._streams.get(request_id)
+        if stream is not None:
+            self._inbox.put(lambda: self._end_answer(stream, index))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; returns when it is done."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def reset() -> None:
+            self._engine.reset_prefix_cache()
+            _call_soon(loop, done.set)
+
+        self._inbox.put(reset)
+        while not done.is_set():
+            self.check_health()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), timeout=1.0)
 
     def stats(self) -> EngineStats:
         """Return how busy the engine was after its last step."""
@@ -199,6 +265,7 @@ class AsyncEngine:
             logger.exception("the engine's step loop failed")
             reason = f"the engine's step loop failed: {type(error).__name__}: {error}"
         self._die(reason)
+        self._engine.close()
 
     def _obey(self) -> bool:
         """Carry out every command in the inbox, waiting for one while there is nothing to compute; False at the end."""
@@ -219,6 +286,10 @@ class AsyncEngine:
             stream = self._by_key.get(key)
         if stream is not None:
             _call_soon(stream.loop, stream.abort)
+
+    def _end_answer(self, stream: _Stream, index: int) -> None:
+        if self._engine.end_sequence(stream.key, index) and not self._engine.is_unfinished(stream.key):
+            _call_soon(stream.loop, stream.close)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """Post the step's tokens, in one message per event loop."""

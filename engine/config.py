@@ -50,6 +50,8 @@ class EngineConfig:
         max_model_len: context length in tokens; None takes the model's.
         max_num_seqs: sequences that run in one step, at most.
         max_num_batched_tokens: tokens computed in one step, at most; longer prompts are chunked.
+        long_prefill_threshold: tokens of one prompt computed in one step, at most, so that others get their turn; 0
+            sets no such limit.
         block_size: tokens per KV block; None takes the attention backend's default.
         num_blocks: size of the KV pool in blocks; None derives it from memory.
         kv_cache_memory: bytes (or text such as "2GiB") for the KV pool; None measures what is free.
@@ -58,7 +60,8 @@ class EngineConfig:
         skip_tokenizer_init: token ids in, token ids out; no tokenizer files are needed.
         enforce_eager: never capture CUDA graphs; none are captured so far, so it changes nothing yet.
         tensor_parallel_size: GPUs that share one model; only 1 so far.
-        swap_space_gib: host memory for preempted sequences; only 0 (recompute) so far.
+        swap_space_gib: host memory in GiB that preempted requests are swapped to; without room there they are
+            computed again.
         seed: of the engine's own generator, from which requests without a seed draw theirs.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention_backend: ``auto``, ``cpu``, ``triton`` or ``flash_attn``.
@@ -72,6 +75,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    long_prefill_threshold: int = 0
     block_size: int | None = None
     num_blocks: int | None = None
     kv_cache_memory: int | str | None = None
@@ -112,6 +116,9 @@ class EngineConfig:
             raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
 
     def _check_numbers(self) -> None:
+        threshold = self.long_prefill_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
+            raise ConfigError(f"long_prefill_threshold={threshold!r} must be an integer of at least 0")
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={utilization!r} must lie in (0, 1]")
@@ -120,8 +127,6 @@ class EngineConfig:
         swap = self.swap_space_gib
         if isinstance(swap, bool) or not isinstance(swap, int | float) or not math.isfinite(swap) or swap < 0:
             raise ConfigError(f"swap_space_gib={swap!r} must be a finite number of at least 0")
-        if swap > 0:
-            raise ConfigError(f"swap_space_gib={swap!r} is not supported yet; leave it 0: preemption recomputes")
         if self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; leave it 1 and add replicas"

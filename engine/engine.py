@@ -7,6 +7,8 @@ AsyncEngine drives one from a thread of its own, LLM from the caller's.
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from time import perf_counter
@@ -15,13 +17,15 @@ from typing import Any, Protocol
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.errors import PromptTooLongError, RequestError
+from engine.kv_events import KVEventBatch
 from engine.metrics import ENGINE_INFO, EngineMetrics, MetricSink, NullSink, StepTimes
+from engine.outputs import StepOutput, step_outputs
 from engine.prefix_hash import root_hash
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, SchedulerOutput
-from engine.sequence import FinishReason, Sequence
+from engine.scheduler import SampledTokens, Scheduler, SchedulerOutput
+from engine.sequence import FinishReason, SequenceGroup
 
-__all__ = ["Engine", "EngineInfo", "EngineStats", "Runner", "StepOutput"]
+__all__ = ["Engine", "EngineInfo", "EngineStats", "Runner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class EngineInfo:
     model: str  # as configured; the root of the block hashes
     block_size: int
     num_blocks: int
+    num_host_blocks: int
     max_model_len: int
     vocab_size: int
     dtype: str
@@ -46,27 +51,20 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
+    num_swapped: int
     num_free_blocks: int
     num_cached_blocks: int
     num_used_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """One request's new token, and how it ended if it did."""
-
-    request_id: str
-    token_id: int
-    finish_reason: FinishReason | None
-    stop_reason: int | None
-    num_cached_tokens: int
-
-
 class Runner(Protocol):
     """What computes a batch: the ModelRunner, or a fake in tests of the scheduling around it."""
 
-    def run(self, output: SchedulerOutput, times: StepTimes) -> list[int]:
-        """Return a token for each of ``output.sampling``."""
+    def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+        """Return what each of ``output.sampling`` got."""
+
+    def close(self) -> None:
+        """Give back what the runner holds besides memory: processes, for one."""
 
 
 class Engine:
@@ -77,19 +75,32 @@ class Engine:
         runner: computes the batches.
         info: what the runner found out about the model and the machine.
         sink: where metrics go.
+        on_kv_events: told after each step what it changed in the prefix cache, if anything.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, info: EngineInfo, sink: MetricSink | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        info: EngineInfo,
+        sink: MetricSink | None = None,
+        on_kv_events: Callable[[KVEventBatch], None] | None = None,
+    ) -> None:
         self.config = config
         self.info = info
         self.runner = runner
         self.block_manager = BlockManager(
-            info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching
+            info.num_blocks,
+            info.block_size,
+            num_host_blocks=info.num_host_blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+            record_events=on_kv_events is not None,
         )
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            long_prefill_threshold=config.long_prefill_threshold,
         )
         sink = sink or NullSink()
         self.metrics = EngineMetrics(sink, self.block_manager, self.scheduler)
@@ -98,12 +109,20 @@ class Engine:
             attention_backend=info.attention_backend, dtype=info.dtype,
         )  # fmt: skip
         self.metrics.report_state()
-        self._sequences: dict[str, Sequence] = {}
+        self._groups: dict[str, SequenceGroup] = {}
         self._num_arrived = 0
+        self._on_kv_events = on_kv_events
+        self._generation = time.time_ns()
+        self._num_event_batches = 0
         self._random = random.Random(config.seed)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, sink: MetricSink | None = None) -> Engine:
+    def from_config(
+        cls,
+        config: EngineConfig,
+        sink: MetricSink | None = None,
+        on_kv_events: Callable[[KVEventBatch], None] | None = None,
+    ) -> Engine:
         """Load the model and build the engine around it.
 
         Raises:
@@ -116,6 +135,7 @@ class Engine:
             model=config.model,
             block_size=runner.block_size,
             num_blocks=runner.num_blocks,
+            num_host_blocks=runner.num_host_blocks,
             max_model_len=runner.max_model_len,
             vocab_size=runner.model_config.vocab_size,
             dtype=str(runner.dtype).removeprefix("torch."),
@@ -124,7 +144,7 @@ class Engine:
             eos_token_ids=runner.generation_defaults.eos_token_ids,
             default_sampling=runner.generation_defaults.sampling,
         )
-        return cls(config, runner, info, sink)
+        return cls(config, runner, info, sink, on_kv_events)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -144,13 +164,16 @@ class Engine:
         """Refuse, and count, a request that could never run. Reads only what is fixed, so any thread may call it.
 
         Raises:
-            RequestError: if the prompt is empty, an id is outside the vocabulary, or an argument is of a wrong type.
+            RequestError: if the prompt is empty, an id is outside the vocabulary, an argument is of a wrong type, or
+                more answers are asked for than can ever run together.
             PromptTooLongError: if the prompt leaves no room for a token in the context or the KV pool.
         """
         try:
             self._check_ids("prompt", prompt_token_ids)
-            self._check_ids("stop_token_ids", params.stop_token_ids or ())
+            for name, token_ids in params.ids_by_parameter():
+                self._check_ids(name, token_ids)
             self._check_length(len(prompt_token_ids))
+            self._check_width(len(prompt_token_ids), params)
             if isinstance(priority, bool) or not isinstance(priority, int):
                 raise RequestError(f"priority={priority!r} must be an integer", "priority")
             if not isinstance(cache_salt, str) or not cache_salt.isprintable():
@@ -178,6 +201,26 @@ class Engine:
                 "prompt",
             )
 
+    def _check_width(self, length: int, params: SamplingParams) -> None:
+        """Refuse a request whose sequences could never run together."""
+        width = params.num_sequences
+        name = "beam_width" if params.uses_beam_search else "best_of" if params.best_of else "n"
+        if width > self.scheduler.max_num_running:
+            limit = self.scheduler.max_num_running
+            raise RequestError(f"{name}={width} exceeds the {limit} sequences that run at once; lower it", name)
+        if (holds := self._max_total_tokens(length, width)) <= length:
+            raise RequestError(
+                f"{name}={width} answers to a prompt of {length} tokens do not fit the KV cache, which holds {holds} "
+                "tokens for each; ask for fewer",
+                name,
+            )
+
+    def _max_total_tokens(self, num_prompt_tokens: int, width: int) -> int:
+        """Return the length at which ``width`` sequences with a common prompt, alone in the pool, fill it."""
+        blocks = self.block_manager
+        shared = num_prompt_tokens // blocks.block_size if blocks.enable_prefix_caching and width > 1 else 0
+        return min(self.capacity, (shared + (len(blocks.blocks) - shared) // width) * blocks.block_size)
+
     def add_request(
         self,
         request_id: str,
@@ -186,14 +229,14 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> Sequence:
+    ) -> SequenceGroup:
         """Check a request and queue it.
 
         Raises:
             RequestError: as ``check_request``, or if the id is in use.
         """
         self.check_request(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
-        if request_id in self._sequences:
+        if request_id in self._groups:
             self.metrics.request_rejected("request_id")
             raise RequestError(f"request_id '{request_id}' is in use; choose another", "request_id")
         return self.queue_request(request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
@@ -206,12 +249,13 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> Sequence:
+    ) -> SequenceGroup:
         """Queue a request that ``check_request`` has let in, under an id that is not in use."""
-        assert request_id not in self._sequences
-        limit = self.capacity if params.max_tokens is None else len(prompt_token_ids) + params.max_tokens
+        assert request_id not in self._groups
+        length = len(prompt_token_ids)
+        longest = self._max_total_tokens(length, params.num_sequences)
         eos_ids = () if params.ignore_eos else self.info.eos_token_ids
-        sequence = Sequence(
+        group = SequenceGroup(
             request_id,
             prompt_token_ids,
             params,
@@ -219,54 +263,94 @@ class Engine:
             root=root_hash(self.info.model, "", cache_salt),
             cache_salt=cache_salt,
             stop_token_ids=frozenset((*eos_ids, *(params.stop_token_ids or ()))),
-            max_total_tokens=min(limit, self.capacity),
+            max_total_tokens=longest if params.max_tokens is None else min(longest, length + params.max_tokens),
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             priority=priority,
         )
         self._num_arrived += 1
-        self._sequences[request_id] = sequence
-        self.metrics.request_added(sequence)
-        self.scheduler.add(sequence)
-        return sequence
+        self._groups[request_id] = group
+        self.metrics.request_added(group)
+        self.scheduler.add(group)
+        return group
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a request and free its blocks; False if it is unknown or has ended already.
-
-        ``reason`` is ``stop`` when whoever makes the text has found a stop string in it.
-        """
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is None:
+        """End a request and free its blocks; False if it is unknown or has ended already."""
+        group = self._groups.get(request_id)
+        if group is None:
             return False
-        self.scheduler.abort(sequence, reason)
-        self.metrics.request_finished(sequence)
-        self.metrics.report_state()
+        self.scheduler.abort(group, reason)
+        self._forget(group)
         return True
+
+    def end_sequence(self, request_id: str, index: int, reason: FinishReason = FinishReason.STOP) -> bool:
+        """End one answer of a request, as whoever makes the text does when it finds a stop string.
+
+        Returns:
+            Whether the answer was unfinished; the request is forgotten with its last one.
+        """
+        group = self._groups.get(request_id)
+        found = [one for one in group.unfinished if one.index == index] if group is not None else []
+        if group is None or not found:
+            return False
+        self.scheduler.end_sequence(found[0], reason)
+        if group.is_finished:
+            self._forget(group)
+        return True
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether a request is known and has not ended."""
+        return request_id in self._groups
+
+    def _forget(self, group: SequenceGroup) -> None:
+        """Take leave of a request that has ended."""
+        del self._groups[group.request_id]
+        self.metrics.request_finished(group)
+        self.metrics.report_state()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, after the weights have changed for example. Running requests go on."""
+        self.block_manager.reset_prefix_cache()
+        self._send_kv_events()
+        self.metrics.report_state()
 
     def stats(self) -> EngineStats:
         """Return how busy the engine is."""
-        counts = self.block_manager.counts()
+        counts, scheduler = self.block_manager.counts(), self.scheduler
+        num_swapped = scheduler.num_swapped
         return EngineStats(
-            len(self.scheduler.running), len(self.scheduler.waiting), counts.free, counts.cached, counts.used
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) - num_swapped,
+            num_swapped=num_swapped,
+            num_free_blocks=counts.free,
+            num_cached_blocks=counts.cached,
+            num_used_blocks=counts.used,
         )
+
+    def close(self) -> None:
+        """End what the runner has started; the engine is of no use afterwards."""
+        self.runner.close()
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """Schedule, compute and record one batch; returns the new tokens, one per sequence that got one."""
+        """Schedule, compute and record one batch; returns what each answer got that got something to tell."""
         times = StepTimes()
         started = perf_counter()
         output = self.scheduler.schedule()
         times.schedule = perf_counter() - started
-        if not output.scheduled:
+        if not output.sequences:
             return []
         self.metrics.step_scheduled(output)
-        token_ids = self.runner.run(output, times)
-        sampled = self.scheduler.update(output, token_ids)
-        self.metrics.step_finished(output, sampled, times)
-        for sequence in sampled:
-            if sequence.is_finished:
-                del self._sequences[sequence.request_id]
-        return [
-            StepOutput(s.request_id, s.token_ids[-1], s.finish_reason, s.stop_reason, s.num_cached_tokens)
-            for s in sampled
-        ]
+        sampled = self.runner.run(output, times)
+        got_token = self.scheduler.update(output, sampled)
+        self.metrics.step_finished(output, got_token, times)
+        self._send_kv_events()
+        for sequence in got_token:
+            if sequence.is_finished and sequence.group.is_finished:
+                self._groups.pop(sequence.request_id, None)
+        return step_outputs(got_token)
+
+    def _send_kv_events(self) -> None:
+        if self._on_kv_events is not None and (events := self.block_manager.take_events()):
+            self._on_kv_events(KVEventBatch(self._generation, self._num_event_batches, events))
+            self._num_event_batches += 1

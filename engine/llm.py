@@ -15,10 +15,11 @@ from typing import Any, TypedDict
 from tqdm import tqdm
 
 from engine.config import EngineConfig
-from engine.engine import Engine, StepOutput
+from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
+from engine.logprobs import TokenLogprobs
+from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import FinishReason
 from engine.text import TextStream, Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "Prompt", "RequestOutput", "TokensPrompt"]
@@ -42,6 +43,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop id or stop string; None for EOS and length
+    cumulative_logprob: float | None = None  # where logprobs are computed
+    logprobs: list[TokenLogprobs] | None = None  # of token_ids, if asked for
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
     finished: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of prompt_token_ids, if asked for; the first has none
 
 
 class LLM:
@@ -146,15 +150,15 @@ class LLM:
     def _step_until_done(self, requests: dict[str, _Request], bar: tqdm[Any]) -> None:
         num_tokens = 0
         while self.engine.has_unfinished:
-            step = self.engine.step()
-            num_tokens += len(step)
-            for token in step:
-                request = requests[token.request_id]
-                request.push(token)
+            for output in self.engine.step():
+                num_tokens += len(output.token_ids)
+                request = requests[output.request_id]
+                if request.output.finished:
+                    continue
+                if request.push(output):  # a stop string ended the text
+                    self.engine.end_sequence(output.request_id, output.index)
                 if request.output.finished:
                     bar.update()
-                    if token.finish_reason is None:  # a stop string ended the text
-                        self.engine.abort(token.request_id, FinishReason.STOP)
             if elapsed := bar.format_dict["elapsed"]:
                 bar.set_postfix_str(f"output: {num_tokens / elapsed:.1f} tok/s", refresh=False)
 
@@ -195,18 +199,43 @@ class _Request:
     def __init__(
         self, request_id: str, text: str | None, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
-        self.output = RequestOutput(request_id, text, prompt, [CompletionOutput(0, "", [])])
-        self._text = TextStream(tokenizer, prompt, params) if tokenizer else None
+        self._params = params
+        self._tokenizer = tokenizer
+        self._texts = [TextStream(tokenizer, prompt, params) for _ in range(params.n)] if tokenizer else []
+        self.output = RequestOutput(
+            request_id, text, prompt, [CompletionOutput(index, "", []) for index in range(params.n)]
+        )
 
-    def push(self, step: StepOutput) -> None:
-        """Take one token into the output."""
-        completion = self.output.outputs[0]
-        completion.token_ids.append(step.token_id)
+    def push(self, step: StepOutput) -> bool:
+        """Take an answer's new tokens into the output; True if a stop string ended an answer that would go on."""
+        completion = self.output.outputs[step.index]
+        completion.token_ids += step.token_ids
         completion.finish_reason = step.finish_reason and step.finish_reason.value
         completion.stop_reason = step.stop_reason
-        if self._text is not None:
-            completion.text += self._text.push([step.token_id], final=step.finish_reason is not None)
-            if self._text.stop_string is not None:
-                completion.finish_reason, completion.stop_reason = "stop", self._text.stop_string
+        completion.cumulative_logprob = step.cumulative_logprob
+        if step.logprobs is not None:
+            completion.logprobs = (completion.logprobs or []) + self._decoded(step.logprobs)
+        if step.prompt_logprobs is not None:
+            self.output.prompt_logprobs = self._decoded(step.prompt_logprobs)
+        stopped = self._add_text(completion, step)
         self.output.num_cached_tokens = step.num_cached_tokens
-        self.output.finished = completion.finish_reason is not None
+        self.output.finished = all(one.finish_reason is not None for one in self.output.outputs)
+        return stopped
+
+    def _add_text(self, completion: CompletionOutput, step: StepOutput) -> bool:
+        if not self._texts:
+            return False
+        text = self._texts[step.index]
+        completion.text += text.push(step.token_ids, final=step.finish_reason is not None)
+        if text.stop_string is None:
+            return False
+        completion.finish_reason, completion.stop_reason = "stop", text.stop_string
+        return step.finish_reason is None
+
+    def _decoded(self, logprobs: Any) -> Any:
+        """Fill in the tokens' texts."""
+        for one in logprobs:
+            for token_id, logprob in (one or {}).items():
+                if self._tokenizer is not None:
+                    logprob.decoded_token = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return logprobs

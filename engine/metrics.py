@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from engine.block_manager import BlockManager
 from engine.scheduler import Scheduler, SchedulerOutput
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 __all__ = ["METRICS", "EngineMetrics", "Metric", "MetricSink", "NullSink", "StepTimes"]
 
@@ -58,6 +58,7 @@ class Metric:
 
 REQUESTS_RUNNING = Metric("num_requests_running", "gauge", "Sequences in the running batch.")
 REQUESTS_WAITING = Metric("num_requests_waiting", "gauge", "Sequences waiting for a place in the batch.")
+REQUESTS_SWAPPED = Metric("num_requests_swapped", "gauge", "Requests preempted to the host pool.")
 KV_USAGE = Metric("kv_cache_usage_ratio", "gauge", "Share of KV blocks in use by sequences, 0 to 1.")
 KV_CACHED = Metric("kv_cache_cached_ratio", "gauge", "Share of KV blocks free but still holding a cached prefix.")
 KV_BLOCKS = Metric("kv_blocks", "gauge", "KV blocks by state; shared is a part of used.", ("state",))
@@ -148,9 +149,9 @@ class EngineMetrics:
         self._times: dict[str, _RequestTimes] = {}
         self._num_evicted = 0
 
-    def request_added(self, sequence: Sequence) -> None:
+    def request_added(self, group: SequenceGroup) -> None:
         """A request has entered the queue."""
-        self._times[sequence.request_id] = _RequestTimes(arrived=monotonic())
+        self._times[group.request_id] = _RequestTimes(arrived=monotonic())
 
     def request_rejected(self, reason: str) -> None:
         """A request was refused at the door."""
@@ -159,27 +160,27 @@ class EngineMetrics:
     def step_scheduled(self, output: SchedulerOutput) -> None:
         """A batch was chosen."""
         now = monotonic()
-        for sequence in output.admitted:
-            if sequence.num_preemptions:
+        for group in output.admitted:
+            if group.num_preemptions:
                 continue
-            times = self._times[sequence.request_id]
+            times, first = self._times[group.request_id], group.sequences[0]
             times.started = now
             self._sink.observe(QUEUE_TIME, now - times.arrived)
-            self._sink.increment(PROMPT_TOKENS, sequence.num_prompt_tokens)
-            self._sink.increment(CACHE_QUERIES, sequence.num_prompt_tokens)
-            if sequence.num_cached_tokens:
-                self._sink.increment(CACHE_HITS, sequence.num_cached_tokens)
-        if output.preempted:
-            self._sink.increment(PREEMPTIONS, len(output.preempted), kind="recompute")
+            self._sink.increment(PROMPT_TOKENS, first.num_prompt_tokens)
+            self._sink.increment(CACHE_QUERIES, first.num_prompt_tokens)
+            if first.num_cached_tokens:
+                self._sink.increment(CACHE_HITS, first.num_cached_tokens)
+        for group in output.preempted:
+            kind = "swap" if group.status is SequenceStatus.SWAPPED else "recompute"
+            self._sink.increment(PREEMPTIONS, kind=kind)
 
-    def step_finished(self, output: SchedulerOutput, sampled: Iterable[Sequence], times: StepTimes) -> None:
-        """A batch was computed, and ``sampled`` got a token each."""
-        now, num_sampled = monotonic(), 0
-        for sequence in sampled:
-            num_sampled += 1
+    def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
+        """A batch was computed, and these sequences got a token each, or ended without one."""
+        now = monotonic()
+        for sequence in got_token:
             self._token_generated(sequence, now)
-        if num_sampled:
-            self._sink.increment(GENERATION_TOKENS, num_sampled)
+        if output.sampling:
+            self._sink.increment(GENERATION_TOKENS, len(output.sampling))
         self._sink.observe(STEP_TOKENS, output.num_tokens)
         self._sink.observe(STEP_SECONDS, times.schedule, phase="schedule")
         self._sink.observe(STEP_SECONDS, times.forward, phase="forward")
@@ -191,7 +192,8 @@ class EngineMetrics:
         counts = self._block_manager.counts()
         total = len(self._block_manager.blocks)
         self._sink.set(REQUESTS_RUNNING, len(self._scheduler.running))
-        self._sink.set(REQUESTS_WAITING, len(self._scheduler.waiting))
+        self._sink.set(REQUESTS_WAITING, len(self._scheduler.waiting) - self._scheduler.num_swapped)
+        self._sink.set(REQUESTS_SWAPPED, self._scheduler.num_swapped)
         self._sink.set(KV_USAGE, counts.used / total)
         self._sink.set(KV_CACHED, counts.cached / total)
         for state in ("free", "cached", "used", "shared"):
@@ -201,24 +203,28 @@ class EngineMetrics:
             self._num_evicted += evicted
 
     def _token_generated(self, sequence: Sequence, now: float) -> None:
-        times = self._times[sequence.request_id]
-        if sequence.num_output_tokens == 1:
+        times = self._times.get(sequence.request_id)
+        if times is None:  # another answer of the request was its last
+            return
+        if not times.first_token:
             times.first_token = now
             self._sink.observe(TTFT, now - times.arrived)
             self._sink.observe(PREFILL_TIME, now - times.started)
-        else:
+        elif times.last_token < now:  # else this step's token of another answer was counted
             self._sink.observe(INTER_TOKEN, now - times.last_token)
         times.last_token = now
-        if sequence.is_finished:
-            self.request_finished(sequence)
+        if sequence.is_finished and sequence.group.is_finished:
+            self.request_finished(sequence.group)
 
-    def request_finished(self, sequence: Sequence) -> None:
+    def request_finished(self, group: SequenceGroup) -> None:
         """A request has ended, by itself or from outside."""
-        assert sequence.finish_reason is not None
-        times = self._times.pop(sequence.request_id)
-        self._sink.increment(REQUESTS_FINISHED, reason=sequence.finish_reason.value)
-        self._sink.observe(REQUEST_PROMPT, sequence.num_prompt_tokens)
-        self._sink.observe(REQUEST_GENERATION, sequence.num_output_tokens)
-        if sequence.num_output_tokens:
+        reason = group.sequences[0].finish_reason
+        assert reason is not None
+        times = self._times.pop(group.request_id)
+        num_generated = sum(sequence.num_output_tokens for sequence in group.sequences)
+        self._sink.increment(REQUESTS_FINISHED, reason=reason.value)
+        self._sink.observe(REQUEST_PROMPT, group.sequences[0].num_prompt_tokens)
+        self._sink.observe(REQUEST_GENERATION, num_generated)
+        if num_generated:
             self._sink.observe(E2E_LATENCY, times.last_token - times.arrived)
             self._sink.observe(DECODE_TIME, times.last_token - times.first_token)

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 
 import xxhash
 
-__all__ = ["block_hash", "hash_blocks", "root_hash"]
+__all__ = ["BYTES_PER_TOKEN", "block_hash", "hash_blocks", "pack_tokens", "packed_block_hash", "root_hash"]
+
+BYTES_PER_TOKEN = array("I").itemsize
 
 
 def root_hash(model: str, adapter: str = "", cache_salt: str = "") -> int:
@@ -26,7 +28,17 @@ def root_hash(model: str, adapter: str = "", cache_salt: str = "") -> int:
 
 def block_hash(parent: int, token_ids: Sequence[int]) -> int:
     """Return the 64-bit hash of a block that holds ``token_ids`` and follows the block (or root) ``parent``."""
-    return xxhash.xxh64_intdigest(parent.to_bytes(8, "little") + array("I", token_ids).tobytes())
+    return packed_block_hash(parent, pack_tokens(token_ids))
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as the bytes that are hashed, ``BYTES_PER_TOKEN`` each."""
+    return array("I", token_ids).tobytes()
+
+
+def packed_block_hash(parent: int, packed: bytes) -> int:
+    """Return ``block_hash`` of tokens that are packed already."""
+    return xxhash.xxh64_intdigest(parent.to_bytes(8, "little") + packed)
 
 
 def hash_blocks(token_ids: Sequence[int], block_size: int, root: int) -> list[int]:

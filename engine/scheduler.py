@@ -1,10 +1,13 @@
 """Scheduler: which sequences compute how many tokens in the next step, and who gives way when blocks run out.
 
-Sequences are ranked by (priority, arrival). Running ones go first, then waiting ones as far as the budget, the places
-and the blocks allow. At most ``min(max_num_seqs, max_num_batched_tokens)`` run at once and each of them is promised one
-token of every step; what is left of the budget goes to prefill chunks by rank. So neither a long prompt nor a crowd of
-decodes can starve the others. When a running sequence needs a block and none is free, the lowest-ranked one is
-preempted: its blocks are freed (its full ones stay cached) and it is computed again later.
+Requests are ranked by (priority, arrival). Running ones go first, then waiting ones as far as the budget, the places
+and the blocks allow. At most ``min(max_num_seqs, max_num_batched_tokens)`` sequences run at once and each of them is
+promised one token of every step; what is left of the budget goes to prefill chunks by rank. So neither a long prompt
+nor a crowd of decodes can starve the others. When a running sequence needs a block and none is free, the lowest-ranked
+request is preempted: its blocks are swapped to the host pool, or freed (the full ones stay cached) and computed again.
+
+A request's sequences run, give way and come back together. After a recomputation they begin one after the other, so
+that each finds in the prefix cache what it shares with the ones before; beams all wait until the last is there.
 
 Continuous batching is Orca's (Yu et al., 2022), chunked prefill Sarathi-Serve's (Agrawal et al., 2024). This module
 knows no tensors and no clock.
@@ -15,50 +18,48 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from engine.block_manager import BlockManager
-from engine.sequence import FinishReason, Sequence, SequenceStatus
+from engine.beam_search import Candidates
+from engine.block_manager import BlockManager, BlockPair, Growth, PrefixMatch
+from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
-__all__ = ["ScheduledSequence", "Scheduler", "SchedulerOutput"]
+if TYPE_CHECKING:
+    from engine.logprobs import TokenLogprobs
 
-
-@dataclass(slots=True)
-class ScheduledSequence:
-    """A sequence and the tokens of it that this step computes: ``num_new_tokens`` from ``start`` on."""
-
-    sequence: Sequence
-    start: int
-    num_new_tokens: int
-
-    @property
-    def end(self) -> int:
-        """Context length after the step."""
-        return self.start + self.num_new_tokens
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step computes the last token, so that a new one is sampled."""
-        return self.end == len(self.sequence.token_ids)
+__all__ = ["SampledTokens", "Scheduler", "SchedulerOutput"]
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step's batch."""
+    """One step's batch. The copies are made first: swap-outs, then swap-ins, then block copies."""
 
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # left the queue in this step
-    preempted: list[Sequence] = field(default_factory=list)
-    num_blocks_due: int = 0  # blocks that the scheduled sequences still need for their known tokens and the next one
+    sequences: list[Sequence] = field(default_factory=list)  # in batch order
+    num_new_tokens: list[int] = field(default_factory=list)  # that each of them computes, from num_computed_tokens on
+    sampling: list[Sequence] = field(default_factory=list)  # those that get a new token
+    sampling_rows: Sequence_[int] = ()  # for each of them, whose logits it samples from: an index into sequences
+    forks: list[Sequence] = field(default_factory=list)  # those of ``sampling`` that join the batch after this step
+    block_copies: list[BlockPair] = field(default_factory=list)
+    swap_out: list[BlockPair] = field(default_factory=list)  # (block, host block)
+    swap_in: list[BlockPair] = field(default_factory=list)  # (host block, block)
+    admitted: list[SequenceGroup] = field(default_factory=list)  # left the queue in this step
+    preempted: list[SequenceGroup] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
-        return sum(item.num_new_tokens for item in self.scheduled)
+        return sum(self.num_new_tokens)
 
-    @property
-    def sampling(self) -> list[Sequence]:
-        """The sequences that get a new token, in batch order."""
-        return [item.sequence for item in self.scheduled if item.samples]
+
+@dataclass(slots=True)
+class SampledTokens:
+    """What a step's ``sampling`` sequences got, in their order."""
+
+    token_ids: list[int]  # one each; ignored for beams and where it failed
+    logprobs: list[TokenLogprobs | None] | None = None  # None if nobody asks for them
+    beams: dict[int, Candidates] = field(default_factory=dict)  # by position in ``sampling``
+    failed: dict[int, str] = field(default_factory=dict)  # positions without a token to sample, and why
+    prompt_logprobs: list[tuple[SequenceGroup, list[TokenLogprobs]]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -68,119 +69,408 @@ class Scheduler:
         block_manager: the pool that scheduled sequences draw on.
         max_num_seqs: sequences in one step, at most.
         max_num_batched_tokens: tokens in one step, at most.
+        long_prefill_threshold: tokens of one sequence in one step, at most; 0 sets no such limit.
     """
 
-    def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        long_prefill_threshold: int = 0,
+    ) -> None:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
-        self.waiting: list[Sequence] = []  # by rank, the next one last
-        self.running: list[Sequence] = []  # by rank, the first one first
+        self.waiting: list[SequenceGroup] = []  # by rank, the next one last
+        self.num_swapped = 0  # of those that wait
+        self.running: list[Sequence] = []  # by rank, the first one first; a group's sequences together
+        self._chunk_limit = long_prefill_threshold or max_num_batched_tokens
+        self._num_places = 0  # that the running groups take
+        self._refused: tuple[SequenceGroup, int] | None = None  # who found no room, and num_released then
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that fits the pool (the engine has checked that it does)."""
-        sequence.status = SequenceStatus.WAITING
-        insort(self.waiting, sequence, key=lambda other: (other.priority, -other.arrival))
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a request that fits the pool (the engine has checked that it does)."""
+        insort(self.waiting, group, key=lambda other: (other.priority, -other.arrival))
 
-    def abort(self, sequence: Sequence, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a sequence between two steps and free its blocks."""
-        queue = self.running if sequence.status is SequenceStatus.RUNNING else self.waiting
-        queue.remove(sequence)
-        self.block_manager.free(sequence)
+    def abort(self, group: SequenceGroup, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request between two steps and free its blocks."""
+        for sequence in group.unfinished:
+            self.end_sequence(sequence, reason)
+
+    def end_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End one sequence between two steps; its request goes on if others of it do."""
+        group = sequence.group
+        if sequence.status is SequenceStatus.RUNNING:
+            self._leave(sequence)
+        else:
+            if len(group.unfinished) == 1:
+                self.waiting.remove(group)
+                self.num_swapped -= sequence.status is SequenceStatus.SWAPPED
+            elif group.is_forked:
+                group.num_places -= 1
+            self.block_manager.free(sequence)
         sequence.finish(reason)
+
+    # --- a step -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's batch and allocate its blocks; empty if nothing is unfinished."""
         output = SchedulerOutput()
-        budget = self._schedule_running(output)
-        if not output.preempted:  # else blocks are short already
-            self._admit(output, budget)
-        assert output.scheduled or not self.has_unfinished, "nothing can run: add() let in what cannot fit"
+        counts = [1] * len(self.running)
+        partial: set[int] = set()  # places in the batch of those that sample nothing yet
+        spare = self._schedule_running(output, counts, partial)
+        if self.waiting and not output.preempted:  # else blocks are short already
+            self._admit(output, counts, partial, spare)
+        self._fill(output, counts, partial)
         return output
 
-    def update(self, output: SchedulerOutput, token_ids: Sequence_[int]) -> list[Sequence]:
-        """Record a computed step and the tokens it sampled (in the order of ``output.sampling``).
+    def _fill(self, output: SchedulerOutput, counts: list[int], partial: set[int]) -> None:
+        """Write the batch into ``output``, and fork the groups whose prompt is complete with this step."""
+        output.sequences, output.num_new_tokens = self.running.copy(), counts
+        output.sampling, output.sampling_rows = output.sequences, range(len(counts))
+        if len(self.running) == self._num_places and 0 not in counts:  # nobody will fork or has to wait
+            if partial:
+                sampling, sampling_rows = self.running.copy(), list(range(len(counts)))
+                for place in sorted(partial, reverse=True):
+                    del sampling[place], sampling_rows[place]
+                output.sampling, output.sampling_rows = sampling, sampling_rows
+            return
+        rows: list[int] = []
+        sampling: list[Sequence] = []
+        row = 0
+        for place, (sequence, count) in enumerate(zip(self.running, counts, strict=True)):
+            if place not in partial:
+                forks = [] if sequence.group.is_forked or sequence.group.beams else sequence.group.fork()
+                output.forks += forks
+                sampling += [sequence, *forks]
+                rows += [row] * (1 + len(forks))
+            row += count > 0
+        output.sampling, output.sampling_rows = sampling, rows
+        if 0 in counts:
+            output.sequences = [one for one, count in zip(self.running, counts, strict=True) if count]
+            output.num_new_tokens = [count for count in counts if count]
+
+    def update(self, output: SchedulerOutput, sampled: SampledTokens) -> list[Sequence]:
+        """Record a computed step and what it sampled.
 
         Returns:
-            The sequences that got a token, the finished ones with their blocks freed.
+            The sequences that got a token, the finished ones with their blocks freed; of a request that searches with
+            beams, its first sequence stands for all.
         """
-        sampled = output.sampling
-        for item in output.scheduled:
-            item.sequence.num_computed_tokens = item.end
-            item.sequence.num_kv_tokens = max(item.sequence.num_kv_tokens, item.end)
-        assert len(sampled) == len(token_ids)
-        for sequence, token_id in zip(sampled, token_ids, strict=True):
-            sequence.append_token(token_id)
-            if sequence.is_finished:
-                self.block_manager.free(sequence)
-        if any(sequence.is_finished for sequence in sampled):
-            self.running = [sequence for sequence in self.running if not sequence.is_finished]
-        return sampled
+        for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
+            sequence.num_computed_tokens += count
+        if output.forks:
+            self._insert_forks(output.forks)
+        if sampled.logprobs is not None:
+            _record_logprobs(output.sampling, sampled.logprobs)
+        for group, logprobs in sampled.prompt_logprobs:
+            group.prompt_logprobs += logprobs
+        ended = [output.sampling[position] for position in sampled.failed]
+        for position, why in sampled.failed.items():
+            _fail(output.sampling[position], why)
+        got_one = zip(output.sampling, sampled.token_ids, strict=True)
+        if sampled.failed or sampled.beams:
+            got_one = [  # type: ignore[assignment]
+                pair
+                for position, pair in enumerate(got_one)
+                if position not in sampled.failed and position not in sampled.beams
+            ]
+        for sequence, token_id in got_one:
+            token_ids = sequence.token_ids
+            token_ids.append(token_id)
+            if (
+                token_id in sequence.stop_token_ids
+                or len(token_ids) >= sequence.max_total_tokens
+                or sequence.grammar is not None
+            ):
+                sequence.check_end(token_id)
+                if sequence.is_finished:
+                    ended.append(sequence)
+        for sequence in ended:
+            self._leave(sequence)
+        return self._advance_beams(output.sampling, sampled.beams) if sampled.beams else output.sampling
 
     # --- running ------------------------------------------------------------------------------------------------
 
-    def _schedule_running(self, output: SchedulerOutput) -> int:
-        """Schedule the running sequences by rank; return the tokens left for others."""
-        spare = self.max_num_batched_tokens - len(self.running)  # beyond one token for each
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            num_new = min(sequence.remaining_tokens, 1 + spare)
-            if not self._make_room(sequence, sequence.num_computed_tokens + num_new, output):
-                break  # it was the last one, and has been preempted itself
-            self._schedule(sequence, num_new, output)
-            spare -= num_new - 1
-            index += 1
+    def _schedule_running(self, output: SchedulerOutput, counts: list[int], partial: set[int]) -> int:
+        """Schedule the running sequences by rank; return the tokens left for others.
+
+        Most sequences decode within their last block: for them the 1 that ``counts`` holds already is all.
+        """
+        spare = self.max_num_batched_tokens - self._num_places  # beyond one token for each
+        running = self.running
+        due = [place for place, one in enumerate(running) if one.num_computed_tokens >= one.next_event]
+        position = 0
+        while position < len(due) and due[position] < len(running):
+            first = position
+            sequence = running[due[first]]
+            group = sequence.group
+            if sequence.is_alone and sequence.remaining_tokens == 1:  # a decode whose last block is full
+                num_tokens = sequence.num_tokens
+                needed = self.block_manager.num_blocks_for(num_tokens) - len(sequence.block_table)
+                if not self._make_room(group, needed, output):
+                    break  # it was the last one, and has been preempted itself
+                self.block_manager.allocate(sequence, num_tokens)
+                position += 1
+                continue
+            while position < len(due) and due[position] < len(running) and running[due[position]].group is group:
+                position += 1
+            places: Sequence_[int] = due[first:position]
+            if group.beams is not None:  # they run in step, so that those that are not due may have to wait
+                places = [place for place, one in enumerate(running) if one.group is group]
+            growths = self._plan([running[place] for place in places], spare)
+            if not self._make_room(group, self.block_manager.num_blocks_to_grow(growths), output):
+                break
+            spare = self._grow(growths, places, counts, partial, spare, output)
+        del counts[len(running) :]
         return spare
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, output: SchedulerOutput) -> bool:
-        """Preempt from the lowest rank up until the sequence can grow; False if it had to go itself."""
-        while not self.block_manager.can_allocate(sequence, num_tokens):
-            victim = self.running.pop()
-            self._preempt(victim)
-            output.preempted.append(victim)
-            if victim is sequence:
+    def _plan(self, members: list[Sequence], spare: int) -> list[Growth]:
+        """Return up to where each of a group's sequences computes in this step.
+
+        At most one of them catches up on more than its last token. Beams need their logits in the same step: none of
+        them computes its last token before all can.
+        """
+        behind = next((one for one in members if one.remaining_tokens > 1 or not one.block_table), None)
+        if behind is None:
+            return [Growth(one, one.num_tokens) for one in members]
+        others_ready = all(one is behind or (one.remaining_tokens == 1 and one.block_table) for one in members)
+        in_step = behind.group.beams is not None
+        match = None if behind.block_table else self.block_manager.match_prefix(behind)
+        start = min(match.num_tokens, behind.num_tokens - 1) if match is not None else behind.num_computed_tokens
+        wanted = behind.num_tokens - start - (in_step and not others_ready)
+        end = start + min(wanted, 1 + spare, self._chunk_limit)
+        hold = in_step and end < behind.num_tokens
+        growths = []
+        for one in members:
+            if one is behind:
+                growths.append(Growth(one, end, match))
+            else:
+                ready = one.remaining_tokens == 1 and one.block_table and not hold
+                growths.append(Growth(one, one.num_computed_tokens + bool(ready)))
+        return growths
+
+    def _make_room(self, group: SequenceGroup, needed: int, output: SchedulerOutput) -> bool:
+        """Preempt from the lowest rank up until the group gets its blocks; False if it had to go itself."""
+        while needed > self.block_manager.num_free_blocks:
+            victim = self.running[-1].group
+            self._preempt(victim, output)
+            if victim is group:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.block_manager.free(sequence)
-        sequence.num_preemptions += 1
-        self.add(sequence)
+    def _grow(
+        self,
+        growths: list[Growth],
+        places: Sequence_[int],
+        counts: list[int],
+        partial: set[int],
+        spare: int,
+        output: SchedulerOutput,
+    ) -> int:
+        """Allocate what was planned and enter it into the batch; return the tokens left for others."""
+        for growth in growths:
+            if growth.match is not None:  # before another one evicts what was matched
+                self._begin(growth.sequence, growth.match)
+        for place, growth in zip(places, growths, strict=True):
+            sequence, end = growth.sequence, growth.end
+            count = end - sequence.num_computed_tokens
+            counts[place] = count
+            if count and (copy := self.block_manager.allocate(sequence, end)):
+                output.block_copies.append(copy)
+            if end < sequence.num_tokens or not count:
+                partial.add(place)
+            spare -= max(count - 1, 0)
+        return spare
 
-    def _schedule(self, sequence: Sequence, num_new: int, output: SchedulerOutput) -> None:
-        start = sequence.num_computed_tokens
-        self.block_manager.allocate(sequence, start + num_new)
-        output.scheduled.append(ScheduledSequence(sequence, start, num_new))
-        known = max(sequence.num_tokens, start + num_new + 1)
-        output.num_blocks_due += self.block_manager.num_blocks_for(known) - len(sequence.block_table)
+    def _begin(self, sequence: Sequence, match: PrefixMatch) -> None:
+        self.block_manager.take_prefix(sequence, match)
+        if not sequence.group.num_preemptions:
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+
+    def _preempt(self, group: SequenceGroup, output: SchedulerOutput) -> None:
+        """Send a group, the last one running, back to the queue: with its blocks on the host, or without blocks."""
+        blocks = self.block_manager
+        members = []
+        while self.running and self.running[-1].group is group:
+            members.append(self.running.pop())
+        members.reverse()
+        status = SequenceStatus.SWAPPED if blocks.can_swap_out(members) else SequenceStatus.WAITING
+        if status is SequenceStatus.SWAPPED:
+            output.swap_out += blocks.swap_out(members)
+            self.num_swapped += 1
+        for sequence in members:
+            if status is SequenceStatus.WAITING:
+                blocks.free(sequence)
+            sequence.status = status
+        self._num_places -= group.num_places
+        group.num_preemptions += 1
+        output.preempted.append(group)
+        self.add(group)
 
     # --- waiting ------------------------------------------------------------------------------------------------
 
-    def _admit(self, output: SchedulerOutput, budget: int) -> None:
-        """Start waiting sequences in order of rank while tokens, places and blocks last."""
+    def _admit(self, output: SchedulerOutput, counts: list[int], partial: set[int], spare: int) -> None:
+        """Start waiting groups in order of rank while tokens, places and blocks last."""
         blocks = self.block_manager
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_running:
-            sequence = self.waiting[-1]
-            if self.running and output.num_blocks_due >= blocks.num_free_blocks:
-                return  # spares the look-up below in every step of a long wait
-            match = blocks.match_prefix(sequence)
-            # Room for all its known tokens, not for a first chunk only: else prefills begin that must give way again.
-            needed = blocks.num_blocks_for(sequence.num_tokens) - len(match.blocks) + match.num_evictable
-            if needed + output.num_blocks_due > blocks.num_free_blocks:
+        # Blocks that those in the batch still need for their known tokens and the next one; at first, at most.
+        due = len(self.running) + self._blocks_due([self.running[i] for i in partial], [counts[i] for i in partial])
+        is_exact = False
+        while self.waiting and spare >= 1:
+            group = self.waiting[-1]
+            if group.num_places > min(spare, self.max_num_running - self._num_places):
+                return
+            if self.running and not partial and self._refused == (group, blocks.num_released):
+                return  # nothing was freed since: spares the look-up below in every step of a long wait
+            needed = self._blocks_to_start(group)
+            if not is_exact and needed + due > blocks.num_free_blocks:
+                due, is_exact = self._blocks_due(self.running, counts), True
+            if self.running and needed + due > blocks.num_free_blocks:
+                self._refused = (group, blocks.num_released)
                 return
             self.waiting.pop()
-            blocks.take_prefix(sequence, match)
-            num_new = min(sequence.remaining_tokens, budget)
-            if not sequence.num_preemptions:
-                sequence.num_cached_tokens = sequence.num_computed_tokens
+            members = group.unfinished
+            if group.status is SequenceStatus.SWAPPED:
+                output.swap_in += blocks.swap_in(members)
+                self.num_swapped -= 1
+            place = self._enter(group, members, counts, partial)
+            growths = self._plan(members, spare - group.num_places)
+            assert blocks.num_blocks_to_grow(growths) <= blocks.num_free_blocks, "add() let in what cannot fit"
+            places = range(place, place + len(members))
+            spare = self._grow(growths, places, counts, partial, spare - group.num_places, output)
+            due += self._blocks_due(members, counts[place : place + len(members)])
+            output.admitted.append(group)
+
+    def _enter(self, group: SequenceGroup, members: list[Sequence], counts: list[int], partial: set[int]) -> int:
+        """Put a group's sequences into the batch by rank; return the place of the first."""
+        running = self.running
+        place = len(running)
+        while place and running[place - 1].group.rank > group.rank:
+            place -= 1
+        running[place:place] = members
+        counts[place:place] = [1] * len(members)
+        if place + len(members) < len(running) and partial:
+            moved = {old + len(members) if old >= place else old for old in partial}
+            partial.clear()
+            partial |= moved
+        for sequence in members:
             sequence.status = SequenceStatus.RUNNING
+        self._num_places += group.num_places
+        return place
+
+    def _blocks_to_start(self, group: SequenceGroup) -> int:
+        """Return the free blocks that a group takes for all its known tokens, not for a first chunk only.
+
+        Else prefills would begin that must give way again. What the sequences of a group share counts once.
+        """
+        blocks, members = self.block_manager, group.unfinished
+        if group.status is SequenceStatus.SWAPPED:
+            return blocks.num_blocks_to_swap_in(members)
+        if len(members) == 1:
+            match = blocks.match_prefix(members[0])
+            return blocks.num_blocks_for(members[0].num_tokens) - len(match.blocks) + match.num_evictable
+        size = blocks.block_size
+        if not blocks.enable_prefix_caching:
+            return sum(blocks.num_blocks_for(one.num_tokens) for one in members)
+        full = {one.block_hash(index, size) for one in members for index in range(one.num_tokens // size)}
+        return len(full) + sum(one.num_tokens % size > 0 for one in members)
+
+    def _blocks_due(self, sequences: list[Sequence], counts: list[int]) -> int:
+        due = 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            known = max(sequence.num_tokens, sequence.num_computed_tokens + count + 1)
+            due += self.block_manager.num_blocks_for(known) - len(sequence.block_table)
+        return due
+
+    # --- after a step -------------------------------------------------------------------------------------------
+
+    def _insert_forks(self, forks: list[Sequence]) -> None:
+        """Put the sequences that this step forked into the batch, sharing their first one's blocks."""
+        for sequence in forks:
+            self.block_manager.fork(sequence.group.sequences[0], sequence)
             insort(self.running, sequence, key=lambda other: other.rank)
-            output.admitted.append(sequence)
-            self._schedule(sequence, num_new, output)
-            budget -= num_new
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a running sequence out of the batch and free its blocks and its place."""
+        group = sequence.group
+        self.running.remove(sequence)
+        self.block_manager.free(sequence)
+        num_places = 1 if group.is_forked else group.num_places
+        self._num_places -= num_places
+        group.num_places -= num_places
+
+    def _advance_beams(self, sampling: list[Sequence], candidates: dict[int, Candidates]) -> list[Sequence]:
+        """Let each beam search choose the beams that go on; return one sequence for each request that sampled."""
+        got_token: dict[int, Sequence] = {}
+        by_group: dict[int, list[tuple[Sequence, Candidates]]] = {}
+        for position, sequence in enumerate(sampling):
+            if position in candidates:
+                by_group.setdefault(id(sequence.group), []).append((sequence, candidates[position]))
+            else:
+                got_token[id(sequence)] = sequence
+        for beams in by_group.values():
+            group = beams[0][0].group
+            self._replace_beams(group, [one for one, _ in beams], [one for _, one in beams])
+            got_token[id(group)] = group.sequences[0]
+        return list(got_token.values())
+
+    def _replace_beams(self, group: SequenceGroup, beams: list[Sequence], candidates: list[Candidates]) -> None:
+        assert group.beams is not None
+        going_on = group.beams.advance(
+            [beam.token_ids for beam in beams],
+            candidates,
+            stop_token_ids=group.stop_token_ids,
+            max_total_tokens=group.max_total_tokens,
+        )
+        if group.beams.is_done:
+            self._end_beams(beams)
+            return
+        successors = []
+        heirs: set[int] = set()  # parents whose own sequence goes on; further children are forks
+        for index, one in enumerate(going_on):
+            parent = beams[one.parent]
+            successor = parent if one.parent not in heirs else parent.fork(index, group.seed)
+            if successor is not parent:
+                self.block_manager.fork(parent, successor)
+            heirs.add(one.parent)
+            successors.append(successor)
+        for beam, continuation in zip(successors, going_on, strict=True):
+            beam.cumulative_logprob = continuation.cumulative_logprob
+            beam.token_ids.append(continuation.token_id)
+        for place, beam in enumerate(beams):
+            if place not in heirs:
+                self.block_manager.free(beam)
+        place = self.running.index(beams[0])
+        self.running[place : place + len(beams)] = successors
+        for index, beam in enumerate(successors):
+            beam.index = index
+        group.sequences = successors
+        group.is_forked = True
+        self._num_places += len(successors) - group.num_places
+        group.num_places = len(successors)
+
+    def _end_beams(self, beams: list[Sequence]) -> None:
+        """End every beam of a finished search; the group's ``beams`` have the answers."""
+        for beam in beams:
+            self._leave(beam)
+            beam.finish(FinishReason.STOP)
+
+
+def _record_logprobs(sampling: list[Sequence], logprobs: list[TokenLogprobs | None]) -> None:
+    for sequence, one in zip(sampling, logprobs, strict=True):
+        if one is not None:
+            sequence.cumulative_logprob += next(iter(one.values())).logprob  # the sampled token comes first
+            if sequence.params.logprobs is not None:
+                sequence.logprobs.append(one)
+
+
+def _fail(sequence: Sequence, why: str) -> None:
+    sequence.stop_reason = why
+    sequence.finish(FinishReason.ABORT)

@@ -1,23 +1,32 @@
-"""Sequence: the tokens of one request and how far the engine has come with them.
+"""Sequence and SequenceGroup: the tokens of one request and how far the engine has come with them.
 
 One rule drives the engine: a sequence has ``num_computed_tokens``, and a step computes some tokens behind it. There is
-no prefill mode and no decode mode; a sequence whose last token is computed gets a new one sampled.
+no prefill mode and no decode mode; a sequence whose last token is computed gets a new one sampled. A request is a group
+of sequences: one of them unless it asks for several answers or for beams, which fork when the prompt is computed.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as Sequence_
+from typing import TYPE_CHECKING
 
-from engine.prefix_hash import block_hash
+from engine.beam_search import BeamSearch
+from engine.prefix_hash import pack_tokens, packed_block_hash
 from engine.sampling_params import SamplingParams
 
-__all__ = ["FinishReason", "Sequence", "SequenceStatus"]
+if TYPE_CHECKING:
+    from engine.grammar import Grammar  # imports torch
+    from engine.logprobs import TokenLogprobs
+
+__all__ = ["FinishReason", "Sequence", "SequenceGroup", "SequenceStatus"]
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is: in the queue, in the batch, or done."""
+    """Where a sequence is: in the queue without or with its blocks (on the host), in the batch, or done."""
 
     WAITING = enum.auto()
+    SWAPPED = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
 
@@ -31,38 +40,35 @@ class FinishReason(enum.StrEnum):
 
 
 class Sequence:
-    """The state of one request inside the engine.
+    """The state of one answer inside the engine.
 
     Args:
-        request_id: unique among the unfinished requests of an engine.
-        prompt_token_ids: at least one token id.
-        params: how to sample and when to stop.
-        arrival: position in the order of arrival, for first-come-first-served scheduling.
-        root: root of this sequence's block hash chain.
-        cache_salt: what salted ``root``; sequences share blocks only under equal salts.
-        stop_token_ids: every id that ends the sequence (EOS ids of the model included, unless ignored).
-        max_total_tokens: length at which the sequence ends with reason ``length``.
+        group: the request that it belongs to.
+        index: which of the request's answers it is.
+        token_ids: the prompt, then what has been generated.
+        num_prompt_tokens: where the prompt ends.
         seed: of this sequence's sampling.
-        priority: higher is more important.
     """
 
     __slots__ = (
-        "arrival",
         "block_hashes",
         "block_table",
-        "cache_salt",
         "content_ids",
+        "cumulative_logprob",
         "finish_reason",
+        "grammar",
+        "group",
+        "host_table",
+        "index",
+        "is_alone",
+        "logprobs",
         "max_total_tokens",
+        "next_event",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_kv_tokens",
-        "num_preemptions",
+        "num_matched_tokens",
         "num_prompt_tokens",
         "params",
-        "priority",
-        "request_id",
-        "root",
         "seed",
         "status",
         "stop_reason",
@@ -71,40 +77,42 @@ class Sequence:
     )
 
     def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        arrival: int,
-        root: int,
-        stop_token_ids: frozenset[int],
-        max_total_tokens: int,
-        seed: int,
-        cache_salt: str = "",
-        priority: int = 0,
+        self, group: SequenceGroup, index: int, token_ids: list[int], *, num_prompt_tokens: int, seed: int
     ) -> None:
-        self.request_id = request_id
-        self.token_ids = list(prompt_token_ids)  # prompt, then output
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.params = params
-        self.arrival = arrival
-        self.root = root
-        self.cache_salt = cache_salt
-        self.stop_token_ids = stop_token_ids
-        self.max_total_tokens = max_total_tokens
+        self.group = group
+        self.index = index
+        self.token_ids = token_ids
+        self.num_prompt_tokens = num_prompt_tokens
         self.seed = seed
-        self.priority = priority
+        # The next four are the group's; here too because each step reads them for every sequence.
+        self.is_alone = group.num_places == 1
+        self.params = group.params
+        self.stop_token_ids = group.stop_token_ids
+        self.max_total_tokens = group.max_total_tokens
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | None = None  # the id of stop_token_ids that ended it; None for the model's EOS
-        self.num_preemptions = 0
+        self.stop_reason: int | str | None = None  # the id of stop_token_ids that ended it; None for the model's EOS
+        self.grammar: Grammar | None = None
+        self.logprobs: list[TokenLogprobs] = []  # of the tokens generated, where the request asks for them
+        self.cumulative_logprob = 0.0
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache served when the sequence first ran
         self.num_computed_tokens = 0
-        self.num_kv_tokens = 0  # leading tokens whose K and V are in the cache: >= num_computed_tokens
+        self.num_matched_tokens = 0  # leading tokens whose K and V the prefix cache gave: they are not written again
         self.block_table: list[int] = []
+        self.host_table: list[int] = []  # the blocks of the host pool that keep it while it is swapped
         self.block_hashes: list[int] = []  # of the leading full blocks, made on demand
         self.content_ids: list[int] = []  # identity of what each published or matched block holds
+        self.next_event = 0  # num_computed_tokens at which the block manager has something to do; see BlockManager
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.group.request_id
+
+    @property
+    def cache_salt(self) -> str:
+        """What salts the root of the hash chain; sequences share blocks only under equal salts."""
+        return self.group.cache_salt
 
     @property
     def num_tokens(self) -> int:
@@ -132,22 +140,32 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[int, int, int]:
         """Sort key of scheduling: the smallest goes first (highest priority, then earliest arrival)."""
-        return (-self.priority, self.arrival)
+        return (*self.group.rank, self.index)
 
     def block_hash(self, index: int, block_size: int) -> int:
         """Return the chained hash of full block ``index``, extending the cached chain as far as needed."""
         hashes = self.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * block_size
-            parent = hashes[-1] if hashes else self.root
-            hashes.append(block_hash(parent, self.token_ids[start : start + block_size]))
+            parent = hashes[-1] if hashes else self.group.root
+            hashes.append(packed_block_hash(parent, pack_tokens(self.token_ids[start : start + block_size])))
         return hashes[index]
 
-    def append_token(self, token_id: int) -> None:
-        """Append a sampled token and end the sequence if it was the last one."""
-        self.token_ids.append(token_id)
+    def fork(self, index: int, seed: int) -> Sequence:
+        """Return a sequence with the same tokens; BlockManager.fork lets it share the blocks."""
+        child = Sequence(self.group, index, list(self.token_ids), num_prompt_tokens=self.num_prompt_tokens, seed=seed)
+        child.status = self.status
+        child.block_hashes = list(self.block_hashes)
+        child.num_cached_tokens = self.num_cached_tokens
+        child.grammar = self.grammar.fork() if self.grammar is not None else None
+        return child
+
+    def check_end(self, token_id: int) -> None:
+        """End the sequence if ``token_id``, just appended, was the last one."""
+        if self.grammar is not None and not self._accept(token_id):
+            return
         if token_id in self.stop_token_ids and self.num_output_tokens > self.params.min_tokens:
             assert self.params.stop_token_ids is not None
             self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
@@ -155,7 +173,135 @@ class Sequence:
         elif len(self.token_ids) >= self.max_total_tokens:
             self.finish(FinishReason.LENGTH)
 
+    def _accept(self, token_id: int) -> bool:
+        """Advance the grammar; False if that ended the sequence."""
+        assert self.grammar is not None
+        if not self.grammar.accept(token_id):
+            self.stop_reason = self.grammar.error
+            self.finish(FinishReason.ABORT)
+        elif self.grammar.is_terminated and not self.stop_token_ids:
+            self.finish(FinishReason.STOP)  # there is no EOS to wait for
+        return not self.is_finished
+
     def finish(self, reason: FinishReason) -> None:
         """End the sequence; its blocks are the block manager's to free."""
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
+
+
+class SequenceGroup:
+    """One request: the sequences that answer it, which are scheduled, preempted and swapped together.
+
+    Args:
+        request_id: unique among the unfinished requests of an engine.
+        prompt_token_ids: at least one token id.
+        params: how to sample and when to stop.
+        arrival: position in the order of arrival, for first-come-first-served scheduling.
+        root: root of the block hash chain.
+        cache_salt: what salted ``root``.
+        stop_token_ids: every id that ends a sequence (EOS ids of the model included, unless ignored).
+        max_total_tokens: length at which a sequence ends with reason ``length``.
+        seed: of the first answer; the others count on from it.
+        priority: higher is more important.
+        output_token_ids: what was generated already, elsewhere: the sequence goes on behind it.
+    """
+
+    __slots__ = (
+        "arrival",
+        "beams",
+        "cache_salt",
+        "is_forked",
+        "max_total_tokens",
+        "num_places",
+        "num_preemptions",
+        "params",
+        "priority",
+        "prompt_logprobs",
+        "request_id",
+        "root",
+        "seed",
+        "sequences",
+        "stop_token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence_[int],
+        params: SamplingParams,
+        *,
+        arrival: int,
+        root: int,
+        stop_token_ids: frozenset[int],
+        max_total_tokens: int,
+        seed: int,
+        cache_salt: str = "",
+        priority: int = 0,
+        output_token_ids: Sequence_[int] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.arrival = arrival
+        self.root = root
+        self.cache_salt = cache_salt
+        self.stop_token_ids = stop_token_ids
+        self.max_total_tokens = max_total_tokens
+        self.priority = priority
+        self.seed = seed
+        self.num_preemptions = 0
+        self.num_places = params.num_sequences  # of the batch, that it takes or will take when it forks
+        self.is_forked = self.num_places == 1
+        # Of the prompt's tokens computed so far; the first one has none.
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.beams = BeamSearch.from_params(params, len(prompt_token_ids)) if params.uses_beam_search else None
+        first = Sequence(
+            self, 0, [*prompt_token_ids, *output_token_ids], num_prompt_tokens=len(prompt_token_ids), seed=seed
+        )
+        self.sequences = [first]  # all answers so far, the finished ones too; of beams only those that go on
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sort key of scheduling: the smallest goes first (highest priority, then earliest arrival)."""
+        return (-self.priority, self.arrival)
+
+    @property
+    def status(self) -> SequenceStatus:
+        """What its unfinished sequences are doing, all of them alike."""
+        return next((one.status for one in self.sequences if not one.is_finished), SequenceStatus.FINISHED)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that go on, in order."""
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no further token will come."""
+        return all(sequence.is_finished for sequence in self.sequences)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether nothing can be told before the end: which answers are the best is known only then."""
+        return self.beams is not None or self.params.num_sequences > self.params.n
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        return self.params.prompt_logprobs is not None and (
+            len(self.prompt_logprobs) < self.sequences[0].num_prompt_tokens
+        )
+
+    def prompt_logprob_positions(self, start: int, end: int) -> range:
+        """Return which of the positions from ``start`` to ``end`` give logits for prompt logprobs not yet recorded."""
+        if not self.wants_prompt_logprobs:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs) - 1), min(end, self.sequences[0].num_prompt_tokens - 1))
+
+    def fork(self) -> list[Sequence]:
+        """Add the sequences for the other answers and return them; they differ from the first by their seeds."""
+        assert len(self.sequences) == 1
+        assert self.beams is None
+        first = self.sequences[0]
+        self.sequences += [first.fork(index, self.seed + index) for index in range(1, self.num_places)]
+        self.is_forked = True
+        return self.sequences[1:]

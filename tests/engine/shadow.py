@@ -7,11 +7,18 @@ found out in the step in which it happens. Its tokens depend on the whole prefix
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
+from engine.beam_search import BeamSearch, Candidates, Hypothesis
+from engine.block_manager import BlockPair
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo
+from engine.kv_events import KVEventBatch
 from engine.metrics import MetricSink, StepTimes
-from engine.scheduler import SchedulerOutput
-from engine.sequence import Sequence
+from engine.sampling_params import SamplingParams
+from engine.scheduler import SampledTokens, SchedulerOutput
+from engine.sequence import Sequence, SequenceStatus
 
 VOCAB_SIZE = 64
 
@@ -32,9 +39,22 @@ class PrefixIds:
         return ids
 
 
-def next_token(chain: list[int]) -> int:
-    """Return the token that this "model" says after a prefix; ids are dense, so mix them."""
-    return (chain[-1] * 2654435761 >> 7) % VOCAB_SIZE
+def mix(number: int) -> int:
+    """Return 32 bits that depend on all bits of ``number``; prefix identities are dense."""
+    number = (number * 0x9E3779B1 + 0x7F4A7C15) & 0xFFFFFFFF
+    number = ((number ^ (number >> 15)) * 0x85EBCA6B) & 0xFFFFFFFF
+    return number ^ (number >> 13)
+
+
+def next_token(prefix: int, index: int = 0) -> int:
+    """Return the token that this "model" says after a prefix, in answer ``index``."""
+    return mix(prefix + 7919 * index) % VOCAB_SIZE
+
+
+def candidates(prefix: int, count: int) -> Candidates:
+    """Return the likeliest tokens of a beam and their log-probabilities."""
+    ranked = sorted(((mix(prefix * VOCAB_SIZE + token) % 997 + 1, token) for token in range(VOCAB_SIZE)), reverse=True)
+    return [token for _, token in ranked[:count]], [(weight - 1000) / 100 for weight, _ in ranked[:count]]
 
 
 class ShadowRunner:
@@ -43,40 +63,93 @@ class ShadowRunner:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.slots: dict[int, int] = {}
+        self.host_slots: dict[int, int] = {}
         self.ids = PrefixIds()
         self.num_steps = 0
+        self.num_copied: Counter[str] = Counter()
 
-    def run(self, output: SchedulerOutput, times: StepTimes) -> list[int]:
-        """Write the step's slots, then check every read, as a layer does."""
+    def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+        """Make the step's copies, write its slots, then check every read, as a layer does."""
         self.num_steps += 1
-        chains = [self.ids.chain(item.sequence.cache_salt, item.sequence.token_ids) for item in output.scheduled]
+        self._copy("swap_out", output.swap_out, self.slots, self.host_slots)
+        self._copy("swap_in", output.swap_in, self.host_slots, self.slots)
+        self._copy("copy", output.block_copies, self.slots, self.slots)
+        chains = [self.ids.chain(one.cache_salt, one.token_ids) for one in output.sequences]
         written: set[int] = set()
-        for item, chain in zip(output.scheduled, chains, strict=True):
-            assert item.num_new_tokens >= 1, "a scheduled sequence has an empty query"
-            assert item.start == item.sequence.num_computed_tokens
-            for position in range(max(item.start, item.sequence.num_kv_tokens), item.end):
-                slot = self.slot(item.sequence, position)
+        for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
+            assert count >= 1, "a scheduled sequence has an empty query"
+            assert sequence.status is SequenceStatus.RUNNING
+            start = sequence.num_computed_tokens
+            for position in range(max(start, sequence.num_matched_tokens), start + count):
+                slot = self.slot(sequence, position)
                 assert slot not in written, "two tokens are written to one slot in one step"
                 written.add(slot)
                 self.slots[slot] = chain[position]
-        for item, chain in zip(output.scheduled, chains, strict=True):
-            for position in range(item.end):
-                held = self.slots.get(self.slot(item.sequence, position))
-                assert held == chain[position], f"{item.sequence.request_id} reads foreign KV at {position}"
-        return [
-            next_token(chain[: item.end]) for item, chain in zip(output.scheduled, chains, strict=True) if item.samples
-        ]
+        for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
+            for position in range(sequence.num_computed_tokens + count):
+                held = self.slots.get(self.slot(sequence, position))
+                assert held == chain[position], f"{sequence.request_id} reads foreign KV at {position}"
+        return self._sample(output, chains)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def _copy(self, name: str, pairs: list[BlockPair], source: dict[int, int], target: dict[int, int]) -> None:
+        size = self.block_size
+        assert len({to for _, to in pairs}) == len(pairs), f"{name}: two blocks are copied to one"
+        read = [(to * size + i, source.get(block * size + i)) for block, to in pairs for i in range(size)]
+        for slot, held in read:
+            target.pop(slot, None)
+            if held is not None:
+                target[slot] = held
+        self.num_copied[name] += len(pairs)
+
+    def _sample(self, output: SchedulerOutput, chains: list[list[int]]) -> SampledTokens:
+        sampled = SampledTokens([])
+        for position, (sequence, row) in enumerate(zip(output.sampling, output.sampling_rows, strict=True)):
+            computed = output.sequences[row]
+            end = computed.num_computed_tokens + output.num_new_tokens[row]
+            assert end == computed.num_tokens == sequence.num_tokens, (
+                "a sequence samples before its tokens are computed"
+            )
+            assert computed.token_ids == sequence.token_ids, "a fork samples from a foreign row"
+            prefix = chains[row][-1]
+            if sequence.params.beam_width is None:
+                sampled.token_ids.append(next_token(prefix, sequence.index))
+            else:
+                sampled.token_ids.append(-1)
+                sampled.beams[position] = candidates(prefix, num_candidates(sequence.params, sequence.stop_token_ids))
+        return sampled
 
     def slot(self, sequence: Sequence, position: int) -> int:
         """Return where the token at ``position`` lives."""
         return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
-    def answer(self, prompt: list[int], count: int, salt: str = "") -> list[int]:
+    def answer(self, prompt: list[int], count: int, salt: str = "", index: int = 0) -> list[int]:
         """Return the ``count`` tokens that an undisturbed engine answers."""
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(next_token(self.ids.chain(salt, tokens)))
+            tokens.append(next_token(self.ids.chain(salt, tokens)[-1], index))
         return tokens[len(prompt) :]
+
+    def search(
+        self, prompt: list[int], params: SamplingParams, max_total_tokens: int, salt: str = ""
+    ) -> list[Hypothesis]:
+        """Return the hypotheses that an undisturbed beam search finds."""
+        search, stops = BeamSearch.from_params(params, len(prompt)), frozenset(params.stop_token_ids or ())
+        beams = [list(prompt)]
+        while True:
+            found = [candidates(self.ids.chain(salt, one)[-1], num_candidates(params, stops)) for one in beams]
+            going_on = search.advance(beams, found, stop_token_ids=stops, max_total_tokens=max_total_tokens)
+            if search.is_done:
+                return search.hypotheses
+            beams = [[*beams[one.parent], one.token_id] for one in going_on]
+
+
+def num_candidates(params: SamplingParams, stop_token_ids: frozenset[int]) -> int:
+    """Return how many continuations of a beam its search wants to see."""
+    assert params.beam_width is not None
+    return max(2, 1 + len(stop_token_ids)) * params.beam_width
 
 
 def make_engine(
@@ -84,7 +157,9 @@ def make_engine(
     num_blocks: int = 64,
     block_size: int = 4,
     max_model_len: int = 512,
+    num_host_blocks: int = 0,
     sink: MetricSink | None = None,
+    on_kv_events: Callable[[KVEventBatch], None] | None = None,
     eos_token_ids: tuple[int, ...] = (),
     **options: object,
 ) -> tuple[Engine, ShadowRunner]:
@@ -95,6 +170,7 @@ def make_engine(
         model="shadow",
         block_size=block_size,
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         dtype="float32",
@@ -103,28 +179,47 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         default_sampling={},
     )
-    return Engine(config, runner, info, sink), runner
+    return Engine(config, runner, info, sink, on_kv_events), runner
 
 
 def check_integrity(engine: Engine) -> None:
     """Assert the invariants that hold between two steps."""
     scheduler = engine.scheduler
-    engine.block_manager.check_integrity(scheduler.running + scheduler.waiting)
+    waiting = [sequence for group in scheduler.waiting for sequence in group.unfinished]
+    engine.block_manager.check_integrity(scheduler.running + waiting)
     assert scheduler.running == sorted(scheduler.running, key=lambda sequence: sequence.rank)
-    assert scheduler.waiting == sorted(scheduler.waiting, key=lambda sequence: sequence.rank, reverse=True)
+    assert scheduler.waiting == sorted(scheduler.waiting, key=lambda group: group.rank, reverse=True)
     assert len(scheduler.running) <= scheduler.max_num_running
-    assert not any(sequence.block_table for sequence in scheduler.waiting)
+    groups = list(dict.fromkeys(sequence.group for sequence in scheduler.running))
+    assert scheduler._num_places == sum(group.num_places for group in groups) <= scheduler.max_num_running
+    for group in groups:
+        assert group not in scheduler.waiting, "a request runs and waits at once"
+        assert all(sequence in scheduler.running for sequence in group.unfinished), "a request runs in part"
+        assert group.num_places == (len(group.unfinished) if group.is_forked else group.params.num_sequences)
+    for group in scheduler.waiting:
+        assert len({sequence.status for sequence in group.unfinished}) == 1
+        assert group.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
+    assert scheduler.num_swapped == sum(group.status is SequenceStatus.SWAPPED for group in scheduler.waiting)
+    assert not any(sequence.block_table for sequence in waiting)
+    assert all(not one.host_table for one in waiting if one.status is SequenceStatus.WAITING)
     if not engine.has_unfinished:
         assert engine.block_manager.num_free_blocks == len(engine.block_manager.blocks)
+        assert engine.block_manager.num_free_host_blocks == engine.block_manager.num_host_blocks
 
 
 def run_to_end(engine: Engine, max_steps: int = 10_000) -> dict[str, list[int]]:
-    """Step until nothing is left, checking the invariants; return every request's tokens."""
-    tokens: dict[str, list[int]] = {}
+    """Step until nothing is left, checking the invariants; return every request's tokens (of its answer 0)."""
+    answers = run_all_to_end(engine, max_steps)
+    return {request_id: tokens for (request_id, index), tokens in answers.items() if not index}
+
+
+def run_all_to_end(engine: Engine, max_steps: int = 10_000) -> dict[tuple[str, int], list[int]]:
+    """Step until nothing is left, checking the invariants; return the tokens of every (request, answer)."""
+    tokens: dict[tuple[str, int], list[int]] = {}
     for _ in range(max_steps):
         if not engine.has_unfinished:
             return tokens
         for output in engine.step():
-            tokens.setdefault(output.request_id, []).append(output.token_id)
+            tokens.setdefault((output.request_id, output.index), []).extend(output.token_ids)
         check_integrity(engine)
     raise AssertionError(f"requests are unfinished after {max_steps} steps")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from engine import block_manager as block_manager_module
 from engine import sequence as sequence_module
 from engine.block_manager import BlockManager
-from engine.prefix_hash import root_hash
+from engine.prefix_hash import pack_tokens, root_hash
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceGroup
 
 
-def make_sequence(tokens: list[int], salt: str = "") -> Sequence:
-    return Sequence(
+def make_sequence(tokens: list[int], salt: str = "", n: int = 1) -> Sequence:
+    group = SequenceGroup(
         "request",
         tokens,
-        SamplingParams(),
+        SamplingParams(n=n),
         arrival=0,
         root=root_hash("model", "", salt),
         cache_salt=salt,
@@ -23,6 +26,13 @@ def make_sequence(tokens: list[int], salt: str = "") -> Sequence:
         max_total_tokens=10**6,
         seed=0,
     )
+    return group.sequences[0]
+
+
+def set_hash(monkeypatch: pytest.MonkeyPatch, function: Callable[[bytes], int]) -> None:
+    """Replace the hash of a block by one of its packed tokens only."""
+    for module in (sequence_module, block_manager_module):
+        monkeypatch.setattr(module, "packed_block_hash", lambda parent, packed: function(packed))
 
 
 def start(manager: BlockManager, tokens: list[int], salt: str = "") -> Sequence:
@@ -67,7 +77,7 @@ def test_a_fully_cached_prompt_still_computes_its_last_token_without_writing_it(
     start(manager, list(range(8)))
     second = start(manager, list(range(8)))
     assert second.num_computed_tokens == 7
-    assert second.num_kv_tokens == 8  # so position 7 is not written: its block is shared
+    assert second.num_matched_tokens == 8  # so position 7 is not written: its block is shared
 
 
 def test_salts_keep_prefixes_apart() -> None:
@@ -117,7 +127,7 @@ def test_an_evicted_block_takes_exactly_its_own_entry_with_it() -> None:
 
 def test_a_hash_collision_never_serves_a_foreign_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every hash equal, only comparing tokens and parents keeps prefixes apart."""
-    monkeypatch.setattr(sequence_module, "block_hash", lambda parent, token_ids: 42)
+    set_hash(monkeypatch, lambda packed: 42)
     manager = BlockManager(8, 2)
     first = start(manager, [1, 2, 3, 4])
     second = start(manager, [5, 6, 3, 4])
@@ -127,7 +137,7 @@ def test_a_hash_collision_never_serves_a_foreign_block(monkeypatch: pytest.Monke
 
 def test_a_colliding_parent_does_not_vouch_for_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two first blocks with one hash and equal second blocks: the second ones still differ by what precedes them."""
-    monkeypatch.setattr(sequence_module, "block_hash", lambda parent, ids: hash(tuple(ids)) if ids[0] == 3 else 7)
+    set_hash(monkeypatch, lambda packed: hash(packed) % 2**64 if packed == pack_tokens([3, 4]) else 7)
     manager = BlockManager(8, 2)
     first = start(manager, [1, 2, 3, 4])
     second = start(manager, [5, 6, 3, 4])  # takes over both hashes: the newest wins

@@ -60,7 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, steps: int) -> None:
         for _ in range(steps):
             for output in self.engine.step():
-                self.answers[output.request_id].append(output.token_id)
+                self.answers[output.request_id].extend(output.token_ids)
                 if output.finish_reason is not None:
                     self._check_answer(output.request_id)
             check_integrity(self.engine)

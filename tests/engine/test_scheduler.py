@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.engine import Engine, StepOutput
+from engine.engine import Engine
 from engine.errors import PromptTooLongError, RequestError
+from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason
 from tests.engine.shadow import check_integrity, make_engine, run_to_end
@@ -20,7 +21,7 @@ def step_sizes(engine: Engine) -> dict[str, int]:
     """Schedule one step and return how many tokens each request computes in it."""
     output = engine.scheduler.schedule()
     engine.scheduler.update(output, engine.runner.run(output, None))  # type: ignore[arg-type]
-    return {item.sequence.request_id: item.num_new_tokens for item in output.scheduled}
+    return {one.request_id: count for one, count in zip(output.sequences, output.num_new_tokens, strict=True)}
 
 
 def test_a_long_prompt_is_chunked_to_the_budget() -> None:
@@ -152,9 +153,9 @@ def test_generated_blocks_are_cached_too() -> None:
     engine, _ = make_engine(block_size=4)
     add(engine, "first", 8, max_tokens=9)
     answer = run_to_end(engine)["first"]
-    sequence = engine.add_request("second", [*range(8), *answer, 1, 2, 3], SamplingParams(max_tokens=1))
+    group = engine.add_request("second", [*range(8), *answer, 1, 2, 3], SamplingParams(max_tokens=1))
     run_to_end(engine)
-    assert sequence.num_cached_tokens == 16
+    assert group.sequences[0].num_cached_tokens == 16
 
 
 @pytest.mark.parametrize(

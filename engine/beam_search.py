@@ -1,0 +1,129 @@
+"""BeamSearch: which beams go on and which are finished, for one request.
+
+The rules are those of transformers' ``generate(num_beams=..., do_sample=False)``, so that its tokens can be the oracle:
+of the likeliest continuations of all beams, those among the first ``beam_width`` that end are kept as hypotheses, and
+the first ``beam_width`` that do not end go on. It knows tokens and scores, nothing of blocks or of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from engine.sampling_params import SamplingParams
+
+__all__ = ["BeamSearch", "Candidates", "Continuation", "Hypothesis"]
+
+Candidates = tuple[list[int], list[float]]  # the likeliest next tokens of one beam and their log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished beam; ``score`` is its log-probability with the length penalty applied."""
+
+    score: float
+    cumulative_logprob: float
+    token_ids: list[int]  # generated ones, the last one included
+    ended_by_token: bool  # else by its length
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A beam that goes on: which one it extends, and by what."""
+
+    parent: int
+    token_id: int
+    cumulative_logprob: float
+
+
+class BeamSearch:
+    """The state of one request's beams.
+
+    Args:
+        beam_width: beams that go on in each step, and hypotheses kept.
+        length_penalty: exponent of the length by which a score is divided; above 0 favours long answers.
+        early_stopping: True ends when ``beam_width`` hypotheses are there; False when the best beam cannot beat them at
+            its present length; "never" when it cannot at any length.
+        num_prompt_tokens: lengths are counted from here.
+    """
+
+    def __init__(
+        self, beam_width: int, length_penalty: float, early_stopping: bool | Literal["never"], num_prompt_tokens: int
+    ) -> None:
+        self.beam_width = beam_width
+        self.hypotheses: list[Hypothesis] = []  # the best first
+        self.is_done = False
+        self._length_penalty = length_penalty
+        self._early_stopping = early_stopping
+        self._num_prompt_tokens = num_prompt_tokens
+        self._scores = np.zeros(1, dtype=np.float32)  # of the running beams, in float32 as the oracle's
+
+    @classmethod
+    def from_params(cls, params: SamplingParams, num_prompt_tokens: int) -> BeamSearch:
+        """Return the state before the first step of a request."""
+        assert params.beam_width is not None
+        return cls(params.beam_width, params.length_penalty, params.early_stopping, num_prompt_tokens)
+
+    def advance(
+        self,
+        beams: Sequence_[list[int]],
+        candidates: Sequence_[Candidates],
+        *,
+        stop_token_ids: frozenset[int],
+        max_total_tokens: int,
+    ) -> list[Continuation]:
+        """Take one step of all beams and return those that go on, the best first; none when the search is done.
+
+        Args:
+            beams: each beam's tokens, the prompt's included; all of one length.
+            candidates: for each beam, its ``max(2, 1 + len(stop_token_ids)) * beam_width`` likeliest tokens.
+            stop_token_ids: what ends a beam.
+            max_total_tokens: length that ends every beam.
+        """
+        length = len(beams[0]) + 1
+        best = self._likeliest(candidates, max(2, 1 + len(stop_token_ids)) * self.beam_width)
+        at_limit = length >= max_total_tokens
+        for rank, one in enumerate(best):
+            ended_by_token = one.token_id in stop_token_ids
+            if rank < self.beam_width and (ended_by_token or at_limit):
+                self._finish([*beams[one.parent], one.token_id], one.cumulative_logprob, ended_by_token)
+        going_on = [one for one in best if one.token_id not in stop_token_ids][: self.beam_width]
+        self._scores = np.array([one.cumulative_logprob for one in going_on], dtype=np.float32)
+        self.is_done = at_limit or not going_on or not self._can_improve(length, max_total_tokens)
+        return [] if self.is_done else going_on
+
+    def _likeliest(self, candidates: Sequence_[Candidates], count: int) -> list[Continuation]:
+        """Return the likeliest ``count`` continuations of all beams, the best first."""
+        parents = [parent for parent, (token_ids, _) in enumerate(candidates) for _ in token_ids]
+        tokens = [token_id for token_ids, _ in candidates for token_id in token_ids]
+        totals = np.concatenate(
+            [
+                score + np.array(logprobs, np.float32)
+                for score, (_, logprobs) in zip(self._scores, candidates, strict=True)
+            ]
+        )
+        order = np.argsort(-totals, kind="stable")[:count]
+        return [Continuation(parents[i], tokens[i], float(totals[i])) for i in order if totals[i] > -np.inf]
+
+    def _finish(self, token_ids: list[int], cumulative_logprob: float, ended_by_token: bool) -> None:
+        """Keep a hypothesis if it is among the best."""
+        num_generated = len(token_ids) - self._num_prompt_tokens
+        score = float(np.float32(cumulative_logprob) / np.float32(num_generated**self._length_penalty))
+        output = token_ids[self._num_prompt_tokens :]
+        self.hypotheses.append(Hypothesis(score, cumulative_logprob, output, ended_by_token))
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.hypotheses[self.beam_width :]
+
+    def _can_improve(self, length: int, max_total_tokens: int) -> bool:
+        """Whether a running beam may still become a better hypothesis than the worst one kept."""
+        if len(self.hypotheses) < self.beam_width:
+            return True
+        if self._early_stopping is True:
+            return False
+        to_the_end = self._early_stopping == "never" and self._length_penalty > 0.0
+        reached = (max_total_tokens if to_the_end else length) - self._num_prompt_tokens
+        attainable = self._scores[0] / np.float32(reached**self._length_penalty)
+        return bool(attainable > self.hypotheses[-1].score)

@@ -1,0 +1,112 @@
+"""StepOutput: what a step has to tell about each request, and which of several answers are the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engine.sequence import FinishReason, Sequence, SequenceGroup
+
+if TYPE_CHECKING:
+    from engine.logprobs import TokenLogprobs
+
+__all__ = ["StepOutput", "step_outputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one answer of a request got in a step, and how it ended if it did."""
+
+    request_id: str
+    index: int  # of the answer
+    token_ids: list[int]  # one new token; all of them, at the end, where the best answers are known only then
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    num_cached_tokens: int
+    is_last: bool = False  # the request has ended
+    logprobs: list[TokenLogprobs] | None = None  # of token_ids, if asked for
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first token of answer 0, if asked for
+    cumulative_logprob: float | None = None  # of the whole answer so far, if logprobs are computed
+
+
+def step_outputs(got_token: Iterable[Sequence]) -> list[StepOutput]:
+    """Return the outputs of a step after which these sequences have a new token or have ended."""
+    outputs: list[StepOutput] = []
+    last: dict[SequenceGroup, int] = {}  # of the groups that have ended, where their last output is
+    for sequence in got_token:
+        group = sequence.group
+        has_ended = sequence.is_finished and group.is_finished
+        if not group.holds_back:
+            outputs.append(_new_token(sequence))
+        elif has_ended and group not in last:
+            outputs += _best_answers(group)
+        if has_ended:
+            last[group] = len(outputs) - 1
+    for position in last.values():
+        outputs[position] = replace(outputs[position], is_last=True)
+    return outputs
+
+
+def _new_token(sequence: Sequence) -> StepOutput:
+    params = sequence.params
+    failed = sequence.finish_reason is FinishReason.ABORT  # for want of a token that may be sampled
+    tells_prompt = params.prompt_logprobs is not None and sequence.index == 0 and sequence.num_output_tokens == 1
+    return StepOutput(
+        sequence.group.request_id,
+        sequence.index,
+        [] if failed else [sequence.token_ids[-1]],
+        sequence.finish_reason,
+        sequence.stop_reason,
+        sequence.num_cached_tokens,
+        logprobs=sequence.logprobs[-1:] if params.logprobs is not None and not failed else None,
+        prompt_logprobs=sequence.group.prompt_logprobs if tells_prompt else None,
+        cumulative_logprob=sequence.cumulative_logprob if params.needs_logprobs else None,
+    )
+
+
+def _best_answers(group: SequenceGroup) -> list[StepOutput]:
+    """Return the ``n`` best answers of a request that has ended, the best first."""
+    if group.beams is not None:
+        return _beams(group)
+    answers = sorted(group.sequences, key=_mean_logprob, reverse=True)[: group.params.n]
+    return [
+        StepOutput(
+            group.request_id,
+            index,
+            answer.output_token_ids,
+            answer.finish_reason,
+            answer.stop_reason,
+            answer.num_cached_tokens,
+            logprobs=answer.logprobs if group.params.logprobs is not None else None,
+            prompt_logprobs=group.prompt_logprobs if group.params.prompt_logprobs is not None and not index else None,
+            cumulative_logprob=answer.cumulative_logprob,
+        )
+        for index, answer in enumerate(answers)
+    ]
+
+
+def _mean_logprob(answer: Sequence) -> float:
+    """Rank as the OpenAI API does, by log-probability a token; an answer that failed comes last."""
+    if answer.finish_reason is FinishReason.ABORT or not answer.num_output_tokens:
+        return float("-inf")
+    return answer.cumulative_logprob / answer.num_output_tokens
+
+
+def _beams(group: SequenceGroup) -> list[StepOutput]:
+    assert group.beams is not None
+    outputs = []
+    for index, hypothesis in enumerate(group.beams.hypotheses[: group.params.n]):
+        last = hypothesis.token_ids[-1]
+        outputs.append(
+            StepOutput(
+                group.request_id,
+                index,
+                hypothesis.token_ids,
+                FinishReason.STOP if hypothesis.ended_by_token else FinishReason.LENGTH,
+                last if hypothesis.ended_by_token and last in (group.params.stop_token_ids or ()) else None,
+                group.sequences[0].num_cached_tokens,
+                cumulative_logprob=hypothesis.cumulative_logprob,
+            )
+        )
+    return outputs
