@@ -19,7 +19,7 @@ from engine.memory import blocks_that_fit, gpu_memory_for_cache, host_memory_for
 from engine.metrics import StepTimes
 from engine.models.config import GenerationDefaults, ModelConfig, load_hf_config
 from engine.models.loader import load_decoder
-from engine.sampler import SamplingBatch, sample
+from engine.sampler import Sampler
 from engine.scheduler import SchedulerOutput
 from kernels.attention import AttentionMetadata, select_backend
 
@@ -68,6 +68,7 @@ class ModelRunner:
             config.model, hf_config, dtype=self.dtype, device=self.device, max_model_len=self.max_model_len
         )
         logger.info("Loading weights took %.2f seconds", perf_counter() - started)
+        self.sampler = Sampler(self.model_config.vocab_size, self.device)
         self.num_blocks = config.num_blocks or self._measure_num_blocks()
         if self.num_blocks * self.block_size < 2:
             raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
@@ -87,8 +88,7 @@ class ModelRunner:
         if sampling:
             logits = self.model.compute_logits(hidden[model_input.sampled_rows])
             times.forward = perf_counter() - started
-            batch = SamplingBatch.build(sampling, self.model_config.vocab_size, self.device)
-            token_ids = sample(logits, batch).tolist()
+            token_ids = self.sampler.sample(logits, sampling).token_ids
         else:
             times.forward = perf_counter() - started
         times.sample = perf_counter() - started - times.forward
@@ -159,7 +159,8 @@ class ModelRunner:
         model_input = ModelInput(torch.zeros_like(positions), positions, metadata, rows)
         torch.cuda.reset_peak_memory_stats(self.device)
         hidden = self._forward(model_input, self._allocate(width))
-        sample(self.model.compute_logits(hidden[rows]), SamplingBatch.largest(len(rows), self.device))
+        self.model.compute_logits(hidden[rows])
+        self.sampler.warm_up(len(rows))
         torch.cuda.synchronize(self.device)
 
     def _log_capacity(self) -> None:

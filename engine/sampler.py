@@ -1,145 +1,169 @@
 """Sampler: logits to tokens.
 
-Sampling is a pure function of (logits, parameters, seed, position). It takes the likeliest token after adding Gumbel
-noise to the logits (the Gumbel-max trick, Gumbel 1954), and the noise of token v is a hash of the row's seed, the
-position of the token to come, and v. No generator has state, so the same seed gives the same tokens whatever else is in
-the batch, after a preemption and on another replica. Another batch changes logits in their last bits; that changes a
-draw only where two noisy logits are as close as that, whereas inverting a cumulative sum would move all its boundaries.
+Sampling is a pure function of (logits, parameters, seed, position): it does not depend on what else is in the batch, on
+what was sampled before it, or on the replica. See noise.py for how a draw is one, logit_filters.py for what changes the
+logits first, choice.py for how a token is chosen from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite, isnan
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from engine.logit_filters import apply_bitmask
+from engine.logprobs import TokenLogprobs
+from engine.ranking import gather_logprobs, likeliest
+from engine.sampling_batch import SamplingBatch
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.sequence import Sequence
 
-__all__ = ["SamplingBatch", "filter_logits", "gumbel_noise", "noise_keys", "sample"]
+__all__ = ["Sampler", "SamplerOutput"]
+
+NUM_CANDIDATES = 1024
+NO_TOKEN = -1
 
 
-def noise_keys(seeds: Sequence_[int], positions: Sequence_[int]) -> npt.NDArray[np.int32]:
-    """Return two 32-bit keys per (seed, position), int32 [rows, 2], by SplitMix64 (Steele et al., 2014)."""
-    mask = 2**64 - 1
-    with np.errstate(over="ignore"):
-        z = np.array([seed & mask for seed in seeds], dtype=np.uint64)
-        # Hash the seed before the position is added: seeds 1, 2, 3 at positions 3, 2, 1 must not meet.
-        for step in (np.uint64(0), np.array(positions, dtype=np.uint64)):
-            z = z + (step + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            z = z ^ (z >> np.uint64(31))
-    return z.view(np.int32).reshape(-1, 2)
+@dataclass(slots=True)
+class SamplerOutput:
+    """What one step sampled; every list has an entry per row.
 
-
-def _as_int32(constant: int) -> int:
-    return constant - 2**32 if constant >= 2**31 else constant
-
-
-def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return standard Gumbel noise, float32 [rows, vocab_size], from int32 ``keys`` [rows, 2].
-
-    Each number comes from MurmurHash3's 32-bit finaliser, keyed before and within; products wrap.
+    Attributes:
+        token_ids: the tokens; -1 in rows of beams, 0 in invalid ones.
+        logprobs: of the rows that asked, from the logits as the model gave them; None if no row did.
+        beams: row to the token ids and log-probabilities of the likeliest tokens, in order; those that may not come
+            yet are at -inf.
+        invalid_rows: rows in which nothing could be chosen, because the logits hold a NaN or +inf, or because every
+            token is forbidden. Their sequences must be ended; the other rows are as if these were not there.
     """
-    x = torch.arange(vocab_size, dtype=torch.int32, device=keys.device).mul_(_as_int32(0x9E3779B1))
-    x = x + keys[:, :1]
-    x ^= (x >> 16) & 0xFFFF  # the mask makes the shift a logical one
-    x *= _as_int32(0x85EBCA6B)
-    x += keys[:, 1:]
-    x ^= (x >> 13) & 0x7FFFF
-    x *= _as_int32(0xC2B2AE35)
-    x ^= (x >> 16) & 0xFFFF
-    # 23 bits and a half: in float32 exactly, and never 0 or 1.
-    uniform = ((x >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_().log_().neg_()
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    beams: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
+    invalid_rows: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class SamplingBatch:
-    """The parameters of one step's rows, as columns; every tensor is [num_rows], on the logits' device."""
+class Sampler:
+    """Chooses the tokens of a batch.
 
-    all_greedy: bool
-    temperature: torch.Tensor
-    top_k: torch.Tensor  # vocab_size where off
-    top_p: torch.Tensor  # infinite where off
-    min_p: torch.Tensor
-    keys: torch.Tensor  # int32 [num_rows, 2]: of the noise
-    forbidden: tuple[tuple[int, tuple[int, ...]], ...]  # (row, ids that may not come yet)
-
-    @classmethod
-    def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> SamplingBatch:
-        """Collect the parameters of the sequences that sample in this step."""
-        params = [sequence.params for sequence in sequences]
-
-        def column(values: object, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
-
-        return cls(
-            all_greedy=all(p.is_greedy for p in params),
-            temperature=column([p.temperature for p in params]),
-            top_k=column([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], torch.int64),
-            # Off is infinite: the rounded sum of all mass may reach 1 before the last token.
-            top_p=column([p.top_p if p.top_p < 1.0 else np.inf for p in params]),
-            min_p=column([p.min_p for p in params]),
-            keys=column(noise_keys([s.seed for s in sequences], [s.num_tokens for s in sequences]), torch.int32),
-            forbidden=tuple(
-                (row, tuple(s.stop_token_ids))
-                for row, s in enumerate(sequences)
-                if s.num_output_tokens < s.params.min_tokens and s.stop_token_ids
-            ),
-        )
-
-    @classmethod
-    def largest(cls, num_rows: int, device: torch.device) -> SamplingBatch:
-        """Return a batch that uses every filter in every row: what takes the most memory."""
-        column = torch.full((num_rows,), 0.5, device=device)
-        return cls(
-            all_greedy=False,
-            temperature=column,
-            top_k=torch.ones(num_rows, dtype=torch.int64, device=device),
-            top_p=column,
-            min_p=column,
-            keys=torch.zeros(num_rows, 2, dtype=torch.int32, device=device),
-            forbidden=(),
-        )
-
-
-def filter_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Return ``logits`` [rows, vocab_size], already divided by the temperature, with the tokens that top-k, top-p and
-    min-p exclude at -inf.
-
-    Top-k keeps the k likeliest; top-p then keeps the fewest of those whose renormalised mass reaches p; min-p keeps
-    what is at least min_p times as likely as the likeliest. The likeliest token always stays.
+    Args:
+        vocab_size: columns of the logits.
+        device: where the logits are.
+        num_candidates: how many of the likeliest tokens top-p looks at before it sorts the vocabulary.
     """
-    vocab_size = logits.shape[1]
-    rows = ((batch.top_k < vocab_size) | (batch.top_p < 1.0)).nonzero().flatten()
-    if rows.numel():
-        ordered, order = logits[rows].sort(dim=1, descending=True, stable=True)
-        ranks = torch.arange(vocab_size, device=logits.device)
-        ordered.masked_fill_(ranks >= batch.top_k[rows, None], -torch.inf)
-        mass = ordered.softmax(dim=1).cumsum(dim=1)
-        before = mass.roll(1, dims=1).index_fill_(1, ranks[:1], 0.0)  # mass of the likelier tokens
-        ordered.masked_fill_((before >= batch.top_p[rows, None]) & (ranks > 0), -torch.inf)
-        logits = logits.index_copy(0, rows, torch.empty_like(ordered).scatter_(1, order, ordered))
-    if bool((batch.min_p > 0).any()):
-        floor = logits.amax(dim=1, keepdim=True) + batch.min_p.log()[:, None]  # log(0) is -inf: off
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    return logits
+
+    def __init__(self, vocab_size: int, device: torch.device, *, num_candidates: int = NUM_CANDIDATES) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._num_candidates = num_candidates
+        self._batch: SamplingBatch | None = None
+
+    def reset(self) -> None:
+        """Forget the last batch: the next one is built from its sequences. Never changes what is sampled."""
+        self._batch = None
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits: torch.Tensor,
+        sequences: Sequence_[Sequence],
+        grammar: tuple[list[int], torch.Tensor] | None = None,
+    ) -> SamplerOutput:
+        """Choose a token for each row, or find the likeliest ones for a beam.
+
+        Args:
+            logits: float32 [rows, vocab_size]; may be altered.
+            sequences: one per row; several rows may have equal logits, none the same sequence.
+            grammar: rows, and int32 [len(rows), ceil(vocab_size / 32)] with a bit for each token that may come there.
+        """
+        if not sequences:
+            return SamplerOutput([])
+        batch = self._batch_of(sequences)
+        beams = self._search(logits, batch)
+        raw = logits.index_select(0, batch.ranked_index).log_softmax(dim=1) if batch.ranked_rows else None
+        for one in batch.filters:
+            one.apply(logits)
+        if grammar is not None:
+            apply_bitmask(logits, *grammar)  # the last word: nothing that follows allows a token
+        tokens = torch.zeros(len(sequences), dtype=torch.int64, device=logits.device)
+        best = torch.zeros(len(sequences), device=logits.device)
+        for chooser in batch.choosers:
+            chooser.choose(logits, tokens, best)
+        logprobs = None if raw is None else self._logprobs(raw, tokens, batch, len(sequences))
+        token_ids: list[int] = tokens.masked_fill_(~best.isfinite(), NO_TOKEN).tolist()
+        return _finish(token_ids, logprobs, beams)
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, logits: torch.Tensor, token_ids: list[int], k: int) -> list[TokenLogprobs]:
+        """Return for each row of ``logits`` [rows, vocab_size] the log-probabilities of the prompt's token that comes
+        next, ``token_ids``, and of the ``k`` likeliest."""
+        index = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+        return gather_logprobs(logits.float().log_softmax(dim=1), index, [k] * len(token_ids))
+
+    def warm_up(self, num_rows: int) -> None:
+        """Sample once with everything that takes memory in each of ``num_rows`` rows."""
+        # Equal logits, and more tokens allowed than top-p looks at, so that it has to sort.
+        logits = torch.zeros(num_rows, self._vocab_size, device=self._device)
+        params = SamplingParams(
+            temperature=0.5, top_p=0.99, min_p=0.01, min_tokens=1, logprobs=MAX_LOGPROBS, repetition_penalty=1.1,
+            frequency_penalty=0.1, presence_penalty=0.1, logit_bias={0: 1.0}, bad_words_token_ids=((0, 0, 0, 0),),
+            allowed_token_ids=list(range(min(2 * self._num_candidates, self._vocab_size))),
+        )  # fmt: skip
+        sequences = [
+            Sequence(
+                "warm-up", [0], params, arrival=0, root=0, stop_token_ids=frozenset({1}), max_total_tokens=2, seed=row
+            )
+            for row in range(num_rows)
+        ]
+        words = -(-self._vocab_size // 32)
+        bitmask = torch.full((num_rows, words), -1, dtype=torch.int32, device=self._device)
+        self.sample(logits, sequences, (list(range(num_rows)), bitmask))
+        self.reset()
+
+    def _batch_of(self, sequences: Sequence_[Sequence]) -> SamplingBatch:
+        batch, self._batch = self._batch, None  # forgotten if building or advancing fails
+        if batch is None or not batch.advance(sequences):
+            batch = SamplingBatch(sequences, self._vocab_size, self._device, self._num_candidates)
+        self._batch = batch
+        return batch
+
+    def _search(self, logits: torch.Tensor, batch: SamplingBatch) -> dict[int, tuple[list[int], list[float]]]:
+        if not batch.beam_rows:
+            return {}
+        logprobs = logits.index_select(0, batch.beam_index).log_softmax(dim=1)
+        if batch.beam_min_tokens is not None:
+            batch.beam_min_tokens.apply(logprobs)
+        values, token_ids = likeliest(logprobs, max(batch.num_beam_tokens))
+        rows = zip(batch.beam_rows, batch.num_beam_tokens, token_ids.tolist(), values.tolist(), strict=True)
+        return {row: (ids[:count], scores[:count]) for row, count, ids, scores in rows}
+
+    @staticmethod
+    def _logprobs(
+        raw: torch.Tensor, tokens: torch.Tensor, batch: SamplingBatch, num_rows: int
+    ) -> list[TokenLogprobs | None]:
+        gathered = gather_logprobs(raw, tokens[batch.ranked_index], batch.num_logprobs)
+        logprobs: list[TokenLogprobs | None] = [None] * num_rows
+        for row, one in zip(batch.ranked_rows, gathered, strict=True):
+            logprobs[row] = one
+        return logprobs
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Return one token id per row, int64 [rows], from float32 ``logits`` [rows, vocab_size], which may be altered."""
-    for row, token_ids in batch.forbidden:
-        logits[row, list(token_ids)] = -torch.inf
-    greedy = logits.argmax(dim=1)
-    if batch.all_greedy:
-        return greedy
-    is_greedy = batch.temperature == 0.0
-    # Relative to the likeliest, or a tiny temperature would make several logits infinite.
-    scaled = (logits - logits.amax(dim=1, keepdim=True)) / torch.where(is_greedy, 1.0, batch.temperature)[:, None]
-    noise = gumbel_noise(batch.keys, logits.shape[1])
-    drawn = noise.add_(filter_logits(scaled, batch)).argmax(dim=1)
-    return torch.where(is_greedy, greedy, drawn)
+def _finish(
+    token_ids: list[int],
+    logprobs: list[TokenLogprobs | None] | None,
+    beams: dict[int, tuple[list[int], list[float]]],
+) -> SamplerOutput:
+    """Tell the rows in which nothing could be chosen from the others."""
+    invalid = {row for row, (_, scores) in beams.items() if not isfinite(scores[0])}
+    if min(token_ids) == NO_TOKEN:
+        invalid.update(row for row, token_id in enumerate(token_ids) if token_id == NO_TOKEN)
+        token_ids = [max(token_id, 0) for token_id in token_ids]
+    for row, one in enumerate(logprobs or ()):
+        if one is not None and isnan(next(iter(one.values())).logprob):
+            invalid.add(row)  # a NaN that a mask hid from the choice
+            token_ids[row] = 0
+    for row in beams:
+        token_ids[row] = NO_TOKEN
+    return SamplerOutput(token_ids, logprobs, beams, sorted(invalid))

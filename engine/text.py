@@ -73,6 +73,16 @@ class Tokenizer:
             ) from None
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
+    def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return how ``words`` are spelled in tokens, each at the start of a text and, as in vLLM, behind a space.
+
+        Raises:
+            RequestError: as ``encode`` does.
+        """
+        spellings = (spelling for word in words for spelling in (word, f" {word.lstrip()}"))
+        tokenised = (tuple(self.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+        return tuple(dict.fromkeys(token_ids for token_ids in tokenised if token_ids))
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``, exactly as tokenised (spaces are not tidied up)."""
         return str(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.errors import PromptTooLongError, RequestError
 from engine.sampling_params import SamplingParams
@@ -42,6 +45,43 @@ BAD: list[tuple[str, Any]] = [
     ("stop_token_ids", [-1]),
     ("stop_token_ids", ["a"]),
     ("ignore_eos", 1),
+    ("n", 0),
+    ("n", 129),
+    ("n", 1.0),
+    ("best_of", 0),
+    ("best_of", 129),
+    ("beam_width", 0),
+    ("beam_width", 65),
+    ("length_penalty", float("inf")),
+    ("length_penalty", 10.5),
+    ("early_stopping", "always"),
+    ("early_stopping", None),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", "1"),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", 1e-300),
+    ("repetition_penalty", 2000),
+    ("logit_bias", 5),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {"x": 1.0}),
+    ("logit_bias", {"٣": 1.0}),
+    ("logit_bias", {True: 1.0}),
+    ("logit_bias", {1: 100.5}),
+    ("logit_bias", {1: float("nan")}),
+    ("logit_bias", {1: None}),
+    ("allowed_token_ids", [True]),
+    ("bad_words", "word"),
+    ("bad_words", [""]),
+    ("bad_words", ["x"] * 129),
+    ("bad_words_token_ids", [[]]),
+    ("bad_words_token_ids", [[1] * 65]),
+    ("bad_words_token_ids", [[-1]]),
+    ("bad_words_token_ids", [3]),
+    ("logprobs", -1),
+    ("logprobs", 21),
+    ("logprobs", True),
+    ("prompt_logprobs", 21),
 ]
 
 
@@ -53,11 +93,17 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
     shown = (
         value[0] if isinstance(value, list) and len(value) == 1 else len(value) if isinstance(value, list) else value
     )
+    while isinstance(shown, list | dict):  # the message shows the bad part
+        [part] = shown.items() if isinstance(shown, dict) else [(0, len(shown) if len(shown) != 1 else shown[0])]
+        shown = part[0] if part[1] == 1.0 else part[1]
     assert str(shown) in str(caught.value)
 
 
 def test_the_limits_themselves_are_allowed() -> None:
     SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, seed=-(2**63), max_tokens=1, min_tokens=1)
+    SamplingParams(n=128, best_of=128, presence_penalty=-2, frequency_penalty=2, logprobs=20, prompt_logprobs=0)
+    SamplingParams(repetition_penalty=2**-10, length_penalty=-10, early_stopping="never", logit_bias={0: -100})
+    SamplingParams(temperature=0, beam_width=64, n=64)
     SamplingParams(temperature=2.0, top_p=1e-9, top_k=10**9, seed=2**63 - 1, max_tokens=None, min_tokens=10**6)
 
 
@@ -70,3 +116,117 @@ def test_stop_may_be_one_string_or_many() -> None:
 def test_errors_keep_their_param_when_they_cross_processes() -> None:
     error = pickle.loads(pickle.dumps(PromptTooLongError("too long", "prompt")))
     assert (str(error), error.param) == ("too long", "prompt")
+
+
+COMBINATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"n": 3, "best_of": 2}, "n"),
+    ({"n": 2, "temperature": 0}, "n"),
+    ({"best_of": 2, "temperature": 0}, "best_of"),
+    ({"beam_width": 2}, "temperature"),
+    ({"beam_width": 2, "n": 3, "temperature": 0}, "n"),
+    *(
+        ({"beam_width": 2, "temperature": 0, name: value}, name)
+        for name, value in {
+            "best_of": 2, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": 1,
+            "repetition_penalty": 2, "logit_bias": {1: 1}, "allowed_token_ids": [1], "bad_words": ["x"],
+            "bad_words_token_ids": [[1]], "stop": "x", "logprobs": 0, "prompt_logprobs": 0,
+        }.items()
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "name"), COMBINATIONS, ids=lambda value: str(value)[:60])
+def test_what_does_not_go_together_is_refused_by_name(values: dict[str, Any], name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**values)
+    assert caught.value.param == name
+    assert name in str(caught.value)
+
+
+def test_beams_go_with_what_ends_them_and_with_what_asks_for_nothing() -> None:
+    params = SamplingParams(
+        temperature=0, beam_width=4, n=2, min_tokens=2, stop_token_ids=[5], ignore_eos=True, max_tokens=9, top_k=-1,
+        length_penalty=0.5, early_stopping=True, logit_bias={}, bad_words=[], stop=[], presence_penalty=0,
+    )  # fmt: skip
+    assert (params.num_sequences, params.uses_beam_search, params.needs_logprobs) == (4, True, False)
+
+
+def test_what_a_request_needs_of_the_engine() -> None:
+    def needs(**values: Any) -> tuple[int, bool]:
+        params = SamplingParams(**values)
+        return params.num_sequences, params.needs_logprobs
+
+    assert needs() == (1, False)
+    assert needs(n=3) == (3, False)
+    assert needs(n=3, best_of=3) == (3, False)
+    assert needs(n=3, best_of=5) == (5, True)
+    assert needs(logprobs=0) == (1, True)
+
+
+def test_token_ids_are_normalised_and_named_for_the_check_against_a_vocabulary() -> None:
+    params = SamplingParams(
+        logit_bias={"7": 1, 5: -2}, allowed_token_ids=[3, 3, 4], bad_words_token_ids=[[1, 2], (1, 2), [9]]
+    )  # type: ignore[arg-type, dict-item]
+    assert params.logit_bias == {7: 1.0, 5: -2.0}
+    assert dict(params.ids_by_parameter()) == {
+        "logit_bias": (7, 5), "allowed_token_ids": (3, 4), "bad_words_token_ids": (1, 2, 9),
+    }  # fmt: skip
+    assert dict(SamplingParams(stop_token_ids=[8]).ids_by_parameter()) == {"stop_token_ids": (8,)}
+    with pytest.raises(RequestError, match="the id 5 twice"):
+        SamplingParams(logit_bias={"5": 1, 5: 1})  # type: ignore[dict-item]
+
+
+def make(values: dict[str, Any]) -> SamplingParams | RequestError:
+    """Return the parameters, or how they are refused; whatever else is raised fails the test."""
+    try:
+        return SamplingParams(**values)
+    except RequestError as error:
+        return error
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 200) | st.floats() | st.text(max_size=5) | st.binary(max_size=3)
+    | st.sampled_from([10**400, -(10**400), 2**63, -(2**63), float("nan"), "\ud800", "1" * 5000, "never", 1j, str]),
+    lambda inner: st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple)
+    | st.dictionaries(st.none() | st.booleans() | st.integers() | st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+NAMES = [one.name for one in fields(SamplingParams)]
+SANE = {
+    "n": st.integers(1, 4), "best_of": st.none() | st.integers(1, 4), "beam_width": st.none() | st.integers(1, 3),
+    "temperature": st.sampled_from([0, 0.0, 1.0]), "logit_bias": st.dictionaries(st.integers(0, 9), st.integers(-9, 9)),
+    "bad_words_token_ids": st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=3),
+}  # fmt: skip
+
+
+@settings(max_examples=1000, deadline=None)
+@given(values=st.dictionaries(st.sampled_from(NAMES), JUNK, max_size=3), sane=st.fixed_dictionaries({}, optional=SANE))
+def test_junk_is_refused_or_makes_sense_but_raises_nothing_else(values: dict[str, Any], sane: dict[str, Any]) -> None:
+    params = make({**sane, **values})
+    if isinstance(params, RequestError):
+        assert params.param in NAMES
+        assert params.param in str(params)
+        assert len(str(params)) < 1000
+        return
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert replace(params) == params  # what is kept is accepted again
+    assert 1 <= params.num_sequences <= 128
+    assert all(token_id >= 0 for _, ids in params.ids_by_parameter() for token_id in ids)
+
+
+def test_what_cannot_even_be_printed_is_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for name in NAMES:
+        for junk in (10**5000, -(10**5000), deep, object()):
+            for value in (junk, [junk], [[junk]], {1: junk}, {"9" * 5000: 1}, *([] if junk is deep else [{junk: 1}])):
+                error = make({name: value})
+                # Only where no size is too large does a number pass.
+                assert isinstance(error, RequestError) or value in (10**5000, [10**5000], [[10**5000]], {10**5000: 1})
+                assert not isinstance(error, RequestError) or error.param == name
+
+
+def test_a_list_that_allows_nothing_is_refused() -> None:
+    with pytest.raises(RequestError, match="allows no token"):
+        SamplingParams(allowed_token_ids=[])

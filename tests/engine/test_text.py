@@ -46,6 +46,15 @@ def test_special_tokens_in_user_text_stay_text(tokenizer: Tokenizer) -> None:
     assert attack in tokenizer.decode(ids, skip_special_tokens=False)
 
 
+def test_bad_words_are_spelled_with_and_without_a_space(tokenizer: Tokenizer) -> None:
+    spelled = tokenizer.bad_words_token_ids(["cache", " keys", "cache"])
+    words = [tokenizer.decode(ids, skip_special_tokens=False) for ids in spelled]
+    assert words == ["cache", " cache", " keys"]  # each once
+    assert [list(ids) for ids in spelled] == [tokenizer.encode(word, add_special_tokens=False) for word in words]
+    assert tokenizer.bad_words_token_ids([]) == ()
+    assert SamplingParams(bad_words=["cache"], bad_words_token_ids=spelled).bad_words_token_ids == spelled
+
+
 def test_a_template_that_refuses_is_a_request_error(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="chat template refused.*no tools here") as caught:
         tokenizer.encode_chat([{"role": "tool", "content": "x"}])
