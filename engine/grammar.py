@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Grammar", "Vocabulary", "fill_rows", "new_matcher", "shorten"]
 
+_MAX_LEXER_STATES = 100_000  # up to 2 kB each, shared by all copies of a matcher
 _MAX_REASON = 240  # characters of llguidance's reason in an error
 # At most one of these where JSON allows whitespace, or a small model may write nothing but blanks.
 _WHITESPACE = r"\x20|\x0A\x20{0,16}"
@@ -164,7 +165,7 @@ def new_matcher(tokenizer: LLTokenizer, params: StructuredOutputsParams) -> LLMa
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)  # a state takes up to 2 kB
+    limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(tokenizer, _source(params), log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(_reason(matcher))

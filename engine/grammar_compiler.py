@@ -66,33 +66,26 @@ class GrammarCompiler:
         self._resources()
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """Return a grammar in its initial state, independent of those returned before.
+        """Return a grammar in its initial state, which steps independently of those returned before.
 
         Raises:
             RequestError: if the form is invalid, matches nothing, or takes too long or too much memory.
         """
         tokenizer, vocabulary, probe = self._resources()
-        cached = self._cached(params)
-        if cached is not None:
-            return Grammar(cached, vocabulary)
+        with self._lock:
+            matcher = self._compiled.get(params)
+            if matcher is not None:
+                self._compiled.move_to_end(params)
+                grammar = Grammar(matcher.deep_copy(), vocabulary)
+        # Copies share their automaton's states: where one of them has used up the limit, no other goes on either.
+        if matcher is not None and _has_first_mask(grammar):
+            return grammar
         if (reason := probe.check(params)) is not None:
-            raise RequestError(f"structured_outputs.{params.kind} cannot be compiled: {reason}", _PARAM)
-        future: Future[LLMatcher] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(_initial_matcher(tokenizer, vocabulary, params))
-            except BaseException as error:  # a panic of llguidance is no Exception
-                future.set_exception(RuntimeError(shorten(error)))
-
-        run_with_stack(COMPILE_STACK, work)
-        try:
-            matcher = future.result(timeout=self._timeout_s / 2)
-        except (RuntimeError, TimeoutError) as error:
-            reason = str(error) or f"it takes longer than {self._timeout_s:g} seconds"
-            raise RequestError(f"structured_outputs.{params.kind} cannot be compiled: {reason}", _PARAM) from None
+            raise _refusal(params, reason)
+        matcher = self._build(tokenizer, vocabulary, params)
         with self._lock:
             self._compiled[params] = matcher
+            self._compiled.move_to_end(params)
             if len(self._compiled) > _CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
             return Grammar(matcher.deep_copy(), vocabulary)
@@ -103,13 +96,25 @@ class GrammarCompiler:
             if self._loaded is not None:
                 self._loaded[2].close()
 
-    def _cached(self, params: StructuredOutputsParams) -> LLMatcher | None:
-        with self._lock:
-            matcher = self._compiled.get(params)
-            if matcher is None:
-                return None
-            self._compiled.move_to_end(params)
-            return matcher.deep_copy()
+    def _build(self, tokenizer: LLTokenizer, vocabulary: Vocabulary, params: StructuredOutputsParams) -> LLMatcher:
+        future: Future[LLMatcher] = Future()
+
+        def work() -> None:
+            try:
+                matcher = new_matcher(tokenizer, params)
+                # Much of the work is put off until the first mask.
+                grammar = Grammar(matcher.deep_copy(), vocabulary)
+                if not _has_first_mask(grammar):
+                    raise ValueError(grammar.error)
+                future.set_result(matcher)
+            except BaseException as error:  # a panic of llguidance is no Exception
+                future.set_exception(RuntimeError(shorten(error)))
+
+        try:
+            run_with_stack(COMPILE_STACK, work)
+            return future.result(timeout=self._timeout_s / 2)
+        except (RuntimeError, TimeoutError) as error:
+            raise _refusal(params, str(error) or f"it takes longer than {self._timeout_s / 2:g} seconds") from None
 
     def _resources(self) -> tuple[LLTokenizer, Vocabulary, GrammarProbe]:
         with self._loading:
@@ -154,11 +159,10 @@ class GrammarCompiler:
         return str(backend.to_str())
 
 
-def _initial_matcher(tokenizer: LLTokenizer, vocabulary: Vocabulary, params: StructuredOutputsParams) -> LLMatcher:
-    """Return a matcher whose first mask has been computed, since much of the work is put off until then."""
-    matcher = new_matcher(tokenizer, params)
-    grammar = Grammar(matcher.deep_copy(), vocabulary)
-    grammar.fill(np.empty_like(vocabulary.eos_bits))
-    if grammar.error is not None:
-        raise ValueError(grammar.error)
-    return matcher
+def _has_first_mask(grammar: Grammar) -> bool:
+    grammar.fill(np.empty_like(grammar.vocabulary.eos_bits))
+    return grammar.error is None
+
+
+def _refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
+    return RequestError(f"structured_outputs.{params.kind} cannot be compiled: {reason}", _PARAM)

@@ -72,6 +72,8 @@ class GrammarProbe:
                     return reason
             # What killed a child may be what earlier grammars left behind in it: a new one decides.
             self._child = self._start()
+            if self._child is None:
+                return "the process that tries grammars out did not start"
             return self._ask(self._child, params)[1]
         finally:
             self._lock.release()
@@ -97,31 +99,40 @@ class GrammarProbe:
         with self._lock:
             self._stop()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes] | None:
         root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        child = subprocess.Popen(
-            [sys.executable, "-m", "engine.grammar_probe"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},  # arenas count as memory in use
-            start_new_session=True,  # what interrupts the engine from a terminal is not the child's business
-        )
+        path = os.pathsep.join(filter(None, (root, *sys.path)))  # what this process finds, the child finds
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "engine.grammar_probe"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},  # arenas count as memory in use
+                start_new_session=True,  # what interrupts the engine from a terminal is not the child's business
+            )
+        except OSError:
+            return None
         assert child.stdin is not None
         assert child.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             pickle.dump(self._setup, child.stdin)
             child.stdin.flush()
-        child.stdout.readline()  # that it is ready: the time to start is no grammar's
-        return child
+        if child.stdout.readline():  # it is ready: the time to start is no grammar's
+            return child
+        _end(child)
+        return None
 
     def _stop(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            child.kill()
-            with contextlib.suppress(BrokenPipeError):
-                child.communicate()
+            _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    with contextlib.suppress(BrokenPipeError):
+        child.communicate()
 
 
 # --- The child ------------------------------------------------------------------------------------------------------

@@ -436,6 +436,30 @@ def test_a_limit_met_while_generating_fails_one_sequence(compiler: GrammarCompil
     assert good.error is None
 
 
+def test_a_grammar_whose_states_are_used_up_is_compiled_anew(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.grammar._MAX_LEXER_STATES", 300)
+    compiler = GrammarCompiler(MODEL, VOCAB_SIZE, EOS_TOKEN_IDS)
+    params = StructuredOutputsParams(regex="[a-z]{5,5000}")
+    for _ in range(2):
+        grammar = compiler.compile(params)
+        for _ in range(400):
+            fill_bitmask([grammar])
+            if not grammar.accept(tokenizer.encode("a")[0]):
+                break
+        assert "too many states" in str(grammar.error)
+    assert len(allowed_tokens(compiler.compile(params))) > 100
+    compiler.close()
+
+
+def test_a_machine_that_starts_no_process_refuses_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    for executable in ("/bin/false", "/nowhere/python"):
+        monkeypatch.setattr(sys, "executable", executable)
+        with pytest.raises(RequestError, match="did not start"):
+            GrammarCompiler(MODEL, VOCAB_SIZE, EOS_TOKEN_IDS).compile(StructuredOutputsParams(regex="a"))
+
+
 def test_a_server_without_llguidance_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match="pip install"):
