@@ -136,12 +136,7 @@ class GrammarCompiler:
         try:
             tokenizer_json = self._tokenizer_json()
             tokenizer = LLTokenizer(tokenizer_json, self._vocab_size, self._eos_token_ids)
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            AttributeError,
-        ) as error:  # no tokenizer, or a slow one without a backend
+        except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: it has no fast backend
             reason = shorten(str(error).replace(str(self._model_path), "the model"))
             raise RequestError(f"this model's tokenizer serves no structured outputs: {reason}", _PARAM) from error
         probe = GrammarProbe(tokenizer_json, self._vocab_size, self._eos_token_ids, timeout_s=self._timeout_s / 2)
