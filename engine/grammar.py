@@ -1,0 +1,193 @@
+"""Grammar: which tokens may come next in one sequence, so that its text has the form that the request asked for.
+
+The automata are llguidance's (https://github.com/guidance-ai/llguidance), imported when the first one is made. This
+module turns a request into an automaton with limits, steps it, and keeps its errors to its own sequence. It knows
+nothing of logits, torch or the scheduler; what makes automata safely and in time is engine/grammar_compiler.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.structured_output import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+__all__ = ["Grammar", "Vocabulary", "fill_rows", "new_matcher", "shorten"]
+
+_MAX_LEXER_STATES = 100_000  # up to 2 kB each, shared by all copies of a matcher
+_MAX_REASON = 240  # characters of llguidance's reason in an error
+# At most one of these where JSON allows whitespace, or a small model may write nothing but blanks.
+_WHITESPACE = r"\x20|\x0A\x20{0,16}"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What every grammar of a model shares.
+
+    Attributes:
+        size: of the model's logits; the tokenizer may know fewer tokens.
+        eos_token_ids: what ends a text.
+        eos_bits: int32 [ceil(size / 32)], the bits of ``eos_token_ids``.
+    """
+
+    size: int
+    eos_token_ids: frozenset[int]
+    eos_bits: npt.NDArray[np.int32]
+
+    @classmethod
+    def build(cls, size: int, eos_token_ids: frozenset[int]) -> Vocabulary:
+        """Compute the bits."""
+        bits = np.zeros(-(-size // 32), dtype=np.uint32)
+        for token_id in eos_token_ids:
+            bits[token_id // 32] |= np.uint32(1 << token_id % 32)
+        return cls(size, eos_token_ids, bits.view(np.int32))
+
+
+class Grammar:
+    """The state of one sequence's grammar.
+
+    An end of the text (any EOS id) is allowed exactly where the grammar accepts one. What goes wrong stays here: a
+    token that was not allowed, or a limit of the automaton, sets ``error``, and from then on only EOS is allowed, so
+    that the batch goes on and the engine can end this sequence with an error.
+
+    A sequence must end when ``is_terminated`` becomes true, whatever its ``ignore_eos`` and ``min_tokens`` say: no
+    other token can follow. EOS ends the grammar even for a sequence that ignores EOS.
+
+    It is used by one thread at a time; while a mask is computed elsewhere, nothing else may be called.
+    """
+
+    __slots__ = ("_ended", "_matcher", "error", "vocabulary")
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._ended = False  # by an EOS that was accepted, or because the last mask allowed nothing else
+        self.vocabulary = vocabulary
+        self.error: str | None = None
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a sampled token; False, with ``error`` set, if it was not allowed."""
+        if self.error is not None:
+            return False
+        if token_id in self.vocabulary.eos_token_ids:
+            allowed = self._ended = self._ended or self._matcher.is_accepting()
+        else:
+            in_range = 0 <= token_id < self.vocabulary.size
+            allowed = not self._ended and in_range and self._matcher.consume_token(token_id)
+        if not allowed:
+            self.error = _reason(self._matcher) or f"token {token_id} is not allowed where it came"
+        return allowed
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether nothing but EOS may follow: the text is complete, or the grammar failed."""
+        return self._ended or self.error is not None or self._matcher.is_stopped()
+
+    def fill(self, row: npt.NDArray[np.int32]) -> None:
+        """Set the bit of each allowed token in ``row``, int32 [ceil(vocab_size / 32)] (a CPU tensor's ``.numpy()``)."""
+        fill_rows([self], row[None, :])
+
+    def fork(self) -> Grammar:
+        """Return an independent copy in the same state."""
+        copy = Grammar(self._matcher.deep_copy(), self.vocabulary)
+        copy._ended, copy.error = self._ended, self.error
+        return copy
+
+
+def fill_rows(grammars: Sequence[Grammar], rows: npt.NDArray[np.int32]) -> None:
+    """Set the bits of the tokens that each grammar allows next: int32 ``rows`` [len(grammars), ceil(vocab_size / 32)].
+
+    Bit ``i % 32`` of word ``i // 32`` stands for token ``i``. The interpreter's lock is free while llguidance works.
+    """
+    assert rows.dtype == np.int32
+    assert rows.flags.c_contiguous
+    if not grammars:
+        return
+    eos_bits = grammars[0].vocabulary.eos_bits
+    assert rows.shape == (len(grammars), len(eos_bits))
+    matchers = [grammar._matcher for grammar in grammars]
+    _compute_masks(matchers, rows)
+    # An EOS id may be spelled in text that the grammar allows; it still means an end, and only that.
+    may_end = np.fromiter((matcher.is_accepting() for matcher in matchers), dtype=bool, count=len(matchers))
+    rows[~may_end] &= ~eos_bits
+    has_token = np.any(rows & ~eos_bits, axis=1).tolist()
+    for index, grammar in enumerate(grammars):
+        if grammar.error is None and not has_token[index]:
+            grammar._ended = bool(may_end[index])
+            if not may_end[index]:
+                grammar.error = _reason(matchers[index]) or "no token continues the text as the grammar asks"
+        if grammar.error is not None or grammar._ended:
+            rows[index] = eos_bits
+
+
+def _compute_masks(matchers: list[LLMatcher], rows: npt.NDArray[np.int32]) -> None:
+    row_bytes = rows.shape[1] * rows.itemsize
+    if len(matchers) == 1:
+        matchers[0].unsafe_compute_mask_ptr(rows.ctypes.data, row_bytes)
+    else:
+        numbered = [(matcher, index) for index, matcher in enumerate(matchers)]
+        _executor().unsafe_compute_mask_ptr(numbered, rows.ctypes.data, row_bytes, len(rows))
+
+
+@cache
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor(max(1, min(8, (os.cpu_count() or 1) // 2)))
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Return why ``matcher`` failed; empty if it did not."""
+    reason = shorten(matcher.get_error().partition("<non-verbose/>")[0])
+    return "no text matches it" if reason.startswith("NoExtension") else reason
+
+
+def shorten(reason: object) -> str:
+    """Return ``reason`` in one line of bounded length."""
+    line = " ".join(str(reason).split())
+    return line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}..."
+
+
+def new_matcher(tokenizer: LLTokenizer, params: StructuredOutputsParams) -> LLMatcher:
+    """Return llguidance's automaton of what a request asks for, in its initial state.
+
+    Raises:
+        ValueError: if llguidance refuses it; the message says why, in one line.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+    matcher = LLMatcher(tokenizer, _source(params), log_level=0, limits=limits)
+    if matcher.is_error():
+        raise ValueError(_reason(matcher))
+    return matcher
+
+
+def _source(params: StructuredOutputsParams) -> str:
+    """Return the request's form in llguidance's own notation."""
+    from llguidance import LLMatcher, grammar_from
+
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(params.regex)
+    if params.grammar is not None:
+        return grammar_from("grammar", params.grammar)
+    if params.choice is not None:
+        # One terminal, since a rule may have no more than 2,000 alternatives.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_lark_string, params.choice)))
+    schema: str | dict[str, Any] = params.json if params.json is not None else {"type": "object"}
+    return LLMatcher.grammar_from_json_schema(
+        schema, overrides={"whitespace_pattern": _WHITESPACE, "item_separator": ",", "key_separator": ":"}
+    )
+
+
+def _lark_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

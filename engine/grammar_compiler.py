@@ -1,0 +1,163 @@
+"""GrammarCompiler: from what requests ask for to grammars over one model's tokens.
+
+Whatever a request asks for ends, within a time, in a Grammar or in a RequestError. This module owns the tokenizer, the
+cache and the time-out; which tokens a grammar allows is engine/grammar.py's business.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.errors import RequestError
+from engine.grammar import Grammar, Vocabulary, new_matcher, shorten
+from engine.grammar_probe import COMPILE_STACK, GrammarProbe, run_with_stack
+from engine.structured_output import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["GrammarCompiler"]
+
+_PARAM = "structured_outputs"
+_CACHED_GRAMMARS = 64
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. Any thread may use it.
+
+    The tokenizer is loaded at first use, which takes seconds and is not part of the time-out: call ``load`` at start
+    where that matters. ``compile`` blocks: keep it off event loops and the step loop.
+
+    Args:
+        model_path: directory with the tokenizer's files.
+        vocab_size: of the model's logits.
+        eos_token_ids: the model's EOS ids, also for a sequence that ignores them; without any, every request is
+            refused, as no text could end.
+        timeout_s: seconds that one compilation may take, the first mask included. Half of them are for trying it out
+            (engine/grammar_probe.py), as it is done a second time if that goes well.
+    """
+
+    def __init__(
+        self, model_path: str | Path, vocab_size: int, eos_token_ids: Sequence[int], *, timeout_s: float = 5.0
+    ) -> None:
+        self._model_path = model_path
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(set(eos_token_ids))
+        self._timeout_s = timeout_s
+        self._loaded: tuple[LLTokenizer, Vocabulary, GrammarProbe] | None = None
+        self._loading = threading.Lock()
+        self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()  # in the initial state
+        self._lock = threading.Lock()  # of _compiled and of the matchers in it
+
+    def load(self) -> None:
+        """Load the tokenizer unless it is loaded.
+
+        Raises:
+            RequestError: if llguidance is not installed, or cannot work with this model.
+        """
+        self._resources()
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """Return a grammar in its initial state, which steps independently of those returned before.
+
+        Raises:
+            RequestError: if the form is invalid, matches nothing, or takes too long or too much memory.
+        """
+        tokenizer, vocabulary, probe = self._resources()
+        with self._lock:
+            matcher = self._compiled.get(params)
+            if matcher is not None:
+                self._compiled.move_to_end(params)
+                grammar = Grammar(matcher.deep_copy(), vocabulary)
+        # Copies share their automaton's states: where one of them has used up the limit, no other goes on either.
+        if matcher is not None and _has_first_mask(grammar):
+            return grammar
+        if (reason := probe.check(params)) is not None:
+            raise _refusal(params, reason)
+        matcher = self._build(tokenizer, vocabulary, params)
+        with self._lock:
+            self._compiled[params] = matcher
+            self._compiled.move_to_end(params)
+            if len(self._compiled) > _CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return Grammar(matcher.deep_copy(), vocabulary)
+
+    def close(self) -> None:
+        """Release the process that tries grammars out; it also goes with the compiler."""
+        with self._loading:
+            if self._loaded is not None:
+                self._loaded[2].close()
+
+    def _build(self, tokenizer: LLTokenizer, vocabulary: Vocabulary, params: StructuredOutputsParams) -> LLMatcher:
+        future: Future[LLMatcher] = Future()
+
+        def work() -> None:
+            try:
+                matcher = new_matcher(tokenizer, params)
+                # Much of the work is put off until the first mask.
+                grammar = Grammar(matcher.deep_copy(), vocabulary)
+                if not _has_first_mask(grammar):
+                    raise ValueError(grammar.error)
+                future.set_result(matcher)
+            except BaseException as error:  # a panic of llguidance is no Exception
+                future.set_exception(RuntimeError(shorten(error)))
+
+        try:
+            run_with_stack(COMPILE_STACK, work)
+            return future.result(timeout=self._timeout_s / 2)
+        except (RuntimeError, TimeoutError) as error:
+            raise _refusal(params, str(error) or f"it takes longer than {self._timeout_s / 2:g} seconds") from None
+
+    def _resources(self) -> tuple[LLTokenizer, Vocabulary, GrammarProbe]:
+        with self._loading:
+            if self._loaded is None:
+                self._loaded = self._load()
+            return self._loaded
+
+    def _load(self) -> tuple[LLTokenizer, Vocabulary, GrammarProbe]:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise RequestError(
+                "structured outputs need llguidance, which this server lacks; install it with: "
+                "pip install 'llguidance>=1.9,<2'",
+                _PARAM,
+            ) from None
+        if not self._eos_token_ids:
+            raise RequestError("structured outputs need a model with an EOS token, and this one has none", _PARAM)
+        try:
+            tokenizer_json = self._tokenizer_json()
+            tokenizer = LLTokenizer(tokenizer_json, self._vocab_size, self._eos_token_ids)
+        except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: it has no fast backend
+            reason = shorten(str(error).replace(str(self._model_path), "the model"))
+            raise RequestError(f"this model's tokenizer serves no structured outputs: {reason}", _PARAM) from error
+        probe = GrammarProbe(tokenizer_json, self._vocab_size, self._eos_token_ids, timeout_s=self._timeout_s / 2)
+        weakref.finalize(self, probe.close)
+        return tokenizer, Vocabulary.build(self._vocab_size, frozenset(self._eos_token_ids)), probe
+
+    def _tokenizer_json(self) -> str:
+        """Return the tokenizer, with the tokens that only tokenizer_config.json adds, as tokenizer.json writes it."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(self._model_path), trust_remote_code=False, local_files_only=True)
+        backend = tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        return str(backend.to_str())
+
+
+def _has_first_mask(grammar: Grammar) -> bool:
+    grammar.fill(np.empty_like(grammar.vocabulary.eos_bits))
+    return grammar.error is None
+
+
+def _refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
+    return RequestError(f"structured_outputs.{params.kind} cannot be compiled: {reason}", _PARAM)

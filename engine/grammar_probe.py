@@ -1,0 +1,208 @@
+"""GrammarProbe: tries a grammar in a process of its own before it enters the engine's.
+
+A few dozen characters can make a compiler of grammars recurse until the stack ends, or work for minutes, or take
+gigabytes; a thread that does so cannot be stopped, and it may take the engine along. So each new grammar is first
+compiled, and stepped along a random text, in a child process with limits on time and memory. What kills the child is
+refused. Run as ``python -m engine.grammar_probe``, this module is that child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.grammar import Grammar, Vocabulary, new_matcher, shorten
+from engine.structured_output import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+__all__ = ["COMPILE_STACK", "GrammarProbe", "run_with_stack"]
+
+COMPILE_STACK = 256 * 2**20  # bytes, of which only those that are used take memory: rules nest as deep as text is long
+_STEP_STACK = 2**20  # bytes: no more than the threads have that compute masks
+_MEMORY = 512 * 2**20  # bytes that compiling and stepping may take, the stacks included
+_STEPS = 16  # tokens of the random text
+
+_stack_size = threading.Lock()
+
+
+def run_with_stack(stack: int, work: Callable[[], None]) -> threading.Thread:
+    """Start a daemon thread that runs ``work`` with a stack of so many bytes."""
+    thread = threading.Thread(target=work, name="grammar", daemon=True)
+    with _stack_size:  # it is one setting for the whole process
+        before = threading.stack_size(stack)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread
+
+
+class GrammarProbe:
+    """One child process, started when first needed and again after a grammar has killed it. Threads take turns."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int], *, timeout_s: float) -> None:
+        self._setup = (tokenizer_json, vocab_size, list(eos_token_ids), timeout_s)
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def check(self, params: StructuredOutputsParams) -> str | None:
+        """Return why a grammar is refused, or None; it takes about twice the time-out at most."""
+        if not self._lock.acquire(timeout=self._timeout_s):
+            return "other grammars are being compiled; try again later"
+        try:
+            if self._child is not None:
+                answered, reason = self._ask(self._child, params)
+                if answered:
+                    return reason
+            # What killed a child may be what earlier grammars left behind in it: a new one decides.
+            self._child = self._start()
+            if self._child is None:
+                return "the process that tries grammars out did not start"
+            return self._ask(self._child, params)[1]
+        finally:
+            self._lock.release()
+
+    def _ask(self, child: subprocess.Popen[bytes], params: StructuredOutputsParams) -> tuple[bool, str | None]:
+        """Return whether there is a verdict, and why the grammar is refused; without an answer the child is gone."""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no reply either
+            pickle.dump(params, child.stdin)
+            child.stdin.flush()
+        reply = child.stdout.readline()  # the child's alarm ends it in time
+        if reply:
+            return True, json.loads(reply)
+        child.wait()
+        self._stop()
+        if child.returncode == -signal.SIGALRM:
+            return True, f"it takes longer than {self._timeout_s:g} seconds"
+        return False, "it nests too deep or takes too much memory"
+
+    def close(self) -> None:
+        """End the child."""
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, (root, *sys.path)))  # what this process finds, the child finds
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "engine.grammar_probe"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},  # arenas count as memory in use
+                start_new_session=True,  # what interrupts the engine from a terminal is not the child's business
+            )
+        except OSError:
+            return None
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(self._setup, child.stdin)
+            child.stdin.flush()
+        if child.stdout.readline():  # it is ready: the time to start is no grammar's
+            return child
+        _end(child)
+        return None
+
+    def _stop(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    with contextlib.suppress(BrokenPipeError):
+        child.communicate()
+
+
+# --- The child ------------------------------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Answer each pickled request on stdin with a line of JSON: why it is refused, or null."""
+    from llguidance import LLTokenizer
+
+    requests = sys.stdin.buffer
+    tokenizer_json, vocab_size, eos_token_ids, timeout_s = pickle.load(requests)
+    tokenizer = LLTokenizer(tokenizer_json, vocab_size, eos_token_ids)
+    vocabulary = Vocabulary.build(vocab_size, frozenset(eos_token_ids))
+    _limit_memory()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process, in whatever code it is
+    print("ready", flush=True)
+    with contextlib.suppress(EOFError):  # the engine's process has ended
+        while True:
+            params = pickle.load(requests)
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)
+            reason = _try(tokenizer, vocabulary, params)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            print(json.dumps(reason), flush=True)
+
+
+def _limit_memory() -> None:
+    statm = Path("/proc/self/statm")
+    if statm.exists():  # elsewhere than on Linux, the limit has no effect
+        in_use = int(statm.read_text().split()[0]) * resource.getpagesize()
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = in_use + _MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _try(tokenizer: LLTokenizer, vocabulary: Vocabulary, params: StructuredOutputsParams) -> str | None:
+    outcome: list[Any] = []
+
+    def compile_it() -> None:
+        try:
+            outcome.append(Grammar(new_matcher(tokenizer, params), vocabulary))
+        except BaseException as error:  # a panic of llguidance is no Exception
+            outcome.append(shorten(error))
+
+    def step_it() -> None:
+        grammar = outcome.pop()
+        try:
+            outcome.append(_walk(grammar))
+        except BaseException as error:
+            outcome.append(shorten(error))
+
+    run_with_stack(COMPILE_STACK, compile_it).join()
+    if isinstance(outcome[0], Grammar):
+        run_with_stack(_STEP_STACK, step_it).join()
+    reason: str | None = outcome[0]
+    return reason
+
+
+def _walk(grammar: Grammar) -> str | None:
+    """Step a grammar along a random text and return why it failed, if it did."""
+    rng = random.Random(0)
+    bits = np.empty_like(grammar.vocabulary.eos_bits)
+    for _ in range(_STEPS):
+        grammar.fill(bits)
+        if grammar.is_terminated:
+            break
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+        if not grammar.accept(rng.choice([i for i in allowed if i not in grammar.vocabulary.eos_token_ids])):
+            break
+    return grammar.error
+
+
+if __name__ == "__main__":
+    _serve()

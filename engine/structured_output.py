@@ -1,0 +1,149 @@
+"""StructuredOutputsParams: what one request's text must look like.
+
+Values are checked when the object is made, and what it holds afterwards is immutable text: it can be hashed, compared,
+and pickled on its way from the ingress to a replica. It knows nothing of tokens; engine/grammar.py compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from engine.errors import RequestError
+
+__all__ = ["StructuredOutputsParams"]
+
+MAX_SCHEMA_CHARACTERS = 64 * 1024
+MAX_SCHEMA_DEPTH = 64
+MAX_GRAMMAR_CHARACTERS = 64 * 1024
+MAX_REGEX_CHARACTERS = 16 * 1024
+MAX_CHOICES = 4096
+MAX_CHOICE_CHARACTERS = 64 * 1024  # all choices together
+
+_PARAM = "structured_outputs"
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form that a request's text must have; exactly one attribute is set. Names follow vLLM's.
+
+    Attributes:
+        json: a JSON schema (object, or its text; kept as text), nested at most 64 deep. The order of properties in the
+            text is their order in the schema.
+        regex: a regular expression that the whole text matches, without look-around or back-references.
+        choice: strings, one of which the text is (kept as a tuple).
+        grammar: a grammar in Lark's notation as llguidance extends it, or in GBNF (``root ::= ...``).
+        json_object: true for any JSON object.
+
+    Raises:
+        RequestError: for anything else; its ``param`` is ``structured_outputs``.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            got = f"sets {' and '.join(given)}" if given else "sets nothing"
+            _refuse(f"structured_outputs {got}; give exactly one of {', '.join(_KINDS)}")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        elif self.choice is not None:
+            object.__setattr__(self, "choice", _checked_choices(self.choice))
+        elif self.regex is not None:
+            _check_text("regex", self.regex, MAX_REGEX_CHARACTERS)
+        elif self.grammar is not None:
+            _check_text("grammar", self.grammar, MAX_GRAMMAR_CHARACTERS)
+        elif self.json_object is not True:
+            _refuse(f"structured_outputs.json_object={_short(self.json_object)}; give true, or leave it out")
+
+    @property
+    def kind(self) -> str:
+        """The name of the one attribute that is set."""
+        return next(kind for kind in _KINDS if getattr(self, kind) is not None)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise RequestError(message, _PARAM) from None
+
+
+def _short(value: object) -> str:
+    """Return how a message shows ``value``, whatever it is and however long."""
+    return repr(value)[:60] if value is None or isinstance(value, str | bool | int | float) else type(value).__name__
+
+
+def _check_text(name: str, text: object, longest: int) -> None:
+    if not isinstance(text, str) or not text.strip():
+        _refuse(f"structured_outputs.{name}={_short(text)}; give text that is not empty")
+    if len(text) > longest:
+        _refuse(f"structured_outputs.{name} has {len(text)} characters; give at most {longest}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        _refuse(f"structured_outputs.{name} has {text[error.start]!r}, which is half a character; give valid text")
+
+
+def _checked_choices(choices: object) -> tuple[str, ...]:
+    if not isinstance(choices, list | tuple) or not choices:
+        _refuse(f"structured_outputs.choice={_short(choices)}; give a list of strings that is not empty")
+    if len(choices) > MAX_CHOICES:
+        _refuse(f"structured_outputs.choice has {len(choices)} strings; give at most {MAX_CHOICES}")
+    for choice in choices:
+        _check_text("choice", choice, MAX_CHOICE_CHARACTERS)
+    if (length := sum(map(len, choices))) > MAX_CHOICE_CHARACTERS:
+        _refuse(f"structured_outputs.choice has {length} characters; give at most {MAX_CHOICE_CHARACTERS} in all")
+    return tuple(choices)
+
+
+def _schema_text(schema: object) -> str:
+    """Return the text of a JSON schema that is an object, of bounded size and depth."""
+    if isinstance(schema, str):
+        _check_text("json", schema, MAX_SCHEMA_CHARACTERS)
+        text, schema = schema, _parsed(schema)
+    else:
+        text = None
+    if not isinstance(schema, dict):
+        _refuse(f"structured_outputs.json={_short(schema)}; give a JSON schema that is an object")
+    for number, depth in enumerate(_depths(schema)):
+        if depth > MAX_SCHEMA_DEPTH:
+            _refuse(f"structured_outputs.json is nested deeper than {MAX_SCHEMA_DEPTH}; use a flatter schema")
+        if number > MAX_SCHEMA_CHARACTERS:  # before it is written out: shared parts may make that endless
+            _refuse(f"structured_outputs.json has more than {MAX_SCHEMA_CHARACTERS} values; give a smaller schema")
+    if text is None:
+        try:
+            text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            _refuse(f"structured_outputs.json is no JSON: {str(error)[:100]}; give plain JSON values")
+        _check_text("json", text, MAX_SCHEMA_CHARACTERS)
+    return text
+
+
+def _parsed(text: str) -> object:
+    def no_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        return json.loads(text, parse_constant=no_constant)
+    except RecursionError:
+        _refuse(f"structured_outputs.json is nested deeper than {MAX_SCHEMA_DEPTH}; use a flatter schema")
+    except ValueError as error:
+        _refuse(f"structured_outputs.json is no JSON: {str(error)[:100]}; give a JSON schema")
+
+
+def _depths(value: object) -> Iterator[int]:
+    """Yield the depth of each value inside ``value``; an object or array without one inside has depth 1."""
+    pending: list[tuple[object, int]] = [(value, 1)]
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, dict | list | tuple):
+            yield depth
+            pending += [(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value)]
+        else:
+            yield depth - 1
