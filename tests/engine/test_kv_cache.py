@@ -13,6 +13,7 @@ from engine.errors import ConfigError, KVCacheError
 from engine.kv_cache import KVCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 LAYERS, BLOCKS, HOST_BLOCKS = 3, 6, 4
 Pairs = list[tuple[int, int]]
 
@@ -22,7 +23,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16)
 
 
-def make_cache(dtype: torch.dtype = torch.float32, *, block_size: int = 2, head_dim: int = 3, host: int = 0) -> KVCache:
+def make_cache(
+    dtype: torch.dtype = torch.float32,
+    *,
+    block_size: int = 2,
+    head_dim: int = 3,
+    host: int = 0,
+    device: str = "cpu",
+) -> KVCache:
     return KVCache(
         num_layers=LAYERS,
         num_blocks=BLOCKS,
@@ -30,7 +38,7 @@ def make_cache(dtype: torch.dtype = torch.float32, *, block_size: int = 2, head_
         num_kv_heads=2,
         head_dim=head_dim,
         dtype=dtype,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         num_host_blocks=host,
     )
 
@@ -58,7 +66,7 @@ class ReferenceCache:
                 infinity = torch.full((), float("inf"), dtype=key.dtype)
                 tensor[block_id].view(-1)[::3] = bits(infinity) | 5
         stored = [torch.stack([bits(key)[block_id], bits(value)[block_id]]) for key, value in self.cache.layers]
-        self.device[block_id] = torch.stack(stored).clone()
+        self.device[block_id] = torch.stack(stored).to("cpu", copy=True)
 
     def move(self, operation: str, pairs: Pairs) -> None:
         source, target = {
@@ -73,8 +81,8 @@ class ReferenceCache:
         """Compare every block of the device pool; the host pool shows itself when it is swapped in."""
         for block_id, expected in self.device.items():
             for layer, (key, value) in enumerate(self.cache.layers):
-                assert torch.equal(bits(key)[block_id], expected[layer, 0])
-                assert torch.equal(bits(value)[block_id], expected[layer, 1])
+                assert torch.equal(bits(key)[block_id].cpu(), expected[layer, 0])
+                assert torch.equal(bits(value)[block_id].cpu(), expected[layer, 1])
 
 
 def pairs_between(sources: int, targets: int) -> st.SearchStrategy[Pairs]:
@@ -92,15 +100,16 @@ OPERATIONS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(
+    device=st.sampled_from(DEVICES),
     dtype=st.sampled_from(DTYPES),
     shape=st.sampled_from([(1, 1), (2, 3), (4, 8)]),  # so that every width of integer gets its turn
     operations=st.lists(OPERATIONS, max_size=12),
     seed=st.integers(0, 99),
 )
 def test_any_sequence_of_moves_leaves_every_bit_where_it_belongs(
-    dtype: torch.dtype, shape: tuple[int, int], operations: list[tuple[str, int | Pairs]], seed: int
+    device: str, dtype: torch.dtype, shape: tuple[int, int], operations: list[tuple[str, int | Pairs]], seed: int
 ) -> None:
-    cache = make_cache(dtype, block_size=shape[0], head_dim=shape[1], host=HOST_BLOCKS)
+    cache = make_cache(dtype, block_size=shape[0], head_dim=shape[1], host=HOST_BLOCKS, device=device)
     reference = ReferenceCache(cache, seed)
     for operation, argument in operations:
         if isinstance(argument, int):
@@ -115,20 +124,23 @@ def test_any_sequence_of_moves_leaves_every_bit_where_it_belongs(
     reference.check()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", ["key", "value"])
-def test_gather_copies_the_blocks_in_the_order_asked_for(dtype: torch.dtype, which: Literal["key", "value"]) -> None:
-    cache = make_cache(dtype)
+def test_gather_copies_the_blocks_in_the_order_asked_for(
+    dtype: torch.dtype, which: Literal["key", "value"], device: str
+) -> None:
+    cache = make_cache(dtype, device=device)
     reference = ReferenceCache(cache, seed=0)
     part = ("key", "value").index(which)
     gathered = cache.gather([4, 1, 4], which=which)
     assert gathered.shape == (LAYERS, 6, 2, 3)
     for layer in range(LAYERS):
         expected = torch.cat([reference.device[block_id][layer, part] for block_id in (4, 1, 4)])
-        assert torch.equal(bits(gathered[layer]), expected)
+        assert torch.equal(bits(gathered[layer]).cpu(), expected)
         one_layer = cache.gather([4, 1, 4], layer, which=which)
         assert one_layer.shape == (6, 2, 3)
-        assert torch.equal(bits(one_layer), expected)
+        assert torch.equal(bits(one_layer).cpu(), expected)
         one_layer.zero_()
     gathered.zero_()
     reference.check()  # it was a copy
