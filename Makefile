@@ -23,6 +23,7 @@ lint: $(VENV)/.installed-test
 bench: $(VENV)/.installed-test
 	@mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.gpu.check --out benchmarks/results/check.json
+	$(BIN)/python -m benchmarks.kv_utilization --out benchmarks/results/kv_utilization.json
 
 clean:
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -8,12 +8,21 @@ message carries the offending value and the remedy. Errors pickle, since they cr
     ├── ModelLoadError       a checkpoint that cannot be served
     ├── RequestError         one request; nothing else is disturbed
     │   └── PromptTooLongError
+    ├── KVCacheError         a block or layer that the KV cache does not have
     └── EngineDeadError      the step loop has ended
 """
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "EngineDeadError", "ModelLoadError", "PagodaError", "PromptTooLongError", "RequestError"]
+__all__ = [
+    "ConfigError",
+    "EngineDeadError",
+    "KVCacheError",
+    "ModelLoadError",
+    "PagodaError",
+    "PromptTooLongError",
+    "RequestError",
+]
 
 
 class PagodaError(Exception):
@@ -38,6 +47,10 @@ class RequestError(PagodaError, ValueError):
 
 class PromptTooLongError(RequestError):
     """A prompt that can never fit the context or the KV cache."""
+
+
+class KVCacheError(PagodaError, ValueError):
+    """Somebody who inspects or moves KV blocks by hand named one that does not exist, or one target twice."""
 
 
 class EngineDeadError(PagodaError):

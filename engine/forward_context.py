@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
+from engine.kv_cache import KVCache
 from kernels.attention import AttentionBackend, AttentionMetadata
 
-__all__ = ["ForwardContext", "KVCache"]
-
-KVCache = list[
-    tuple[torch.Tensor, torch.Tensor]
-]  # a layer's keys and values, each [num_blocks, block_size, heads, dim]
+__all__ = ["ForwardContext"]
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,23 @@
-"""How many KV blocks fit: from the GPU's measured free memory, or from what the host is asked to give."""
+"""How many KV blocks fit: from the GPU's measured free memory, or from what the host has and is asked to give."""
 
 from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import torch
 
 from engine.config import EngineConfig, parse_memory
 from engine.errors import ConfigError
 
-__all__ = ["blocks_that_fit", "gpu_memory_for_cache", "host_memory_for_cache"]
+__all__ = [
+    "available_host_memory",
+    "blocks_that_fit",
+    "gpu_memory_for_cache",
+    "host_blocks_for",
+    "host_memory_for_cache",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +28,58 @@ def host_memory_for_cache(config: EngineConfig) -> int:
     """Return the bytes of a CPU engine's KV pool: ``kv_cache_memory``, else 4 GiB or a quarter of what is free."""
     if config.kv_cache_memory is not None:
         return parse_memory(config.kv_cache_memory, "kv_cache_memory")
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_HOST_DEFAULT, free // 4)
+    return min(_HOST_DEFAULT, available_host_memory() // 4)
+
+
+def host_blocks_for(swap_space_gib: float, bytes_per_block: int) -> int:
+    """Return the blocks of one rank's host pool, into which ``swap_space_gib`` GiB are to be cut; 0 asks for none.
+
+    Raises:
+        ConfigError: if the machine has not that much memory available, or if not even one block fits.
+    """
+    if swap_space_gib == 0:
+        return 0
+    available = available_host_memory()
+    if swap_space_gib * 2**30 > available:
+        raise ConfigError(
+            f"swap_space_gib={swap_space_gib} exceeds the {available / 2**30:.2f} GiB of memory that this machine has "
+            "available; lower it, or set it 0 to recompute preempted sequences"
+        )
+    num_blocks = int(swap_space_gib * 2**30) // bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"swap_space_gib={swap_space_gib} holds no block, which takes {bytes_per_block / 2**20:.2f} MiB; raise it, "
+            "or set it 0 to recompute preempted sequences"
+        )
+    return num_blocks
+
+
+def available_host_memory() -> int:
+    """Return the bytes that new processes can use without swapping, of the machine or of the container around us."""
+    return min(_machine_memory(), _container_memory())
+
+
+def _machine_memory() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):  # unlike SC_AVPHYS_PAGES it counts the page cache, which gives way
+                return int(line.split()[1]) * 1024
+    except OSError:  # not Linux
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return what the limit of our cgroup (version 2) leaves, or more than there is if it has none."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except OSError:
+        return 2**63
+    if limit == "max":
+        return 2**63
+    return max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))  # page cache gives way here too
 
 
 def gpu_memory_for_cache(config: EngineConfig, device: torch.device) -> int:
@@ -51,7 +108,8 @@ def blocks_that_fit(memory: int, bytes_per_block: int, useful: int) -> int:
     num_blocks = min(memory // bytes_per_block, useful)
     if num_blocks < 1:
         raise ConfigError(
-            f"{memory / 2**20:.1f} MiB are left for the KV cache, but one block takes {bytes_per_block / 2**20:.1f} "
-            "MiB; raise kv_cache_memory or gpu_memory_utilization, or lower max_num_batched_tokens or block_size"
+            f"{max(memory, 0) / 2**20:.1f} MiB are left for the KV cache, but one block takes "
+            f"{bytes_per_block / 2**20:.1f} MiB; raise kv_cache_memory or gpu_memory_utilization, or lower "
+            "max_num_batched_tokens or block_size"
         )
     return num_blocks

@@ -14,8 +14,9 @@ import torch
 from engine.batch import ModelInput, build_model_input
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.forward_context import ForwardContext, KVCache
-from engine.memory import blocks_that_fit, gpu_memory_for_cache, host_memory_for_cache
+from engine.forward_context import ForwardContext
+from engine.kv_cache import KVCache
+from engine.memory import blocks_that_fit, gpu_memory_for_cache, host_blocks_for, host_memory_for_cache
 from engine.metrics import StepTimes
 from engine.models.config import GenerationDefaults, ModelConfig, load_hf_config
 from engine.models.loader import load_decoder
@@ -72,7 +73,7 @@ class ModelRunner:
         self.num_blocks = config.num_blocks or self._measure_num_blocks()
         if self.num_blocks * self.block_size < 2:
             raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
-        self.kv_cache = self._allocate(self.num_blocks)
+        self.kv_cache = self._allocate(self.num_blocks, host_blocks_for(config.swap_space_gib, self.bytes_per_block))
         self._log_capacity()
 
     @torch.inference_mode()
@@ -114,14 +115,22 @@ class ModelRunner:
 
     # --- KV memory ----------------------------------------------------------------------------------------------
 
-    def _allocate(self, num_blocks: int) -> KVCache:
-        config = self.model_config
-        shape = (config.num_layers, 2, num_blocks, self.block_size, config.num_kv_heads, config.head_dim)
-        # The CPU backend reads only what was written, and memory that nobody touches costs a laptop nothing; on a GPU a
-        # NaN left by others would survive being masked.
-        make = torch.empty if self.device.type == "cpu" else torch.zeros
-        cache = make(shape, dtype=self.dtype, device=self.device)
-        return [(layer[0], layer[1]) for layer in cache]
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block's keys and values take in all layers."""
+        return self.block_size * self.model_config.kv_bytes_per_token(self.dtype)
+
+    def _allocate(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
+        return KVCache(
+            num_layers=self.model_config.num_layers,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=self.model_config.num_kv_heads,
+            head_dim=self.model_config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            num_host_blocks=num_host_blocks,
+        )
 
     def _measure_num_blocks(self) -> int:
         """Return how many blocks memory holds, and no more than every sequence at full length could use."""
@@ -131,8 +140,7 @@ class ModelRunner:
         else:
             self._warm_up()
             memory = gpu_memory_for_cache(self.config, self.device)
-        bytes_per_block = self.block_size * self.model_config.kv_bytes_per_token(self.dtype)
-        return blocks_that_fit(memory, bytes_per_block, useful)
+        return blocks_that_fit(memory, self.bytes_per_block, useful)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -164,8 +172,7 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
 
     def _log_capacity(self) -> None:
-        tokens = self.num_blocks * self.block_size
-        size = tokens * self.model_config.kv_bytes_per_token(self.dtype)
+        tokens, size = self.kv_cache.num_tokens, self.kv_cache.num_bytes
         logger.info(
             "KV cache: %d blocks of %d tokens, %d tokens in %.2f GiB; room for %.2f requests of %d tokens",
             self.num_blocks, self.block_size, tokens, size / 2**30, tokens / self.max_model_len, self.max_model_len,

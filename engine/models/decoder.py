@@ -41,7 +41,7 @@ class Attention(nn.Module):
         query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         query = apply_rope(self.q_norm(query), cos, sin)
         key = apply_rope(self.k_norm(key), cos, sin)
-        key_cache, value_cache = context.kv_cache[self.layer]
+        key_cache, value_cache = context.kv_cache.layers[self.layer]
         # All keys of the step are written before any is read: sequences of one step may share a block it fills.
         store_kvcache(key, value, key_cache, value_cache, context.metadata.slot_mapping)
         attended = context.backend.forward(

@@ -1,0 +1,46 @@
+"""A buddy allocator of contiguous memory, as the paged-attention paper assumes for the systems before it."""
+
+from __future__ import annotations
+
+__all__ = ["BuddyAllocator"]
+
+
+class BuddyAllocator:
+    """Hands out pieces whose sizes are powers of two; a free piece and its free buddy merge again.
+
+    A pool that is no power of two is cut into the powers that it is made of, the largest first.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._free: list[set[int]] = [set() for _ in range(size.bit_length())]  # addresses by order: 2 ** order
+        self._orders: dict[int, int] = {}  # of what is handed out
+        self.num_free = size
+        address = 0
+        for order in reversed(range(size.bit_length())):
+            if size >> order & 1:
+                self._free[order].add(address)
+                address += 1 << order
+
+    def allocate(self, size: int) -> int | None:
+        """Return the address of a piece of at least ``size``, off the smallest that has room; None if none has."""
+        order = (size - 1).bit_length()
+        found = next((larger for larger in range(order, len(self._free)) if self._free[larger]), None)
+        if found is None:
+            return None
+        address = min(self._free[found])
+        self._free[found].remove(address)
+        for smaller in range(order, found):
+            self._free[smaller].add(address + (1 << smaller))
+        self._orders[address] = order
+        self.num_free -= 1 << order
+        return address
+
+    def free(self, address: int) -> None:
+        """Give a piece back and merge it with its buddy for as long as that is free too."""
+        order = self._orders.pop(address)
+        self.num_free += 1 << order
+        while order < len(self._free) and address ^ (1 << order) in self._free[order]:
+            buddy = address ^ (1 << order)
+            self._free[order].remove(buddy)
+            address, order = min(address, buddy), order + 1
+        self._free[order].add(address)
