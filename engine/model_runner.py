@@ -21,6 +21,7 @@ from engine.models.config import GenerationDefaults, ModelConfig, load_hf_config
 from engine.models.loader import load_decoder
 from engine.sampler import SamplingBatch, sample
 from engine.scheduler import SchedulerOutput
+from engine.tensor_parallel import TensorParallel
 from kernels.attention import AttentionMetadata, select_backend
 
 __all__ = ["ModelRunner", "resolve_device"]
@@ -65,7 +66,8 @@ class ModelRunner:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.model = load_decoder(
-            config.model, hf_config, dtype=self.dtype, device=self.device, max_model_len=self.max_model_len
+            config.model, hf_config, dtype=self.dtype, device=self.device,
+            max_model_len=self.max_model_len, parallel=TensorParallel(),
         )
         logger.info("Loading weights took %.2f seconds", perf_counter() - started)
         self.num_blocks = config.num_blocks or self._measure_num_blocks()
