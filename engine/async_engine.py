@@ -199,6 +199,7 @@ class AsyncEngine:
             logger.exception("the engine's step loop failed")
             reason = f"the engine's step loop failed: {type(error).__name__}: {error}"
         self._die(reason)
+        self._engine.close()
 
     def _obey(self) -> bool:
         """Carry out every command in the inbox, waiting for one while there is nothing to compute; False at the end."""

@@ -52,12 +52,13 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed in one step, at most; longer prompts are chunked.
         block_size: tokens per KV block; None takes the attention backend's default.
         num_blocks: size of the KV pool in blocks; None derives it from memory.
-        kv_cache_memory: bytes (or text such as "2GiB") for the KV pool; None measures what is free.
-        gpu_memory_utilization: share of the GPU's memory that the engine may use.
+        kv_cache_memory: bytes (or text such as "2GiB") for the KV pool; None measures what is free. It is the whole
+            engine's: tensor-parallel ranks take equal parts of it.
+        gpu_memory_utilization: share of each GPU's memory that the engine may use.
         enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
         skip_tokenizer_init: token ids in, token ids out; no tokenizer files are needed.
         enforce_eager: never capture CUDA graphs; none are captured so far, so it changes nothing yet.
-        tensor_parallel_size: GPUs that share one model; only 1 so far.
+        tensor_parallel_size: GPUs, or on a CPU processes, that share one model; all on this host.
         swap_space_gib: host memory for preempted sequences; only 0 (recompute) so far.
         seed: of the engine's own generator, from which requests without a seed draw theirs.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -122,9 +123,10 @@ class EngineConfig:
             raise ConfigError(f"swap_space_gib={swap!r} must be a finite number of at least 0")
         if swap > 0:
             raise ConfigError(f"swap_space_gib={swap!r} is not supported yet; leave it 0: preemption recomputes")
-        if self.tensor_parallel_size > 1:
+        if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; leave it 1 and add replicas"
+                f"device='{self.device}' names one GPU, but tensor_parallel_size={self.tensor_parallel_size} takes "
+                "the first ones that are visible; choose cuda"
             )
 
     @classmethod

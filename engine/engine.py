@@ -68,6 +68,9 @@ class Runner(Protocol):
     def run(self, output: SchedulerOutput, times: StepTimes) -> list[int]:
         """Return a token for each of ``output.sampling``."""
 
+    def close(self) -> None:
+        """End what the runner has started; nothing can run afterwards."""
+
 
 class Engine:
     """One model, its KV pool and its queue.
@@ -241,6 +244,10 @@ class Engine:
         self.metrics.request_finished(sequence)
         self.metrics.report_state()
         return True
+
+    def close(self) -> None:
+        """Let go of what computes: tensor-parallel ranks end. No step can follow."""
+        self.runner.close()
 
     def stats(self) -> EngineStats:
         """Return how busy the engine is."""

@@ -67,6 +67,9 @@ class ShadowRunner:
             next_token(chain[: item.end]) for item, chain in zip(output.scheduled, chains, strict=True) if item.samples
         ]
 
+    def close(self) -> None:
+        """Nothing was started."""
+
     def slot(self, sequence: Sequence, position: int) -> int:
         """Return where the token at ``position`` lives."""
         return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size
