@@ -171,12 +171,15 @@ class AsyncEngine:
             EngineDeadError: if the step loop has ended or ends meanwhile.
         """
         self._engine.check_request(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = await asyncio.to_thread(self._engine.compile_grammar, params)
         stream = self._open(request_id)
 
         def add() -> None:
             try:
                 self._engine.queue_request(
-                    stream.key, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
+                    stream.key, prompt_token_ids, params, priority=priority, cache_salt=cache_salt, grammar=grammar
                 )
             except Exception as error:  # a request that trips over a bug of ours is still only one request
                 logger.exception("request %s could not be queued", request_id)

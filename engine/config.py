@@ -54,14 +54,15 @@ class EngineConfig:
             sets no such limit.
         block_size: tokens per KV block; None takes the attention backend's default.
         num_blocks: size of the KV pool in blocks; None derives it from memory.
-        kv_cache_memory: bytes (or text such as "2GiB") for the KV pool; None measures what is free.
-        gpu_memory_utilization: share of the GPU's memory that the engine may use.
+        kv_cache_memory: bytes (or text such as "2GiB") for the KV pool; None measures what is free. It is the whole
+            engine's: tensor-parallel ranks take equal parts of it.
+        gpu_memory_utilization: share of each GPU's memory that the engine may use.
         enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
         skip_tokenizer_init: token ids in, token ids out; no tokenizer files are needed.
         enforce_eager: never capture CUDA graphs; none are captured so far, so it changes nothing yet.
-        tensor_parallel_size: GPUs that share one model; only 1 so far.
+        tensor_parallel_size: GPUs, or on a CPU processes, that share one model; all on this host.
         swap_space_gib: host memory in GiB that preempted requests are swapped to; without room there they are
-            computed again.
+            computed again. It is the whole engine's too.
         seed: of the engine's own generator, from which requests without a seed draw theirs.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention_backend: ``auto``, ``cpu``, ``triton`` or ``flash_attn``.
@@ -127,9 +128,10 @@ class EngineConfig:
         swap = self.swap_space_gib
         if isinstance(swap, bool) or not isinstance(swap, int | float) or not math.isfinite(swap) or swap < 0:
             raise ConfigError(f"swap_space_gib={swap!r} must be a finite number of at least 0")
-        if self.tensor_parallel_size > 1:
+        if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; leave it 1 and add replicas"
+                f"device='{self.device}' names one GPU, but tensor_parallel_size={self.tensor_parallel_size} takes "
+                "the first ones that are visible; choose cuda"
             )
 
     @classmethod

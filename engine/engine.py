@@ -7,12 +7,13 @@ AsyncEngine drives one from a thread of its own, LLM from the caller's.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
@@ -24,6 +25,10 @@ from engine.prefix_hash import root_hash
 from engine.sampling_params import SamplingParams
 from engine.scheduler import SampledTokens, Scheduler, SchedulerOutput
 from engine.sequence import FinishReason, SequenceGroup
+
+if TYPE_CHECKING:
+    from engine.grammar import Grammar
+    from engine.grammar_compiler import GrammarCompiler
 
 __all__ = ["Engine", "EngineInfo", "EngineStats", "Runner"]
 
@@ -115,6 +120,8 @@ class Engine:
         self._generation = time.time_ns()
         self._num_event_batches = 0
         self._random = random.Random(config.seed)
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
 
     @classmethod
     def from_config(
@@ -174,6 +181,8 @@ class Engine:
                 self._check_ids(name, token_ids)
             self._check_length(len(prompt_token_ids))
             self._check_width(len(prompt_token_ids), params)
+            if params.bad_words and params.bad_words_token_ids is None:
+                raise RequestError("bad_words need a tokenizer here; give bad_words_token_ids", "bad_words")
             if isinstance(priority, bool) or not isinstance(priority, int):
                 raise RequestError(f"priority={priority!r} must be an integer", "priority")
             if not isinstance(cache_salt, str) or not cache_salt.isprintable():
@@ -239,7 +248,29 @@ class Engine:
         if request_id in self._groups:
             self.metrics.request_rejected("request_id")
             raise RequestError(f"request_id '{request_id}' is in use; choose another", "request_id")
-        return self.queue_request(request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        grammar = self.compile_grammar(params)
+        return self.queue_request(
+            request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt, grammar=grammar
+        )
+
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of a request's structured outputs, if it has any. Takes time, but any thread may call it.
+
+        Raises:
+            RequestError: if it cannot be compiled, or not in time.
+        """
+        if params.structured_outputs is None:
+            return None
+        try:
+            with self._compiler_lock:
+                if self._compiler is None:
+                    from engine.grammar_compiler import GrammarCompiler  # only where grammars are used
+
+                    self._compiler = GrammarCompiler(self.info.model, self.info.vocab_size, self.info.eos_token_ids)
+            return self._compiler.compile(params.structured_outputs)
+        except RequestError as error:
+            self.metrics.request_rejected(error.param or "invalid")
+            raise
 
     def queue_request(
         self,
@@ -249,8 +280,12 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        grammar: Grammar | None = None,
     ) -> SequenceGroup:
-        """Queue a request that ``check_request`` has let in, under an id that is not in use."""
+        """Queue a request that ``check_request`` has let in, under an id that is not in use.
+
+        ``grammar`` is what ``compile_grammar`` made of its structured outputs.
+        """
         assert request_id not in self._groups
         length = len(prompt_token_ids)
         longest = self._max_total_tokens(length, params.num_sequences)
@@ -267,6 +302,7 @@ class Engine:
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             priority=priority,
         )
+        group.sequences[0].grammar = grammar
         self._num_arrived += 1
         self._groups[request_id] = group
         self.metrics.request_added(group)

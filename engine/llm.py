@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from tqdm import tqdm
@@ -130,15 +130,17 @@ class LLM:
         params: list[SamplingParams],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        grammars = []
         for prompt, one in zip(prompts, params, strict=True):
             self.engine.check_request(prompt, one)
+            grammars.append(self.engine.compile_grammar(one))
         requests: dict[str, _Request] = {}
         bar = tqdm(total=len(prompts), desc="Processed prompts", unit="req", disable=not use_tqdm, dynamic_ncols=True)
         try:
-            for prompt, text, one in zip(prompts, texts, params, strict=True):
+            for prompt, text, one, grammar in zip(prompts, texts, params, grammars, strict=True):
                 request_id = str(next(self._request_ids))
                 requests[request_id] = _Request(request_id, text, prompt, one, self.tokenizer)
-                self.engine.queue_request(request_id, prompt, one)
+                self.engine.queue_request(request_id, prompt, one, grammar=grammar)
             self._step_until_done(requests, bar)
         finally:
             bar.close()
@@ -185,7 +187,12 @@ class LLM:
             raise RequestError(
                 "stop strings need the tokenizer; unset skip_tokenizer_init or use stop_token_ids", "stop"
             )
-        return list(params)
+        return [self._with_bad_words(one) for one in params]
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        if not params.bad_words or params.bad_words_token_ids is not None:
+            return params
+        return replace(params, bad_words_token_ids=self._require_tokenizer().bad_words_token_ids(params.bad_words))
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -18,7 +18,7 @@ import torch
 
 from engine.sequence import Sequence
 
-__all__ = ["LogitFilter", "MinTokens", "apply_bitmask", "build_filters", "column"]
+__all__ = ["LogitFilter", "MinTokens", "build_filters", "column"]
 
 
 def column(values: object, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -254,20 +254,3 @@ def build_filters(sequences: Sequence_[Sequence], vocab_size: int, device: torch
     """Return the filters that a batch needs, in the order in which they apply."""
     built: Iterable[LogitFilter | None] = (build(sequences, vocab_size, device) for build in _BUILDERS)
     return [one for one in built if one is not None]
-
-
-def apply_bitmask(logits: torch.Tensor, rows: Sequence_[int], bitmask: torch.Tensor) -> None:
-    """Forbid in place the tokens whose bit is 0.
-
-    Args:
-        logits: float32 [num_rows, vocab_size].
-        rows: rows of ``logits``, all different.
-        bitmask: int32 [len(rows), ceil(vocab_size / 32)]; bit i of word w stands for token 32 * w + i.
-    """
-    if not rows:
-        return
-    index = _ids(rows, logits.device)
-    octets = bitmask.to(logits.device, non_blocking=True).contiguous().view(torch.uint8)  # low octet first
-    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    forbidden = ((octets[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 0
-    logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))

@@ -1,4 +1,7 @@
-"""How many KV blocks fit: from the GPU's measured free memory, or from what the host has and is asked to give."""
+"""How many KV blocks fit: from the GPU's measured free memory, or from what the host has and is asked to give.
+
+Bytes are one tensor-parallel rank's: what is given for the whole engine is divided among the ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ _HOST_DEFAULT = 4 * 2**30
 
 
 def host_memory_for_cache(config: EngineConfig) -> int:
-    """Return the bytes of a CPU engine's KV pool: ``kv_cache_memory``, else 4 GiB or a quarter of what is free."""
+    """Return a CPU rank's part of the KV pool: of ``kv_cache_memory``, else of 4 GiB or a quarter of what is free."""
     if config.kv_cache_memory is not None:
-        return parse_memory(config.kv_cache_memory, "kv_cache_memory")
-    return min(_HOST_DEFAULT, available_host_memory() // 4)
+        return _part_of(config)
+    return min(_HOST_DEFAULT, available_host_memory() // 4) // config.tensor_parallel_size
 
 
 def host_blocks_for(swap_space_gib: float, bytes_per_block: int) -> int:
@@ -82,10 +85,15 @@ def _container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))  # page cache gives way here too
 
 
+def _part_of(config: EngineConfig) -> int:
+    assert config.kv_cache_memory is not None
+    return parse_memory(config.kv_cache_memory, "kv_cache_memory") // config.tensor_parallel_size
+
+
 def gpu_memory_for_cache(config: EngineConfig, device: torch.device) -> int:
     """Return the bytes left for the KV pool after the warm-up whose peak torch has recorded on ``device``."""
     if config.kv_cache_memory is not None:
-        return parse_memory(config.kv_cache_memory, "kv_cache_memory")
+        return _part_of(config)
     free, total = torch.cuda.mem_get_info(device)
     statistics = torch.cuda.memory_stats(device)
     peak_activations = statistics["allocated_bytes.all.peak"] - statistics["allocated_bytes.all.current"]

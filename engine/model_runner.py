@@ -1,178 +1,132 @@
-"""ModelRunner: owns the weights and the KV tensors, and computes one scheduled batch.
+"""ModelRunner: computes one scheduled batch with all ranks, and samples from its logits.
 
-It turns a SchedulerOutput into tensors, runs the model and samples. It decides nothing: which tokens are computed and
-where their keys and values go is the scheduler's and the block manager's business.
+It turns a SchedulerOutput into a plan, has the workers execute it, and samples on rank 0. It decides nothing: which
+tokens are computed and where their keys and values go is the scheduler's and the block manager's business.
 """
 
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.batch import ModelInput, build_model_input
+from engine.batch import build_step_plan
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.forward_context import ForwardContext
-from engine.kv_cache import KVCache
-from engine.memory import blocks_that_fit, gpu_memory_for_cache, host_blocks_for, host_memory_for_cache
+from engine.logprobs import TokenLogprobs
+from engine.memory import host_blocks_for
 from engine.metrics import StepTimes
-from engine.models.config import GenerationDefaults, ModelConfig, load_hf_config
-from engine.models.loader import load_decoder
+from engine.models.config import GenerationDefaults
 from engine.sampler import Sampler
-from engine.scheduler import SchedulerOutput
-from kernels.attention import AttentionMetadata, select_backend
+from engine.scheduler import SampledTokens, SchedulerOutput
+from engine.sequence import SequenceGroup
+from engine.worker_pool import WorkerPool
 
-__all__ = ["ModelRunner", "resolve_device"]
+if TYPE_CHECKING:
+    from engine.bitmask import MaskBuilder
+
+__all__ = ["ModelRunner"]
 
 logger = logging.getLogger(__name__)
 
 
-def resolve_device(name: str) -> torch.device:
-    """Return the device that ``name`` asks for; ``auto`` is a GPU where there is one.
-
-    Raises:
-        ConfigError: if a GPU is asked for and none is there.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device='{name}' asks for a GPU, but torch sees none; choose auto or cpu")
-    return torch.device(name)
-
-
 class ModelRunner:
-    """One model on one device with its KV cache.
+    """One model with its KV cache, on one device or on several ranks.
 
     Raises:
         ConfigError: if an option does not fit the model, the backend or the machine.
         ModelLoadError: if the checkpoint cannot be served.
+        EngineDeadError: if a rank dies while it loads.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.device = resolve_device(config.device)
         started = perf_counter()
-        hf_config = load_hf_config(config.model)
-        self.model_config = ModelConfig.from_hf(hf_config)
-        self.generation_defaults = GenerationDefaults.load(config.model, hf_config)
-        self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        self.max_model_len = self._context_length()
-        try:
-            self.backend = select_backend(self.device, self._backend_name())
-            self.block_size = config.block_size or self.backend.default_block_size
-            self.backend.check_block_size(self.block_size)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        self.model = load_decoder(
-            config.model, hf_config, dtype=self.dtype, device=self.device, max_model_len=self.max_model_len
-        )
+        self.workers = WorkerPool(config)
         logger.info("Loading weights took %.2f seconds", perf_counter() - started)
+        worker = self.workers.local
+        self.device, self.dtype, self.backend = worker.device, worker.dtype, worker.backend
+        self.model_config = worker.model_config
+        self.max_model_len, self.block_size = worker.max_model_len, worker.block_size
         self.sampler = Sampler(self.model_config.vocab_size, self.device)
-        self.num_blocks = config.num_blocks or self._measure_num_blocks()
-        if self.num_blocks * self.block_size < 2:
-            raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
-        self.kv_cache = self._allocate(self.num_blocks, host_blocks_for(config.swap_space_gib, self.bytes_per_block))
+        self._mask_builder: MaskBuilder | None = None
+        try:
+            self.generation_defaults = GenerationDefaults.load(config.model, worker.hf_config)
+            self.num_blocks = self._allocate_blocks()
+        except BaseException:
+            self.close()
+            raise
         self._log_capacity()
 
     @torch.inference_mode()
-    def run(self, output: SchedulerOutput, times: StepTimes) -> list[int]:
-        """Compute the batch and return a token for each of ``output.sampling``; the phases' seconds go to ``times``."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # the current device is each thread's own, and Triton launches there
+    def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+        """Compute the batch and sample for each of ``output.sampling``; the phases' seconds go to ``times``.
+
+        Raises:
+            EngineDeadError: if a rank has died; no later step can run.
+        """
         started = perf_counter()
-        model_input = build_model_input(output, self.block_size, self.device)
-        hidden = self._forward(model_input, self.kv_cache)
-        sampling = output.sampling
-        token_ids: list[int] = []
-        if sampling:
-            logits = self.model.compute_logits(hidden[model_input.sampled_rows])
-            times.forward = perf_counter() - started
-            token_ids = self.sampler.sample(logits, sampling).token_ids
-        else:
-            times.forward = perf_counter() - started
+        constrained = [row for row, sequence in enumerate(output.sampling) if sequence.grammar is not None]
+        masks = self._start_masks([output.sampling[row].grammar for row in constrained]) if constrained else None
+        logits = self.workers.execute(build_step_plan(output, self.block_size))
+        times.forward = perf_counter() - started
+        sampled = SampledTokens([])
+        if logits is not None:
+            num_sampled = len(output.sampling)
+            prompt_logits = logits[num_sampled:]  # cut first: sampling alters its rows
+            prompt_logprobs = self._prompt_logprobs(output, prompt_logits) if len(prompt_logits) else []
+            grammar = (constrained, masks.result()) if masks is not None else None
+            sampled = self.sampler.sample(logits[:num_sampled], output.sampling, grammar)
+            sampled.prompt_logprobs = prompt_logprobs
         times.sample = perf_counter() - started - times.forward
-        return token_ids
+        return sampled
 
-    def _forward(self, model_input: ModelInput, kv_cache: KVCache) -> torch.Tensor:
-        context = ForwardContext(self.backend, model_input.metadata, kv_cache)
-        hidden: torch.Tensor = self.model(model_input.token_ids, model_input.positions, context)
-        return hidden
+    def _start_masks(self, grammars: list[Any]) -> Future[torch.Tensor]:
+        """Compute the masks of the next tokens beside the forward pass."""
+        if self._mask_builder is None:
+            from engine.bitmask import MaskBuilder  # only where grammars are used
 
-    def _context_length(self) -> int:
-        longest = self.model_config.max_position_embeddings
-        asked = self.config.max_model_len
-        if asked is not None and asked > longest:
-            raise ConfigError(f"max_model_len={asked} exceeds the model's {longest} positions; lower it")
-        return asked or longest
+            self._mask_builder = MaskBuilder()
+        return self._mask_builder.start(grammars)
 
-    def _backend_name(self) -> str:
-        """Return the configured backend, or where it is left open and flash-attn cannot compute float32, Triton's."""
-        if self.config.attention_backend == "auto" and self.device.type == "cuda" and self.dtype == torch.float32:
-            return "triton"
-        return self.config.attention_backend
+    def _prompt_logprobs(
+        self, output: SchedulerOutput, logits: torch.Tensor
+    ) -> list[tuple[SequenceGroup, list[TokenLogprobs]]]:
+        """Return what the step tells of prompts whose logprobs are wanted; ``logits`` are those rows in batch order."""
+        found = []
+        row = 0
+        for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
+            start = sequence.num_computed_tokens
+            if known := sequence.group.prompt_logprob_positions(start, start + count):
+                token_ids = [sequence.token_ids[position + 1] for position in known]
+                num_top = sequence.params.prompt_logprobs or 0
+                logprobs = self.sampler.prompt_logprobs(logits[row : row + len(known)], token_ids, num_top)
+                found.append((sequence.group, logprobs))
+                row += len(known)
+        return found
 
-    # --- KV memory ----------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """End the other ranks; nothing can run afterwards."""
+        self.workers.close()
+        if self._mask_builder is not None:
+            self._mask_builder.close()
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes that one block's keys and values take in all layers."""
-        return self.block_size * self.model_config.kv_bytes_per_token(self.dtype)
-
-    def _allocate(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
-        return KVCache(
-            num_layers=self.model_config.num_layers,
-            num_blocks=num_blocks,
-            block_size=self.block_size,
-            num_kv_heads=self.model_config.num_kv_heads,
-            head_dim=self.model_config.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-            num_host_blocks=num_host_blocks,
-        )
-
-    def _measure_num_blocks(self) -> int:
-        """Return how many blocks memory holds, and no more than every sequence at full length could use."""
-        useful = self.config.max_num_seqs * -(-self.max_model_len // self.block_size)
-        if self.device.type == "cpu":
-            memory = host_memory_for_cache(self.config)
-        else:
-            self._warm_up()
-            memory = gpu_memory_for_cache(self.config, self.device)
-        return blocks_that_fit(memory, self.bytes_per_block, useful)
-
-    @torch.inference_mode()
-    def _warm_up(self) -> None:
-        """Run the largest step once, so that torch records the peak of memory that activations and logits take."""
-        num_tokens = self.config.max_num_batched_tokens
-        length = min(num_tokens, self.max_model_len)
-        starts = list(range(0, num_tokens, length))
-        lengths = [min(length, num_tokens - start) for start in starts]
-        width = -(-length // self.block_size)
-
-        def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
-
-        positions = torch.cat([torch.arange(count, device=self.device) for count in lengths])
-        metadata = AttentionMetadata(
-            slot_mapping=positions.clone(),  # all sequences write the same blocks: only sizes matter here
-            cu_seqlens_q=tensor([*starts, num_tokens]),
-            seq_lens=tensor(lengths),
-            block_tables=torch.arange(width, dtype=torch.int32, device=self.device).repeat(len(lengths), 1),
-            max_query_len=length,
-            max_seq_len=length,
-        )
-        rows = torch.arange(min(self.config.max_num_seqs, num_tokens), device=self.device)
-        model_input = ModelInput(torch.zeros_like(positions), positions, metadata, rows)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        hidden = self._forward(model_input, self._allocate(width))
-        self.model.compute_logits(hidden[rows])
-        self.sampler.warm_up(len(rows))
-        torch.cuda.synchronize(self.device)
+    def _allocate_blocks(self) -> int:
+        """Make the KV cache on every rank, in the size that the tightest one can hold; returns the number of blocks."""
+        num_blocks = self.config.num_blocks or min(self.workers.call("measure_num_blocks"))
+        if num_blocks * self.block_size < 2:
+            raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
+        bytes_per_block = self.workers.local.bytes_per_block * self.config.tensor_parallel_size
+        self.num_host_blocks = host_blocks_for(self.config.swap_space_gib, bytes_per_block)
+        self.workers.call("allocate", num_blocks, self.num_host_blocks)
+        return num_blocks
 
     def _log_capacity(self) -> None:
-        tokens, size = self.kv_cache.num_tokens, self.kv_cache.num_bytes
+        tokens = self.num_blocks * self.block_size
+        size = self.workers.local.kv_cache.num_bytes * self.config.tensor_parallel_size
         logger.info(
             "KV cache: %d blocks of %d tokens, %d tokens in %.2f GiB; room for %.2f requests of %d tokens",
             self.num_blocks, self.block_size, tokens, size / 2**30, tokens / self.max_model_len, self.max_model_len,

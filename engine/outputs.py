@@ -50,16 +50,15 @@ def step_outputs(got_token: Iterable[Sequence]) -> list[StepOutput]:
 
 def _new_token(sequence: Sequence) -> StepOutput:
     params = sequence.params
-    failed = sequence.finish_reason is FinishReason.ABORT  # for want of a token that may be sampled
     tells_prompt = params.prompt_logprobs is not None and sequence.index == 0 and sequence.num_output_tokens == 1
     return StepOutput(
         sequence.group.request_id,
         sequence.index,
-        [] if failed else [sequence.token_ids[-1]],
+        [] if sequence.has_failed else [sequence.token_ids[-1]],
         sequence.finish_reason,
         sequence.stop_reason,
         sequence.num_cached_tokens,
-        logprobs=sequence.logprobs[-1:] if params.logprobs is not None and not failed else None,
+        logprobs=sequence.logprobs[-1:] if params.logprobs is not None and not sequence.has_failed else None,
         prompt_logprobs=sequence.group.prompt_logprobs if tells_prompt else None,
         cumulative_logprob=sequence.cumulative_logprob if params.needs_logprobs else None,
     )

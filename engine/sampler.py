@@ -8,41 +8,23 @@ logits first, choice.py for how a token is chosen from them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, field
 from math import isfinite, isnan
 
 import torch
 
-from engine.logit_filters import apply_bitmask
+from engine.bitmask import apply_bitmask
 from engine.logprobs import TokenLogprobs
 from engine.ranking import gather_logprobs, likeliest
 from engine.sampling_batch import SamplingBatch
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from engine.sequence import Sequence
+from engine.scheduler import SampledTokens
+from engine.sequence import Sequence, SequenceGroup
 
-__all__ = ["Sampler", "SamplerOutput"]
+__all__ = ["Sampler"]
 
 NUM_CANDIDATES = 1024
 NO_TOKEN = -1
-
-
-@dataclass(slots=True)
-class SamplerOutput:
-    """What one step sampled; every list has an entry per row.
-
-    Attributes:
-        token_ids: the tokens; -1 in rows of beams, 0 in invalid ones.
-        logprobs: of the rows that asked, from the logits as the model gave them; None if no row did.
-        beams: row to the token ids and log-probabilities of the likeliest tokens, in order; those that may not come
-            yet are at -inf.
-        invalid_rows: rows in which nothing could be chosen, because the logits hold a NaN or +inf, or because every
-            token is forbidden. Their sequences must be ended; the other rows are as if these were not there.
-    """
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None
-    beams: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
-    invalid_rows: list[int] = field(default_factory=list)
+NO_CHOICE = "no token can be sampled: the logits hold a NaN or infinity, or every token is forbidden"
 
 
 class Sampler:
@@ -70,16 +52,21 @@ class Sampler:
         logits: torch.Tensor,
         sequences: Sequence_[Sequence],
         grammar: tuple[list[int], torch.Tensor] | None = None,
-    ) -> SamplerOutput:
+    ) -> SampledTokens:
         """Choose a token for each row, or find the likeliest ones for a beam.
 
         Args:
             logits: float32 [rows, vocab_size]; may be altered.
             sequences: one per row; several rows may have equal logits, none the same sequence.
             grammar: rows, and int32 [len(rows), ceil(vocab_size / 32)] with a bit for each token that may come there.
+
+        Returns:
+            The tokens, -1 in rows of beams and 0 in those that failed, because the logits hold a NaN or +inf or because
+            every token is forbidden: the other rows are as if these were not there. Log-probabilities are of the logits
+            as the model gave them; what a beam may not say yet is at -inf.
         """
         if not sequences:
-            return SamplerOutput([])
+            return SampledTokens([])
         batch = self._batch_of(sequences)
         beams = self._search(logits, batch)
         raw = logits.index_select(0, batch.ranked_index).log_softmax(dim=1) if batch.ranked_rows else None
@@ -111,12 +98,13 @@ class Sampler:
             frequency_penalty=0.1, presence_penalty=0.1, logit_bias={0: 1.0}, bad_words_token_ids=((0, 0, 0, 0),),
             allowed_token_ids=list(range(min(2 * self._num_candidates, self._vocab_size))),
         )  # fmt: skip
-        sequences = [
-            Sequence(
+        groups = [
+            SequenceGroup(
                 "warm-up", [0], params, arrival=0, root=0, stop_token_ids=frozenset({1}), max_total_tokens=2, seed=row
             )
             for row in range(num_rows)
         ]
+        sequences = [group.sequences[0] for group in groups]
         words = -(-self._vocab_size // 32)
         bitmask = torch.full((num_rows, words), -1, dtype=torch.int32, device=self._device)
         self.sample(logits, sequences, (list(range(num_rows)), bitmask))
@@ -154,7 +142,7 @@ def _finish(
     token_ids: list[int],
     logprobs: list[TokenLogprobs | None] | None,
     beams: dict[int, tuple[list[int], list[float]]],
-) -> SamplerOutput:
+) -> SampledTokens:
     """Tell the rows in which nothing could be chosen from the others."""
     invalid = {row for row, (_, scores) in beams.items() if not isfinite(scores[0])}
     if min(token_ids) == NO_TOKEN:
@@ -166,4 +154,4 @@ def _finish(
             token_ids[row] = 0
     for row in beams:
         token_ids[row] = NO_TOKEN
-    return SamplerOutput(token_ids, logprobs, beams, sorted(invalid))
+    return SampledTokens(token_ids, logprobs, beams, dict.fromkeys(sorted(invalid), NO_CHOICE))

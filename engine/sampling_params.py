@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.errors import RequestError
+from engine.structured_output import StructuredOutputsParams
 
 __all__ = ["MAX_STOP_STRINGS", "SamplingParams"]
 
@@ -153,6 +154,12 @@ def _logit_bias(name: str, value: Any) -> Any:
     return biases
 
 
+def _structured_outputs(name: str, value: Any) -> Any:
+    if not isinstance(value, StructuredOutputsParams):
+        raise RequestError(f"{name}={_shown(value)} must be StructuredOutputsParams", name)
+    return value
+
+
 def _bad_words_token_ids(name: str, value: Any) -> Any:
     words = _listed(name, value, 2 * MAX_BAD_WORDS, "words")  # a word may be spelled with and without a space
     for word in words:
@@ -193,6 +200,7 @@ _RULES: dict[str, Rule] = {
     "skip_special_tokens": _flag,
     "logprobs": _optional(_integer(0, MAX_LOGPROBS)),
     "prompt_logprobs": _optional(_integer(0, MAX_LOGPROBS)),
+    "structured_outputs": _optional(_structured_outputs),
 }
 
 # Beams are ranked by the model's own probabilities: what would change, cut or report those is refused with them. Each
@@ -213,6 +221,7 @@ _REFUSED_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "stop": ((),),
     "logprobs": (None,),
     "prompt_logprobs": (None,),
+    "structured_outputs": (None,),
 }
 
 
@@ -247,6 +256,7 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         logprobs: log-probabilities of the generated token and of so many likeliest ones, at most 20; None is off.
         prompt_logprobs: the same for the prompt's tokens.
+        structured_outputs: a JSON schema, regex, choice or grammar that the text must follow.
 
     Raises:
         RequestError: for a value out of range; its ``param`` is the parameter's name.
@@ -278,6 +288,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():

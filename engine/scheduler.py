@@ -135,13 +135,16 @@ class Scheduler:
         """Write the batch into ``output``, and fork the groups whose prompt is complete with this step."""
         output.sequences, output.num_new_tokens = self.running.copy(), counts
         output.sampling, output.sampling_rows = output.sequences, range(len(counts))
-        if len(self.running) == self._num_places and 0 not in counts:  # nobody will fork or has to wait
-            if partial:
-                sampling, sampling_rows = self.running.copy(), list(range(len(counts)))
-                for place in sorted(partial, reverse=True):
-                    del sampling[place], sampling_rows[place]
-                output.sampling, output.sampling_rows = sampling, sampling_rows
-            return
+        if len(self.running) < self._num_places or 0 in counts:
+            self._fill_with_forks(output, counts, partial)
+        elif partial:
+            sampling, rows = self.running.copy(), list(range(len(counts)))
+            for place in sorted(partial, reverse=True):
+                del sampling[place], rows[place]
+            output.sampling, output.sampling_rows = sampling, rows
+
+    def _fill_with_forks(self, output: SchedulerOutput, counts: list[int], partial: set[int]) -> None:
+        """The same where a group may fork, or some of its sequences have to wait for others."""
         rows: list[int] = []
         sampling: list[Sequence] = []
         row = 0
@@ -174,7 +177,7 @@ class Scheduler:
             group.prompt_logprobs += logprobs
         ended = [output.sampling[position] for position in sampled.failed]
         for position, why in sampled.failed.items():
-            _fail(output.sampling[position], why)
+            output.sampling[position].fail(why)
         got_one = zip(output.sampling, sampled.token_ids, strict=True)
         if sampled.failed or sampled.beams:
             got_one = [  # type: ignore[assignment]
@@ -469,8 +472,3 @@ def _record_logprobs(sampling: list[Sequence], logprobs: list[TokenLogprobs | No
             sequence.cumulative_logprob += next(iter(one.values())).logprob  # the sampled token comes first
             if sequence.params.logprobs is not None:
                 sequence.logprobs.append(one)
-
-
-def _fail(sequence: Sequence, why: str) -> None:
-    sequence.stop_reason = why
-    sequence.finish(FinishReason.ABORT)

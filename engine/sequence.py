@@ -58,6 +58,7 @@ class Sequence:
         "finish_reason",
         "grammar",
         "group",
+        "has_failed",
         "host_table",
         "index",
         "is_alone",
@@ -92,6 +93,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the id of stop_token_ids that ended it; None for the model's EOS
+        self.has_failed = False  # it ended for want of a token to go on with
         self.grammar: Grammar | None = None
         self.logprobs: list[TokenLogprobs] = []  # of the tokens generated, where the request asks for them
         self.cumulative_logprob = 0.0
@@ -164,24 +166,26 @@ class Sequence:
 
     def check_end(self, token_id: int) -> None:
         """End the sequence if ``token_id``, just appended, was the last one."""
-        if self.grammar is not None and not self._accept(token_id):
-            return
-        if token_id in self.stop_token_ids and self.num_output_tokens > self.params.min_tokens:
+        if self.grammar is not None and not self.grammar.accept(token_id):
+            self.token_ids.pop()
+            self.fail(self.grammar.error or "the grammar refused the token")
+        elif token_id in self.stop_token_ids and self.num_output_tokens > self.params.min_tokens:
             assert self.params.stop_token_ids is not None
             self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
+            self.finish(FinishReason.STOP)
+        elif self.grammar is not None and self.grammar.is_terminated:  # nothing but an end could follow
             self.finish(FinishReason.STOP)
         elif len(self.token_ids) >= self.max_total_tokens:
             self.finish(FinishReason.LENGTH)
 
-    def _accept(self, token_id: int) -> bool:
-        """Advance the grammar; False if that ended the sequence."""
-        assert self.grammar is not None
-        if not self.grammar.accept(token_id):
-            self.stop_reason = self.grammar.error
+    def fail(self, why: str) -> None:
+        """End the sequence because it has no token to go on with."""
+        self.has_failed = True
+        if self.grammar is not None and self.grammar.is_terminated:
+            self.finish(FinishReason.STOP)
+        else:
+            self.stop_reason = why
             self.finish(FinishReason.ABORT)
-        elif self.grammar.is_terminated and not self.stop_token_ids:
-            self.finish(FinishReason.STOP)  # there is no EOS to wait for
-        return not self.is_finished
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence; its blocks are the block manager's to free."""

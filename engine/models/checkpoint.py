@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelLoadError
+from engine.models.sharding import Shard
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -30,16 +31,32 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor, on the CPU and in the checkpoint's own dtype.
+    def read(self, name: str, shape: list[int], shard: Shard | None = None) -> torch.Tensor:
+        """Return one tensor, or only the ``shard`` of it, on the CPU and in the checkpoint's own dtype.
+
+        Args:
+            name: the tensor's.
+            shape: what the whole tensor must have.
+            shard: the part to read from the disk.
 
         Raises:
-            ModelLoadError: if the checkpoint does not have it.
+            ModelLoadError: if the checkpoint does not have it or it is of another shape.
         """
         if name not in self._files:
             raise ModelLoadError(f"checkpoint '{self._path}' lacks the tensor '{name}'; it is incomplete")
         self._read.add(name)
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        file = self._files[name]
+        stored = file.get_slice(name)
+        if stored.get_shape() != shape:
+            raise ModelLoadError(
+                f"'{name}' of '{self._path}' has shape {stored.get_shape()}, but its config says {shape}"
+            )
+        tensor: torch.Tensor
+        if shard is None or shard.is_whole:
+            tensor = file.get_tensor(name)
+        else:
+            part = slice(shard.start, shard.stop)
+            tensor = stored[part] if shard.dim == 0 else stored[:, part]
         return tensor
 
     @property

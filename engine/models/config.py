@@ -7,7 +7,7 @@ result small, typed and checked, and refuses what the decoder would compute wron
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,30 @@ class ModelConfig:
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes that one token's keys and values take in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    def shard(self, size: int) -> ModelConfig:
+        """Return the shape of what one of ``size`` tensor-parallel ranks computes between two sums.
+
+        KV heads that are fewer than the ranks are replicated. The vocabulary's share is padded, see sharding.py.
+
+        Raises:
+            ConfigError: if the heads or the feed-forward cannot be divided by ``size``.
+        """
+        for name, count, divides in (
+            ("attention heads", self.num_heads, self.num_heads % size == 0),
+            ("KV heads", self.num_kv_heads, self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0),
+            ("feed-forward features", self.intermediate_size, self.intermediate_size % size == 0),
+        ):
+            if not divides:
+                raise ConfigError(
+                    f"tensor_parallel_size={size} does not divide the model's {count} {name}; choose another size"
+                )
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+            intermediate_size=self.intermediate_size // size,
+        )
 
     @classmethod
     def from_hf(cls, config: Any) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 Tokens are packed: a step's tokens of all sequences lie in one row, ``[num_tokens, hidden_size]``, and only attention,
 through the step's ForwardContext, knows which belong together. Linear layers that read the same input are fused.
+Tensor-parallel ranks compute the same tokens, each with its own heads, features and part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,15 +14,51 @@ from torch.nn import functional as F
 from engine.forward_context import ForwardContext
 from engine.models.config import ModelConfig
 from engine.models.rope import apply_rope
+from engine.models.sharding import vocab_range
+from engine.tensor_parallel import TensorParallel
 from kernels.store_kvcache import store_kvcache
 
 __all__ = ["Decoder"]
 
 
-class Attention(nn.Module):
-    """Grouped-query attention over the paged cache, with optional biases, QK norm and sliding window."""
+class RowParallelLinear(nn.Linear):
+    """A linear layer that has its rank's columns of the input, and sums the ranks' results; the bias is added once."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.parallel = parallel
+
+    def forward(self, own_features: torch.Tensor) -> torch.Tensor:
+        """Map [num_tokens, in_features] to the whole [num_tokens, out_features]."""
+        partial = F.linear(own_features, self.weight, self.bias if self.parallel.rank == 0 else None)
+        return self.parallel.all_reduce(partial)
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding that has its rank's rows: the other ids' are zero here, and the ranks' sum is everybody's."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: TensorParallel) -> None:
+        self.first_id, rows = vocab_range(vocab_size, parallel.rank, parallel.size)
+        super().__init__(rows, hidden_size)
+        self.parallel = parallel
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Map [num_tokens] to [num_tokens, hidden_size]."""
+        if self.parallel.size == 1:
+            return F.embedding(token_ids, self.weight)
+        rows = token_ids - self.first_id
+        foreign = (rows < 0) | (rows >= self.num_embeddings)
+        own = F.embedding(rows.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(1), 0)
+        return self.parallel.all_reduce(own)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged cache, with optional biases, QK norm and sliding window.
+
+    ``config`` here and below is a rank's own share, ``ModelConfig.shard``.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -29,7 +66,9 @@ class Attention(nn.Module):
         self.scale = config.head_dim**-0.5
         qkv_heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv_proj = nn.Linear(config.hidden_size, qkv_heads * config.head_dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias, parallel=parallel
+        )
         self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
@@ -54,10 +93,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias, parallel=parallel
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to the same shape."""
@@ -69,12 +110,12 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer, parallel)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, parallel)
 
     def forward(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext
@@ -89,17 +130,20 @@ class Decoder(nn.Module):
     """A decoder-only language model.
 
     Args:
-        config: its shape.
+        config: the whole model's shape.
         rope: cosines and sines of every position it may see, float32 [length, 2, head_dim // 2].
+        parallel: which rank's share this is.
     """
 
-    def __init__(self, config: ModelConfig, rope: torch.Tensor) -> None:
+    def __init__(self, config: ModelConfig, rope: torch.Tensor, parallel: TensorParallel) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.parallel = parallel
+        own = config.shard(parallel.size)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
+        self.layers = nn.ModuleList(DecoderLayer(own, layer, parallel) for layer in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, self.embed_tokens.num_embeddings, bias=False)
         self.rope: torch.Tensor
         self.register_buffer("rope", rope, persistent=False)
 
@@ -112,7 +156,7 @@ class Decoder(nn.Module):
         output: torch.Tensor = self.norm(hidden)
         return output
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [rows, vocab_size] of the hidden states [rows, hidden_size]."""
-        logits: torch.Tensor = self.lm_head(hidden)
-        return logits.float()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return float32 logits [rows, vocab_size] of the hidden states [rows, hidden_size]; only rank 0 has them."""
+        logits = self.parallel.gather_columns(self.lm_head(hidden))
+        return None if logits is None else logits[:, : self.config.vocab_size].float()

@@ -15,9 +15,10 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from engine.logit_filters import apply_bitmask, build_filters
+from engine.bitmask import apply_bitmask
+from engine.logit_filters import build_filters
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceGroup
 
 VOCAB_SIZE = 12  # small: tokens repeat, and words of several tokens come about
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ STOPS = frozenset({7, 9})
 def make_sequences(kinds: list[dict[str, Any]], num_prompt_tokens: int = 3) -> list[Sequence]:
     rng = random.Random(0)
     return [
-        Sequence(
+        SequenceGroup(
             str(row),
             [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt_tokens)],
             SamplingParams(**kind),
@@ -36,7 +37,7 @@ def make_sequences(kinds: list[dict[str, Any]], num_prompt_tokens: int = 3) -> l
             stop_token_ids=STOPS,
             max_total_tokens=100,
             seed=0,
-        )
+        ).sequences[0]
         for row, kind in enumerate(kinds)
     ]
 

@@ -38,12 +38,12 @@ def test_the_log_says_blocks_tokens_gib_and_full_length_requests(
     config = EngineConfig(model=qwen3.path, device="cpu", block_size=16, num_blocks=24, max_model_len=128)
     runner = ModelRunner(config)
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("KV cache:")]
-    size = runner.kv_cache.num_bytes / 2**30
+    size = runner.workers.local.kv_cache.num_bytes / 2**30
     assert line == (
         f"KV cache: 24 blocks of 16 tokens, 384 tokens in {size:.2f} GiB; room for 3.00 requests of 128 tokens"
     )
-    assert runner.kv_cache.bytes_per_block == runner.bytes_per_block
-    assert runner.kv_cache.num_host_blocks == 0
+    assert runner.workers.local.kv_cache.bytes_per_block == runner.bytes_per_block
+    assert runner.workers.local.kv_cache.num_host_blocks == 0
 
 
 def test_the_host_pool_takes_the_swap_space_and_not_more(monkeypatch: pytest.MonkeyPatch) -> None:

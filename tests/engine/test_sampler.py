@@ -17,7 +17,7 @@ from engine.noise import as_uint64, gumbel_noise, noise_keys
 from engine.ranking import likeliest
 from engine.sampler import NUM_CANDIDATES, Sampler
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceGroup
 
 VOCAB_SIZE = 50
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ STOP = 7
 
 
 def make_sequence(seed: int = 0, num_tokens: int = 4, **params: Any) -> Sequence:
-    return Sequence(
+    return SequenceGroup(
         "request",
         [1] * num_tokens,
         SamplingParams(**params),
@@ -34,13 +34,13 @@ def make_sequence(seed: int = 0, num_tokens: int = 4, **params: Any) -> Sequence
         stop_token_ids=frozenset({STOP}),
         max_total_tokens=1000,
         seed=seed,
-    )
+    ).sequences[0]
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence], num_candidates: int = NUM_CANDIDATES) -> list[int]:
     """Sample without a past, and without altering ``logits``."""
     output = Sampler(logits.shape[1], CPU, num_candidates=num_candidates).sample(logits.clone(), sequences)
-    assert output.invalid_rows == []
+    assert not output.failed
     return output.token_ids
 
 
@@ -264,13 +264,13 @@ def test_an_impossible_row_is_flagged_and_disturbs_no_other(params: dict[str, An
     else:
         logits[2, 30] = wrong
     output = Sampler(VOCAB_SIZE, CPU, num_candidates=4).sample(logits, sequences)
-    assert output.invalid_rows == [2]
+    assert list(output.failed) == [2]
     assert output.token_ids == [*expected[:2], 0, *expected[3:]]
 
 
 def test_a_mask_that_forbids_everything_is_flagged() -> None:
     sequences = [make_sequence(temperature=0.0, allowed_token_ids=[STOP], min_tokens=1), make_sequence(min_tokens=1)]
-    assert Sampler(VOCAB_SIZE, CPU).sample(random_logits(2, 0), sequences).invalid_rows == [0]
+    assert Sampler(VOCAB_SIZE, CPU).sample(random_logits(2, 0), sequences).failed.keys() == {0}
 
 
 def test_a_nan_behind_a_mask_and_one_in_a_beam_are_flagged() -> None:
@@ -282,7 +282,7 @@ def test_a_nan_behind_a_mask_and_one_in_a_beam_are_flagged() -> None:
     logits = random_logits(3, 0)
     logits[:2, 30] = math.nan
     output = Sampler(VOCAB_SIZE, CPU).sample(logits, sequences)
-    assert output.invalid_rows == [0, 1]
+    assert list(output.failed) == [0, 1]
     assert output.token_ids[:2] == [0, -1]
 
 

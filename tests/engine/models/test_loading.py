@@ -15,12 +15,20 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.models.config import GenerationDefaults, ModelConfig, load_hf_config
 from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
+from engine.tensor_parallel import TensorParallel
 from tests.engine.checkpoints import build_model
 from tests.engine.conftest import SavedModel
 
 
 def load(path: Path) -> Decoder:
-    return load_decoder(path, load_hf_config(path), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
+    return load_decoder(
+        path,
+        load_hf_config(path),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=64,
+        parallel=TensorParallel(),
+    )
 
 
 @pytest.fixture
@@ -59,7 +67,7 @@ def test_a_tensor_too_many_is_named(checkpoint: Path) -> None:
 
 def test_a_wrong_shape_is_named(checkpoint: Path) -> None:
     edit_weights(checkpoint, **{"model.norm.weight": torch.zeros(5)})
-    with pytest.raises(ModelLoadError, match=r"'norm.weight'.*\[5\].*\[48\]"):
+    with pytest.raises(ModelLoadError, match=r"'model\.norm\.weight'.*\[5\].*\[48\]"):
         load(checkpoint)
 
 

@@ -1,0 +1,198 @@
+"""ModelWorker: one rank's share of the model and of the KV cache on one device, and what every rank does in a step.
+
+It knows nothing of the other ranks but the collectives inside the model: who tells it what to do is worker_pool.py's
+business, and what to do is the scheduler's. Without tensor parallelism there is one worker, and its share is the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch import ModelInput, StepPlan
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.forward_context import ForwardContext
+from engine.kv_cache import KVCache
+from engine.memory import blocks_that_fit, gpu_memory_for_cache, host_memory_for_cache
+from engine.models.config import ModelConfig, load_hf_config
+from engine.models.decoder import Decoder
+from engine.models.loader import load_decoder
+from engine.sampler import Sampler
+from engine.tensor_parallel import TensorParallel
+from kernels.attention import AttentionMetadata, select_backend
+
+__all__ = ["ModelWorker", "resolve_device"]
+
+
+def resolve_device(config: EngineConfig, rank: int) -> torch.device:
+    """Return a rank's device: ``auto`` is a GPU where there is one, and each rank takes a GPU of its own.
+
+    Raises:
+        ConfigError: if GPUs are asked for and there are none, or fewer than ranks.
+    """
+    name, size = config.device, config.tensor_parallel_size
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device='{name}' asks for a GPU, but torch sees none; choose auto or cpu")
+    if size == 1:
+        return torch.device("cuda" if name == "auto" else name)
+    if size > torch.cuda.device_count():
+        raise ConfigError(f"tensor_parallel_size={size} exceeds the {torch.cuda.device_count()} GPUs here; lower it")
+    return torch.device("cuda", rank)
+
+
+class ModelWorker:
+    """A rank's model and KV cache; constructing it finds out what to load, and touches no weights.
+
+    Raises:
+        ConfigError: if an option does not fit the model, the backend or the machine.
+        ModelLoadError: if the checkpoint cannot be served.
+    """
+
+    model: Decoder  # after load()
+    kv_cache: KVCache  # after allocate()
+
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        self.config = config
+        self.rank = rank
+        self.device = resolve_device(config, rank)
+        self.hf_config = load_hf_config(config.model)
+        self.model_config = ModelConfig.from_hf(self.hf_config)
+        self.share = self.model_config.shard(config.tensor_parallel_size)
+        self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        self.max_model_len = self._context_length()
+        try:
+            self.backend = select_backend(self.device, self._backend_name())
+            self.block_size = config.block_size or self.backend.default_block_size
+            self.backend.check_block_size(self.block_size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.parallel = TensorParallel()
+
+    def load(self, rendezvous: str) -> None:
+        """Meet the other ranks at the file ``rendezvous`` and load this one's share of the weights.
+
+        Raises:
+            ModelLoadError: if the checkpoint cannot be served.
+        """
+        self._use_device()
+        self.parallel = TensorParallel.join(self.rank, self.config.tensor_parallel_size, self.device, rendezvous)
+        self.model = load_decoder(
+            self.config.model, self.hf_config, dtype=self.dtype, device=self.device,
+            max_model_len=self.max_model_len, parallel=self.parallel,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> torch.Tensor | None:
+        """Compute one step; rank 0 returns the logits [num_sampled, vocab_size], if the plan has any to sample."""
+        self._use_device()
+        self._copy_blocks(plan)
+        model_input = plan.to_device(self.device)
+        hidden = self._forward(model_input, self.kv_cache)
+        return self.model.compute_logits(hidden[model_input.logit_rows]) if len(plan.logit_rows) else None
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        if plan.swap_out:
+            self.kv_cache.swap_out(plan.swap_out)
+        if plan.swap_in:
+            self.kv_cache.swap_in(plan.swap_in)
+        if plan.block_copies:
+            self.kv_cache.copy_blocks(plan.block_copies)
+
+    def abort(self) -> None:
+        """Give up what waits for the other ranks, from any thread."""
+        self.parallel.abort()
+
+    def _forward(self, model_input: ModelInput, kv_cache: KVCache) -> torch.Tensor:
+        context = ForwardContext(self.backend, model_input.metadata, kv_cache)
+        hidden: torch.Tensor = self.model(model_input.token_ids, model_input.positions, context)
+        return hidden
+
+    def _use_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # the current device is each thread's own, and Triton launches there
+
+    def _context_length(self) -> int:
+        longest = self.model_config.max_position_embeddings
+        asked = self.config.max_model_len
+        if asked is not None and asked > longest:
+            raise ConfigError(f"max_model_len={asked} exceeds the model's {longest} positions; lower it")
+        return asked or longest
+
+    def _backend_name(self) -> str:
+        """Return the configured backend, or where it is left open and flash-attn cannot compute float32, Triton's."""
+        if self.config.attention_backend == "auto" and self.device.type == "cuda" and self.dtype == torch.float32:
+            return "triton"
+        return self.config.attention_backend
+
+    # --- KV memory ----------------------------------------------------------------------------------------------
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What a token's keys and values take on this rank."""
+        return self.share.kv_bytes_per_token(self.dtype)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What a block's keys and values take on this rank."""
+        return self.block_size * self.kv_bytes_per_token
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Make the KV cache: as many blocks on every rank, since they share the block tables."""
+        self.kv_cache = self._make_cache(num_blocks, num_host_blocks)
+
+    def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
+        return KVCache(
+            num_layers=self.share.num_layers,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=self.share.num_kv_heads,
+            head_dim=self.share.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            num_host_blocks=num_host_blocks,
+        )
+
+    def measure_num_blocks(self) -> int:
+        """Return how many blocks memory holds, and no more than every sequence at full length could use.
+
+        Raises:
+            ConfigError: if not even one block fits.
+        """
+        useful = self.config.max_num_seqs * -(-self.max_model_len // self.block_size)
+        if self.device.type == "cpu":
+            memory = host_memory_for_cache(self.config)
+        else:
+            self._warm_up()
+            memory = gpu_memory_for_cache(self.config, self.device)
+        return blocks_that_fit(memory, self.bytes_per_block, useful)
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Run the largest step once, so that torch records the peak of memory that activations and logits take."""
+        num_tokens = self.config.max_num_batched_tokens
+        length = min(num_tokens, self.max_model_len)
+        starts = list(range(0, num_tokens, length))
+        lengths = [min(length, num_tokens - start) for start in starts]
+        width = -(-length // self.block_size)
+
+        def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
+        positions = torch.cat([torch.arange(count, device=self.device) for count in lengths])
+        metadata = AttentionMetadata(
+            slot_mapping=positions.clone(),  # all sequences write the same blocks: only sizes matter here
+            cu_seqlens_q=tensor([*starts, num_tokens]),
+            seq_lens=tensor(lengths),
+            block_tables=torch.arange(width, dtype=torch.int32, device=self.device).repeat(len(lengths), 1),
+            max_query_len=length,
+            max_seq_len=length,
+        )
+        rows = torch.arange(min(self.config.max_num_seqs, num_tokens), device=self.device)
+        model_input = ModelInput(torch.zeros_like(positions), positions, metadata, rows)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        hidden = self._forward(model_input, self._make_cache(width))
+        if self.model.compute_logits(hidden[rows]) is not None:
+            Sampler(self.model_config.vocab_size, self.device).warm_up(len(rows))
+        torch.cuda.synchronize(self.device)

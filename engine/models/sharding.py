@@ -1,0 +1,56 @@
+"""Which part of each of a checkpoint's tensors one tensor-parallel rank holds. It knows names and sizes, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.models.config import ModelConfig
+
+__all__ = ["Shard", "shard_of", "vocab_range"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A range along one dimension of a tensor."""
+
+    dim: int
+    full: int  # the whole tensor's size along dim
+    start: int
+    stop: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is cut off."""
+        return self.stop - self.start == self.full
+
+
+def vocab_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the first id of a rank and the rows it holds: equally many on each, so the last ranks' may be padding."""
+    rows = -(-vocab_size // size)
+    return rank * rows, rows
+
+
+def shard_of(name: str, config: ModelConfig, rank: int, size: int) -> Shard | None:
+    """Return the part of the tensor ``name`` that a rank reads, or None where every rank reads the whole.
+
+    Where there are fewer KV heads than ranks, neighbouring ranks read the same head.
+    """
+    module, kind = name.split(".")[-2:]
+    if module in ("embed_tokens", "lm_head"):
+        start, rows = vocab_range(config.vocab_size, rank, size)
+        return Shard(0, config.vocab_size, min(start, config.vocab_size), min(start + rows, config.vocab_size))
+    own = config.shard(size)
+    features = {
+        "q_proj": (0, config.num_heads, own.num_heads, config.head_dim),
+        "k_proj": (0, config.num_kv_heads, own.num_kv_heads, config.head_dim),
+        "v_proj": (0, config.num_kv_heads, own.num_kv_heads, config.head_dim),
+        "o_proj": (1, config.num_heads, own.num_heads, config.head_dim),
+        "gate_proj": (0, config.intermediate_size, own.intermediate_size, 1),
+        "up_proj": (0, config.intermediate_size, own.intermediate_size, 1),
+        "down_proj": (1, config.intermediate_size, own.intermediate_size, 1),
+    }
+    if module not in features or (module in ("o_proj", "down_proj") and kind == "bias"):
+        return None
+    dim, full, count, width = features[module]
+    start = rank * full // size
+    return Shard(dim, full * width, start * width, (start + count) * width)

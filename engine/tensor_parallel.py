@@ -1,0 +1,85 @@
+"""TensorParallel: one rank's place among the ranks that share a model, and the collectives that sharing takes.
+
+The scheme is Megatron-LM's (Shoeybi et al., 2019). A layer needs two sums, and a step one more and one gather:
+
+    qkv, gate, up      by columns: every rank computes its own heads and features from the whole input
+    o, down            by rows: a rank's features give a partial result, and all_reduce sums the ranks'
+    embedding          by vocabulary: a rank looks up its own ids, the others' are zero, and all_reduce sums
+    lm_head            by vocabulary: rank 0 gathers the logits, and nobody else needs them
+
+The object is passed to whatever needs it. It holds a process group of its own and leaves torch's default one alone, so
+several engines live in one process or beside somebody else's use of torch.distributed. No port is fixed: gloo and NCCL
+take free ones and tell each other through a file in a private directory.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
+
+__all__ = ["TensorParallel"]
+
+# The second line of defence: a rank that dies is noticed at once, one that only stands still when this has passed.
+_TIMEOUT = timedelta(seconds=120)
+
+
+class TensorParallel:
+    """Rank ``rank`` of ``size``; alone, its collectives do nothing."""
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+        assert 0 <= rank < size
+        assert (group is not None) == (size > 1)
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    @classmethod
+    def join(cls, rank: int, size: int, device: torch.device, rendezvous: str) -> TensorParallel:
+        """Meet the other ranks, all on this host, at the file ``rendezvous``; returns when everybody has come."""
+        if size == 1:
+            return cls()
+        store = FileStore(rendezvous, size)
+        store.set_timeout(_TIMEOUT)
+        make_group = _nccl_group if device.type == "cuda" else _gloo_group
+        parallel = cls(rank, size, make_group(store, rank, size))
+        parallel.all_reduce(torch.zeros(1, device=device))  # NCCL connects only now
+        return parallel
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """Sum the ranks' tensors, in place, and return the sum."""
+        if self.size > 1:
+            self._group.allreduce(partial).wait()
+        return partial
+
+    def gather_columns(self, columns: torch.Tensor) -> torch.Tensor | None:
+        """Return the ranks' [rows, n] side by side, [rows, size * n], on rank 0, and None elsewhere."""
+        if self.size == 1:
+            return columns
+        parts = [torch.empty_like(columns) for _ in range(self.size)] if self.rank == 0 else []
+        self._group.gather(parts, columns, 0).wait()
+        return torch.cat(parts, dim=-1) if self.rank == 0 else None
+
+    def abort(self) -> None:
+        """Give up the collectives that are under way, from any thread; the group is of no use afterwards."""
+        if self._group is not None and self._group.name() == "nccl":  # gloo's fail by themselves when a peer is gone
+            self._group.abort()
+
+
+def _gloo_group(store: FileStore, rank: int, size: int) -> Any:
+    # torch's public constructor would resolve the host's name, which need not lead to this machine.
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = _TIMEOUT
+    return gloo(store, rank, size, options)
+
+
+def _nccl_group(store: FileStore, rank: int, size: int) -> Any:
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from torch's builds for the CPU
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = _TIMEOUT
+    return ProcessGroupNCCL(store, rank, size, options)
