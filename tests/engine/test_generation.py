@@ -77,9 +77,9 @@ class PreemptionCounter:
         self.count = 0
         original = Scheduler._preempt
 
-        def counting(scheduler: Scheduler, sequence: Any) -> None:
+        def counting(scheduler: Scheduler, *args: Any) -> None:
             self.count += 1
-            original(scheduler, sequence)
+            original(scheduler, *args)
 
         monkeypatch.setattr(Scheduler, "_preempt", counting)
 

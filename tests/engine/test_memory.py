@@ -42,7 +42,7 @@ def test_the_log_says_blocks_tokens_gib_and_full_length_requests(
     assert line == (
         f"KV cache: 24 blocks of 16 tokens, 384 tokens in {size:.2f} GiB; room for 3.00 requests of 128 tokens"
     )
-    assert runner.workers.local.kv_cache.bytes_per_block == runner.bytes_per_block
+    assert runner.workers.local.kv_cache.bytes_per_block == runner.workers.local.bytes_per_block
     assert runner.workers.local.kv_cache.num_host_blocks == 0
 
 
