@@ -88,7 +88,7 @@ class ModelWorker:
         self._use_device()
         model_input = plan.to_device(self.device)
         hidden = self._forward(model_input, self.kv_cache)
-        return self.model.compute_logits(hidden[model_input.sampled_rows]) if plan.sampled_rows else None
+        return self.model.compute_logits(hidden[model_input.sampled_rows]) if len(plan.sampled_rows) else None
 
     def abort(self) -> None:
         """Give up what waits for the other ranks, from any thread."""

@@ -109,7 +109,7 @@ class RemoteRanks:
     # --- calls, from the thread that drives rank 0 ----------------------------------------------------------------
 
     def send(self, message: object) -> None:
-        """Send plain data to every rank."""
+        """Send an object that pickles to every rank."""
         data = pickle.dumps(message)
         for rank in self._ranks:
             rank.connection.send_bytes(data)
