@@ -65,15 +65,15 @@ class RemoteRanks:
 
     Args:
         config: the engine's.
-        on_failure: called from another thread when a rank has died, to free rank 0 from a collective.
+        abort: frees rank 0 from a collective when the others have ended; called from any thread, maybe twice.
 
     Raises:
         PagodaError: if a rank cannot start.
     """
 
-    def __init__(self, config: EngineConfig, on_failure: Callable[[], None]) -> None:
+    def __init__(self, config: EngineConfig, abort: Callable[[], None]) -> None:
         self._size = config.tensor_parallel_size
-        self._on_failure = on_failure
+        self._abort = abort
         self._owner = os.getpid()
         self._directory = tempfile.mkdtemp(prefix="pagoda-ranks-")
         self._replies: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()  # None: a rank has failed
@@ -109,7 +109,7 @@ class RemoteRanks:
     # --- calls, from the thread that drives rank 0 ----------------------------------------------------------------
 
     def send(self, message: object) -> None:
-        """Send plain data to every rank."""
+        """Send an object that pickles to every rank."""
         data = pickle.dumps(message)
         for rank in self._ranks:
             rank.connection.send_bytes(data)
@@ -161,6 +161,7 @@ class RemoteRanks:
             self._watcher.join()
         for rank in self._ranks:
             rank.connection.close()
+        self._abort()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     # --- the watcher's thread -------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ class RemoteRanks:
         self._replies.put(None)
         for one in self._ranks:
             one.process.kill()
-        self._on_failure()
+        self._abort()
 
 
 def _how_it_ended(code: int) -> str:

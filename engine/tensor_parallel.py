@@ -63,9 +63,10 @@ class TensorParallel:
         return torch.cat(parts, dim=-1) if self.rank == 0 else None
 
     def abort(self) -> None:
-        """Give up the collectives that are under way, from any thread; the group is of no use afterwards."""
-        if self._group is not None and self._group.name() == "nccl":  # gloo's fail by themselves when a peer is gone
-            self._group.abort()
+        """Leave the group and give up what is under way in it, from any thread; no collective can follow."""
+        group, self._group = self._group, None
+        if group is not None and group.name() == "nccl":  # gloo's collectives fail by themselves when a peer is gone
+            group.abort()
 
 
 def _gloo_group(store: FileStore, rank: int, size: int) -> Any:

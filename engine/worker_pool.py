@@ -27,7 +27,7 @@ class WorkerPool:
         self.local = ModelWorker(config)  # most mistakes end here, before any process has started
         self._ranks: RemoteRanks | None = None
         if config.tensor_parallel_size > 1:
-            self._ranks = RemoteRanks(config, on_failure=self.local.abort)
+            self._ranks = RemoteRanks(config, abort=self.local.abort)
             self._close_ranks = weakref.finalize(self, self._ranks.close)
         self.call("load", "" if self._ranks is None else self._ranks.rendezvous)
 

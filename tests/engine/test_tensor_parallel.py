@@ -109,7 +109,7 @@ def check_equal(got: Answers, expected: Answers) -> None:
 class ThreadRanks:
     """RemoteRanks without processes, which take seconds to start: each rank is a thread with a worker of its own."""
 
-    def __init__(self, config: EngineConfig, on_failure: Callable[[], None]) -> None:
+    def __init__(self, config: EngineConfig, abort: Callable[[], None]) -> None:
         self.directory = tempfile.TemporaryDirectory()
         self.rendezvous = os.path.join(self.directory.name, "store")
         self.calls: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(1, config.tensor_parallel_size)]
