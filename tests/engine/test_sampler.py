@@ -213,6 +213,21 @@ def test_columns_are_kept_while_the_same_sequences_go_on(monkeypatch: pytest.Mon
     assert len(built) == 2
 
 
+@pytest.mark.parametrize(
+    "params", [{"presence_penalty": 2.0}, {"repetition_penalty": 1024.0}, {"bad_words_token_ids": ((20, 6, 20),)}]
+)
+def test_a_token_that_was_replaced_after_the_next_one_came_is_noticed(params: dict[str, Any]) -> None:
+    sequence = make_sequence(temperature=0.0, **params)
+    sampler = Sampler(VOCAB_SIZE, CPU)
+    sequence.token_ids += [9]
+    sampler.sample(random_logits(1, 0), [sequence])
+    sequence.token_ids[-1] = 20
+    sequence.token_ids.append(6)
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 20:22] = torch.tensor([1.0, 0.5])
+    assert sampler.sample(logits.clone(), [sequence]).token_ids == sample(logits, [sequence]) != [20]
+
+
 def test_a_sequence_that_lost_a_sampled_token_is_handled_by_reset() -> None:
     """History rewritten where no cheap look can see it: the one case in which whoever does it must say so."""
     sequence = make_sequence(temperature=0.0, presence_penalty=2.0)
@@ -242,6 +257,8 @@ def test_a_tiny_temperature_is_greedy_and_not_the_first_of_many_infinities() -> 
 def test_equal_logits_are_told_apart_by_id() -> None:
     """16-bit logits are often equal: top-k keeps the smaller ids, and so does the list of the likeliest."""
     scores = torch.randint(-3, 3, (20, VOCAB_SIZE), generator=torch.Generator().manual_seed(0)).float()
+    above = torch.nextafter(scores, torch.tensor(math.inf))
+    scores[:, ::3] = above[:, ::3]  # and what differs in the last bit is not equal
     values, ids = likeliest(scores, 17)
     expected = [sorted(range(VOCAB_SIZE), key=lambda i, row=row: (-row[i], i))[:17] for row in scores.tolist()]
     assert ids.tolist() == expected
