@@ -27,8 +27,8 @@ from engine.scheduler import SampledTokens, Scheduler, SchedulerOutput
 from engine.sequence import FinishReason, SequenceGroup
 
 if TYPE_CHECKING:
-    from engine.grammar import Grammar
-    from engine.grammar_compiler import GrammarCompiler
+    from engine.structured_outputs.compiler import GrammarCompiler
+    from engine.structured_outputs.grammar import Grammar
 
 __all__ = ["Engine", "EngineInfo", "EngineStats", "Runner"]
 
@@ -264,7 +264,7 @@ class Engine:
         try:
             with self._compiler_lock:
                 if self._compiler is None:
-                    from engine.grammar_compiler import GrammarCompiler  # only where grammars are used
+                    from engine.structured_outputs.compiler import GrammarCompiler  # only where grammars are used
 
                     self._compiler = GrammarCompiler(self.info.model, self.info.vocab_size, self.info.eos_token_ids)
             return self._compiler.compile(params.structured_outputs)

@@ -15,6 +15,7 @@ import torch
 
 from engine.batch import build_step_plan
 from engine.config import EngineConfig
+from engine.distributed.worker_pool import WorkerPool
 from engine.errors import ConfigError
 from engine.logprobs import TokenLogprobs
 from engine.memory import host_blocks_for
@@ -23,10 +24,9 @@ from engine.models.config import GenerationDefaults
 from engine.sampler import Sampler
 from engine.scheduler import SampledTokens, SchedulerOutput
 from engine.sequence import SequenceGroup
-from engine.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
-    from engine.bitmask import MaskBuilder
+    from engine.structured_outputs.bitmask import MaskBuilder
 
 __all__ = ["ModelRunner"]
 
@@ -87,7 +87,7 @@ class ModelRunner:
     def _start_masks(self, grammars: list[Any]) -> Future[torch.Tensor]:
         """Compute the masks of the next tokens beside the forward pass."""
         if self._mask_builder is None:
-            from engine.bitmask import MaskBuilder  # only where grammars are used
+            from engine.structured_outputs.bitmask import MaskBuilder  # only where grammars are used
 
             self._mask_builder = MaskBuilder()
         return self._mask_builder.start(grammars)

@@ -10,6 +10,7 @@ import torch
 
 from engine.batch import ModelInput, StepPlan
 from engine.config import EngineConfig
+from engine.distributed.tensor_parallel import TensorParallel
 from engine.errors import ConfigError
 from engine.forward_context import ForwardContext
 from engine.kv_cache import KVCache
@@ -18,7 +19,6 @@ from engine.models.config import ModelConfig, load_hf_config
 from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
 from engine.sampler import Sampler
-from engine.tensor_parallel import TensorParallel
 from kernels.attention import AttentionMetadata, select_backend
 
 __all__ = ["ModelWorker", "resolve_device"]

@@ -1,8 +1,8 @@
 """Sampler: logits to tokens.
 
 Sampling is a pure function of (logits, parameters, seed, position): it does not depend on what else is in the batch, on
-what was sampled before it, or on the replica. See noise.py for how a draw is one, logit_filters.py for what changes the
-logits first, choice.py for how a token is chosen from them.
+what was sampled before it, or on the replica. Of sampling/, noise.py says how a draw is one, logit_filters.py what
+changes the logits first, and choice.py how a token is chosen from them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from math import isfinite, isnan
 
 import torch
 
-from engine.bitmask import apply_bitmask
 from engine.logprobs import TokenLogprobs
-from engine.ranking import gather_logprobs, likeliest
-from engine.sampling_batch import SamplingBatch
+from engine.sampling.batch import SamplingBatch
+from engine.sampling.ranking import gather_logprobs, likeliest
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.scheduler import SampledTokens
 from engine.sequence import Sequence, SequenceGroup
+from engine.structured_outputs.bitmask import apply_bitmask
 
 __all__ = ["Sampler"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.errors import RequestError
-from engine.structured_output import StructuredOutputsParams
+from engine.structured_outputs.params import StructuredOutputsParams
 
 __all__ = ["MAX_STOP_STRINGS", "SamplingParams"]
 

@@ -16,8 +16,8 @@ from engine.prefix_hash import pack_tokens, packed_block_hash
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.grammar import Grammar  # imports torch
     from engine.logprobs import TokenLogprobs
+    from engine.structured_outputs.grammar import Grammar  # imports torch
 
 __all__ = ["FinishReason", "Sequence", "SequenceGroup", "SequenceStatus"]
 

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from engine.distributed.tensor_parallel import TensorParallel
 from engine.errors import ModelLoadError
 from engine.models.checkpoint import Checkpoint, open_checkpoint
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.rope import rope_table
 from engine.models.sharding import shard_of
-from engine.tensor_parallel import TensorParallel
 
 __all__ = ["load_decoder"]
 

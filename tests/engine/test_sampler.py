@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.logprobs import Logprob
-from engine.noise import as_uint64, gumbel_noise, noise_keys
-from engine.ranking import likeliest
 from engine.sampler import NUM_CANDIDATES, Sampler
+from engine.sampling.noise import as_uint64, gumbel_noise, noise_keys
+from engine.sampling.ranking import likeliest
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
 
@@ -405,7 +405,7 @@ def test_beams_get_the_likeliest_tokens_of_the_models_own() -> None:
 
 
 def test_warming_up_takes_the_longest_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.choice import TruncatedDraw
+    from engine.sampling.choice import TruncatedDraw
 
     sorted_rows: list[int] = []
     real = TruncatedDraw._choose_sorted

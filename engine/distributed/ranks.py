@@ -98,7 +98,7 @@ class RemoteRanks:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "engine.rank",
+                [sys.executable, "-P", "-m", "engine.distributed.rank",
                  str(number), str(theirs.fileno()), str(os.getpid()), self._directory],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -15,10 +15,10 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from engine.bitmask import apply_bitmask
-from engine.logit_filters import build_filters
+from engine.sampling.logit_filters import build_filters
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
+from engine.structured_outputs.bitmask import apply_bitmask
 
 VOCAB_SIZE = 12  # small: tokens repeat, and words of several tokens come about
 CPU = torch.device("cpu")

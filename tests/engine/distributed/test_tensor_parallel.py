@@ -147,7 +147,7 @@ class ThreadRanks:
 
 @pytest.fixture
 def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.worker_pool.RemoteRanks", ThreadRanks)
+    monkeypatch.setattr("engine.distributed.worker_pool.RemoteRanks", ThreadRanks)
 
 
 @pytest.mark.usefixtures("rank_threads")
@@ -168,7 +168,11 @@ def test_ranks_share_the_memory_of_the_kv_cache(checkpoint: Callable[[str], str]
         for size in (1, 2, 4):
             llm = LLM(checkpoint(name), tensor_parallel_size=size, **(OPTIONS | {"kv_cache_memory": "1MiB"}))
             worker = llm.engine.runner.workers.local  # type: ignore[attr-defined]
-            assert worker.kv_cache[0][0].shape[:3] == (llm.engine.info.num_blocks, 16, max(1, KV_HEADS[name] // size))
+            assert worker.kv_cache.layers[0][0].shape[:3] == (
+                llm.engine.info.num_blocks,
+                16,
+                max(1, KV_HEADS[name] // size),
+            )
             blocks[name, size] = llm.engine.info.num_blocks
             llm.engine.close()
     assert blocks["llama", 1] == blocks["llama", 2] == blocks["llama", 4]
@@ -233,7 +237,7 @@ def rank_processes(parent: int | None = None) -> dict[int, int]:
             argv = (directory / "cmdline").read_bytes().split(b"\0")
         except OSError:  # it has just ended
             continue
-        if b"engine.rank" in argv and int(argv[-3]) == (parent or os.getpid()):
+        if b"engine.distributed.rank" in argv and int(argv[-3]) == (parent or os.getpid()):
             found[int(argv[-5])] = int(directory.name)
     return found
 

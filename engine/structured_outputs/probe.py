@@ -3,7 +3,7 @@
 A few dozen characters can make a compiler of grammars recurse until the stack ends, or work for minutes, or take
 gigabytes; a thread that does so cannot be stopped, and it may take the engine along. So each new grammar is first
 compiled, and stepped along a random text, in a child process with limits on time and memory. What kills the child is
-refused. Run as ``python -m engine.grammar_probe``, this module is that child.
+refused. Run as ``python -m engine.structured_outputs.probe``, this module is that child.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.grammar import Grammar, Vocabulary, new_matcher, shorten
-from engine.structured_output import StructuredOutputsParams
+from engine.structured_outputs.grammar import Grammar, Vocabulary, new_matcher, shorten
+from engine.structured_outputs.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -104,7 +104,7 @@ class GrammarProbe:
         path = os.pathsep.join(filter(None, (root, *sys.path)))  # what this process finds, the child finds
         try:
             child = subprocess.Popen(
-                [sys.executable, "-m", "engine.grammar_probe"],
+                [sys.executable, "-m", "engine.structured_outputs.probe"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

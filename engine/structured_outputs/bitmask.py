@@ -4,7 +4,7 @@
     future.result()                     waits for what is left of it    | logits
     apply_bitmask(...)                  -inf on what is not allowed     | sampling
 
-It knows nothing of how a grammar decides (engine/grammar.py) nor of how a token is drawn (engine/sampler.py).
+It knows nothing of how a grammar decides (grammar.py) nor of how a token is drawn (sampler.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from engine.grammar import Grammar, fill_rows
+from engine.structured_outputs.grammar import Grammar, fill_rows
 
 __all__ = ["MaskBuilder", "apply_bitmask", "fill_bitmask"]
 

@@ -1,6 +1,6 @@
 """A tensor-parallel rank's process: it does what rank 0 tells it, and ends when rank 0's process ends.
 
-    python -m engine.rank NUMBER FD PARENT DIRECTORY
+    python -m engine.distributed.rank NUMBER FD PARENT DIRECTORY
 
 ranks.py starts it: FD is its end of the socket pair, PARENT rank 0's process id, DIRECTORY the engine's private one.
 """
@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from engine.distributed.ranks import RankFailure
 from engine.errors import PagodaError
 from engine.model_worker import ModelWorker
-from engine.ranks import RankFailure
 
 
 def main(number: int, fd: int, parent: int, directory: str) -> None:

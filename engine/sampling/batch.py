@@ -12,8 +12,8 @@ from operator import attrgetter, itemgetter
 import numpy as np
 import torch
 
-from engine.choice import build_choosers
-from engine.logit_filters import MinTokens, build_filters, column
+from engine.sampling.choice import build_choosers
+from engine.sampling.logit_filters import MinTokens, build_filters, column
 from engine.sequence import Sequence
 
 __all__ = ["SamplingBatch"]

@@ -12,9 +12,9 @@ from collections.abc import Sequence as Sequence_
 import numpy as np
 import torch
 
-from engine.logit_filters import column
-from engine.noise import as_uint64, gumbel_noise, noise_keys
-from engine.ranking import likeliest
+from engine.sampling.logit_filters import column
+from engine.sampling.noise import as_uint64, gumbel_noise, noise_keys
+from engine.sampling.ranking import likeliest
 from engine.sequence import Sequence
 
 __all__ = ["Chooser", "Draw", "Greedy", "TruncatedDraw", "build_choosers"]

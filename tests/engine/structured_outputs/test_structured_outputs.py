@@ -21,14 +21,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.bitmask import MaskBuilder, apply_bitmask, fill_bitmask
 from engine.errors import RequestError
-from engine.grammar import Grammar
-from engine.grammar_compiler import GrammarCompiler
-from engine.structured_output import StructuredOutputsParams
+from engine.structured_outputs.bitmask import MaskBuilder, apply_bitmask, fill_bitmask
+from engine.structured_outputs.compiler import GrammarCompiler
+from engine.structured_outputs.grammar import Grammar
+from engine.structured_outputs.params import StructuredOutputsParams
 from engine.text import Tokenizer
 
-MODEL = Path(__file__).parents[2] / "demo" / "model"
+MODEL = Path(__file__).parents[3] / "demo" / "model"
 EOS_TOKEN_IDS = (2, 0)
 VOCAB_SIZE = 3077  # more than the tokenizer's 3,072, and no multiple of 32
 
@@ -161,7 +161,7 @@ def test_depth_of_64_is_accepted_and_schemas_become_text() -> None:
 
 def test_requests_are_checked_without_torch_and_llguidance() -> None:
     code = (
-        "import sys, engine.structured_output, engine.grammar_compiler;"
+        "import sys, engine.structured_outputs.params, engine.structured_outputs.compiler;"
         "assert not {'torch', 'llguidance', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=MODEL.parents[1])
@@ -439,7 +439,7 @@ def test_a_limit_met_while_generating_fails_one_sequence(compiler: GrammarCompil
 def test_a_grammar_whose_states_are_used_up_is_compiled_anew(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.grammar._MAX_LEXER_STATES", 300)
+    monkeypatch.setattr("engine.structured_outputs.grammar._MAX_LEXER_STATES", 300)
     compiler = GrammarCompiler(MODEL, VOCAB_SIZE, EOS_TOKEN_IDS)
     params = StructuredOutputsParams(regex="[a-z]{5,5000}")
     for _ in range(2):

@@ -9,8 +9,8 @@ import torch
 
 from engine.batch import StepPlan
 from engine.config import EngineConfig
+from engine.distributed.ranks import RemoteRanks
 from engine.model_worker import ModelWorker
-from engine.ranks import RemoteRanks
 
 __all__ = ["WorkerPool"]
 

@@ -2,7 +2,7 @@
 
 The automata are llguidance's (https://github.com/guidance-ai/llguidance), imported when the first one is made. This
 module turns a request into an automaton with limits, steps it, and keeps its errors to its own sequence. It knows
-nothing of logits, torch or the scheduler; what makes automata safely and in time is engine/grammar_compiler.py.
+nothing of logits, torch or the scheduler; what makes automata safely and in time is compiler.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.structured_output import StructuredOutputsParams
+from engine.structured_outputs.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer

@@ -1,7 +1,7 @@
 """StructuredOutputsParams: what one request's text must look like.
 
 Values are checked when the object is made, and what it holds afterwards is immutable text: it can be hashed, compared,
-and pickled on its way from the ingress to a replica. It knows nothing of tokens; engine/grammar.py compiles it.
+and pickled on its way from the ingress to a replica. It knows nothing of tokens; grammar.py compiles it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GrammarCompiler: from what requests ask for to grammars over one model's tokens.
 
 Whatever a request asks for ends, within a time, in a Grammar or in a RequestError. This module owns the tokenizer, the
-cache and the time-out; which tokens a grammar allows is engine/grammar.py's business.
+cache and the time-out; which tokens a grammar allows is grammar.py's business.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.errors import RequestError
-from engine.grammar import Grammar, Vocabulary, new_matcher, shorten
-from engine.grammar_probe import COMPILE_STACK, GrammarProbe, run_with_stack
-from engine.structured_output import StructuredOutputsParams
+from engine.structured_outputs.grammar import Grammar, Vocabulary, new_matcher, shorten
+from engine.structured_outputs.params import StructuredOutputsParams
+from engine.structured_outputs.probe import COMPILE_STACK, GrammarProbe, run_with_stack
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -42,7 +42,7 @@ class GrammarCompiler:
         eos_token_ids: the model's EOS ids, also for a sequence that ignores them; without any, every request is
             refused, as no text could end.
         timeout_s: seconds that one compilation may take, the first mask included. Half of them are for trying it out
-            (engine/grammar_probe.py), as it is done a second time if that goes well.
+            (probe.py), as it is done a second time if that goes well.
     """
 
     def __init__(

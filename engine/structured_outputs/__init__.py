@@ -1,0 +1,1 @@
+"""Structured outputs: grammars that say which tokens may come next, over llguidance."""
