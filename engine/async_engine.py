@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -160,27 +160,32 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        output_token_ids: Sequence[int] = (),
     ) -> AsyncIterator[TokenBatch]:
         """Run one request and yield its answers' tokens as they come. Closing the iterator aborts the request.
 
         Each answer's last batch has a ``finish_reason``; where the best answers are known only at the end (``best_of``,
-        beams), there is one batch for each.
+        beams), there is one batch for each. ``output_token_ids`` were generated elsewhere before: the answer goes on
+        behind them, and only what is new is yielded.
 
         Raises:
             RequestError: before the first batch, if the request is invalid.
             EngineDeadError: if the step loop has ended or ends meanwhile.
         """
-        self._engine.check_request(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        self._engine.check_request(
+            prompt_token_ids, params, priority=priority, cache_salt=cache_salt, output_token_ids=output_token_ids
+        )
         grammar = None
         if params.structured_outputs is not None:
-            grammar = await asyncio.to_thread(self._engine.compile_grammar, params)
+            grammar = await asyncio.to_thread(self._engine.compile_grammar, params, output_token_ids)
         stream = self._open(request_id)
 
         def add() -> None:
             try:
                 self._engine.queue_request(
-                    stream.key, prompt_token_ids, params, priority=priority, cache_salt=cache_salt, grammar=grammar
-                )
+                    stream.key, prompt_token_ids, params, priority=priority, cache_salt=cache_salt,
+                    output_token_ids=output_token_ids, grammar=grammar,
+                )  # fmt: skip
             except Exception as error:  # a request that trips over a bug of ours is still only one request
                 logger.exception("request %s could not be queued", request_id)
                 failure = RequestError(f"the request could not be queued: {type(error).__name__}: {error}")

@@ -166,7 +166,13 @@ class Engine:
         return min(self.info.max_model_len, self.info.num_blocks * self.info.block_size)
 
     def check_request(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        output_token_ids: Sequence_[int] = (),
     ) -> None:
         """Refuse, and count, a request that could never run. Reads only what is fixed, so any thread may call it.
 
@@ -177,10 +183,12 @@ class Engine:
         """
         try:
             self._check_ids("prompt", prompt_token_ids)
-            for name, token_ids in params.ids_by_parameter():
+            for name, token_ids in (("output", output_token_ids), *params.ids_by_parameter()):
                 self._check_ids(name, token_ids)
-            self._check_length(len(prompt_token_ids))
+            self._check_length(len(prompt_token_ids), len(output_token_ids))
             self._check_width(len(prompt_token_ids), params)
+            if output_token_ids:
+                self._check_output(len(output_token_ids), params)
             if params.bad_words and params.bad_words_token_ids is None:
                 raise RequestError("bad_words need a tokenizer here; give bad_words_token_ids", "bad_words")
             if isinstance(priority, bool) or not isinstance(priority, int):
@@ -199,15 +207,25 @@ class Engine:
         wrong = next(i for i in token_ids if type(i) is not int or not 0 <= i < vocab_size)
         raise RequestError(f"{name} has the id {wrong!r}; the vocabulary is 0..{vocab_size - 1}", name)
 
-    def _check_length(self, length: int) -> None:
-        if length == 0:
+    def _check_length(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        if num_prompt_tokens == 0:
             raise RequestError("the prompt is empty; give at least one token", "prompt")
+        length = num_prompt_tokens + num_output_tokens
         if length >= self.capacity:
             limit = "context" if self.capacity == self.info.max_model_len else "KV cache"
             raise PromptTooLongError(
                 f"the prompt has {length} tokens, but the {limit} of '{self.info.model}' holds {self.capacity} with "
                 f"the answer; shorten it by at least {length - self.capacity + 1}",
                 "prompt",
+            )
+
+    def _check_output(self, length: int, params: SamplingParams) -> None:
+        """Refuse to go on behind tokens that a request cannot have generated."""
+        if params.num_sequences > 1:
+            raise RequestError("only a request for one answer can go on behind tokens generated before", "n")
+        if params.max_tokens is not None and length >= params.max_tokens:
+            raise RequestError(
+                f"{length} tokens were generated before, but max_tokens={params.max_tokens}; raise it", "max_tokens"
             )
 
     def _check_width(self, length: int, params: SamplingParams) -> None:
@@ -253,11 +271,13 @@ class Engine:
             request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt, grammar=grammar
         )
 
-    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of a request's structured outputs, if it has any. Takes time, but any thread may call it.
+    def compile_grammar(self, params: SamplingParams, output_token_ids: Sequence_[int] = ()) -> Grammar | None:
+        """Return the grammar of a request's structured outputs, if it has any, in its state behind these tokens.
+
+        Takes time, but any thread may call it.
 
         Raises:
-            RequestError: if it cannot be compiled, or not in time.
+            RequestError: if it cannot be compiled, or not in time, or does not allow the tokens.
         """
         if params.structured_outputs is None:
             return None
@@ -267,7 +287,10 @@ class Engine:
                     from engine.structured_outputs.compiler import GrammarCompiler  # only where grammars are used
 
                     self._compiler = GrammarCompiler(self.info.model, self.info.vocab_size, self.info.eos_token_ids)
-            return self._compiler.compile(params.structured_outputs)
+            grammar = self._compiler.compile(params.structured_outputs)
+            if not all(map(grammar.accept, output_token_ids)):
+                raise RequestError(f"the tokens generated before do not fit: {grammar.error}", "structured_outputs")
+            return grammar
         except RequestError as error:
             self.metrics.request_rejected(error.param or "invalid")
             raise
@@ -280,11 +303,15 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        output_token_ids: Sequence_[int] = (),
         grammar: Grammar | None = None,
     ) -> SequenceGroup:
         """Queue a request that ``check_request`` has let in, under an id that is not in use.
 
-        ``grammar`` is what ``compile_grammar`` made of its structured outputs.
+        Args:
+            output_token_ids: what another engine generated for this request before it was lost: the answer goes on
+                behind it with the same parameters, of which ``max_tokens`` and the like count these tokens too.
+            grammar: what ``compile_grammar`` made of the request's structured outputs and these tokens.
         """
         assert request_id not in self._groups
         length = len(prompt_token_ids)
@@ -301,6 +328,7 @@ class Engine:
             max_total_tokens=longest if params.max_tokens is None else min(longest, length + params.max_tokens),
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             priority=priority,
+            output_token_ids=output_token_ids,
         )
         group.sequences[0].grammar = grammar
         self._num_arrived += 1

@@ -204,3 +204,23 @@ def test_a_stop_token_is_obeyed_from_the_first_place_behind_min_tokens() -> None
     engine, _ = make_engine()  # the fake model ignores the sampler's mask, so the token comes, and is no end
     engine.add_request("a", prompt, SamplingParams(max_tokens=10, min_tokens=4, stop_token_ids=[stop]))
     assert len(run_to_end(engine)["a"]) > 4
+
+
+def test_an_answer_goes_on_behind_tokens_that_were_generated_elsewhere() -> None:
+    """A request that lost its replica: lengths and limits count what it has had already."""
+    engine, runner = make_engine()
+    prompt = [3, 1, 4]
+    plain = runner.answer(prompt, 10)
+    params = SamplingParams(max_tokens=10, min_tokens=6, stop_token_ids=[plain[7]])
+    group = engine.queue_request("whole", prompt, params)
+    whole = run_to_end(engine)["whole"]
+    assert group.sequences[0].stop_reason == plain[7]
+    engine.check_request(prompt, params, output_token_ids=whole[:5])
+    engine.queue_request("rest", prompt, params, output_token_ids=whole[:5])
+    assert run_to_end(engine)["rest"] == whole[5:]
+    with pytest.raises(RequestError, match="max_tokens=5"):
+        engine.check_request(prompt, SamplingParams(max_tokens=5), output_token_ids=whole[:5])
+    with pytest.raises(RequestError, match="one answer"):
+        engine.check_request(prompt, SamplingParams(n=2), output_token_ids=whole[:5])
+    with pytest.raises(RequestError, match="output has the id 99"):
+        engine.check_request(prompt, params, output_token_ids=[99])
