@@ -16,8 +16,8 @@ from benchmarks.buddy_allocator import BuddyAllocator
 from benchmarks.length_traces import Lengths
 from engine.block_manager import BlockManager
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.scheduler import SampledTokens, Scheduler
+from engine.sequence import SequenceGroup
 
 __all__ = ["Occupancy", "next_power_of_two", "simulate_contiguous", "simulate_paged"]
 
@@ -111,27 +111,27 @@ def simulate_paged(requests: list[Lengths], pool: int, block_size: int) -> Occup
     )  # unrelated prompts share nothing
     scheduler = Scheduler(blocks, max_num_seqs=len(requests), max_num_batched_tokens=pool)
     for arrival, request in enumerate(requests):
-        scheduler.add(_sequence(request, arrival))
+        scheduler.add(_group(request, arrival))
     occupancy = Occupancy(len(blocks.blocks) * block_size)
     finished = 0
     while scheduler.waiting:
         output = scheduler.schedule()
         if scheduler.waiting and finished >= _WARM_UP * len(requests):
             used = blocks.counts().used * block_size
-            tokens = sum(item.end for item in output.scheduled)
+            tokens = sum(one.num_computed_tokens for one in output.sequences) + output.num_tokens
             occupancy.steps += 1
-            occupancy.running += len(output.scheduled)
+            occupancy.running += len(output.sequences)
             occupancy.tokens += tokens
             occupancy.internal += used - tokens
             occupancy.free += occupancy.pool - used
             occupancy.preemptions += len(output.preempted)
-        updated = scheduler.update(output, [0] * len(output.sampling))
+        updated = scheduler.update(output, SampledTokens([0] * len(output.sampling)))
         finished += sum(sequence.is_finished for sequence in updated)
     return occupancy
 
 
-def _sequence(request: Lengths, arrival: int) -> Sequence:
-    return Sequence(
+def _group(request: Lengths, arrival: int) -> SequenceGroup:
+    return SequenceGroup(
         str(arrival),
         [0] * request.prompt,
         SamplingParams(),

@@ -2,101 +2,70 @@
 
     saved = (blocks without sharing - blocks with sharing) / blocks without sharing, summed over a request's steps
 
-Without sharing, each of n continuations has all blocks of its own. Blocks are counted exactly, through the small
-interface of a BlockPool; ReferencePool is the plainest thing that satisfies it.
+Without sharing, each of n continuations has all blocks of its own. What is shared, and copied on the first write, is
+counted by the engine's BlockManager.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.length_traces import Lengths
+from engine.block_manager import BlockManager
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence, SequenceGroup
 
-__all__ = ["BlockPool", "ReferencePool", "beam_search_savings", "parallel_savings"]
+__all__ = ["SharedBlocks", "beam_search_savings", "parallel_savings"]
 
 
-class BlockPool(Protocol):
-    """Sequences whose blocks are shared by reference count and copied on the first write."""
+class SharedBlocks:
+    """Continuations of one prompt on the engine's own BlockManager, as the scheduler would let them grow."""
 
-    block_size: int
+    def __init__(self, block_size: int, max_length: int, num_sequences: int) -> None:
+        self._blocks = BlockManager(
+            num_sequences * -(-max_length // block_size), block_size, enable_prefix_caching=False
+        )
+        self._params = SamplingParams(n=num_sequences)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._blocks.block_size
 
     @property
     def num_used(self) -> int:
         """Blocks that at least one sequence lists."""
+        return self._blocks.counts().used
 
-    def add(self, num_tokens: int) -> int:
-        """Begin a sequence of ``num_tokens`` tokens; return its number."""
-
-    def fork(self, parent: int) -> int:
-        """Begin a sequence that shares all blocks of ``parent``; return its number."""
-
-    def append(self, sequence: int) -> None:
-        """Write one more token, in a new block or in a copy where the last block is shared."""
-
-    def free(self, sequence: int) -> None:
-        """End a sequence."""
-
-
-@dataclass
-class ReferencePool:
-    """A BlockPool of unlimited size that only counts."""
-
-    block_size: int
-    _tables: dict[int, list[int]] = field(default_factory=dict)
-    _lengths: dict[int, int] = field(default_factory=dict)
-    _uses: Counter[int] = field(default_factory=Counter)
-    _next: int = 0
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that at least one sequence lists."""
-        return len(self._uses)
-
-    def add(self, num_tokens: int) -> int:
-        """Begin a sequence of blocks of its own."""
-        sequence = self._number()
-        self._tables[sequence] = [self._take() for _ in range(-(-num_tokens // self.block_size))]
-        self._lengths[sequence] = num_tokens
+    def add(self, num_tokens: int) -> Sequence:
+        """Begin a sequence of ``num_tokens`` computed tokens."""
+        group = SequenceGroup(
+            "request", [0] * num_tokens, self._params, arrival=0, root=0, stop_token_ids=frozenset(),
+            max_total_tokens=10**9, seed=0,
+        )  # fmt: skip
+        sequence = group.sequences[0]
+        self._blocks.allocate(sequence, num_tokens)
+        sequence.num_computed_tokens = num_tokens
         return sequence
 
-    def fork(self, parent: int) -> int:
-        """Begin a sequence that lists its parent's blocks."""
-        child = self._number()
-        self._tables[child] = list(self._tables[parent])
-        self._lengths[child] = self._lengths[parent]
-        self._uses.update(self._tables[child])
+    def fork(self, parent: Sequence) -> Sequence:
+        """Begin a sequence that shares all blocks of ``parent``."""
+        child = parent.fork(1, 0)
+        self._blocks.fork(parent, child)
         return child
 
-    def append(self, sequence: int) -> None:
-        """Write one more token; a full last block is followed by a new one, a shared one is replaced by a copy."""
-        table = self._tables[sequence]
-        if self._lengths[sequence] % self.block_size == 0:
-            table.append(self._take())
-        elif self._uses[table[-1]] > 1:
-            self._uses[table[-1]] -= 1
-            table[-1] = self._take()
-        self._lengths[sequence] += 1
+    def append(self, sequence: Sequence) -> None:
+        """Write one more token, in a new block or in a copy where the last block is shared."""
+        sequence.token_ids.append(0)
+        if sequence.num_computed_tokens >= sequence.next_event:
+            self._blocks.allocate(sequence, sequence.num_tokens)
+        sequence.num_computed_tokens += 1
 
-    def free(self, sequence: int) -> None:
-        """Drop a sequence's uses of its blocks."""
-        for block in self._tables.pop(sequence):
-            self._uses[block] -= 1
-            if not self._uses[block]:
-                del self._uses[block]
-        del self._lengths[sequence]
-
-    def _take(self) -> int:
-        block = self._number()
-        self._uses[block] = 1
-        return block
-
-    def _number(self) -> int:
-        self._next += 1
-        return self._next
+    def free(self, sequence: Sequence) -> None:
+        """End a sequence."""
+        self._blocks.free(sequence)
 
 
 @dataclass
@@ -106,7 +75,7 @@ class _Saving:
     shared: int = 0
     unshared: int = 0
 
-    def record(self, pool: BlockPool, num_sequences: int, num_tokens: int) -> None:
+    def record(self, pool: SharedBlocks, num_sequences: int, num_tokens: int) -> None:
         self.shared += pool.num_used
         self.unshared += num_sequences * -(-num_tokens // pool.block_size)
 
@@ -115,7 +84,7 @@ class _Saving:
         return 1 - self.shared / self.unshared
 
 
-def parallel_savings(requests: list[Lengths], samples: int, pool: BlockPool) -> float:
+def parallel_savings(requests: list[Lengths], samples: int, pool: SharedBlocks) -> float:
     """Return the share of blocks saved when each prompt is sampled ``samples`` times, to the same length each time."""
     saving = _Saving()
     for request in requests:
@@ -131,7 +100,7 @@ def parallel_savings(requests: list[Lengths], samples: int, pool: BlockPool) -> 
     return saving.share
 
 
-def beam_search_savings(requests: list[Lengths], width: int, pool: BlockPool, *, seed: int) -> float:
+def beam_search_savings(requests: list[Lengths], width: int, pool: SharedBlocks, *, seed: int) -> float:
     """Return the share of blocks saved by beams of a synthetic model.
 
     A beam's next token has probabilities from stick-breaking with Beta(2, 1) sticks: the likeliest token takes two
@@ -161,7 +130,7 @@ def beam_search_savings(requests: list[Lengths], width: int, pool: BlockPool, *,
     return saving.share
 
 
-def _descend(pool: BlockPool, beams: list[int], parents: list[int]) -> list[int]:
+def _descend(pool: SharedBlocks, beams: list[Sequence], parents: list[int]) -> list[Sequence]:
     """Return the beams of the next step, one for each entry of ``parents``: a parent lives on as its first child."""
     seen: set[int] = set()
     children = []

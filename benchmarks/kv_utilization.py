@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.kv_occupancy import Occupancy, next_power_of_two, simulate_contiguous, simulate_paged
-from benchmarks.kv_sharing import ReferencePool, beam_search_savings, parallel_savings
+from benchmarks.kv_sharing import SharedBlocks, beam_search_savings, parallel_savings
 from benchmarks.length_traces import DATASETS, Lengths, read_trace, synthetic_trace
 from benchmarks.machine import describe
 
@@ -29,7 +29,6 @@ __all__ = ["main", "measure_sharing", "measure_utilization"]
 BLOCK_SIZES = (16, 256)
 WIDTHS = (2, 4, 6)
 SHARING_REQUESTS = 300
-SHARING_POOL = "the benchmark's ReferencePool, not the engine's BlockManager, which does not fork yet"
 PAPER_TOKENS = {"contiguous, maximum": 0.204, "contiguous, power of two": 0.268, "contiguous, oracle": 0.382}
 PAPER_TOKENS |= {"blocks of 16": 0.963}  # figure 2: Orca (Max), Orca (Pow2), Orca (Oracle), vLLM
 PAPER_SAVED = {  # figure 15, for 2 and for 6 continuations, block size 16
@@ -67,9 +66,11 @@ def measure_utilization(requests: list[Lengths], pool: int, max_length: int) -> 
 
 def measure_sharing(requests: list[Lengths], block_size: int, seed: int) -> dict[str, dict[int, float]]:
     """Return the share of blocks that parallel samples and beams save, by their number."""
+    longest = max(request.total for request in requests)
+    pools = {n: SharedBlocks(block_size, longest, n) for n in WIDTHS}
     return {
-        "parallel": {n: parallel_savings(requests, n, ReferencePool(block_size)) for n in WIDTHS},
-        "beam": {n: beam_search_savings(requests, n, ReferencePool(block_size), seed=seed) for n in WIDTHS},
+        "parallel": {n: parallel_savings(requests, n, pool) for n, pool in pools.items()},
+        "beam": {n: beam_search_savings(requests, n, pool, seed=seed) for n, pool in pools.items()},
     }
 
 
@@ -132,7 +133,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "workload": workload,
         "utilization": {name: occupancy.to_json() for name, occupancy in utilization.items()},
-        "sharing": {"counted_by": SHARING_POOL, "requests": SHARING_REQUESTS, "saved": savings},
+        "sharing": {"requests": SHARING_REQUESTS, "saved": savings},
         "paper": {"tokens": PAPER_TOKENS, "saved": PAPER_SAVED},
     }
 
@@ -166,10 +167,7 @@ def _print_utilization(workload: dict[str, Any], utilization: dict[str, Occupanc
 
 def _print_sharing(savings: dict[str, dict[int, dict[str, dict[int, float]]]]) -> None:
     print("What sharing saves, % of the blocks that n continuations of a prompt take without it, over their lifetime")
-    print(
-        f"(blocks are counted by {SHARING_POOL};\n"
-        "beams are those of a synthetic score process, see benchmarks/kv_sharing.py)\n"
-    )
+    print("(beams are those of a synthetic score process, see benchmarks/kv_sharing.py)\n")
     print(f"{'lengths':<28}{'blocks of':>9}  {'':<9}" + "".join(f"{f'n = {n}':>8}" for n in WIDTHS) + "   paper")
     for source, by_size in savings.items():
         for size, kinds in by_size.items():

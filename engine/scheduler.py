@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["SampledTokens", "Scheduler", "SchedulerOutput"]
 
+# Share of the pool that stays free when a request is admitted, for those that run to grow into, as in vLLM. Without it a
+# full pool preempts twice as often (benchmarks/kv_utilization.py), and holds 1% more tokens.
+WATERMARK = 0.01
+
 
 @dataclass(slots=True)
 class SchedulerOutput:
@@ -88,6 +92,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank, the first one first; a group's sequences together
         self._chunk_limit = long_prefill_threshold or max_num_batched_tokens
         self._num_places = 0  # that the running groups take
+        self._watermark = int(WATERMARK * len(block_manager.blocks))
         self._refused: tuple[SequenceGroup, int] | None = None  # who found no room, and num_released then
 
     @property
@@ -333,9 +338,9 @@ class Scheduler:
             if self.running and not partial and self._refused == (group, blocks.num_released):
                 return  # nothing was freed since: spares the look-up below in every step of a long wait
             needed = self._blocks_to_start(group)
-            if not is_exact and needed + due > blocks.num_free_blocks:
+            if not is_exact and needed + due + self._watermark > blocks.num_free_blocks:
                 due, is_exact = self._blocks_due(self.running, counts), True
-            if self.running and needed + due > blocks.num_free_blocks:
+            if self.running and needed + due + self._watermark > blocks.num_free_blocks:
                 self._refused = (group, blocks.num_released)
                 return
             self.waiting.pop()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.buddy_allocator import BuddyAllocator
 from benchmarks.kv_occupancy import next_power_of_two, simulate_contiguous
-from benchmarks.kv_sharing import ReferencePool, beam_search_savings, parallel_savings
+from benchmarks.kv_sharing import SharedBlocks, beam_search_savings, parallel_savings
 from benchmarks.kv_utilization import main, measure_utilization
 from benchmarks.length_traces import DATASETS, Lengths, read_trace, synthetic_trace
 
@@ -86,12 +86,12 @@ def test_a_pool_that_fits_nothing_or_everything_is_refused() -> None:
 
 def test_parallel_samples_share_the_prompts_full_blocks() -> None:
     """A prompt of 10 in blocks of 4 and two answers of 2: 3 blocks for both, then 2 shared and one each."""
-    saved = parallel_savings([Lengths(10, 2)], 2, ReferencePool(4))
+    saved = parallel_savings([Lengths(10, 2)], 2, SharedBlocks(4, 16, 2))
     assert saved == 1 - (3 + 4) / (6 + 6)
 
 
 def test_copies_on_write_leave_the_last_owner_its_block() -> None:
-    pool = ReferencePool(4)
+    pool = SharedBlocks(4, 64, 4)
     first = pool.add(6)
     second, third = pool.fork(first), pool.fork(first)
     assert pool.num_used == 2
@@ -108,7 +108,7 @@ def test_copies_on_write_leave_the_last_owner_its_block() -> None:
 def test_beams_share_more_than_samples_and_wide_ones_more_than_narrow_ones() -> None:
     requests = synthetic_trace("sharegpt", 30, max_length=512, seed=3)
     for width in (2, 4):
-        pools = [ReferencePool(16) for _ in range(3)]
+        pools = [SharedBlocks(16, 2048, 6) for _ in range(3)]
         samples = parallel_savings(requests, width, pools[0])
         beams = beam_search_savings(requests, width, pools[1], seed=0)
         wider = beam_search_savings(requests, width + 2, pools[2], seed=0)
@@ -150,7 +150,7 @@ def test_the_command_prints_a_table_and_writes_its_json(tmp_path: Path, capsys: 
     arguments = ["--trace", str(trace), "--max-length", "256", "--pool-tokens", "2048", "--out", str(out)]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    for name in (MAXIMUM, POW2, ORACLE, SMALL, LARGE, "beam", "ReferencePool"):
+    for name in (MAXIMUM, POW2, ORACLE, SMALL, LARGE, "beam"):
         assert name in printed
     result = json.loads(out.read_text())
     assert result["machine"]["cpu"]
