@@ -174,34 +174,14 @@ class Scheduler:
         """
         for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
             sequence.num_computed_tokens += count
-        if output.forks:
-            self._insert_forks(output.forks)
-        if sampled.logprobs is not None:
-            _record_logprobs(output.sampling, sampled.logprobs)
+        for sequence in output.forks:
+            self.block_manager.fork(sequence.group.sequences[0], sequence)
+            insort(self.running, sequence, key=lambda other: other.rank)
         for group, logprobs in sampled.prompt_logprobs:
             group.prompt_logprobs += logprobs
-        ended = [output.sampling[position] for position in sampled.failed]
-        for position, why in sampled.failed.items():
-            output.sampling[position].fail(why)
-        got_one = zip(output.sampling, sampled.token_ids, strict=True)
-        if sampled.failed or sampled.beams:
-            got_one = [  # type: ignore[assignment]
-                pair
-                for position, pair in enumerate(got_one)
-                if position not in sampled.failed and position not in sampled.beams
-            ]
-        for sequence, token_id in got_one:
-            token_ids = sequence.token_ids
-            token_ids.append(token_id)
-            if (
-                token_id in sequence.stop_token_ids
-                or len(token_ids) >= sequence.max_total_tokens
-                or sequence.grammar is not None
-            ):
-                sequence.check_end(token_id)
-                if sequence.is_finished:
-                    ended.append(sequence)
-        for sequence in ended:
+        if sampled.logprobs is not None:
+            _record_logprobs(output.sampling, sampled.logprobs)
+        for sequence in _append_tokens(output.sampling, sampled):
             self._leave(sequence)
         return self._advance_beams(output.sampling, sampled.beams) if sampled.beams else output.sampling
 
@@ -213,19 +193,21 @@ class Scheduler:
         Most sequences decode within their last block: for them the 1 that ``counts`` holds already is all.
         """
         spare = self.max_num_batched_tokens - self._num_places  # beyond one token for each
-        running = self.running
+        running, blocks = self.running, self.block_manager
         due = [place for place, one in enumerate(running) if one.num_computed_tokens >= one.next_event]
         position = 0
         while position < len(due) and due[position] < len(running):
             first = position
             sequence = running[due[first]]
             group = sequence.group
-            if sequence.is_alone and sequence.remaining_tokens == 1:  # a decode whose last block is full
-                num_tokens = sequence.num_tokens
-                needed = self.block_manager.num_blocks_for(num_tokens) - len(sequence.block_table)
-                if not self._make_room(group, needed, output):
+            num_tokens = len(sequence.token_ids)
+            if (
+                sequence.is_alone and num_tokens == sequence.num_computed_tokens + 1
+            ):  # a decode whose last block is full
+                needed = int(num_tokens > len(sequence.block_table) * blocks.block_size)
+                if needed and not self._make_room(group, needed, output):
                     break  # it was the last one, and has been preempted itself
-                self.block_manager.allocate(sequence, num_tokens)
+                blocks.allocate(sequence, num_tokens)
                 position += 1
                 continue
             while position < len(due) and due[position] < len(running) and running[due[position]].group is group:
@@ -234,7 +216,7 @@ class Scheduler:
             if group.beams is not None:  # they run in step, so that those that are not due may have to wait
                 places = [place for place, one in enumerate(running) if one.group is group]
             growths = self._plan([running[place] for place in places], spare)
-            if not self._make_room(group, self.block_manager.num_blocks_to_grow(growths), output):
+            if not self._make_room(group, blocks.num_blocks_to_grow(growths), output):
                 break
             spare = self._grow(growths, places, counts, partial, spare, output)
         del counts[len(running) :]
@@ -399,12 +381,6 @@ class Scheduler:
 
     # --- after a step -------------------------------------------------------------------------------------------
 
-    def _insert_forks(self, forks: list[Sequence]) -> None:
-        """Put the sequences that this step forked into the batch, sharing their first one's blocks."""
-        for sequence in forks:
-            self.block_manager.fork(sequence.group.sequences[0], sequence)
-            insort(self.running, sequence, key=lambda other: other.rank)
-
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of the batch and free its blocks and its place."""
         group = sequence.group
@@ -469,6 +445,30 @@ class Scheduler:
         for beam in beams:
             self._leave(beam)
             beam.finish(FinishReason.STOP)
+
+
+def _append_tokens(sampling: list[Sequence], sampled: SampledTokens) -> list[Sequence]:
+    """Give every sequence its token, but beams; return those that have ended."""
+    ended = []
+    drawn = zip(sampling, sampled.token_ids, strict=True)
+    if sampled.failed or sampled.beams:
+        others = sampled.failed.keys() | sampled.beams.keys()
+        drawn = (pair for position, pair in enumerate(drawn) if position not in others)  # type: ignore[assignment]
+        for position, why in sampled.failed.items():
+            sampling[position].fail(why)
+            ended.append(sampling[position])
+    for sequence, token_id in drawn:
+        token_ids = sequence.token_ids
+        token_ids.append(token_id)
+        if (
+            token_id in sequence.stop_token_ids
+            or len(token_ids) >= sequence.max_total_tokens
+            or sequence.grammar is not None
+        ):
+            sequence.check_end(token_id)
+            if sequence.is_finished:
+                ended.append(sequence)
+    return ended
 
 
 def _record_logprobs(sampling: list[Sequence], logprobs: list[TokenLogprobs | None]) -> None:
