@@ -24,8 +24,9 @@ from benchmarks.machine import describe
 from engine.block_manager import BlockManager
 from engine.prefix_hash import root_hash
 from engine.sampling_params import SamplingParams
-from engine.scheduler import SampledTokens, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import SequenceGroup
+from engine.step import SampledTokens
 
 VOCAB_SIZE = 150_000
 

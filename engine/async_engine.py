@@ -237,9 +237,10 @@ class AsyncEngine:
         return self._stats
 
     def check_health(self) -> None:
-        """Raise EngineDeadError if the step loop has ended."""
+        """Raise EngineDeadError if the step loop has ended, or cannot compute the next step."""
         if self._why_dead is not None:
             raise EngineDeadError(self._why_dead)
+        self._engine.runner.check_health()
 
     async def shutdown(self) -> None:
         """End the step loop after the step that runs; requests that are unfinished fail."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from engine.block_manager import BlockPair
-from engine.scheduler import SchedulerOutput
+from engine.step import SchedulerOutput
 from kernels.attention import AttentionMetadata
 
 __all__ = ["ModelInput", "StepPlan", "build_step_plan"]

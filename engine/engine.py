@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
-from engine.errors import PromptTooLongError, RequestError
+from engine.errors import RequestError
 from engine.kv_events import KVEventBatch
 from engine.metrics import ENGINE_INFO, EngineMetrics, MetricSink, NullSink, StepTimes
 from engine.outputs import StepOutput, step_outputs
 from engine.prefix_hash import root_hash
+from engine.request_limits import RequestLimits
 from engine.sampling_params import SamplingParams
-from engine.scheduler import SampledTokens, Scheduler, SchedulerOutput
+from engine.scheduler import Scheduler
 from engine.sequence import FinishReason, SequenceGroup
+from engine.step import SampledTokens, SchedulerOutput
 
 if TYPE_CHECKING:
     from engine.structured_outputs.compiler import GrammarCompiler
@@ -68,6 +70,9 @@ class Runner(Protocol):
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Return what each of ``output.sampling`` got."""
 
+    def check_health(self) -> None:
+        """Raise EngineDeadError if no further batch can be computed. Any thread may ask."""
+
     def close(self) -> None:
         """Give back what the runner holds besides memory: processes, for one."""
 
@@ -106,6 +111,15 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_threshold=config.long_prefill_threshold,
+        )
+        self.limits = RequestLimits(
+            info.model,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_num_seqs=self.scheduler.max_num_running,
+            shares_prefixes=config.enable_prefix_caching,
         )
         sink = sink or NullSink()
         self.metrics = EngineMetrics(sink, self.block_manager, self.scheduler)
@@ -163,7 +177,7 @@ class Engine:
     @property
     def capacity(self) -> int:
         """Tokens, prompt and output together, that one request can have at most."""
-        return min(self.info.max_model_len, self.info.num_blocks * self.info.block_size)
+        return self.limits.capacity
 
     def check_request(
         self,
@@ -177,76 +191,15 @@ class Engine:
         """Refuse, and count, a request that could never run. Reads only what is fixed, so any thread may call it.
 
         Raises:
-            RequestError: if the prompt is empty, an id is outside the vocabulary, an argument is of a wrong type, or
-                more answers are asked for than can ever run together.
-            PromptTooLongError: if the prompt leaves no room for a token in the context or the KV pool.
+            RequestError, PromptTooLongError: as ``RequestLimits.check``.
         """
         try:
-            self._check_ids("prompt", prompt_token_ids)
-            for name, token_ids in (("output", output_token_ids), *params.ids_by_parameter()):
-                self._check_ids(name, token_ids)
-            self._check_length(len(prompt_token_ids), len(output_token_ids))
-            self._check_width(len(prompt_token_ids), params)
-            if output_token_ids:
-                self._check_output(len(output_token_ids), params)
-            if params.bad_words and params.bad_words_token_ids is None:
-                raise RequestError("bad_words need a tokenizer here; give bad_words_token_ids", "bad_words")
-            if isinstance(priority, bool) or not isinstance(priority, int):
-                raise RequestError(f"priority={priority!r} must be an integer", "priority")
-            if not isinstance(cache_salt, str) or not cache_salt.isprintable():
-                raise RequestError(f"cache_salt={cache_salt!r} must be printable text", "cache_salt")
+            self.limits.check(
+                prompt_token_ids, params, priority=priority, cache_salt=cache_salt, output_token_ids=output_token_ids
+            )
         except RequestError as error:
             self.metrics.request_rejected(error.param or "invalid")
             raise
-
-    def _check_ids(self, name: str, token_ids: Sequence_[int]) -> None:
-        vocab_size = self.info.vocab_size
-        # The quick test first: prompts of 100,000 tokens are checked on the event loop.
-        if set(map(type, token_ids)) <= {int} and (not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size):
-            return
-        wrong = next(i for i in token_ids if type(i) is not int or not 0 <= i < vocab_size)
-        raise RequestError(f"{name} has the id {wrong!r}; the vocabulary is 0..{vocab_size - 1}", name)
-
-    def _check_length(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        if num_prompt_tokens == 0:
-            raise RequestError("the prompt is empty; give at least one token", "prompt")
-        length = num_prompt_tokens + num_output_tokens
-        if length >= self.capacity:
-            limit = "context" if self.capacity == self.info.max_model_len else "KV cache"
-            raise PromptTooLongError(
-                f"the prompt has {length} tokens, but the {limit} of '{self.info.model}' holds {self.capacity} with "
-                f"the answer; shorten it by at least {length - self.capacity + 1}",
-                "prompt",
-            )
-
-    def _check_output(self, length: int, params: SamplingParams) -> None:
-        """Refuse to go on behind tokens that a request cannot have generated."""
-        if params.num_sequences > 1:
-            raise RequestError("only a request for one answer can go on behind tokens generated before", "n")
-        if params.max_tokens is not None and length >= params.max_tokens:
-            raise RequestError(
-                f"{length} tokens were generated before, but max_tokens={params.max_tokens}; raise it", "max_tokens"
-            )
-
-    def _check_width(self, length: int, params: SamplingParams) -> None:
-        """Refuse a request whose sequences could never run together."""
-        width = params.num_sequences
-        name = "beam_width" if params.uses_beam_search else "best_of" if params.best_of else "n"
-        if width > self.scheduler.max_num_running:
-            limit = self.scheduler.max_num_running
-            raise RequestError(f"{name}={width} exceeds the {limit} sequences that run at once; lower it", name)
-        if (holds := self._max_total_tokens(length, width)) <= length:
-            raise RequestError(
-                f"{name}={width} answers to a prompt of {length} tokens do not fit the KV cache, which holds {holds} "
-                "tokens for each; ask for fewer",
-                name,
-            )
-
-    def _max_total_tokens(self, num_prompt_tokens: int, width: int) -> int:
-        """Return the length at which ``width`` sequences with a common prompt, alone in the pool, fill it."""
-        blocks = self.block_manager
-        shared = num_prompt_tokens // blocks.block_size if blocks.enable_prefix_caching and width > 1 else 0
-        return min(self.capacity, (shared + (len(blocks.blocks) - shared) // width) * blocks.block_size)
 
     def add_request(
         self,
@@ -315,7 +268,7 @@ class Engine:
         """
         assert request_id not in self._groups
         length = len(prompt_token_ids)
-        longest = self._max_total_tokens(length, params.num_sequences)
+        longest = self.limits.max_total_tokens(length, params.num_sequences)
         eos_ids = () if params.ignore_eos else self.info.eos_token_ids
         group = SequenceGroup(
             request_id,

@@ -12,8 +12,9 @@ from time import monotonic
 from typing import Literal, Protocol
 
 from engine.block_manager import BlockManager
-from engine.scheduler import Scheduler, SchedulerOutput
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.step import SchedulerOutput
 
 __all__ = ["METRICS", "EngineMetrics", "Metric", "MetricSink", "NullSink", "StepTimes"]
 

@@ -22,8 +22,8 @@ from engine.memory import host_blocks_for
 from engine.metrics import StepTimes
 from engine.models.config import GenerationDefaults
 from engine.sampler import Sampler
-from engine.scheduler import SampledTokens, SchedulerOutput
 from engine.sequence import SequenceGroup
+from engine.step import SampledTokens, SchedulerOutput
 
 if TYPE_CHECKING:
     from engine.structured_outputs.bitmask import MaskBuilder
@@ -107,6 +107,10 @@ class ModelRunner:
                 found.append((sequence.group, logprobs))
                 row += len(known)
         return found
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if a rank has died, even if no step has noticed yet."""
+        self.workers.check_health()
 
     def close(self) -> None:
         """End the other ranks; nothing can run afterwards."""

@@ -16,8 +16,8 @@ from engine.logprobs import TokenLogprobs
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.ranking import gather_logprobs, likeliest
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from engine.scheduler import SampledTokens
 from engine.sequence import Sequence, SequenceGroup
+from engine.step import SampledTokens
 from engine.structured_outputs.bitmask import apply_bitmask
 
 __all__ = ["Sampler"]

@@ -17,53 +17,21 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.beam_search import Candidates
-from engine.block_manager import BlockManager, BlockPair, Growth, PrefixMatch
+from engine.block_manager import BlockManager, Growth, PrefixMatch
 from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from engine.step import SampledTokens, SchedulerOutput
 
 if TYPE_CHECKING:
     from engine.logprobs import TokenLogprobs
 
-__all__ = ["SampledTokens", "Scheduler", "SchedulerOutput"]
+__all__ = ["Scheduler"]
 
 # Share of the pool that stays free when a request is admitted, for those that run to grow into, as in vLLM. Without it
 # a full pool holds 0.4% more tokens and preempts 60% more often (benchmarks/kv_utilization.py).
 WATERMARK = 0.01
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """One step's batch. The copies are made first: swap-outs, then swap-ins, then block copies."""
-
-    sequences: list[Sequence] = field(default_factory=list)  # in batch order
-    num_new_tokens: list[int] = field(default_factory=list)  # that each of them computes, from num_computed_tokens on
-    sampling: list[Sequence] = field(default_factory=list)  # those that get a new token
-    sampling_rows: Sequence_[int] = ()  # for each of them, whose logits it samples from: an index into sequences
-    forks: list[Sequence] = field(default_factory=list)  # those of ``sampling`` that join the batch after this step
-    block_copies: list[BlockPair] = field(default_factory=list)
-    swap_out: list[BlockPair] = field(default_factory=list)  # (block, host block)
-    swap_in: list[BlockPair] = field(default_factory=list)  # (host block, block)
-    admitted: list[SequenceGroup] = field(default_factory=list)  # left the queue in this step
-    preempted: list[SequenceGroup] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in the step."""
-        return sum(self.num_new_tokens)
-
-
-@dataclass(slots=True)
-class SampledTokens:
-    """What a step's ``sampling`` sequences got, in their order."""
-
-    token_ids: list[int]  # one each; ignored for beams and where it failed
-    logprobs: list[TokenLogprobs | None] | None = None  # None if nobody asks for them
-    beams: dict[int, Candidates] = field(default_factory=dict)  # by position in ``sampling``
-    failed: dict[int, str] = field(default_factory=dict)  # positions without a token to sample, and why
-    prompt_logprobs: list[tuple[SequenceGroup, list[TokenLogprobs]]] = field(default_factory=list)
 
 
 class Scheduler:

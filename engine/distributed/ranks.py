@@ -147,6 +147,11 @@ class RemoteRanks:
                 raise
             raise cause from error
 
+    def check_health(self) -> None:
+        """Raise what ended the ranks, if they have ended."""
+        if self._failure is not None:
+            raise self._failure
+
     def close(self) -> None:
         """End every rank and wait until it is gone."""
         if self._closing or os.getpid() != self._owner:  # a forked copy of this object owns nothing

@@ -52,6 +52,11 @@ class WorkerPool:
             self._ranks.send(("execute", (plan,), False))  # the collectives tell that it was done
             return self.local.execute(plan)
 
+    def check_health(self) -> None:
+        """Raise EngineDeadError if another rank has died."""
+        if self._ranks is not None:
+            self._ranks.check_health()
+
     def close(self) -> None:
         """End the other ranks, if there are any."""
         if self._ranks is not None:

@@ -17,8 +17,8 @@ from engine.engine import Engine, EngineInfo
 from engine.kv_events import KVEventBatch
 from engine.metrics import MetricSink, StepTimes
 from engine.sampling_params import SamplingParams
-from engine.scheduler import SampledTokens, SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
+from engine.step import SampledTokens, SchedulerOutput
 
 VOCAB_SIZE = 64
 
@@ -90,6 +90,9 @@ class ShadowRunner:
                 held = self.slots.get(self.slot(sequence, position))
                 assert held == chain[position], f"{sequence.request_id} reads foreign KV at {position}"
         return self._sample(output, chains)
+
+    def check_health(self) -> None:
+        """Nothing can die."""
 
     def close(self) -> None:
         """Nothing was started."""

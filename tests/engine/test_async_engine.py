@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
 from engine.metrics import StepTimes
 from engine.sampling_params import SamplingParams
-from engine.scheduler import SchedulerOutput
+from engine.step import SchedulerOutput
 from tests.engine.shadow import ShadowRunner, make_engine
 
 

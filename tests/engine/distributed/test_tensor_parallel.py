@@ -320,9 +320,19 @@ def test_a_rank_killed_in_mid_step_ends_the_engine(four: Ranks) -> None:
         four.llm.generate({"prompt_token_ids": [5, 6, 7]}, ENDLESS, use_tqdm=False)
 
 
-def test_a_rank_killed_while_idle_ends_the_engine_at_the_next_step(two: Ranks) -> None:
+def is_unhealthy(runner: Any) -> bool:
+    try:
+        runner.check_health()
+    except EngineDeadError:
+        return True
+    return False
+
+
+def test_a_rank_killed_while_idle_shows_at_once_and_ends_the_engine_at_the_next_step(two: Ranks) -> None:
+    assert not is_unhealthy(two.llm.engine.runner)
     os.kill(two.processes[1], signal.SIGTERM)
     started = time.monotonic()
+    wait_until(lambda: is_unhealthy(two.llm.engine.runner))
     with pytest.raises(EngineDeadError, match=r"rank 1 of 2 was killed by signal 15; restart the engine"):
         two.llm.generate({"prompt_token_ids": [5, 6, 7]}, ENDLESS, use_tqdm=False)
     assert time.monotonic() - started < 10
