@@ -175,15 +175,16 @@ class Scheduler:
             _record_logprobs(output.sampling, sampled.logprobs)
         for group, logprobs in sampled.prompt_logprobs:
             group.prompt_logprobs += logprobs
-        ended = [output.sampling[position] for position in sampled.failed]
-        for position, why in sampled.failed.items():
+        failed = _failures(output.sampling, sampled) if sampled.failed else {}
+        ended = [output.sampling[position] for position in failed]
+        for position, why in failed.items():
             output.sampling[position].fail(why)
         got_one = zip(output.sampling, sampled.token_ids, strict=True)
-        if sampled.failed or sampled.beams:
+        if failed or sampled.beams:
             got_one = [  # type: ignore[assignment]
                 pair
                 for position, pair in enumerate(got_one)
-                if position not in sampled.failed and position not in sampled.beams
+                if position not in failed and position not in sampled.beams
             ]
         for sequence, token_id in got_one:
             token_ids = sequence.token_ids
@@ -198,7 +199,8 @@ class Scheduler:
                     ended.append(sequence)
         for sequence in ended:
             self._leave(sequence)
-        return self._advance_beams(output.sampling, sampled.beams) if sampled.beams else output.sampling
+        beams = {position: one for position, one in sampled.beams.items() if position not in failed}
+        return self._advance_beams(output.sampling, beams) if beams else output.sampling
 
     # --- running ------------------------------------------------------------------------------------------------
 
@@ -472,3 +474,10 @@ def _record_logprobs(sampling: list[Sequence], logprobs: list[TokenLogprobs | No
             sequence.cumulative_logprob += next(iter(one.values())).logprob  # the sampled token comes first
             if sequence.params.logprobs is not None:
                 sequence.logprobs.append(one)
+
+
+def _failures(sampling: list[Sequence], sampled: SampledTokens) -> dict[int, str]:
+    """Return the positions that got nothing, and why: with one of its beams a search fails as a whole."""
+    reasons = {id(sampling[position].group): why for position, why in sampled.failed.items()}
+    of_beams = {one: reasons[id(sampling[one].group)] for one in sampled.beams if id(sampling[one].group) in reasons}
+    return sampled.failed | of_beams

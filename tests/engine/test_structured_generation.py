@@ -119,9 +119,7 @@ def test_every_form_in_a_mixed_batch_is_kept_and_no_neighbour_changed(llm: LLM, 
 @pytest.mark.parametrize("swap_space_gib", [0.0, 0.01])
 def test_forms_survive_preemption(llm: LLM, alone: list[list[str]], swap_space_gib: float) -> None:
     kinds, params, prompts = mixed(llm, range(6))
-    small = make_llm(
-        DEMO_MODEL, skip_tokenizer_init=False, num_blocks=20, block_size=16, swap_space_gib=swap_space_gib
-    )
+    small = make_llm(DEMO_MODEL, skip_tokenizer_init=False, num_blocks=20, block_size=16, swap_space_gib=swap_space_gib)
     did = Activity(small)
     outputs = small.generate(prompts, params, use_tqdm=False)
     assert (did.num_swapped_out if swap_space_gib else did.num_recomputed) > 0
