@@ -119,3 +119,23 @@ def test_a_swapped_request_can_be_aborted(qwen3: SavedModel) -> None:
     assert aborted > 1
     assert got == expected
     run(llm, prompts, params)
+
+
+def test_two_ranks_swap_and_copy_blocks_as_one_does(qwen3: SavedModel) -> None:
+    """Every rank keeps its own heads of the swapped and copied blocks; the plan that tells it so has to travel."""
+    rng = random.Random(9)
+    prompts = [random_tokens(rng, rng.randint(1, 24)) for _ in range(18)]
+    params = [SamplingParams(**PARAMS[i % len(PARAMS)], max_tokens=32, ignore_eos=True) for i in range(18)]
+    undisturbed = answers(run(make_llm(qwen3.path, block_size=4), prompts, params))
+    llm = make_llm(
+        qwen3.path, block_size=4, num_blocks=68, swap_space_gib=0.002, max_num_batched_tokens=48,
+        tensor_parallel_size=2,
+    )  # fmt: skip
+    try:
+        did = Activity(llm)
+        assert answers(run(llm, prompts, params)) == undisturbed
+    finally:
+        llm.engine.close()
+    assert did.num_copies > 0
+    assert did.swapped_beams > 0
+    assert did.num_swapped_in > 0
