@@ -267,3 +267,13 @@ def test_a_nan_in_one_beam_ends_its_search_and_nothing_else(llm: LLM) -> None:
     assert 0 < len(told) < 4
     assert "NaN" in str(ended[-1].stop_reason)
     assert answers(outputs[1:]) == expected
+
+
+def test_many_stop_ids_do_not_multiply_the_work_of_many_beams(llm: LLM) -> None:
+    """A wide search with many stop ids once looked at (1 + ids) * beams tokens of each beam, and held up the batch."""
+    sampler: Any = llm.engine.runner.sampler  # type: ignore[attr-defined]
+    params = SamplingParams(beam_width=8, temperature=0.0, max_tokens=4, ignore_eos=True, stop_token_ids=ALL_IDS[:100])
+    llm.engine.add_request("a", [5, 6], params)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+        assert set(sampler._batch.num_beam_tokens) == {108}

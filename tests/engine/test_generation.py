@@ -86,12 +86,14 @@ class PreemptionCounter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from engine.scheduler import Scheduler
 
-        self.count = 0
+        self.count = self.num_swaps = 0
         original = Scheduler._preempt
 
         def counting(scheduler: Scheduler, *args: Any) -> None:
-            self.count += 1
+            before = scheduler.num_swapped
             original(scheduler, *args)
+            self.count += 1
+            self.num_swaps += scheduler.num_swapped - before
 
         monkeypatch.setattr(Scheduler, "_preempt", counting)
 
@@ -109,7 +111,7 @@ def check_against_oracle(
     assert len({tuple(answer) for answer in expected}) > len(prompts) // 2, "the oracle's answers are too much alike"
     preemptions = PreemptionCounter(monkeypatch)
     for caching, budget, block_size, swap_space_gib in settings:
-        before = preemptions.count
+        before, swaps_before = preemptions.count, preemptions.num_swaps
         got, llm, cached_tokens = generate(
             path,
             prompts,
@@ -125,6 +127,7 @@ def check_against_oracle(
         print(f"{name}: {preempted} preemptions, {cached_tokens} prompt tokens from the cache")
         assert got == expected, name
         assert preempted > 0, f"{name}: the pool was never short, so nothing was shown about preemption"
+        assert preemptions.num_swaps - swaps_before == (preempted if swap_space_gib else 0), name
         assert (cached_tokens > 0) == caching, name
         llm.engine.block_manager.check_integrity([])
         assert llm.engine.stats().num_used_blocks == 0, name
