@@ -7,6 +7,7 @@ the first ``beam_width`` that do not end go on. It knows tokens and scores, noth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from typing import Literal
@@ -79,24 +80,28 @@ class BeamSearch:
 
         Args:
             beams: each beam's tokens, the prompt's included; all of one length.
-            candidates: for each beam, its ``max(2, 1 + len(stop_token_ids)) * beam_width`` likeliest tokens.
+            candidates: for each beam, its ``beam_width + len(stop_token_ids)`` likeliest tokens in order, or more.
+                That many hold all that may end, and enough that go on even if they are all this beam's.
             stop_token_ids: what ends a beam.
             max_total_tokens: length that ends every beam.
         """
         length = len(beams[0]) + 1
-        best = self._likeliest(candidates, max(2, 1 + len(stop_token_ids)) * self.beam_width)
         at_limit = length >= max_total_tokens
-        for rank, one in enumerate(best):
+        going_on: list[Continuation] = []
+        for rank, one in enumerate(self._likeliest(candidates)):
             ended_by_token = one.token_id in stop_token_ids
             if rank < self.beam_width and (ended_by_token or at_limit):
                 self._finish([*beams[one.parent], one.token_id], one.cumulative_logprob, ended_by_token)
-        going_on = [one for one in best if one.token_id not in stop_token_ids][: self.beam_width]
+            if not ended_by_token:
+                going_on.append(one)
+            if len(going_on) == self.beam_width:
+                break
         self._scores = np.array([one.cumulative_logprob for one in going_on], dtype=np.float32)
         self.is_done = at_limit or not going_on or not self._can_improve(length, max_total_tokens)
         return [] if self.is_done else going_on
 
-    def _likeliest(self, candidates: Sequence_[Candidates], count: int) -> list[Continuation]:
-        """Return the likeliest ``count`` continuations of all beams, the best first."""
+    def _likeliest(self, candidates: Sequence_[Candidates]) -> Iterator[Continuation]:
+        """Yield the continuations of all beams, the likeliest first."""
         parents = [parent for parent, (token_ids, _) in enumerate(candidates) for _ in token_ids]
         tokens = [token_id for token_ids, _ in candidates for token_id in token_ids]
         totals = np.concatenate(
@@ -105,8 +110,9 @@ class BeamSearch:
                 for score, (_, logprobs) in zip(self._scores, candidates, strict=True)
             ]
         )
-        order = np.argsort(-totals, kind="stable")[:count]
-        return [Continuation(parents[i], tokens[i], float(totals[i])) for i in order if totals[i] > -np.inf]
+        for i in np.argsort(-totals, kind="stable"):
+            if totals[i] > -np.inf:
+                yield Continuation(parents[i], tokens[i], float(totals[i]))
 
     def _finish(self, token_ids: list[int], cumulative_logprob: float, ended_by_token: bool) -> None:
         """Keep a hypothesis if it is among the best."""

@@ -93,8 +93,9 @@ def _mean_logprob(answer: Sequence) -> float:
 
 
 def _beams(group: SequenceGroup) -> list[StepOutput]:
+    """Return the ``n`` best hypotheses; in place of those that the search could not find, why."""
     assert group.beams is not None
-    outputs = []
+    outputs: list[StepOutput] = []
     for index, hypothesis in enumerate(group.beams.hypotheses[: group.params.n]):
         last = hypothesis.token_ids[-1]
         outputs.append(
@@ -108,4 +109,10 @@ def _beams(group: SequenceGroup) -> list[StepOutput]:
                 cumulative_logprob=hypothesis.cumulative_logprob,
             )
         )
+    first = group.sequences[0]
+    why = first.stop_reason or "the search found no further answer: too few tokens are allowed"
+    outputs += [
+        StepOutput(group.request_id, index, [], FinishReason.ABORT, why, first.num_cached_tokens)
+        for index in range(len(outputs), group.params.n)
+    ]
     return outputs

@@ -149,6 +149,8 @@ class Scheduler:
             group.prompt_logprobs += logprobs
         if sampled.logprobs is not None:
             _record_logprobs(output.sampling, sampled.logprobs)
+        if sampled.failed and sampled.beams:
+            _fail_searches(output.sampling, sampled)
         for sequence in _append_tokens(output.sampling, sampled):
             self._leave(sequence)
         return self._advance_beams(output.sampling, sampled.beams) if sampled.beams else output.sampling
@@ -445,3 +447,12 @@ def _record_logprobs(sampling: list[Sequence], logprobs: list[TokenLogprobs | No
             sequence.cumulative_logprob += next(iter(one.values())).logprob  # the sampled token comes first
             if sequence.params.logprobs is not None:
                 sequence.logprobs.append(one)
+
+
+def _fail_searches(sampling: list[Sequence], sampled: SampledTokens) -> None:
+    """Let a search whose beams have no token to go on with fail as a whole."""
+    reasons = {sampling[position].group: why for position, why in sampled.failed.items()}
+    for position in list(sampled.beams):
+        if why := reasons.get(sampling[position].group):
+            sampled.failed[position] = why
+            del sampled.beams[position]

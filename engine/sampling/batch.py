@@ -48,7 +48,7 @@ class SamplingBatch:
         self.ranked_index = column(self.ranked_rows, torch.int64, device)
         self.beam_rows = [row for row, p in enumerate(params) if p.uses_beam_search]
         beams = [sequences[row] for row in self.beam_rows]
-        self.num_beam_tokens = [max(2, 1 + len(s.stop_token_ids)) * s.params.num_sequences for s in beams]
+        self.num_beam_tokens = [s.params.num_sequences + len(s.stop_token_ids) for s in beams]
         self.beam_index = column(self.beam_rows, torch.int64, device)
         self.beam_min_tokens = MinTokens.build(beams, vocab_size, device)
 

@@ -152,7 +152,7 @@ class ShadowRunner:
 def num_candidates(params: SamplingParams, stop_token_ids: frozenset[int]) -> int:
     """Return how many continuations of a beam its search wants to see."""
     assert params.beam_width is not None
-    return max(2, 1 + len(stop_token_ids)) * params.beam_width
+    return params.beam_width + len(stop_token_ids)
 
 
 def make_engine(

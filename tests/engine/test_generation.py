@@ -1,4 +1,4 @@
-"""Greedy tokens equal transformers' generate, whatever the engine's blocks, budgets and pool."""
+"""Greedy tokens equal transformers' generate, whatever the engine's blocks, budgets, pool and swap space."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ from tests.engine.conftest import SavedModel
 NUM_PROMPTS = 64
 MAX_TOKENS = 12
 POOL_TOKENS = 640  # hardly more than the longest request takes, so that sequences must give way to each other
+Setting = tuple[bool, int, int, float]  # prefix caching, token budget, block size, swap space in GiB
+# The families sweep all of them; the larger demo model shows each value once or twice.
+SETTINGS: list[Setting] = [
+    (caching, budget, block_size, 0.002 if caching == (budget == 16) else 0.0)
+    for caching, budget, block_size in product((True, False), (16, 2048), (1, 4, 16, 256))
+]
+DEMO_SETTINGS: list[Setting] = [
+    (True, 16, 4, 0.0),
+    (True, 2048, 16, 0.05),
+    (False, 2048, 256, 0.0),
+    (False, 16, 1, 0.05),
+]
 DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
 
 
@@ -74,25 +86,32 @@ class PreemptionCounter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from engine.scheduler import Scheduler
 
-        self.count = 0
+        self.count = self.num_swaps = 0
         original = Scheduler._preempt
 
         def counting(scheduler: Scheduler, *args: Any) -> None:
-            self.count += 1
+            before = scheduler.num_swapped
             original(scheduler, *args)
+            self.count += 1
+            self.num_swaps += scheduler.num_swapped - before
 
         monkeypatch.setattr(Scheduler, "_preempt", counting)
 
 
 def check_against_oracle(
-    model: PreTrainedModel, path: str, monkeypatch: pytest.MonkeyPatch, vocab_size: int, *, ignore_eos: bool = False
+    model: PreTrainedModel,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[list[int]],
+    settings: list[Setting],
+    *,
+    ignore_eos: bool = False,
 ) -> None:
-    prompts = make_prompts(vocab_size)
     expected = oracle(model, prompts)
-    assert len({tuple(answer) for answer in expected}) > NUM_PROMPTS // 2, "the oracle's answers are too much alike"
+    assert len({tuple(answer) for answer in expected}) > len(prompts) // 2, "the oracle's answers are too much alike"
     preemptions = PreemptionCounter(monkeypatch)
-    for caching, budget, block_size in product((True, False), (16, 2048), (1, 4, 16, 256)):
-        before = preemptions.count
+    for caching, budget, block_size, swap_space_gib in settings:
+        before, swaps_before = preemptions.count, preemptions.num_swaps
         got, llm, cached_tokens = generate(
             path,
             prompts,
@@ -101,12 +120,14 @@ def check_against_oracle(
             max_num_batched_tokens=budget,
             block_size=block_size,
             num_blocks=-(-POOL_TOKENS // block_size),
+            swap_space_gib=swap_space_gib,
         )
-        name = f"caching={caching} budget={budget} block_size={block_size}"
+        name = f"caching={caching} budget={budget} block_size={block_size} swap_space_gib={swap_space_gib}"
         preempted = preemptions.count - before
         print(f"{name}: {preempted} preemptions, {cached_tokens} prompt tokens from the cache")
         assert got == expected, name
         assert preempted > 0, f"{name}: the pool was never short, so nothing was shown about preemption"
+        assert preemptions.num_swaps - swaps_before == (preempted if swap_space_gib else 0), name
         assert (cached_tokens > 0) == caching, name
         llm.engine.block_manager.check_integrity([])
         assert llm.engine.stats().num_used_blocks == 0, name
@@ -114,7 +135,7 @@ def check_against_oracle(
 
 @pytest.mark.timeout(600)
 def test_greedy_equals_transformers_for_every_family(family: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_against_oracle(family.model, family.path, monkeypatch, vocab_size=384)
+    check_against_oracle(family.model, family.path, monkeypatch, make_prompts(384), SETTINGS)
 
 
 @pytest.mark.timeout(600)
@@ -122,7 +143,8 @@ def test_greedy_equals_transformers_for_the_demo_model(monkeypatch: pytest.Monke
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
     # It would end its answers to random tokens too early for the pool to run short.
     model.generation_config.update(do_sample=False, temperature=None, top_p=None, top_k=None, eos_token_id=None)
-    check_against_oracle(model, str(DEMO_MODEL), monkeypatch, vocab_size=model.config.vocab_size, ignore_eos=True)
+    prompts = make_prompts(model.config.vocab_size)[::2]  # of every length, with and without the shared prefixes
+    check_against_oracle(model, str(DEMO_MODEL), monkeypatch, prompts, DEMO_SETTINGS, ignore_eos=True)
 
 
 def test_sharded_checkpoint_is_loaded_whole(tmp_path: Path, qwen3: SavedModel) -> None:
