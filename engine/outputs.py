@@ -94,6 +94,12 @@ def _mean_logprob(answer: Sequence) -> float:
 
 def _beams(group: SequenceGroup) -> list[StepOutput]:
     assert group.beams is not None
+    first = group.sequences[0]
+    if first.has_failed:
+        return [
+            StepOutput(group.request_id, index, [], first.finish_reason, first.stop_reason, first.num_cached_tokens)
+            for index in range(group.params.n)
+        ]
     outputs = []
     for index, hypothesis in enumerate(group.beams.hypotheses[: group.params.n]):
         last = hypothesis.token_ids[-1]
@@ -104,7 +110,7 @@ def _beams(group: SequenceGroup) -> list[StepOutput]:
                 hypothesis.token_ids,
                 FinishReason.STOP if hypothesis.ended_by_token else FinishReason.LENGTH,
                 last if hypothesis.ended_by_token and last in (group.params.stop_token_ids or ()) else None,
-                group.sequences[0].num_cached_tokens,
+                first.num_cached_tokens,
                 cumulative_logprob=hypothesis.cumulative_logprob,
             )
         )

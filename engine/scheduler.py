@@ -175,15 +175,13 @@ class Scheduler:
             _record_logprobs(output.sampling, sampled.logprobs)
         for group, logprobs in sampled.prompt_logprobs:
             group.prompt_logprobs += logprobs
-        ended = [output.sampling[position] for position in sampled.failed]
-        for position, why in sampled.failed.items():
-            output.sampling[position].fail(why)
+        failed = _fail(output.sampling, sampled.failed) if sampled.failed else {}
+        beams = {place: one for place, one in sampled.beams.items() if place not in failed}
+        ended = list(failed.values())
         got_one = zip(output.sampling, sampled.token_ids, strict=True)
-        if sampled.failed or sampled.beams:
+        if failed or beams:
             got_one = [  # type: ignore[assignment]
-                pair
-                for position, pair in enumerate(got_one)
-                if position not in sampled.failed and position not in sampled.beams
+                pair for place, pair in enumerate(got_one) if place not in failed and place not in beams
             ]
         for sequence, token_id in got_one:
             token_ids = sequence.token_ids
@@ -198,7 +196,7 @@ class Scheduler:
                     ended.append(sequence)
         for sequence in ended:
             self._leave(sequence)
-        return self._advance_beams(output.sampling, sampled.beams) if sampled.beams else output.sampling
+        return self._advance_beams(output.sampling, beams) if beams else output.sampling
 
     # --- running ------------------------------------------------------------------------------------------------
 
@@ -464,6 +462,18 @@ class Scheduler:
         for beam in beams:
             self._leave(beam)
             beam.finish(FinishReason.STOP)
+
+
+def _fail(sampling: list[Sequence], reasons: dict[int, str]) -> dict[int, Sequence]:
+    """End the sequences that have no token to go on with, by place; beams end together, since they are one search."""
+    failed = {}
+    for place, why in reasons.items():
+        group = sampling[place].group
+        places = [place] if group.beams is None else [i for i, one in enumerate(sampling) if one.group is group]
+        for one in places:
+            sampling[one].fail(why)
+            failed[one] = sampling[one]
+    return failed
 
 
 def _record_logprobs(sampling: list[Sequence], logprobs: list[TokenLogprobs | None]) -> None:

@@ -6,8 +6,10 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import PromptTooLongError, RequestError
+from engine.metrics import StepTimes
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
+from engine.scheduler import SampledTokens, SchedulerOutput
 from engine.sequence import FinishReason
 from tests.engine.shadow import check_integrity, make_engine, run_to_end
 
@@ -204,3 +206,46 @@ def test_a_stop_token_is_obeyed_from_the_first_place_behind_min_tokens() -> None
     engine, _ = make_engine()  # the fake model ignores the sampler's mask, so the token comes, and is no end
     engine.add_request("a", prompt, SamplingParams(max_tokens=10, min_tokens=4, stop_token_ids=[stop]))
     assert len(run_to_end(engine)["a"]) > 4
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_beam_without_a_token_to_go_on_with_ends_its_search_and_nothing_else(steps_before: int) -> None:
+    """One NaN in one beam's logits took the whole engine with it."""
+    engine, runner = make_engine()
+    engine.add_request("beams", [1, 2, 3], SamplingParams(temperature=0, beam_width=3, n=2, max_tokens=9))
+    add(engine, "other", 5, max_tokens=9)
+    outputs = [output for _ in range(steps_before) for output in engine.step()]
+    compute = runner.run
+
+    def spoil(output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+        sampled = compute(output, times)
+        sampled.failed[min(sampled.beams)] = "the logits hold a NaN"
+        return sampled
+
+    runner.run = spoil  # type: ignore[method-assign]
+    outputs += engine.step()
+    check_integrity(engine)
+    runner.run = compute  # type: ignore[method-assign]
+    failed = [output for output in outputs if output.request_id == "beams"]
+    assert [(one.index, one.token_ids, one.finish_reason, one.is_last) for one in failed] == [
+        (0, [], FinishReason.ABORT, False),
+        (1, [], FinishReason.ABORT, True),
+    ]
+    assert {one.stop_reason for one in failed} == {"the logits hold a NaN"}
+    answer = [token_id for output in outputs if output.request_id == "other" for token_id in output.token_ids]
+    assert answer + run_to_end(engine)["other"] == runner.answer(list(range(5)), 9)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=0, beam_width=3, max_tokens=9), SamplingParams(n=1, best_of=3, max_tokens=9)],
+)
+def test_answers_that_are_held_back_cannot_be_ended_from_outside(params: SamplingParams) -> None:
+    """A search that lost a beam took the whole engine with it, and the best answer of several was never told."""
+    engine, _ = make_engine()
+    engine.add_request("a", [1, 2, 3], params)
+    engine.step()
+    engine.step()
+    for index in range(3):
+        assert not engine.end_sequence("a", index)
+    assert len(run_to_end(engine)["a"]) == 9
