@@ -1,6 +1,6 @@
 """Random requests, aborts, failures and cache resets on small pools: each read is right, every answer undisturbed.
 
-The hypothesis state machine explores, and shrinks what it finds; it makes about 15,000 steps. The seeded driver, which
+The hypothesis state machine explores, and shrinks what it finds; it makes about 25,000 steps. The seeded driver, which
 has the same rules and the same checks after each step but none of hypothesis' overhead, makes the 100,000 that are
 asked for, and counts them.
 """
