@@ -211,7 +211,8 @@ class AsyncEngine:
     def end_answer(self, request_id: str, index: int = 0) -> None:
         """End one answer of a request with reason ``stop``, when a stop string was found in its text for example.
 
-        Its reader gets no further batch of that answer, and the iterator ends with the last of them.
+        Its reader gets no further batch of that answer, and the iterator ends with the last of them. Answers that are
+        held back until the end go on.
         """
         with self._lock:
             stream = self._streams.get(request_id)

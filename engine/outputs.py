@@ -95,6 +95,7 @@ def _mean_logprob(answer: Sequence) -> float:
 def _beams(group: SequenceGroup) -> list[StepOutput]:
     """Return the ``n`` best hypotheses; in place of those that the search could not find, why."""
     assert group.beams is not None
+    first = group.sequences[0]
     outputs: list[StepOutput] = []
     for index, hypothesis in enumerate(group.beams.hypotheses[: group.params.n]):
         last = hypothesis.token_ids[-1]
@@ -105,11 +106,10 @@ def _beams(group: SequenceGroup) -> list[StepOutput]:
                 hypothesis.token_ids,
                 FinishReason.STOP if hypothesis.ended_by_token else FinishReason.LENGTH,
                 last if hypothesis.ended_by_token and last in (group.params.stop_token_ids or ()) else None,
-                group.sequences[0].num_cached_tokens,
+                first.num_cached_tokens,
                 cumulative_logprob=hypothesis.cumulative_logprob,
             )
         )
-    first = group.sequences[0]
     why = first.stop_reason or "the search found no further answer: too few tokens are allowed"
     outputs += [
         StepOutput(group.request_id, index, [], FinishReason.ABORT, why, first.num_cached_tokens)

@@ -15,9 +15,10 @@ from engine.block_manager import BlockPair
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo
 from engine.kv_events import KVEventBatch
+from engine.logprobs import Logprob, TokenLogprobs
 from engine.metrics import MetricSink, StepTimes
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence, SequenceStatus
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from engine.step import SampledTokens, SchedulerOutput
 
 VOCAB_SIZE = 64
@@ -28,13 +29,17 @@ class PrefixIds:
 
     def __init__(self) -> None:
         self._ids: dict[tuple[object, int], int] = {}
+        self.ends: list[tuple[object, int]] = []  # by identity: of the prefix without its last token, and that token
 
     def chain(self, salt: str, token_ids: list[int]) -> list[int]:
         """Return the identity of every prefix of ``token_ids``, the shortest first."""
         parent: object = salt
         ids = []
         for token_id in token_ids:
-            parent = self._ids.setdefault((parent, token_id), len(self._ids))
+            end = (parent, token_id)
+            parent = self._ids.setdefault(end, len(self._ids))
+            if parent == len(self.ends):
+                self.ends.append(end)
             ids.append(parent)
         return ids
 
@@ -49,6 +54,11 @@ def mix(number: int) -> int:
 def next_token(prefix: int, index: int = 0) -> int:
     """Return the token that this "model" says after a prefix, in answer ``index``."""
     return mix(prefix + 7919 * index) % VOCAB_SIZE
+
+
+def token_logprob(prefix: int, index: int = 0) -> float:
+    """Return what the token after a prefix is worth to this "model", in answer ``index``."""
+    return -(mix(3 * prefix + 104729 * index + 1) % 1000) / 100
 
 
 def candidates(prefix: int, count: int) -> Candidates:
@@ -122,7 +132,24 @@ class ShadowRunner:
             else:
                 sampled.token_ids.append(-1)
                 sampled.beams[position] = candidates(prefix, num_candidates(sequence.params, sequence.stop_token_ids))
+        if any(sequence.params.needs_logprobs for sequence in output.sampling):
+            sampled.logprobs = [
+                {token_id: Logprob(token_logprob(chains[row][-1], one.index), 1)} if one.params.needs_logprobs else None
+                for one, row, token_id in zip(output.sampling, output.sampling_rows, sampled.token_ids, strict=True)
+            ]
+        sampled.prompt_logprobs = self._prompt_logprobs(output, chains)
         return sampled
+
+    def _prompt_logprobs(
+        self, output: SchedulerOutput, chains: list[list[int]]
+    ) -> list[tuple[SequenceGroup, list[TokenLogprobs]]]:
+        found = []
+        for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
+            start = sequence.num_computed_tokens
+            if known := sequence.group.prompt_logprob_positions(start, start + count):
+                logprobs = [{sequence.token_ids[i + 1]: Logprob(token_logprob(chain[i]), 1)} for i in known]
+                found.append((sequence.group, logprobs))
+        return found
 
     def slot(self, sequence: Sequence, position: int) -> int:
         """Return where the token at ``position`` lives."""

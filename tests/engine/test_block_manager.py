@@ -8,7 +8,7 @@ import pytest
 
 from engine import block_manager as block_manager_module
 from engine import sequence as sequence_module
-from engine.block_manager import BlockManager
+from engine.block_manager import BlockCounts, BlockManager, Growth
 from engine.prefix_hash import pack_tokens, root_hash
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
@@ -171,3 +171,93 @@ def test_without_prefix_caching_nothing_is_published() -> None:
     manager.free(start(manager, [1, 2, 3, 4]))
     assert manager.counts().free == 4
     assert manager.match_prefix(make_sequence([1, 2, 3, 4])).num_tokens == 0
+
+
+# --- forks and swaps ------------------------------------------------------------------------------------------------
+
+
+def start_forks(manager: BlockManager, tokens: list[int], n: int) -> list[Sequence]:
+    """Compute a prompt, fork it, and give each sequence a token of its own to compute next."""
+    first = make_sequence(tokens, n=n)
+    manager.take_prefix(first, manager.match_prefix(first))
+    manager.allocate(first, len(tokens))
+    first.num_computed_tokens = len(tokens)
+    forks = first.group.fork()
+    for fork in forks:
+        manager.fork(first, fork)
+    for index, sequence in enumerate(first.group.sequences):
+        sequence.token_ids.append(90 + index)
+    return first.group.sequences
+
+
+def test_forks_share_every_block_and_each_freed_one_gives_back_its_share_only() -> None:
+    manager = BlockManager(8, 4)
+    sequences = start_forks(manager, list(range(6)), n=3)
+    assert all(sequence.block_table == sequences[0].block_table for sequence in sequences)
+    assert manager.counts() == BlockCounts(free=6, cached=0, used=2, shared=2)
+    for position, sequence in enumerate(list(sequences)):
+        manager.check_integrity(sequences[position:])
+        manager.free(sequence)
+    assert manager.num_free_blocks == 8
+
+
+def test_who_writes_into_a_shared_block_copies_it_and_the_last_one_writes_in_place() -> None:
+    manager = BlockManager(8, 4)
+    sequences = start_forks(manager, list(range(6)), n=3)
+    full, partial = sequences[0].block_table
+    assert manager.num_blocks_to_grow([Growth(one, 7) for one in sequences]) == 2
+    copies = [manager.allocate(one, 7) for one in sequences]
+    assert copies == [(partial, sequences[0].block_table[1]), (partial, sequences[1].block_table[1]), None]
+    assert sequences[2].block_table == [full, partial]
+    assert len({sequence.block_table[1] for sequence in sequences}) == 3
+    assert {sequence.block_table[0] for sequence in sequences} == {full}
+    manager.check_integrity(sequences)
+
+
+def test_forks_at_the_end_of_a_block_copy_nothing() -> None:
+    manager = BlockManager(8, 4)
+    sequences = start_forks(manager, list(range(8)), n=3)
+    assert manager.num_blocks_to_grow([Growth(one, 9) for one in sequences]) == 3
+    assert [manager.allocate(one, 9) for one in sequences] == [None] * 3
+    assert manager.counts().used == 5
+
+
+def test_what_sequences_share_stays_shared_on_the_host_and_when_they_come_back() -> None:
+    manager = BlockManager(8, 4, num_host_blocks=4)
+    sequences = start_forks(manager, list(range(6)), n=3)
+    for sequence in sequences:
+        manager.allocate(sequence, 7)
+    assert manager.can_swap_out(sequences)
+    out = manager.swap_out(sequences)
+    assert len(out) == 4
+    assert manager.num_free_host_blocks == 0
+    assert manager.num_free_blocks == 8
+    assert [sequence.num_computed_tokens for sequence in sequences] == [6] * 3
+    manager.check_integrity(sequences)
+    back = manager.swap_in(sequences)
+    assert [source for source, _ in back] == [target for _, target in out]
+    assert len({sequence.block_table[0] for sequence in sequences}) == 1
+    assert len({sequence.block_table[1] for sequence in sequences}) == 3
+    assert manager.num_free_host_blocks == 4
+    manager.check_integrity(sequences)
+
+
+def test_what_does_not_fit_the_host_is_not_swapped() -> None:
+    manager = BlockManager(8, 4, num_host_blocks=1)
+    assert not manager.can_swap_out(start_forks(manager, list(range(6)), n=3))
+    assert not manager.can_swap_out([make_sequence([1])])  # nothing to keep
+
+
+def test_a_swapped_prompt_is_still_cached_and_published_anew_when_it_was_evicted() -> None:
+    manager = BlockManager(4, 2, num_host_blocks=2)
+    sequence = start(manager, [1, 2, 3])
+    sequence.num_computed_tokens = 3
+    manager.swap_out([sequence])
+    assert manager.match_prefix(make_sequence([1, 2])).num_tokens == 2
+    fillers = [start(manager, [10 * i, 10 * i + 1]) for i in range(1, 5)]
+    assert manager.match_prefix(make_sequence([1, 2])).num_tokens == 0
+    for filler in fillers:
+        manager.free(filler)
+    manager.swap_in([sequence])
+    assert manager.match_prefix(make_sequence([1, 2])).blocks[0].block_id == sequence.block_table[0]
+    manager.check_integrity([sequence])

@@ -230,3 +230,8 @@ def test_what_cannot_even_be_printed_is_refused() -> None:
 def test_a_list_that_allows_nothing_is_refused() -> None:
     with pytest.raises(RequestError, match="allows no token"):
         SamplingParams(allowed_token_ids=[])
+
+
+def test_temperature_zero_is_greedy_and_not_refused() -> None:
+    for temperature in (0, 0.0):
+        assert SamplingParams(temperature=temperature).is_greedy

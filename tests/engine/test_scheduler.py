@@ -6,10 +6,12 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import PromptTooLongError, RequestError
-from engine.outputs import StepOutput
+from engine.metrics import StepTimes
+from engine.outputs import StepOutput, step_outputs
 from engine.sampling_params import SamplingParams
-from engine.sequence import FinishReason
-from tests.engine.shadow import check_integrity, make_engine, run_to_end
+from engine.sequence import FinishReason, SequenceStatus
+from engine.step import SampledTokens, SchedulerOutput
+from tests.engine.shadow import check_integrity, make_engine, run_all_to_end, run_to_end
 
 
 def add(engine: Engine, request_id: str, length: int, max_tokens: int = 4, first: int = 0, priority: int = 0) -> None:
@@ -224,3 +226,169 @@ def test_an_answer_goes_on_behind_tokens_that_were_generated_elsewhere() -> None
         engine.check_request(prompt, SamplingParams(n=2), output_token_ids=whole[:5])
     with pytest.raises(RequestError, match="output has the id 99"):
         engine.check_request(prompt, params, output_token_ids=[99])
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_beam_without_a_token_to_go_on_with_ends_its_search_and_nothing_else(steps_before: int) -> None:
+    """One NaN in one beam's logits took the whole engine with it."""
+    engine, runner = make_engine()
+    engine.add_request("beams", [1, 2, 3], SamplingParams(temperature=0, beam_width=3, n=2, max_tokens=9))
+    add(engine, "other", 5, max_tokens=9)
+    outputs = [output for _ in range(steps_before) for output in engine.step()]
+    compute = runner.run
+
+    def spoil(output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+        sampled = compute(output, times)
+        sampled.failed[min(sampled.beams)] = "the logits hold a NaN"
+        return sampled
+
+    runner.run = spoil  # type: ignore[method-assign]
+    outputs += engine.step()
+    check_integrity(engine)
+    runner.run = compute  # type: ignore[method-assign]
+    failed = [output for output in outputs if output.request_id == "beams"]
+    assert [(one.index, one.token_ids, one.finish_reason, one.is_last) for one in failed] == [
+        (0, [], FinishReason.ABORT, False),
+        (1, [], FinishReason.ABORT, True),
+    ]
+    assert {one.stop_reason for one in failed} == {"the logits hold a NaN"}
+    answer = [token_id for output in outputs if output.request_id == "other" for token_id in output.token_ids]
+    assert answer + run_to_end(engine)["other"] == runner.answer(list(range(5)), 9)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=0, beam_width=3, max_tokens=9), SamplingParams(n=1, best_of=3, max_tokens=9)],
+)
+def test_answers_that_are_held_back_cannot_be_ended_from_outside(params: SamplingParams) -> None:
+    """A search that lost a beam took the whole engine with it, and the best answer of several was never told."""
+    engine, _ = make_engine()
+    engine.add_request("a", [1, 2, 3], params)
+    engine.step()
+    engine.step()
+    for index in range(3):
+        assert not engine.end_sequence("a", index)
+    assert len(run_to_end(engine)["a"]) == 9
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_prefill_leaves_the_budget_to_others() -> None:
+    engine, _ = make_engine(max_num_batched_tokens=32, long_prefill_threshold=8)
+    add(engine, "long", 40)
+    add(engine, "short", 6, first=50)
+    assert step_sizes(engine) == {"long": 8, "short": 6}
+    assert step_sizes(engine) == {"long": 8, "short": 1}
+
+
+def rows(engine: Engine) -> tuple[list[str], SchedulerOutput]:
+    """Make one step; return which request each row belongs to, and the step."""
+    output = engine.scheduler.schedule()
+    engine.scheduler.update(output, engine.runner.run(output, None))  # type: ignore[arg-type]
+    check_integrity(engine)
+    return [one.request_id for one in output.sequences], output
+
+
+def test_a_group_is_admitted_only_when_all_its_sequences_find_a_place() -> None:
+    engine, _ = make_engine(max_num_seqs=4)
+    add(engine, "first", 4, max_tokens=3)
+    engine.add_request("group", [7, 8, 9], SamplingParams(n=4, max_tokens=6))
+    assert [rows(engine)[0] for _ in range(4)] == [["first"]] * 3 + [["group"]]
+    assert rows(engine)[0] == ["group"] * 4
+
+
+def test_groups_run_by_priority_and_each_as_a_whole() -> None:
+    engine, _ = make_engine(max_num_seqs=5)
+    engine.add_request("low", [1, 2], SamplingParams(n=2, max_tokens=9), priority=-1)
+    rows(engine)
+    engine.add_request("high", [3, 4], SamplingParams(n=3, max_tokens=9), priority=1)
+    rows(engine)
+    assert rows(engine)[0] == ["high"] * 3 + ["low"] * 2
+
+
+@pytest.mark.parametrize("num_host_blocks", [20, 2, 0])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(n=3, max_tokens=12), SamplingParams(temperature=0, beam_width=3, n=3, max_tokens=12)]
+)
+def test_a_group_gives_way_and_comes_back_as_a_whole(
+    params: SamplingParams, caching: bool, num_host_blocks: int
+) -> None:
+    """To the host while that has room for all of it, else to be computed again."""
+    engine, runner = make_engine(
+        num_blocks=16, num_host_blocks=num_host_blocks, block_size=2, enable_prefix_caching=caching
+    )
+    add(engine, "first", 7, max_tokens=24)
+    group = engine.add_request("group", [60, 61, 62], params)
+    preempted = []
+    told: dict[int, list[int]] = {}
+    while engine.has_unfinished:
+        output = engine.scheduler.schedule()
+        preempted += [(one, one.status, len(output.swap_out)) for one in output.preempted]
+        got_token = engine.scheduler.update(output, runner.run(output, None))  # type: ignore[arg-type]
+        for one in step_outputs(got_token):
+            if one.request_id == "group":
+                told.setdefault(one.index, []).extend(one.token_ids)
+        check_integrity(engine)
+    assert {one for one, _, _ in preempted} == {group}
+    for _, status, num_swapped in preempted:
+        assert status is (SequenceStatus.SWAPPED if num_swapped else SequenceStatus.WAITING)
+        assert bool(num_swapped) == (num_host_blocks == 20)
+    if group.beams is None:
+        count = group.max_total_tokens - 3
+        assert told == {index: runner.answer([60, 61, 62], count, index=index) for index in range(3)}
+    else:
+        found = runner.search([60, 61, 62], params, group.max_total_tokens)
+        assert told == {index: found[index].token_ids for index in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        (SamplingParams(n=5), "n"),
+        (SamplingParams(n=2, best_of=5), "best_of"),
+        (SamplingParams(temperature=0, beam_width=5), "beam_width"),
+    ],
+)
+def test_a_group_that_can_never_run_is_refused_by_the_parameter_that_makes_it_wide(
+    params: SamplingParams, name: str
+) -> None:
+    engine, _ = make_engine(max_num_seqs=4)
+    with pytest.raises(RequestError, match=f"{name}=5 exceeds the 4 sequences") as too_many:
+        engine.add_request("a", [1], params)
+    assert too_many.value.param == name
+    engine, _ = make_engine(num_blocks=4, block_size=2)
+    with pytest.raises(RequestError, match=f"{name}=5 answers .* 5 tokens do not fit") as too_large:
+        engine.add_request("a", [1, 2, 3, 4, 5], params)
+    assert too_large.value.param == name
+    assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_host_blocks", [0, 8])
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("with_beams", [True, False])
+def test_a_group_alone_in_a_small_pool_fills_it_and_ends(
+    width: int, with_beams: bool, caching: bool, num_host_blocks: int
+) -> None:
+    """Every small pool and prompt: either refused at the door, or it runs to its limit, without giving way."""
+    params = (
+        SamplingParams(temperature=0, beam_width=width, n=width, max_tokens=None)
+        if with_beams
+        else SamplingParams(n=width, max_tokens=None)
+    )
+    for block_size in (1, 2, 3):
+        for num_blocks in range(1, 10):
+            for length in range(1, num_blocks * block_size):
+                engine, _ = make_engine(
+                    num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks,
+                    enable_prefix_caching=caching,
+                )  # fmt: skip
+                try:
+                    group = engine.add_request("a", [i % 2 for i in range(length)], params)
+                except RequestError:
+                    continue
+                answers = run_all_to_end(engine, max_steps=60)
+                assert [len(answers["a", index]) for index in range(width)] == [group.max_total_tokens - length] * width
+                assert group.num_preemptions == 0

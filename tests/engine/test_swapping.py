@@ -12,8 +12,8 @@ from engine.kv_cache import KVCache
 from engine.llm import LLM
 from engine.metrics import StepTimes
 from engine.sampling_params import SamplingParams
-from engine.step import SampledTokens, SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
+from engine.step import SampledTokens, SchedulerOutput
 from tests.engine.conftest import SavedModel
 from tests.engine.oracle import Activity, answers, make_llm, random_tokens, run
 

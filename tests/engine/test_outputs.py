@@ -1,0 +1,116 @@
+"""StepOutput: who is told what, when it ends, and which of several answers are the best."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.engine import Engine
+from engine.outputs import StepOutput
+from engine.sampling_params import SamplingParams
+from engine.sequence import FinishReason
+from tests.engine.random_load import NO_CHOICE, Arrival, RandomLoad
+from tests.engine.shadow import make_engine, token_logprob
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def outputs_of(engine: Engine) -> list[StepOutput]:
+    outputs: list[StepOutput] = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=5),
+        SamplingParams(max_tokens=1),
+        SamplingParams(max_tokens=5, n=3),
+        SamplingParams(max_tokens=1, n=3),
+        SamplingParams(max_tokens=30, n=3, stop_token_ids=list(range(0, 64, 4))),
+        SamplingParams(max_tokens=5, n=2, best_of=4),
+        SamplingParams(max_tokens=5, temperature=0, beam_width=3, n=2),
+        SamplingParams(max_tokens=1, temperature=0, beam_width=3, n=3),
+    ],
+    ids=repr,
+)
+def test_a_request_has_exactly_one_last_output_and_each_answer_one_end(params: SamplingParams) -> None:
+    engine, _ = make_engine()
+    engine.add_request("a", PROMPT, params)
+    outputs = outputs_of(engine)
+    assert [output.is_last for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert sorted(output.index for output in outputs if output.finish_reason) == list(range(params.n))
+
+
+def test_the_last_output_comes_with_the_last_answer_whoever_ends_the_others() -> None:
+    engine, _ = make_engine()
+    engine.add_request("a", PROMPT, SamplingParams(max_tokens=5, n=3))
+    engine.step()
+    assert engine.end_sequence("a", 2)
+    outputs = outputs_of(engine)
+    assert {output.index for output in outputs} == {0, 1}
+    assert sum(output.is_last for output in outputs) == 1
+    assert outputs[-1].is_last
+
+
+def test_best_of_tells_the_answers_of_the_best_mean_logprob_the_best_first() -> None:
+    engine, runner = make_engine()
+    stops = list(range(0, 64, 8))  # so that lengths differ, and a sum ranks otherwise than a mean
+    engine.add_request("a", PROMPT, SamplingParams(max_tokens=30, n=2, best_of=6, stop_token_ids=stops))
+    outputs = outputs_of(engine)
+    ranked = []
+    for index in range(6):
+        answer = runner.answer(PROMPT, 30, index=index)
+        end = next((i + 1 for i, token in enumerate(answer) if token in stops), 30)
+        chain = runner.ids.chain("", PROMPT + answer[:end])[len(PROMPT) - 1 : -1]
+        total = sum(token_logprob(prefix, index) for prefix in chain)
+        ranked.append((total / end, total, answer[:end]))
+    ranked.sort(key=lambda one: -one[0])
+    assert [output.token_ids for output in outputs] == [answer for _, _, answer in ranked[:2]]
+    assert [output.cumulative_logprob for output in outputs] == pytest.approx([total for _, total, _ in ranked[:2]])
+    assert [output.index for output in outputs] == [0, 1]
+
+
+def test_beams_are_told_by_score() -> None:
+    engine, runner = make_engine()
+    params = SamplingParams(max_tokens=6, temperature=0, beam_width=4, n=3, length_penalty=0.0, stop_token_ids=[1, 2])
+    group = engine.add_request("a", PROMPT, params)
+    outputs = outputs_of(engine)
+    found = runner.search(PROMPT, params, group.max_total_tokens)
+    assert [output.token_ids for output in outputs] == [one.token_ids for one in found[:3]]
+    scores = [output.cumulative_logprob for output in outputs]
+    assert scores == sorted(scores, reverse=True)  # without a length penalty the sum is the score
+    for output in outputs:
+        ended = output.token_ids[-1] in (1, 2)
+        assert output.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
+        assert output.stop_reason == (output.token_ids[-1] if ended else None)
+
+
+def test_a_failed_answer_ends_without_a_token_and_the_others_go_on() -> None:
+    load = RandomLoad()
+    load.add(Arrival(tokens=PROMPT, params=SamplingParams(max_tokens=4, n=2)))
+    load.step()
+    load.fail_next(1)
+    outputs = outputs_of(load.engine)
+    failed = next(output for output in outputs if output.finish_reason is FinishReason.ABORT)
+    assert (failed.index, failed.token_ids, failed.stop_reason, failed.is_last) == (1, [], NO_CHOICE, False)
+    assert [output.index for output in outputs if output.is_last] == [0]
+
+
+def test_a_failed_answer_is_the_worst_of_several() -> None:
+    load = RandomLoad()
+    load.add(Arrival(tokens=PROMPT, params=SamplingParams(max_tokens=4, n=2, best_of=3)))
+    load.step()
+    load.fail_next(0)
+    outputs = outputs_of(load.engine)
+    assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH] * 2
+
+
+def test_prompt_logprobs_are_told_once_with_the_first_token_of_the_first_answer() -> None:
+    engine, _ = make_engine(max_num_batched_tokens=3)
+    engine.add_request("a", PROMPT, SamplingParams(max_tokens=3, n=2, prompt_logprobs=0))
+    told = [output for output in outputs_of(engine) if output.prompt_logprobs is not None]
+    assert [output.index for output in told] == [0]
+    assert told[0].prompt_logprobs is not None
+    assert [one and list(one) for one in told[0].prompt_logprobs] == [None, [1], [4], [1], [5]]
