@@ -178,7 +178,7 @@ class Client:
         self.did: Counter[str] = Counter()
 
     def draw_params(self) -> SamplingParams:
-        common = {"max_tokens": self.rng.randint(1, 20), "stop_token_ids": self.rng.choice([[], [1, 2, 3]])}
+        common = {"max_tokens": self.rng.randint(1, 12), "stop_token_ids": self.rng.choice([[], [1, 2, 3]])}
         kind = self.rng.randrange(4)
         if kind == 0:
             return SamplingParams(temperature=0, beam_width=3, n=self.rng.randint(1, 3), **common)
@@ -258,11 +258,12 @@ async def test_a_thousand_mixed_requests_with_random_aborts_leave_nothing_behind
     async_engine = AsyncEngine(engine)
     client = Client(async_engine, random.Random(0))
     objects_before = num_objects_of_requests()
-    tracemalloc.start()
     memory = []
     try:
         async with asyncio.timeout(120):
             for wave in range(20):
+                if wave == 8:  # it is slow, and what counts is the second half
+                    tracemalloc.start()
                 await asyncio.gather(*(client.request(50 * wave + i) for i in range(50)))
                 await wait_until_idle(async_engine)
                 assert not engine.has_unfinished
@@ -271,14 +272,14 @@ async def test_a_thousand_mixed_requests_with_random_aborts_leave_nothing_behind
                 assert engine.block_manager.num_free_host_blocks == 24
                 assert len(asyncio.all_tasks()) == 1
                 check_answers(client, runner)
-                if wave % 10 >= 7:
+                if wave in (9, 10, 11, 17, 18, 19):
                     memory.append(memory_of_the_engine())
     finally:
         tracemalloc.stop()
         await async_engine.shutdown()
     assert min(client.did[what] for what in ("", "leave", "abort", "end", "cancel")) > 100
     assert runner.num_copied["swap_out"] > 100
-    assert min(memory[3:]) < min(memory[:3]) + 16 * 1024, memory  # 32 bytes a request would be seen
+    assert min(memory[3:]) < min(memory[:3]) + 16 * 1024, memory  # 40 bytes a request would be seen
     assert num_objects_of_requests() <= objects_before + 4  # the scheduler remembers the request it last refused
 
 
