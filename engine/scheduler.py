@@ -86,7 +86,7 @@ class Scheduler:
             if len(group.unfinished) == 1:
                 self.waiting.remove(group)
                 self.num_swapped -= sequence.status is SequenceStatus.SWAPPED
-            elif group.is_forked:
+            elif group.is_forked and group.beams is None:
                 group.num_places -= 1
             self.block_manager.free(sequence)
         sequence.finish(reason)
@@ -356,7 +356,10 @@ class Scheduler:
         group = sequence.group
         self.running.remove(sequence)
         self.block_manager.free(sequence)
-        num_places = 1 if group.is_forked else group.num_places
+        if group.beams is not None:  # few beams may become many again: their places are theirs to the end
+            num_places = 0 if any(one.group is group for one in self.running) else group.num_places
+        else:
+            num_places = 1 if group.is_forked else group.num_places
         self._num_places -= num_places
         group.num_places -= num_places
 
@@ -407,8 +410,6 @@ class Scheduler:
             beam.index = index
         group.sequences = successors
         group.is_forked = True
-        self._num_places += len(successors) - group.num_places
-        group.num_places = len(successors)
 
     def _end_beams(self, beams: list[Sequence]) -> None:
         """End every beam of a finished search; the group's ``beams`` have the answers."""

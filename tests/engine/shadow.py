@@ -225,7 +225,8 @@ def check_integrity(engine: Engine) -> None:
     for group in groups:
         assert group not in scheduler.waiting, "a request runs and waits at once"
         assert all(sequence in scheduler.running for sequence in group.unfinished), "a request runs in part"
-        assert group.num_places == (len(group.unfinished) if group.is_forked else group.params.num_sequences)
+        gives_back = group.is_forked and group.beams is None
+        assert group.num_places == (len(group.unfinished) if gives_back else group.params.num_sequences)
     for group in scheduler.waiting:
         assert len({sequence.status for sequence in group.unfinished}) == 1
         assert group.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)

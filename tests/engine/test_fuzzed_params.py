@@ -277,3 +277,18 @@ def test_many_stop_ids_do_not_multiply_the_work_of_many_beams(llm: LLM) -> None:
     while llm.engine.has_unfinished:
         llm.engine.step()
         assert set(sampler._batch.num_beam_tokens) == {108}
+
+
+def test_beams_that_become_few_and_many_again_find_their_places(qwen3: SavedModel) -> None:
+    """With two tokens to choose from, one beam becomes 2, 4, 8: others must not have taken the places meanwhile."""
+    llm = make_llm(qwen3.path, max_num_seqs=12, max_num_batched_tokens=12)
+    did = Activity(llm)  # checks before each step how many run
+    beams = SamplingParams(
+        beam_width=8, n=8, temperature=0.0, max_tokens=6, min_tokens=6, stop_token_ids=ALL_IDS[2:], ignore_eos=True
+    )
+    free = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    prompts = [[5, 6, 7]] + [[8, i] for i in range(20)]
+    expected = answers(run(make_llm(qwen3.path), prompts, [beams] + [free] * 20))
+    assert answers(run(llm, prompts, [beams] + [free] * 20)) == expected
+    assert len(set(map(tuple, expected[0]))) == 8
+    assert did.num_copies > 0
