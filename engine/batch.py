@@ -89,7 +89,7 @@ def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
         if sequence.group.wants_prompt_logprobs:
             known = sequence.group.prompt_logprob_positions(start, start + count)
             prompt_rows += [first_row + position - start for position in known]
-    block_tables = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int32)
+    block_tables = np.full((len(tables), max(map(len, tables), default=0)), -1, dtype=np.int32)
     for row, table in enumerate(tables):
         block_tables[row, : len(table)] = table
     sampled_rows = [cu_seqlens[row + 1] - 1 for row in output.sampling_rows]
@@ -102,8 +102,8 @@ def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
         seq_lens=np.array(seq_lens, dtype=np.int32),
         block_tables=block_tables,
         logit_rows=np.array(sampled_rows + prompt_rows, dtype=np.int64),
-        max_query_len=max(output.num_new_tokens),
-        max_seq_len=max(seq_lens),
+        max_query_len=max(output.num_new_tokens, default=0),
+        max_seq_len=max(seq_lens, default=0),
         swap_out=output.swap_out,
         swap_in=output.swap_in,
         block_copies=output.block_copies,

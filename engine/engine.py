@@ -357,7 +357,7 @@ class Engine:
         started = perf_counter()
         output = self.scheduler.schedule()
         times.schedule = perf_counter() - started
-        if not output.sequences:
+        if output.is_empty:
             return []
         self.metrics.step_scheduled(output)
         sampled = self.runner.run(output, times)

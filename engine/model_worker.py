@@ -88,6 +88,8 @@ class ModelWorker:
         """Compute one step; rank 0 returns the logits [num_sampled, vocab_size], if the plan has any to sample."""
         self._use_device()
         self._copy_blocks(plan)
+        if not len(plan.token_ids):  # a step may only make room
+            return None
         model_input = plan.to_device(self.device)
         hidden = self._forward(model_input, self.kv_cache)
         return self.model.compute_logits(hidden[model_input.logit_rows]) if len(plan.logit_rows) else None

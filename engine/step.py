@@ -35,6 +35,11 @@ class SchedulerOutput:
     preempted: list[SequenceGroup] = field(default_factory=list)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do: neither tokens to compute nor blocks to copy."""
+        return not (self.sequences or self.swap_out or self.swap_in or self.block_copies)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
         return sum(self.num_new_tokens)
