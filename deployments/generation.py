@@ -152,6 +152,8 @@ class Generation:
         return replace(
             self._request,
             request_id=f"{self._request.request_id}-{self._num_migrations}",
-            params=replace(params, prompt_logprobs=None) if self.token_ids else params,  # they came with the first token
+            params=replace(params, prompt_logprobs=None)
+            if self.token_ids
+            else params,  # they came with the first token
             output_token_ids=list(self.token_ids),
         )

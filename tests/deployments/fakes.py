@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -106,3 +107,8 @@ class FakeText:
                 break
             text += f"<{token_id}>"
         return text
+
+
+def events(text: str) -> list[Any]:
+    """Return the JSON of each server-sent event but the last."""
+    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]

@@ -109,7 +109,7 @@ async def test_logprobs_behind_a_stop_string_are_cut_with_their_tokens() -> None
 
 
 async def test_an_answer_of_no_tokens_drops_the_one_that_the_engine_made() -> None:
-    generation, engines = _generation([[output([5], "stop", logprobs=[-1.0], prompt_logprobs=True)]], is_empty=True)
+    generation, _ = _generation([[output([5], "stop", logprobs=[-1.0], prompt_logprobs=True)]], is_empty=True)
     deltas = await _all(generation)
     assert [(delta.text, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in deltas] == [
         ("", [], "length", [])
