@@ -261,5 +261,6 @@ def _representatives(buckets: tuple[float, ...], counts: list[int], total: float
     highs = [*buckets, buckets[-1] * 2]
     low_sum = sum(low * count for low, count in zip(lows, counts, strict=True))
     high_sum = sum(high * count for high, count in zip(highs, counts, strict=True))
-    share = 0.5 if high_sum <= low_sum else min(max((total - low_sum) / (high_sum - low_sum), 0.01), 1.0)
+    # The share is not 0, as a bucket does not hold its lower bound.
+    share = 0.5 if high_sum <= low_sum else min(max((total - low_sum) / (high_sum - low_sum), 1e-6), 1.0)
     return [low + share * (high - low) for low, high in zip(lows, highs, strict=True)]

@@ -37,7 +37,7 @@ def engines() -> FakeEngines:
 @pytest.fixture
 def client(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
-    config = AppConfig.parse({"model": str(tokenizer_path), "model_name": "tiny", "limits": {"max_body_bytes": 4096}})
+    config = AppConfig.parse({"model": str(tokenizer_path), "model_name": "tiny", "limits": {"max_body_bytes": 2**15}})
     ingress: Any = Ingress(engines, config)  # type: ignore[arg-type]
     with TestClient(ingress.__serve_build_asgi_app__()) as made:
         yield made

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -69,6 +69,7 @@ def test_threads_lose_no_count() -> None:
     assert recorder.snapshot()[0].value == 20_000
 
 
+@example([0.1015625])
 @given(st.lists(st.floats(0.06, 1.9), min_size=1, max_size=30))
 def test_what_ray_is_told_falls_into_the_same_buckets(values: list[float]) -> None:
     recorder = Recorder()
