@@ -88,6 +88,11 @@ class Generation:
         total = sum(logprobs[token_id].logprob for token_id, logprobs in pairs)
         return total / len(self.token_ids) if self.token_ids else float("-inf")
 
+    @property
+    def num_logprobs(self) -> int:
+        """How many log-probabilities it holds, of the answer and of the prompt."""
+        return sum(map(len, self.logprobs)) + sum(len(one) for one in self.prompt_logprobs or () if one is not None)
+
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Yield the answer piece by piece; the last one has a finish_reason."""
         async with aclosing(self._outputs()) as outputs:

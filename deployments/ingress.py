@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from functools import wraps
+from functools import partial, wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -41,9 +41,11 @@ from deployments.structured import as_response_format
 from deployments.telemetry import KV_INDEX_BLOCKS, REPLICAS, RayExporter, Series, ingress_recorder, render
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
+from engine.text import Tokenizer
 
 __all__ = ["Ingress"]
 
+CHARACTERS_PER_LOGPROB = 16  # what writing a log-probability costs, in characters of tokenising
 ENGINE_TIMEOUT_S = 5.0  # while engines load: a probe or a client must get an answer, not wait
 
 
@@ -152,11 +154,11 @@ class Ingress:
             for one in for_answers(params)
         ]
         response_id = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
-        form = kind(response_id, int(time.time()), self._config.served_name, body, builder.tokenizer)
+        form = partial(kind, response_id, int(time.time()), self._config.served_name, body)
         try:
             if not body.stream:
-                return await self._whole(form, generations, body)
-            events = stream_events(form, generations, body)
+                return await _whole(form, generations, body, builder)
+            events = stream_events(form(builder.tokenizer), generations, body)
             first = await anext(events)  # errors before the first byte still have a status of their own
         except Exception as error:
             if (reworded := _reworded(error, body)) is not None:
@@ -173,15 +175,6 @@ class Ingress:
         )
         text = builder.text_stream(prompt, params)
         return Generation(self._streams.generate.remote, request, prompt, text, is_empty=body.requested_tokens == 0)
-
-    async def _whole(self, form: Format, generations: Sequence[Generation], body: GenerationRequest) -> Response:
-        answers = [Answer(generation) for generation in generations]
-        async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
-            async for index, delta in deltas:
-                answers[index].add(delta)
-        best = best_answers(answers, body.num_draws, body.num_answers)
-        response = form.response(best, usage(generations, body.num_draws))
-        return JSONResponse(response, headers={"X-Pagoda-Replica": generations[0].replica})
 
     # --- what is learnt from the engines --------------------------------------------------------------------------
 
@@ -230,6 +223,28 @@ def _reworded(error: Exception, body: GenerationRequest) -> Exception | None:
     if isinstance(cause, RequestError) and cause.param == "structured_outputs" and body.structured_outputs is None:
         return as_response_format(cause)
     return None
+
+
+async def _whole(
+    form: Callable[[Tokenizer], Format],
+    generations: Sequence[Generation],
+    body: GenerationRequest,
+    prompts: PromptBuilder,
+) -> Response:
+    answers = [Answer(generation) for generation in generations]
+    async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
+        async for index, delta in deltas:
+            answers[index].add(delta)
+    best = best_answers(answers, body.num_draws, body.num_answers)
+    tokens = usage(generations, body.num_draws)
+    headers = {"X-Pagoda-Replica": generations[0].replica}
+
+    def respond(tokenizer: Tokenizer) -> Response:
+        return JSONResponse(form(tokenizer).response(best, tokens), headers=headers)
+
+    num_logprobs = sum(generation.num_logprobs for generation in generations)
+    response: Response = await prompts.run(CHARACTERS_PER_LOGPROB * num_logprobs, respond)
+    return response
 
 
 def _guarded(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:

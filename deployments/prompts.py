@@ -65,7 +65,7 @@ class PromptBuilder:
         self._require_plausible_length(size, "messages")
         size += CHARACTERS_PER_MESSAGE * len(messages)
         _require_unicode((message["content"] for message in messages), "messages")
-        token_ids = await self._run(size, lambda tokenizer: tokenizer.encode_chat(messages))
+        token_ids = await self.run(size, lambda tokenizer: tokenizer.encode_chat(messages))
         return [self._build(token_ids, request.cache_salt, "messages")]
 
     async def completion(self, request: CompletionRequest, max_prompts: int) -> list[Prompt]:
@@ -84,7 +84,7 @@ class PromptBuilder:
             self._require_plausible_length(len(text), "prompt")
         _require_unicode(texts, "prompt")
         size = sum(map(len, texts))
-        encoded = iter(await self._run(size, lambda tokenizer: [tokenizer.encode(t) if t else [] for t in texts]))
+        encoded = iter(await self.run(size, lambda tokenizer: [tokenizer.encode(t) if t else [] for t in texts]))
         ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
         built = [self._build(token_ids, request.cache_salt, "prompt") for token_ids in ids]
         return await self._with_texts(built, request) if request.echo else built
@@ -97,7 +97,7 @@ class PromptBuilder:
             return sent if isinstance(sent, str) else tokenizer.decode(sent, skip_special_tokens=skip)
 
         size = sum(len(prompt.token_ids) for prompt in built)
-        texts = await self._run(size, lambda tokenizer: [text(tokenizer, sent) for sent in request.prompt])
+        texts = await self.run(size, lambda tokenizer: [text(tokenizer, sent) for sent in request.prompt])
         return [replace(prompt, text=text) for prompt, text in zip(built, texts, strict=True)]
 
     async def params(self, request: GenerationRequest, prompts: Sequence[Prompt]) -> list[SamplingParams]:
@@ -109,7 +109,7 @@ class PromptBuilder:
         common = sampling_params(request, self._info.default_sampling)
         if common.bad_words:
             size = sum(map(len, common.bad_words))
-            common = await self._run(size, partial(with_bad_words, common, vocab_size=self._info.vocab_size))
+            common = await self.run(size, partial(with_bad_words, common, vocab_size=self._info.vocab_size))
         for name, token_ids in common.ids_by_parameter():
             self._check_vocabulary(token_ids, name)
         return [for_prompt(common, self.context_length - len(prompt.token_ids)) for prompt in prompts]
@@ -118,8 +118,8 @@ class PromptBuilder:
         """Return what turns the tokens that follow ``prompt`` into text."""
         return TextStream(self.tokenizer, prompt.token_ids, params)
 
-    async def _run(self, characters: int, work: Callable[[Tokenizer], Any]) -> Any:
-        """Tokenise here if that is quick, else in the background."""
+    async def run(self, characters: int, work: Callable[[Tokenizer], Any]) -> Any:
+        """Do what costs as much as tokenising so many characters: here if that is quick, else in the background."""
         if characters <= INLINE_CHARACTERS:
             return work(self.tokenizer)
         loop = asyncio.get_running_loop()

@@ -91,7 +91,7 @@ def test_a_body_over_the_limit_is_refused_whether_it_says_so_or_not(client: Test
 
 def test_long_prompts_are_tokenised_beside_the_loop(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = PromptBuilder(tokenizer_path, INFO, "tiny")
-    seen = [asyncio.run(builder._run(size, lambda tokenizer: threading.current_thread().name)) for size in (10, 10**6)]
+    seen = [asyncio.run(builder.run(size, lambda tokenizer: threading.current_thread().name)) for size in (10, 10**6)]
     assert seen[0] == threading.current_thread().name
     assert seen[1].startswith("tokenise")
 

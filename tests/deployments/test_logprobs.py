@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from deployments.logprobs import LOWEST, CompletionLogprobs, chat_logprobs, prompt_logprobs
+from deployments.prompts import INLINE_CHARACTERS, PromptBuilder
 from engine.logprobs import Logprob, TokenLogprobs
 from engine.text import Tokenizer
 from tests.deployments.fakes import FakeEngines, events, output
@@ -126,3 +127,21 @@ def test_an_answer_that_failed_at_once_has_no_logprobs(client: TestClient, engin
     body = {"prompt": [70, 71], "echo": True, "logprobs": 1}
     choice = client.post("/v1/completions", json=body).json()["choices"][0]
     assert (choice["logprobs"]["token_logprobs"], choice["finish_reason"]) == ([None, None], "abort")
+
+
+def test_many_logprobs_are_written_beside_the_loop(
+    client: TestClient, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    run = PromptBuilder.run
+
+    async def recorded(builder: PromptBuilder, characters: int, work: Any) -> Any:
+        sizes.append(characters)
+        return await run(builder, characters, work)
+
+    monkeypatch.setattr(PromptBuilder, "run", recorded)
+    known = [None, *[_position(*((token_id, -float(token_id)) for token_id in range(5, 26)))] * 99]
+    engines.scripts = [[output([70], "stop", prompt_logprobs=known)]]
+    answer = client.post("/v1/completions", json={"prompt": [5] * 100, "prompt_logprobs": 20})
+    assert len(answer.json()["choices"][0]["prompt_logprobs"][99]) == 21
+    assert sizes[-1] > INLINE_CHARACTERS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -108,4 +109,4 @@ def test_unknown_fields_are_ignored(client: httpx.Client) -> None:
 def test_no_error_shows_a_path_of_the_server(client: httpx.Client) -> None:
     for path, body, _status, _param, _shown in REFUSED:
         message = client.post(f"/v1/{path}", json=body).json()["error"]["message"]
-        assert "/" not in message.replace("and/or", "").replace("application/json", "").replace("/v1/", ""), message
+        assert not re.search(r"/[\w.-]+/", message.replace("/v1/", "")), message
