@@ -30,10 +30,12 @@ def require_few_answers(request: GenerationRequest, num_prompts: int, limits: Li
     Raises:
         ApiError: 400 with the number and the limit.
     """
-    draws = request.num_draws
-    for name, number, limit in (("n", request.num_answers, limits.max_n), ("best_of", draws, limits.max_best_of)):
-        if number > limit:
-            raise ApiError(400, f"{name}={number} exceeds this server's limit of {limit}; lower it", param=name)
+    n, draws = request.num_answers, request.num_draws
+    if n > limits.max_n:
+        raise ApiError(400, f"n={n} exceeds this server's limit of {limits.max_n}; lower it", param="n")
+    if draws > max(n, limits.max_best_of):
+        limit = limits.max_best_of
+        raise ApiError(400, f"best_of={draws} exceeds this server's limit of {limit}; lower it", param="best_of")
     if draws > 1 and num_prompts * draws > limits.max_prompts_per_request:
         raise ApiError(
             400,

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from deployments.config import LimitOptions
+from deployments.errors import ApiError
+from deployments.protocol import CompletionRequest
+from deployments.sampling import require_few_answers
 from engine.logprobs import Logprob
 from engine.sampling_params import SamplingParams
 from tests.deployments.fakes import FakeEngines, output
@@ -101,6 +105,15 @@ def test_out_of_range_is_refused_by_name(
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert not engines.calls
+
+
+def test_the_limits_are_the_servers() -> None:
+    limits = LimitOptions(max_n=4, max_best_of=2, max_prompts_per_request=8)
+    require_few_answers(CompletionRequest(prompt=["a", "b"], n=4), 2, limits)  # best_of was not asked for
+    for body, prompts, param in (({"n": 5}, 1, "n"), ({"n": 1, "best_of": 3}, 1, "best_of"), ({"n": 4}, 3, "prompt")):
+        with pytest.raises(ApiError) as caught:
+            require_few_answers(CompletionRequest(prompt=["a"], **body), prompts, limits)
+        assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_infinity_is_refused(client: TestClient) -> None:
