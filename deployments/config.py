@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.sampling_params import MAX_SEQUENCES
 
 __all__ = ["AppConfig", "LimitOptions", "ReplicaOptions", "RouterOptions", "checkout_root", "unknown_key_message"]
 
@@ -50,6 +51,8 @@ class LimitOptions(_Options):
     max_queued_requests: int = Field(default=256, ge=0)
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     max_prompts_per_request: int = Field(default=1024, ge=1)
+    max_n: int = Field(default=16, ge=1, le=MAX_SEQUENCES)
+    max_best_of: int = Field(default=16, ge=1, le=MAX_SEQUENCES)
     graceful_shutdown_s: Seconds = 120.0
     health_check_period_s: Seconds = 5.0
     health_check_timeout_s: Seconds = 15.0

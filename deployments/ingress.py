@@ -10,9 +10,9 @@ import asyncio
 import contextvars
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from functools import wraps
+from functools import partial, wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -26,18 +26,26 @@ from starlette.types import ASGIApp
 
 from deployments.asgi import CountRequests, EventStream, read_body
 from deployments.config import AppConfig
-from deployments.errors import ApiError, as_api_error
-from deployments.generation import Delta, Generation
+from deployments.errors import ApiError, as_api_error, unwrap
+from deployments.events import stream_events
+from deployments.generation import Generation
 from deployments.merge import merge
+from deployments.parsing import parse_body
 from deployments.prompts import Prompt, PromptBuilder
-from deployments.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_body
+from deployments.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.replica import EngineRequest
-from deployments.responses import DONE, Answer, ChatFormat, CompletionFormat, Format, sse
+from deployments.responses import Answer, ChatFormat, CompletionFormat, Format, best_answers, usage
 from deployments.routing import routing_state
+from deployments.sampling import for_answers, require_few_answers
+from deployments.structured import as_response_format
 from deployments.telemetry import KV_INDEX_BLOCKS, REPLICAS, RayExporter, Series, ingress_recorder, render
+from engine.errors import RequestError
+from engine.sampling_params import SamplingParams
+from engine.text import Tokenizer
 
 __all__ = ["Ingress"]
 
+CHARACTERS_PER_LOGPROB = 16  # what writing a log-probability costs, in characters of tokenising
 ENGINE_TIMEOUT_S = 5.0  # while engines load: a probe or a client must get an answer, not wait
 
 
@@ -136,31 +144,37 @@ class Ingress:
         self, body: GenerationRequest, prompts: Sequence[Prompt], prefix: str, kind: type[Format]
     ) -> Response:
         """Send the prompts, and answer whole or as a stream."""
-        response_id = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
         builder = await self._prompt_builder()
-        generations = [self._generation(body, prompt, builder) for prompt in prompts]
-        form = kind(response_id, int(time.time()), self._config.served_name, with_token_ids=bool(body.return_token_ids))
-        if not body.stream:
-            return await self._whole(form, generations)
-        events = _events(form, generations, body)
-        first = await anext(events)  # errors before the first byte still have a status of their own
+        require_few_answers(body, len(prompts), self._config.limits)
+        # Each answer is a request of its own, so that each survives the loss of a replica by itself; the engine's
+        # prefix cache computes their prompt once.
+        generations = [
+            self._generation(body, prompt, one, builder)
+            for prompt, params in zip(prompts, await builder.params(body, prompts), strict=True)
+            for one in for_answers(params)
+        ]
+        response_id = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
+        form = partial(kind, response_id, int(time.time()), self._config.served_name, body)
+        try:
+            if not body.stream:
+                return await _whole(form, generations, body, builder)
+            events = stream_events(form(builder.tokenizer), generations, body)
+            first = await anext(events)  # errors before the first byte still have a status of their own
+        except Exception as error:
+            if (reworded := _reworded(error, body)) is not None:
+                raise reworded from error
+            raise
         replica = next((one.replica for one in generations if one.replica), "")
         return EventStream(first, events, {"X-Pagoda-Replica": replica})
 
-    def _generation(self, body: GenerationRequest, prompt: Prompt, builder: PromptBuilder) -> Generation:
-        room = builder.context_length - len(prompt.token_ids)
-        params = body.sampling_params(builder.default_sampling, room)
+    def _generation(
+        self, body: GenerationRequest, prompt: Prompt, params: SamplingParams, builder: PromptBuilder
+    ) -> Generation:
         request = EngineRequest(
             uuid.uuid4().hex, prompt.token_ids, params, priority=body.priority, cache_salt=body.cache_salt or ""
         )
-        return Generation(self._streams.generate.remote, request, prompt, builder.text_stream(prompt, params))
-
-    async def _whole(self, form: Format, generations: Sequence[Generation]) -> Response:
-        answers = [Answer(generation) for generation in generations]
-        async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
-            async for index, delta in deltas:
-                answers[index].add(delta)
-        return JSONResponse(form.response(answers), headers={"X-Pagoda-Replica": generations[0].replica})
+        text = builder.text_stream(prompt, params)
+        return Generation(self._streams.generate.remote, request, prompt, text, is_empty=body.requested_tokens == 0)
 
     # --- what is learnt from the engines --------------------------------------------------------------------------
 
@@ -203,6 +217,36 @@ class Ingress:
         }
 
 
+def _reworded(error: Exception, body: GenerationRequest) -> Exception | None:
+    """Return an error in the words that the request used, where the engine's are others."""
+    cause = unwrap(error)
+    if isinstance(cause, RequestError) and cause.param == "structured_outputs" and body.structured_outputs is None:
+        return as_response_format(cause)
+    return None
+
+
+async def _whole(
+    form: Callable[[Tokenizer], Format],
+    generations: Sequence[Generation],
+    body: GenerationRequest,
+    prompts: PromptBuilder,
+) -> Response:
+    answers = [Answer(generation) for generation in generations]
+    async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
+        async for index, delta in deltas:
+            answers[index].add(delta)
+    best = best_answers(answers, body.num_draws, body.num_answers)
+    tokens = usage(generations, body.num_draws)
+    headers = {"X-Pagoda-Replica": generations[0].replica}
+
+    def respond(tokenizer: Tokenizer) -> Response:
+        return JSONResponse(form(tokenizer).response(best, tokens), headers=headers)
+
+    num_logprobs = sum(generation.num_logprobs for generation in generations)
+    response: Response = await prompts.run(CHARACTERS_PER_LOGPROB * num_logprobs, respond)
+    return response
+
+
 def _guarded(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
     """Answer whatever ``endpoint`` raises in the API's shape, before the framework sees it."""
 
@@ -231,37 +275,6 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     path = request.url.path[:80]
     reasons = {404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
     return _error_response(ApiError(error.status_code, reasons.get(error.status_code, str(error.detail))))
-
-
-async def _events(
-    form: Format, generations: Sequence[Generation], body: GenerationRequest
-) -> AsyncGenerator[bytes, None]:
-    """Yield a stream's events; an error after the first one becomes an event of its own."""
-    started: set[int] = set()
-    try:
-        async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
-            async for index, delta in deltas:
-                yield _chunk(form, generations, index, delta, body, first=index not in started)
-                started.add(index)
-        if body.stream_options is not None and body.stream_options.include_usage:
-            yield sse(form.usage_chunk(generations))
-    except Exception as error:
-        if not started:
-            raise
-        yield sse(as_api_error(error).body)
-    yield DONE
-
-
-def _chunk(
-    form: Format, generations: Sequence[Generation], index: int, delta: Delta, body: GenerationRequest, *, first: bool
-) -> bytes:
-    chunk = form.delta_chunk(index, delta, generations[index], first=first)
-    options = body.stream_options
-    if options is not None and options.continuous_usage_stats:
-        chunk["usage"] = form.usage_chunk(generations)["usage"]
-    elif options is not None and options.include_usage:
-        chunk["usage"] = None
-    return sse(chunk)
 
 
 async def _collect(handle: DeploymentHandle[Any], method: str) -> dict[str, list[Series]]:

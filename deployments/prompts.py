@@ -1,4 +1,4 @@
-"""PromptBuilder: from a validated request to token ids and block hashes, once, in the ingress.
+"""PromptBuilder: from a validated request to token ids, block hashes and parameters, once, in the ingress.
 
 It owns the tokenizer and the rule that a prompt must leave room for an answer. It knows nothing of HTTP or replicas.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deployments.protocol import ChatRequest, CompletionRequest
+from deployments.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from deployments.sampling import for_prompt, sampling_params, with_bad_words
 from engine.engine import EngineInfo
 from engine.errors import PromptTooLongError, RequestError
 from engine.prefix_hash import hash_blocks, root_hash
@@ -31,6 +33,7 @@ class Prompt:
 
     token_ids: list[int]
     block_hashes: list[int]
+    text: str = ""  # where it is to be echoed
 
 
 class PromptBuilder:
@@ -55,11 +58,6 @@ class PromptBuilder:
         """Tokens that prompt and answer can have together."""
         return min(self._info.max_model_len, self._info.num_blocks * self._info.block_size)
 
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        """The checkpoint's own defaults for sampling."""
-        return self._info.default_sampling
-
     async def chat(self, request: ChatRequest) -> list[Prompt]:
         """Render and tokenise a conversation."""
         messages = [message.for_template() for message in request.messages]
@@ -67,7 +65,7 @@ class PromptBuilder:
         self._require_plausible_length(size, "messages")
         size += CHARACTERS_PER_MESSAGE * len(messages)
         _require_unicode((message["content"] for message in messages), "messages")
-        token_ids = await self._run(size, lambda tokenizer: tokenizer.encode_chat(messages))
+        token_ids = await self.run(size, lambda tokenizer: tokenizer.encode_chat(messages))
         return [self._build(token_ids, request.cache_salt, "messages")]
 
     async def completion(self, request: CompletionRequest, max_prompts: int) -> list[Prompt]:
@@ -86,16 +84,42 @@ class PromptBuilder:
             self._require_plausible_length(len(text), "prompt")
         _require_unicode(texts, "prompt")
         size = sum(map(len, texts))
-        encoded = iter(await self._run(size, lambda tokenizer: [tokenizer.encode(t) if t else [] for t in texts]))
+        encoded = iter(await self.run(size, lambda tokenizer: [tokenizer.encode(t) if t else [] for t in texts]))
         ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [self._build(token_ids, request.cache_salt, "prompt") for token_ids in ids]
+        built = [self._build(token_ids, request.cache_salt, "prompt") for token_ids in ids]
+        return await self._with_texts(built, request) if request.echo else built
+
+    async def _with_texts(self, built: list[Prompt], request: CompletionRequest) -> list[Prompt]:
+        """Add the text to echo: as it was sent, or what the ids sent stand for."""
+
+        def text(tokenizer: Tokenizer, sent: str | list[int]) -> str:
+            skip = request.skip_special_tokens
+            return sent if isinstance(sent, str) else tokenizer.decode(sent, skip_special_tokens=skip)
+
+        size = sum(len(prompt.token_ids) for prompt in built)
+        texts = await self.run(size, lambda tokenizer: [text(tokenizer, sent) for sent in request.prompt])
+        return [replace(prompt, text=text) for prompt, text in zip(built, texts, strict=True)]
+
+    async def params(self, request: GenerationRequest, prompts: Sequence[Prompt]) -> list[SamplingParams]:
+        """Return each prompt's sampling parameters.
+
+        Raises:
+            RequestError: for a value out of range, or an id outside the vocabulary.
+        """
+        common = sampling_params(request, self._info.default_sampling)
+        if common.bad_words:
+            size = sum(map(len, common.bad_words))
+            common = await self.run(size, partial(with_bad_words, common, vocab_size=self._info.vocab_size))
+        for name, token_ids in common.ids_by_parameter():
+            self._check_vocabulary(token_ids, name)
+        return [for_prompt(common, self.context_length - len(prompt.token_ids)) for prompt in prompts]
 
     def text_stream(self, prompt: Prompt, params: SamplingParams) -> TextStream:
         """Return what turns the tokens that follow ``prompt`` into text."""
         return TextStream(self.tokenizer, prompt.token_ids, params)
 
-    async def _run(self, characters: int, work: Callable[[Tokenizer], Any]) -> Any:
-        """Tokenise here if that is quick, else in the background."""
+    async def run(self, characters: int, work: Callable[[Tokenizer], Any]) -> Any:
+        """Do what costs as much as tokenising so many characters: here if that is quick, else in the background."""
         if characters <= INLINE_CHARACTERS:
             return work(self.tokenizer)
         loop = asyncio.get_running_loop()
@@ -119,8 +143,7 @@ class PromptBuilder:
     def _check(self, token_ids: Sequence[int], param: str) -> None:
         if not token_ids:
             raise RequestError(f"{param} is empty; give at least one token", param)
-        if (highest := max(token_ids)) >= self._info.vocab_size:
-            raise RequestError(f"{param} has the id {highest}; the vocabulary is 0..{self._info.vocab_size - 1}", param)
+        self._check_vocabulary(token_ids, param)
         if len(token_ids) >= self.context_length:
             raise PromptTooLongError(
                 f"{param} has {len(token_ids)} tokens, but the context of '{self._model_name}' holds "
@@ -128,6 +151,10 @@ class PromptBuilder:
                 f"{len(token_ids) - self.context_length + 1}",
                 param,
             )
+
+    def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
+        if (highest := max(token_ids)) >= self._info.vocab_size:
+            raise RequestError(f"{param} has the id {highest}; the vocabulary is 0..{self._info.vocab_size - 1}", param)
 
 
 def _require_unicode(texts: Any, param: str) -> None:

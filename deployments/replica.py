@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ray import serve
 
@@ -27,13 +27,18 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt, as it travels from the ingress to an engine."""
+    """One prompt, as it travels from the ingress to an engine.
+
+    ``output_token_ids`` is what a replica that was lost had generated: the engine replays it, and with it penalties,
+    the grammar's state and the positions that the seed counts, and goes on behind it.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    output_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class EngineReplica:
             request.params,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            output_token_ids=request.output_token_ids,
         )
         try:
             async with aclosing(batches):  # type: ignore[type-var]  # closing it aborts the sequence

@@ -8,6 +8,7 @@ engine/metrics.py, those of the ingress here.
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -36,6 +37,8 @@ __all__ = [
     "ingress_recorder",
     "render",
 ]
+
+logger = logging.getLogger("ray.serve")
 
 DECISION_BUCKETS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1, 1.0)
 
@@ -179,6 +182,7 @@ class RayExporter:
         self._recorder = recorder
         self._period_s = period_s
         self._sent: dict[tuple[str, ...], Series] = {}
+        self._failed: set[str] = set()  # metrics whose failure is in the log
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ray-metrics", daemon=True)
 
@@ -201,9 +205,19 @@ class RayExporter:
         for series in self._recorder.snapshot():
             key = (series.metric.name, *series.labels)
             previous = self._sent.get(key)
-            if series != previous:
-                _send(series, previous)
+            if series != previous and self._try_to_send(series, previous):
                 self._sent[key] = series
+
+    def _try_to_send(self, series: Series, previous: Series | None) -> bool:
+        """Send one series; what goes wrong is logged once a metric, and the others, and later values, go on."""
+        try:
+            _send(series, previous)
+        except Exception:
+            if series.metric.name not in self._failed:
+                self._failed.add(series.metric.name)
+                logger.exception("metric %s could not be sent to Ray's agent", series.metric.name)
+            return False
+        return True
 
 
 @cache
@@ -247,5 +261,6 @@ def _representatives(buckets: tuple[float, ...], counts: list[int], total: float
     highs = [*buckets, buckets[-1] * 2]
     low_sum = sum(low * count for low, count in zip(lows, counts, strict=True))
     high_sum = sum(high * count for high, count in zip(highs, counts, strict=True))
-    share = 0.5 if high_sum <= low_sum else min(max((total - low_sum) / (high_sum - low_sum), 0.01), 1.0)
+    # The share is not 0, as a bucket does not hold its lower bound.
+    share = 0.5 if high_sum <= low_sum else min(max((total - low_sum) / (high_sum - low_sum), 1e-6), 1.0)
     return [low + share * (high - low) for low, high in zip(lows, highs, strict=True)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo, EngineStats
-from engine.errors import EngineDeadError, PagodaError, RequestError
+from engine.errors import EngineDeadError, RequestError
 from engine.kv_events import KVEventBatch
 from engine.metrics import MetricSink
 from engine.outputs import StepOutput
@@ -62,7 +62,7 @@ class _Stream:
     aborted: bool = False  # from outside: no output says so
     closed: bool = False  # its last answer was ended from outside
     is_done: bool = False  # nothing more will come
-    error: PagodaError | None = None
+    error: Exception | None = None
 
     def put(self, output: StepOutput) -> None:
         self.outputs.append(output)
@@ -76,7 +76,7 @@ class _Stream:
         self.closed = True
         self.ready.set()
 
-    def fail(self, error: PagodaError) -> None:
+    def fail(self, error: Exception) -> None:
         self.error = error
         self.ready.set()
 
@@ -170,6 +170,7 @@ class AsyncEngine:
 
         Raises:
             RequestError: before the first batch, if the request is invalid.
+            RuntimeError: if it trips over a bug of ours; other requests go on.
             EngineDeadError: if the step loop has ended or ends meanwhile.
         """
         self._engine.check_request(
@@ -188,7 +189,7 @@ class AsyncEngine:
                 )  # fmt: skip
             except Exception as error:  # a request that trips over a bug of ours is still only one request
                 logger.exception("request %s could not be queued", request_id)
-                failure = RequestError(f"the request could not be queued: {type(error).__name__}: {error}")
+                failure = RuntimeError(f"the request could not be queued: {type(error).__name__}: {error}")
                 _call_soon(stream.loop, stream.fail, failure)
 
         self._inbox.put(add)

@@ -5,8 +5,9 @@ The engine's core deals in token ids; only the offline API and the ingress use t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from engine.sampling_params import SamplingParams
 __all__ = ["IncrementalDetokenizer", "StopStringFilter", "TextStream", "Tokenizer"]
 
 _PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters that mean nothing: they stand for masked special tokens
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a token that is a byte
 _MAX_UNDECODABLE = 4  # a character has at most four bytes, so that what stays undecodable longer is no beginning of one
 
 
@@ -45,6 +47,7 @@ class Tokenizer:
         special = set(self._tokenizer.all_special_tokens)
         special |= {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         self._special_tokens: list[str] = sorted(special, key=len, reverse=True)
+        self._bytes: dict[int, bytes] = {}  # of the tokens asked for so far
 
     def __len__(self) -> int:
         return len(self._tokenizer)
@@ -91,6 +94,38 @@ class Tokenizer:
             )
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for, also where they are only a part of a character.
+
+        A special token is its name; an id that the tokenizer does not know is nothing.
+        """
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._bytes_of(token_id)
+        return found
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id >= len(self):
+            return b""
+        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        text = self.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" in text:  # no whole characters
+            if byte := _BYTE_TOKEN.fullmatch(token):
+                return bytes([int(byte[1], 16)])
+            alphabet = _byte_level_alphabet()
+            if all(character in alphabet for character in token):
+                return bytes(alphabet[character] for character in token)
+        # SentencePiece drops the space in front of a text, and here each token is a text.
+        return (" " + text if token.startswith("▁") and not text.startswith(" ") else text).encode()
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether ``decode`` leaves the token out where it skips special tokens."""
+        return token_id in self._special_ids
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.convert_tokens_to_ids(self._special_tokens))
+
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """Render ``messages`` with the checkpoint's chat template and return the token ids.
 
@@ -134,6 +169,14 @@ class Tokenizer:
                 )
                 start = position + 1
         return token_ids + self.encode(rendered[start:], add_special_tokens=False)
+
+
+@cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return which byte each character of a byte-level BPE token stands for (GPT-2's ``bytes_to_unicode``)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _strings(value: Any) -> Iterator[str]:

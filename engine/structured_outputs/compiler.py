@@ -55,7 +55,8 @@ class GrammarCompiler:
         self._loaded: tuple[LLTokenizer, Vocabulary, GrammarProbe] | None = None
         self._loading = threading.Lock()
         self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()  # in the initial state
-        self._lock = threading.Lock()  # of _compiled and of the matchers in it
+        self._compiling: dict[StructuredOutputsParams, Future[LLMatcher]] = {}
+        self._lock = threading.Lock()  # of the two above and of the matchers in them
 
     def load(self) -> None:
         """Load the tokenizer unless it is loaded.
@@ -67,6 +68,8 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Return a grammar in its initial state, which steps independently of those returned before.
+
+        Of several threads that want the same one at a time, as the answers to one prompt do, one compiles it.
 
         Raises:
             RequestError: if the form is invalid, matches nothing, or takes too long or too much memory.
@@ -80,15 +83,42 @@ class GrammarCompiler:
         # Copies share their automaton's states: where one of them has used up the limit, no other goes on either.
         if matcher is not None and _has_first_mask(grammar):
             return grammar
-        if (reason := probe.check(params)) is not None:
-            raise _refusal(params, reason)
-        matcher = self._build(tokenizer, vocabulary, params)
         with self._lock:
+            compiling = self._compiling.get(params)
+            is_first = compiling is None
+            if compiling is None:
+                compiling = self._compiling[params] = Future()
+        if is_first:
+            self._compile(tokenizer, vocabulary, probe, params, compiling)
+        matcher = compiling.result()
+        with self._lock:
+            return Grammar(matcher.deep_copy(), vocabulary)
+
+    def _compile(
+        self,
+        tokenizer: LLTokenizer,
+        vocabulary: Vocabulary,
+        probe: GrammarProbe,
+        params: StructuredOutputsParams,
+        outcome: Future[LLMatcher],
+    ) -> None:
+        """Try a grammar out and make it; whoever waits for it hears how that went."""
+        try:
+            if (reason := probe.check(params)) is not None:
+                raise _refusal(params, reason)
+            matcher = self._build(tokenizer, vocabulary, params)
+        except BaseException as error:
+            with self._lock:
+                del self._compiling[params]
+            outcome.set_exception(error)
+            return
+        with self._lock:
+            del self._compiling[params]
             self._compiled[params] = matcher
             self._compiled.move_to_end(params)
             if len(self._compiled) > _CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
-            return Grammar(matcher.deep_copy(), vocabulary)
+        outcome.set_result(matcher)
 
     def close(self) -> None:
         """Release the process that tries grammars out; it also goes with the compiler."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -10,20 +11,30 @@ from typing import Any
 from deployments.replica import EngineOutput, EngineRequest
 from engine.async_engine import TokenBatch
 from engine.engine import EngineInfo
+from engine.logprobs import Logprob, TokenLogprobs
 
 Script = list[EngineOutput | BaseException]
 
 INFO = EngineInfo(
-    model="/some/where/model", block_size=4, num_blocks=64, max_model_len=128, vocab_size=384, dtype="float32",
-    device="cpu", attention_backend="cpu", eos_token_ids=(2,), default_sampling={"temperature": 0.5},
+    model="/some/where/model", block_size=4, num_blocks=64, num_host_blocks=0, max_model_len=128, vocab_size=384,
+    dtype="float32", device="cpu", attention_backend="cpu", eos_token_ids=(2,), default_sampling={"temperature": 0.5},
 )  # fmt: skip
 
 
 def output(
-    token_ids: list[int], finish_reason: str | None = None, *, replica: str = "r1", cached: int = 0
+    token_ids: list[int],
+    finish_reason: str | None = None,
+    *,
+    replica: str = "r1",
+    cached: int = 0,
+    logprobs: list[float] | None = None,
+    prompt_logprobs: bool | list[TokenLogprobs | None] = False,
 ) -> EngineOutput:
     """Return what a replica would send."""
-    return EngineOutput(replica, TokenBatch(token_ids, finish_reason, None, cached))
+    ranked = [{t: Logprob(value, 1)} for t, value in zip(token_ids, logprobs, strict=True)] if logprobs else None
+    of_prompt = [None] if prompt_logprobs is True else prompt_logprobs or None
+    batch = TokenBatch(token_ids, finish_reason, None, cached, logprobs=ranked, prompt_logprobs=of_prompt)
+    return EngineOutput(replica, batch)
 
 
 @dataclass
@@ -96,3 +107,8 @@ class FakeText:
                 break
             text += f"<{token_id}>"
         return text
+
+
+def events(text: str) -> list[Any]:
+    """Return the JSON of each server-sent event but the last."""
+    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]

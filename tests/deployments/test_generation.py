@@ -18,14 +18,17 @@ from deployments.prompts import Prompt
 from deployments.replica import EngineRequest
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
 from engine.sampling_params import SamplingParams
+from engine.structured_outputs.params import StructuredOutputsParams
 from tests.deployments.fakes import FakeEngines, FakeText, Script, output
 
 
-def _generation(scripts: list[Script], *, stop: str | None = None, **params: Any) -> tuple[Generation, FakeEngines]:
+def _generation(
+    scripts: list[Script], *, stop: str | None = None, is_empty: bool = False, **params: Any
+) -> tuple[Generation, FakeEngines]:
     engines = FakeEngines(scripts)
     request = EngineRequest("id", [1, 2, 3], SamplingParams(**({"max_tokens": 6} | params)))
     text: Any = FakeText(stop)
-    return Generation(engines.dispatch, request, Prompt([1, 2, 3], [77]), text), engines
+    return Generation(engines.dispatch, request, Prompt([1, 2, 3], [77]), text, is_empty=is_empty), engines
 
 
 async def _all(generation: Generation) -> list[Delta]:
@@ -65,12 +68,54 @@ async def test_after_a_loss_the_next_replica_goes_on_where_the_first_stopped(los
     deltas = await _all(generation)
     assert "".join(delta.text for delta in deltas) == "<5><6><7><8><9><10>"
     request, kwargs = engines.calls[1]
-    assert request.prompt_token_ids == [1, 2, 3, 5, 6, 7]
-    assert (request.params.max_tokens, request.params.min_tokens, request.params.temperature) == (3, 1, 0)
+    assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [5, 6, 7])
+    assert request.params == engines.calls[0][0].params  # the engine counts what was generated before
     assert request.request_id != "id"
     assert kwargs["avoid"] == ["r1"]
     assert generation.num_cached_tokens == 0  # of the prompt as the client sent it
     assert generation.replica == "r2"
+
+
+async def test_logprobs_survive_a_loss() -> None:
+    first: Script = [output([5], logprobs=[-0.5], prompt_logprobs=True), output([6], logprobs=[-1.5]), ActorDiedError()]
+    second: Script = [output([7, 8], "length", logprobs=[-2.0, -4.0], replica="r2")]
+    form = StructuredOutputsParams(regex="a+")
+    asked: dict[str, Any] = {"frequency_penalty": 1.0, "structured_outputs": form, "logprobs": 0, "prompt_logprobs": 0}
+    generation, engines = _generation([first, second], **asked)
+    deltas = await _all(generation)
+    assert [one[token].logprob for d in deltas for token, one in zip(d.token_ids, d.logprobs or (), strict=True)] == [
+        -0.5, -1.5, -2.0, -4.0,
+    ]  # fmt: skip
+    assert generation.mean_logprob == -2.0
+    assert generation.prompt_logprobs is not None
+    params = engines.calls[1][0].params
+    assert (params.frequency_penalty, params.structured_outputs, params.logprobs) == (1.0, form, 0)
+    assert params.prompt_logprobs is None  # not computed a second time
+
+
+async def test_before_the_first_token_the_same_request_is_sent_again() -> None:
+    generation, engines = _generation([[ActorDiedError()], [output([5], "stop")]], prompt_logprobs=1)
+    await _all(generation)
+    assert engines.calls[1][0].params == engines.calls[0][0].params
+    assert engines.calls[1][0].output_token_ids == []
+
+
+async def test_logprobs_behind_a_stop_string_are_cut_with_their_tokens() -> None:
+    script: Script = [output([5], logprobs=[-1.0]), output([6, 7, 8], logprobs=[-2.0, -3.0, -4.0])]
+    generation, _ = _generation([script], stop="<7>", logprobs=0)
+    deltas = await _all(generation)
+    assert [len(delta.logprobs or ()) for delta in deltas] == [1, 2]
+    assert generation.mean_logprob == -2.0
+
+
+async def test_an_answer_of_no_tokens_drops_the_one_that_the_engine_made() -> None:
+    generation, _ = _generation([[output([5], "stop", logprobs=[-1.0], prompt_logprobs=True)]], is_empty=True)
+    deltas = await _all(generation)
+    assert [(delta.text, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in deltas] == [
+        ("", [], "length", [])
+    ]
+    assert generation.prompt_logprobs is not None
+    assert generation.mean_logprob == float("-inf")
 
 
 async def test_too_many_losses_are_an_error() -> None:
@@ -94,7 +139,7 @@ async def test_replicas_that_are_dead_from_the_start_are_avoided_by_name() -> No
 async def test_a_stream_that_ends_without_a_reason_goes_on_elsewhere() -> None:
     generation, engines = _generation([[output([5])], [output([6], "length", replica="r2")]])
     assert [delta.finish_reason for delta in await _all(generation)] == [None, "length"]
-    assert engines.calls[1][0].prompt_token_ids == [1, 2, 3, 5]
+    assert engines.calls[1][0].output_token_ids == [5]
 
 
 @pytest.mark.parametrize("error", [TaskCancelledError(), GetTimeoutError(), RequestCancelledError("x")])

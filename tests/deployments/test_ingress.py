@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +13,19 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 from starlette.testclient import TestClient
 
-from deployments.config import AppConfig
-from deployments.ingress import Ingress
 from deployments.prompts import PromptBuilder
-from deployments.protocol import _NOT_OFFERED
+from deployments.protocol import NOT_OFFERED
 from deployments.routing import routing_state
-from tests.deployments.fakes import INFO, FakeEngines, Script, output
-from tests.engine.checkpoints import save_tokenizer
+from tests.deployments.fakes import INFO, FakeEngines, Script, events, output
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(path)
-    (path / "config.json").write_text('{"model_type": "llama"}')
-    return path
-
-
-@pytest.fixture
-def engines() -> FakeEngines:
-    return FakeEngines([[output([70]), output([71, 72], "stop", cached=4)]])
-
-
-@pytest.fixture
-def client(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
-    config = AppConfig.parse({"model": str(tokenizer_path), "model_name": "tiny", "limits": {"max_body_bytes": 4096}})
-    ingress: Any = Ingress(engines, config)  # type: ignore[arg-type]
-    with TestClient(ingress.__serve_build_asgi_app__()) as made:
-        yield made
-
-
-def _events(text: str) -> list[Any]:
-    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
 
 
 def test_whole_and_streamed_say_the_same(client: TestClient) -> None:
     whole = client.post("/v1/chat/completions", json=CHAT)
     streamed = client.post("/v1/chat/completions", json=CHAT | {"stream": True})
     assert whole.headers["x-pagoda-replica"] == streamed.headers["x-pagoda-replica"] == "r1"
-    text = "".join(event["choices"][0]["delta"]["content"] for event in _events(streamed.text))
+    text = "".join(event["choices"][0]["delta"]["content"] for event in events(streamed.text))
     assert text == whole.json()["choices"][0]["message"]["content"]
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert whole.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
@@ -76,9 +46,9 @@ def test_what_travels_to_the_engine(client: TestClient, engines: FakeEngines) ->
 
 def test_usage_while_streaming(client: TestClient) -> None:
     body = CHAT | {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    events = _events(client.post("/v1/chat/completions", json=body).text)
-    assert [event["usage"]["completion_tokens"] for event in events] == [1, 3, 3]
-    assert events[-1]["choices"] == []
+    chunks = events(client.post("/v1/chat/completions", json=body).text)
+    assert [event["usage"]["completion_tokens"] for event in chunks] == [1, 3, 3]
+    assert chunks[-1]["choices"] == []
 
 
 def test_special_tokens_in_a_message_stay_text(client: TestClient, engines: FakeEngines) -> None:
@@ -108,20 +78,20 @@ def test_an_error_after_the_first_byte_is_an_event(client: TestClient, engines: 
     engines.scripts = [[output([70]), ActorDiedError()]]
     answer = client.post("/v1/chat/completions", json=CHAT | {"stream": True, "max_tokens": 50})
     assert answer.status_code == 200
-    assert _events(answer.text)[-1]["error"]["code"] == "replica_lost"
+    assert events(answer.text)[-1]["error"]["code"] == "replica_lost"
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
 def test_a_body_over_the_limit_is_refused_whether_it_says_so_or_not(client: TestClient) -> None:
     headers = {"Content-Type": "application/json"}
-    assert client.post("/v1/completions", content=b"x" * 5000, headers=headers).status_code == 413
-    chunks = (b"x" * 1000 for _ in range(5))
+    assert client.post("/v1/completions", content=b"x" * 40_000, headers=headers).status_code == 413
+    chunks = (b"x" * 10_000 for _ in range(4))
     assert client.post("/v1/completions", content=chunks, headers=headers).status_code == 413
 
 
 def test_long_prompts_are_tokenised_beside_the_loop(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = PromptBuilder(tokenizer_path, INFO, "tiny")
-    seen = [asyncio.run(builder._run(size, lambda tokenizer: threading.current_thread().name)) for size in (10, 10**6)]
+    seen = [asyncio.run(builder.run(size, lambda tokenizer: threading.current_thread().name)) for size in (10, 10**6)]
     assert seen[0] == threading.current_thread().name
     assert seen[1].startswith("tokenise")
 
@@ -169,17 +139,15 @@ def test_a_model_name_that_cannot_be_encoded_is_answered(client: TestClient) -> 
 
 
 ASKING = {  # parameter -> a value that asks for something
-    "n": 2, "best_of": 2, "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.1,
-    "logit_bias": {"1": 2}, "logprobs": 0, "prompt_logprobs": 1, "echo": True, "suffix": "x",
-    "allowed_token_ids": [1], "bad_words": ["x"], "use_beam_search": True, "response_format": {"type": "json_object"},
-    "structured_outputs": {"regex": "a"}, "tools": [{"type": "function"}], "functions": [{}], "function_call": "auto",
-    "modalities": ["audio"], "audio": {"voice": "x"}, "add_special_tokens": False, "truncate_prompt_tokens": 3,
-    "length_penalty": 2.0, "continue_final_message": True, "add_generation_prompt": False,
+    "suffix": "x", "use_beam_search": True, "beam_width": 2, "early_stopping": True, "length_penalty": 2.0,
+    "tools": [{"type": "function"}], "functions": [{}], "function_call": "auto", "modalities": ["audio"],
+    "audio": {"voice": "x"}, "add_special_tokens": False, "truncate_prompt_tokens": 3, "continue_final_message": True,
+    "add_generation_prompt": False,
 }  # fmt: skip
 
 
 def test_every_parameter_that_is_not_offered_is_tried_below() -> None:
-    assert set(ASKING) | {"top_logprobs"} == set(_NOT_OFFERED)
+    assert set(ASKING) == set(NOT_OFFERED)
 
 
 @pytest.mark.parametrize("name", ASKING)
@@ -187,6 +155,12 @@ def test_what_is_not_offered_is_named(client: TestClient, name: str) -> None:
     answer = client.post("/v1/completions", json={"prompt": "a", name: ASKING[name]})
     assert answer.status_code == 501, answer.text
     assert answer.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("echo", True)])
+def test_what_only_completions_have(client: TestClient, name: str, value: Any) -> None:
+    answer = client.post("/v1/chat/completions", json=CHAT | {name: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (501, name)
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(client: TestClient) -> None:

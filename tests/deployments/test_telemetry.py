@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.telemetry import INGRESS_METRICS, Recorder, _representatives, render
+from deployments.telemetry import INGRESS_METRICS, RayExporter, Recorder, Series, _representatives, render
 from engine.metrics import METRICS, Metric
 
 COUNTER = Metric("things", "counter", "Things.", ("kind",))
@@ -68,6 +69,7 @@ def test_threads_lose_no_count() -> None:
     assert recorder.snapshot()[0].value == 20_000
 
 
+@example([0.1015625])
 @given(st.lists(st.floats(0.06, 1.9), min_size=1, max_size=30))
 def test_what_ray_is_told_falls_into_the_same_buckets(values: list[float]) -> None:
     recorder = Recorder()
@@ -81,3 +83,27 @@ def test_what_ray_is_told_falls_into_the_same_buckets(values: list[float]) -> No
             again.observe(HISTOGRAM, value)
     assert again.snapshot()[0].counts == series.counts
     assert again.snapshot()[0].value == pytest.approx(series.value, rel=0.05)
+
+
+def test_a_metric_that_cannot_be_sent_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Series] = []
+    logged: list[str] = []
+
+    def send(series: Series, previous: Series | None) -> None:
+        if series.metric is COUNTER:
+            raise RuntimeError("no agent")
+        sent.append(series)
+
+    monkeypatch.setattr("deployments.telemetry._send", send)
+    monkeypatch.setattr("deployments.telemetry.logger.exception", lambda message, name: logged.append(name))
+    recorder = Recorder()
+    exporter = RayExporter(recorder, period_s=0.01)
+    recorder.increment(COUNTER, kind="x")
+    recorder.set(GAUGE, 1.0)
+    exporter.start()
+    while not sent:
+        time.sleep(0.001)
+    recorder.set(GAUGE, 2.0)
+    exporter.stop()
+    assert [series.value for series in sent] == [1.0, 2.0]
+    assert logged == ["things"]

@@ -3,45 +3,90 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.conftest import Server
 
-BODY = {"prompt": "Tell me a long story about rivers", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+BODY: dict[str, Any] = {
+    "prompt": "Tell me a long story about rivers", "max_tokens": 300, "temperature": 0, "ignore_eos": True,
+}  # fmt: skip
+# Everything that an engine must go on counting: what was generated, drawn and allowed before the loss.
+SEVERAL = BODY | {
+    "n": 2, "temperature": 0.8, "seed": 11, "logprobs": 2, "frequency_penalty": 0.5, "presence_penalty": 0.5,
+    "repetition_penalty": 1.1, "max_tokens": 200, "structured_outputs": {"regex": "([a-z]{3,7} ){300}"},
+}  # fmt: skip
 
 
-async def _streamed_text(client: httpx.AsyncClient, server: Server, *, kill: bool) -> str:
+@dataclass
+class Streamed:
+    """What a stream brought, by choice."""
+
+    text: dict[int, str] = field(default_factory=lambda: defaultdict(str))
+    logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    tokens: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+
+async def _streamed(client: httpx.AsyncClient, server: Server, body: dict[str, Any], *, kill: bool) -> Streamed:
     """Read one stream, and kill its replica after a few events."""
-    text, events = "", 0
-    async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer:
+    streamed, events = Streamed(), 0
+    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
-                chunk = httpx.Response(200, text=line.removeprefix("data: ")).json()
+                chunk = json.loads(line.removeprefix("data: "))
                 assert "error" not in chunk, chunk
-                text += chunk["choices"][0]["text"]
+                choice = chunk["choices"][0]
+                streamed.text[choice["index"]] += choice["text"]
+                if choice["logprobs"] is not None:
+                    streamed.logprobs[choice["index"]] += choice["logprobs"]["token_logprobs"]
+                    streamed.tokens[choice["index"]] += choice["logprobs"]["tokens"]
                 events += 1
             if kill and events == 5:
                 pids = await asyncio.to_thread(server.engine_pids)
                 os.kill(pids[answer.headers["x-pagoda-replica"]], signal.SIGKILL)
                 kill = False
-    assert line == "" or line == "data: [DONE]"
-    return text
+    assert line in ("", "data: [DONE]")
+    assert not kill
+    return streamed
 
 
-async def test_a_killed_replica_costs_no_token_and_is_replaced(server: Server) -> None:
-    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        expected = await _streamed_text(client, server, kill=False)
-        assert await _streamed_text(client, server, kill=True) == expected
-        answers = await asyncio.gather(
-            *(client.post("/v1/completions", json=BODY | {"max_tokens": 4, "prompt": f"After {i}"}) for i in range(8))
-        )
-        assert [answer.status_code for answer in answers] == [200] * 8
+async def _both_replicas(server: Server) -> None:
     deadline = time.monotonic() + 60
     while len(server.metric("pagoda_num_requests_running")) < 2:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.5)
+
+
+async def test_a_killed_replica_costs_no_token_and_is_replaced(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        expected = await _streamed(client, server, BODY, kill=False)
+        assert await _streamed(client, server, BODY, kill=True) == expected
+        answers = await asyncio.gather(
+            *(client.post("/v1/completions", json=BODY | {"max_tokens": 4, "prompt": f"After {i}"}) for i in range(8))
+        )
+        assert [answer.status_code for answer in answers] == [200] * 8
+    await _both_replicas(server)
     assert sum(value for (name, _), value in server.metrics().items() if name == "pagoda_request_migrations_total") >= 1
+
+
+async def test_several_answers_with_logprobs_go_on_as_they_would_have(server: Server) -> None:
+    await _both_replicas(server)
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        expected = await _streamed(client, server, SEVERAL, kill=False)
+        after_loss = await _streamed(client, server, SEVERAL, kill=True)
+    assert after_loss.text == expected.text
+    assert after_loss.tokens == expected.tokens
+    assert expected.text[0] != expected.text[1]
+    for index in range(2):
+        assert len(expected.logprobs[index]) == 200
+        assert after_loss.logprobs[index] == pytest.approx(expected.logprobs[index], abs=1e-3)
+        assert set(expected.text[index]) <= set("abcdefghijklmnopqrstuvwxyz ")
+    await _both_replicas(server)

@@ -131,7 +131,7 @@ async def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch: pytest.M
         return queue(request_id, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine, "queue_request", trip)
-    with pytest.raises(RequestError, match="could not be queued: KeyError"):
+    with pytest.raises(RuntimeError, match="could not be queued: KeyError"):  # not the request's fault
         await collect(async_engine.generate("unlucky", [1], SamplingParams()))
     assert await collect(async_engine.generate("b", [1], SamplingParams(max_tokens=3))) == runner.answer([1], 3)
     await async_engine.shutdown()

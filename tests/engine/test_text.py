@@ -186,3 +186,14 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     first = next(i for i in range(len(ids)) if "STOP" in tokenizer.decode(ids[: i + 1])) + 1
     stream = TextStream(tokenizer, [], SamplingParams(stop="STOP", min_tokens=first, max_tokens=100))
     assert stream.push(ids) == "x STOP y "
+
+
+def test_the_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
+    text = "the cache, €uro 🙂 ñandú\n"
+    token_ids = tokenizer.encode(text)
+    assert b"\xe2" in map(tokenizer.token_bytes, token_ids)  # a part of a character
+    assert b"".join(map(tokenizer.token_bytes, token_ids)).decode() == text
+    assert tokenizer.token_bytes(3) == b"<|im_start|>"
+    assert tokenizer.token_bytes(10**6) == b""
+    assert tokenizer.is_special(3)
+    assert not tokenizer.is_special(token_ids[0])

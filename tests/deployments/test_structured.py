@@ -1,0 +1,97 @@
+"""The form that a request wants its text in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+from starlette.testclient import TestClient
+
+from engine.errors import RequestError
+from engine.structured_outputs.params import StructuredOutputsParams
+from tests.deployments.fakes import FakeEngines
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JSON_OBJECT = {"response_format": {"type": "json_object"}}
+
+
+def _json_schema(described: object) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": described}}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        (JSON_OBJECT, StructuredOutputsParams(json_object=True)),
+        (_json_schema({"name": "x", "schema": SCHEMA, "strict": True}), StructuredOutputsParams(json=SCHEMA)),
+        ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputsParams(json=SCHEMA)),
+        ({"structured_outputs": {"regex": "a+"}}, StructuredOutputsParams(regex="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputsParams(choice=["a", "b"])),
+        ({"structured_outputs": {"grammar": "start: A", "json": None}}, StructuredOutputsParams(grammar="start: A")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_what_the_engine_is_asked_for(
+    client: TestClient, engines: FakeEngines, path: str, body: dict[str, Any], expected: StructuredOutputsParams | None
+) -> None:
+    prompt = CHAT if path.startswith("chat") else {"prompt": "a"}
+    answer = client.post(f"/v1/{path}", json=prompt | body)
+    assert answer.status_code == 200, answer.text
+    assert engines.calls[0][0].params.structured_outputs == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "shown"),
+    [
+        (_json_schema(None), "response_format", "schema"),
+        (_json_schema({"name": "x"}), "response_format", "schema"),
+        (_json_schema({"name": "x", "schema": None}), "response_format", "schema"),
+        ({"response_format": {}}, "response_format", "None"),
+        ({"response_format": "json"}, "response_format", "'json'"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "yaml"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "json and regex"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "regexp"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs", "5"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice"),
+        (JSON_OBJECT | {"structured_outputs": {"regex": "a"}}, "structured_outputs", "both"),
+        ({"guided_json": SCHEMA}, "guided_json", 'structured_outputs: {"json": ...}'),
+        ({"guided_regex": "a"}, "guided_regex", 'structured_outputs: {"regex": ...}'),
+        ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs"),
+        ({"guided_grammar": "a"}, "guided_grammar", "structured_outputs"),
+        ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "leave it out"),
+    ],
+)  # fmt: skip
+def test_an_incomplete_form_is_refused(client: TestClient, body: dict[str, Any], param: str, shown: str) -> None:
+    answer = client.post("/v1/chat/completions", json=CHAT | body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert shown in answer.json()["error"]["message"]
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused(client: TestClient) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(100):
+        schema = {"not": schema}
+    answer = client.post("/v1/chat/completions", json=CHAT | _json_schema({"name": "x", "schema": schema}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "response_format"
+    assert "64" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_compilers_reason_comes_in_the_words_of_the_request(
+    client: TestClient, engines: FakeEngines, stream: bool
+) -> None:
+    error = RequestError("structured_outputs.json cannot be compiled: no such type 'x'", "structured_outputs")
+    engines.scripts = [[RayTaskError("generate", "traceback", error)]]
+    body = CHAT | {"stream": stream}
+    answer = client.post("/v1/chat/completions", json=body | _json_schema({"name": "x", "schema": SCHEMA}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "response_format"
+    assert answer.json()["error"]["message"].startswith("response_format.json_schema cannot be compiled: no such type")
+    direct = client.post("/v1/chat/completions", json=body | {"structured_outputs": {"json": SCHEMA}})
+    assert direct.json()["error"]["param"] == "structured_outputs"
