@@ -32,6 +32,9 @@ __all__ = ["Scheduler"]
 # Share of the pool that stays free when a request is admitted, for those that run to grow into, as in vLLM. Without it
 # a full pool holds 0.4% more tokens and preempts 60% more often (benchmarks/kv_utilization.py).
 WATERMARK = 0.01
+# How often a request may give way to nobody without coming further before it loses one of its answers. Once is normal
+# when the prefix cache was reset in between.
+MAX_STALLS = 8
 
 
 class Scheduler:
@@ -137,8 +140,8 @@ class Scheduler:
         """Record a computed step and what it sampled.
 
         Returns:
-            The sequences that got a token, the finished ones with their blocks freed; of a request that searches with
-            beams, its first sequence stands for all.
+            The sequences that got a token or ended without one, the finished ones with their blocks freed; of a request
+            that searches with beams, its first sequence stands for all.
         """
         for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
             sequence.num_computed_tokens += count
@@ -153,7 +156,8 @@ class Scheduler:
             _fail_searches(output.sampling, sampled)
         for sequence in _append_tokens(output.sampling, sampled):
             self._leave(sequence)
-        return self._advance_beams(output.sampling, sampled.beams) if sampled.beams else output.sampling
+        got_token = self._advance_beams(output.sampling, sampled.beams) if sampled.beams else output.sampling
+        return got_token + output.dropped if output.dropped else got_token
 
     # --- running ------------------------------------------------------------------------------------------------
 
@@ -262,6 +266,8 @@ class Scheduler:
         while self.running and self.running[-1].group is group:
             members.append(self.running.pop())
         members.reverse()
+        if not self.running and self._has_stalled(group):
+            self._drop(group, members, output)
         status = SequenceStatus.SWAPPED if blocks.can_swap_out(members) else SequenceStatus.WAITING
         if status is SequenceStatus.SWAPPED:
             output.swap_out += blocks.swap_out(members)
@@ -273,7 +279,30 @@ class Scheduler:
         self._num_places -= group.num_places
         group.num_preemptions += 1
         output.preempted.append(group)
-        self.add(group)
+        if members:
+            self.add(group)
+
+    def _has_stalled(self, group: SequenceGroup) -> bool:
+        """Whether a group that runs alone comes no further, however often it begins again.
+
+        The engine lets in only what fits, on the condition that the answers to a prompt share its blocks. Colliding
+        hashes can keep them from it.
+        """
+        length = sum(sequence.num_tokens for sequence in group.unfinished)
+        group.num_stalls = group.num_stalls + 1 if group.stalled_at == length else 1
+        group.stalled_at = length
+        return group.num_stalls > MAX_STALLS
+
+    def _drop(self, group: SequenceGroup, members: list[Sequence], output: SchedulerOutput) -> None:
+        """End the last sequence of a group, or all of a beam search, to make room for the others."""
+        dropped = members.copy() if group.beams is not None else members[-1:]
+        del members[len(members) - len(dropped) :]
+        for sequence in dropped:
+            self.block_manager.free(sequence)
+            sequence.fail("the KV cache cannot hold all answers; ask for fewer")
+        group.num_places -= len(dropped)
+        self._num_places -= len(dropped)
+        output.dropped += dropped[:1]
 
     # --- waiting ------------------------------------------------------------------------------------------------
 
@@ -295,14 +324,18 @@ class Scheduler:
             if self.running and needed + due + self._watermark > blocks.num_free_blocks:
                 self._refused = (group, blocks.num_released)
                 return
-            self.waiting.pop()
             members = group.unfinished
             if group.status is SequenceStatus.SWAPPED:
                 output.swap_in += blocks.swap_in(members)
                 self.num_swapped -= 1
-            place = self._enter(group, members, counts, partial)
             growths = self._plan(members, spare - group.num_places)
-            assert blocks.num_blocks_to_grow(growths) <= blocks.num_free_blocks, "add() let in what cannot fit"
+            if blocks.num_blocks_to_grow(growths) > blocks.num_free_blocks:
+                # Colliding hashes hid what it takes; alone it has room for the one sequence that begins.
+                assert self.running, "add() let in what cannot fit"
+                assert group.status is SequenceStatus.WAITING, "a swapped request found no room"
+                return
+            self.waiting.pop()
+            place = self._enter(group, members, counts, partial)
             places = range(place, place + len(members))
             spare = self._grow(growths, places, counts, partial, spare - group.num_places, output)
             due += self._blocks_due(members, counts[place : place + len(members)])

@@ -218,6 +218,7 @@ class SequenceGroup:
         "max_total_tokens",
         "num_places",
         "num_preemptions",
+        "num_stalls",
         "params",
         "priority",
         "prompt_logprobs",
@@ -225,6 +226,7 @@ class SequenceGroup:
         "root",
         "seed",
         "sequences",
+        "stalled_at",
         "stop_token_ids",
     )
 
@@ -253,6 +255,8 @@ class SequenceGroup:
         self.priority = priority
         self.seed = seed
         self.num_preemptions = 0
+        self.num_stalls = 0  # times that it gave way to nobody, at the length of ``stalled_at``
+        self.stalled_at = 0
         self.num_places = params.num_sequences  # of the batch, that it takes or will take when it forks
         self.is_forked = self.num_places == 1
         # Of the prompt's tokens computed so far; the first one has none.

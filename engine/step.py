@@ -33,11 +33,14 @@ class SchedulerOutput:
     swap_in: list[BlockPair] = field(default_factory=list)  # (host block, block)
     admitted: list[SequenceGroup] = field(default_factory=list)  # left the queue in this step
     preempted: list[SequenceGroup] = field(default_factory=list)
+    dropped: list[Sequence] = field(
+        default_factory=list
+    )  # ended, for the KV cache cannot hold all answers of a request
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do: neither tokens to compute nor blocks to copy."""
-        return not (self.sequences or self.swap_out or self.swap_in or self.block_copies)
+        """Whether there is nothing to do or to tell."""
+        return not (self.sequences or self.swap_out or self.swap_in or self.block_copies or self.dropped)
 
     @property
     def num_tokens(self) -> int:
