@@ -180,8 +180,8 @@ class EngineMetrics:
         now = monotonic()
         for sequence in got_token:
             self._token_generated(sequence, now)
-        if output.sampling:
-            self._sink.increment(GENERATION_TOKENS, len(output.sampling))
+        if generated := sum(not sequence.has_failed for sequence in output.sampling):
+            self._sink.increment(GENERATION_TOKENS, generated)
         self._sink.observe(STEP_TOKENS, output.num_tokens)
         self._sink.observe(STEP_SECONDS, times.schedule, phase="schedule")
         self._sink.observe(STEP_SECONDS, times.forward, phase="forward")

@@ -25,7 +25,7 @@ from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatu
 from engine.step import SampledTokens, SchedulerOutput
 
 if TYPE_CHECKING:
-    from engine.logprobs import TokenLogprobs
+    pass
 
 __all__ = ["Scheduler"]
 
@@ -150,10 +150,10 @@ class Scheduler:
             insort(self.running, sequence, key=lambda other: other.rank)
         for group, logprobs in sampled.prompt_logprobs:
             group.prompt_logprobs += logprobs
-        if sampled.logprobs is not None:
-            _record_logprobs(output.sampling, sampled.logprobs)
         if sampled.failed and sampled.beams:
             _fail_searches(output.sampling, sampled)
+        if sampled.logprobs is not None:
+            _record_logprobs(output.sampling, sampled)
         for sequence in _append_tokens(output.sampling, sampled):
             self._leave(sequence)
         got_token = self._advance_beams(output.sampling, sampled.beams) if sampled.beams else output.sampling
@@ -175,9 +175,8 @@ class Scheduler:
             sequence = running[due[first]]
             group = sequence.group
             num_tokens = len(sequence.token_ids)
-            if (
-                sequence.is_alone and num_tokens == sequence.num_computed_tokens + 1
-            ):  # a decode whose last block is full
+            # Nearly always a decode whose last block is full, of a request for one answer: the short way.
+            if sequence.is_alone and num_tokens == sequence.num_computed_tokens + 1:
                 needed = int(num_tokens > len(sequence.block_table) * blocks.block_size)
                 if needed and not self._make_room(group, needed, output):
                     break  # it was the last one, and has been preempted itself
@@ -475,9 +474,10 @@ def _append_tokens(sampling: list[Sequence], sampled: SampledTokens) -> list[Seq
     return ended
 
 
-def _record_logprobs(sampling: list[Sequence], logprobs: list[TokenLogprobs | None]) -> None:
-    for sequence, one in zip(sampling, logprobs, strict=True):
-        if one is not None:
+def _record_logprobs(sampling: list[Sequence], sampled: SampledTokens) -> None:
+    assert sampled.logprobs is not None
+    for position, (sequence, one) in enumerate(zip(sampling, sampled.logprobs, strict=True)):
+        if one is not None and position not in sampled.failed:
             sequence.cumulative_logprob += next(iter(one.values())).logprob  # the sampled token comes first
             if sequence.params.logprobs is not None:
                 sequence.logprobs.append(one)
