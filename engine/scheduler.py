@@ -63,6 +63,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank, the first one first; a group's sequences together
         self._chunk_limit = long_prefill_threshold or max_num_batched_tokens
         self._num_places = 0  # that the running groups take
+        self._due: list[Sequence] = []  # see _due_sequences
+        self._has_groups = False  # whether groups of several sequences may run
         self._watermark = int(WATERMARK * len(block_manager.blocks))
         self._refused: tuple[SequenceGroup, int] | None = None  # who found no room, and num_released then
 
@@ -143,8 +145,11 @@ class Scheduler:
             The sequences that got a token or ended without one, the finished ones with their blocks freed; of a request
             that searches with beams, its first sequence stands for all.
         """
+        self._due = []
         for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
-            sequence.num_computed_tokens += count
+            sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + count
+            if num_computed >= sequence.next_event:
+                self._due.append(sequence)
         for sequence in output.forks:
             self.block_manager.fork(sequence.group.sequences[0], sequence)
             insort(self.running, sequence, key=lambda other: other.rank)
@@ -168,32 +173,37 @@ class Scheduler:
         """
         spare = self.max_num_batched_tokens - self._num_places  # beyond one token for each
         running, blocks = self.running, self.block_manager
-        due = [place for place, one in enumerate(running) if one.num_computed_tokens >= one.next_event]
-        position = 0
-        while position < len(due) and due[position] < len(running):
-            first = position
-            sequence = running[due[first]]
+        planned: SequenceGroup | None = None
+        for sequence in self._due_sequences():
             group = sequence.group
+            if group is planned or sequence.status is not SequenceStatus.RUNNING:  # ended or preempted meanwhile
+                continue
             num_tokens = len(sequence.token_ids)
             # Nearly always a decode whose last block is full, of a request for one answer: the short way.
             if sequence.is_alone and num_tokens == sequence.num_computed_tokens + 1:
                 needed = int(num_tokens > len(sequence.block_table) * blocks.block_size)
-                if needed and not self._make_room(group, needed, output):
-                    break  # it was the last one, and has been preempted itself
-                blocks.allocate(sequence, num_tokens)
-                position += 1
+                if not needed or self._make_room(group, needed, output):
+                    blocks.allocate(sequence, num_tokens)
                 continue
-            while position < len(due) and due[position] < len(running) and running[due[position]].group is group:
-                position += 1
-            places: Sequence_[int] = due[first:position]
-            if group.beams is not None:  # they run in step, so that those that are not due may have to wait
-                places = [place for place, one in enumerate(running) if one.group is group]
-            growths = self._plan([running[place] for place in places], spare)
-            if not self._make_room(group, blocks.num_blocks_to_grow(growths), output):
-                break
-            spare = self._grow(growths, places, counts, partial, spare, output)
+            planned = group
+            members = [sequence] if sequence.is_alone else [one for one in running if one.group is group]
+            growths = self._plan(members, spare)
+            if self._make_room(group, blocks.num_blocks_to_grow(growths), output):
+                first = running.index(members[0])
+                places = range(first, first + len(members))
+                spare = self._grow(growths, places, counts, partial, spare, output)
         del counts[len(running) :]
         return spare
+
+    def _due_sequences(self) -> list[Sequence]:
+        """Return by rank the running sequences that the block manager, or a plan for a group, has something to do for.
+
+        The last update has found them in passing, but for groups of several, which change otherwise too.
+        """
+        if self._has_groups:
+            self._due = [one for one in self.running if one.num_computed_tokens >= one.next_event]
+            self._has_groups = not all(one.is_alone for one in self.running)
+        return self._due
 
     def _plan(self, members: list[Sequence], spare: int) -> list[Growth]:
         """Return up to where each of a group's sequences computes in this step.
@@ -355,6 +365,7 @@ class Scheduler:
         for sequence in members:
             sequence.status = SequenceStatus.RUNNING
         self._num_places += group.num_places
+        self._has_groups = self._has_groups or not members[0].is_alone
         return place
 
     def _blocks_to_start(self, group: SequenceGroup) -> int:
