@@ -1,9 +1,9 @@
 """The OpenAI requests that Pagoda understands: their fields and what fits together.
 
-A body is checked once; what is out of range is refused and never clamped. Ranges that the engine knows are its own
-SamplingParams' business (sampling.py makes them). Fields that nobody knows are ignored, since clients send many;
-parameters of the API that are not offered are refused when they ask for something. It knows nothing of how a request
-is served.
+A body is checked once. What is out of range is refused; only max_tokens is clamped, to what the context leaves. Ranges
+that the engine knows are its own SamplingParams' business (sampling.py makes them). Fields that nobody knows are
+ignored, since clients send many; parameters of the API that are not offered are refused when they ask for something. It
+knows nothing of how a request is served.
 """
 
 from __future__ import annotations

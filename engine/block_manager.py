@@ -118,6 +118,7 @@ class BlockManager:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[int, Block] = {}
         self._next_content_id = 0
+        self._epoch = 0  # times that the prefix cache was reset
         self._num_shared = 0
         self._free_on_host: deque[int] = deque(range(num_host_blocks))
         self._host_refs: Counter[int] = Counter()
@@ -167,9 +168,19 @@ class BlockManager:
                 parent = block.content_id
         return PrefixMatch(tuple(blocks), len(blocks) * self.block_size)
 
+    def awaited_hash(self, sequence: Sequence) -> int | None:
+        """Return the hash whose publication would lengthen the sequence's match, if there is one."""
+        index = len(self.match_prefix(sequence).blocks)
+        return sequence.block_hash(index, self.block_size) if index < sequence.num_tokens // self.block_size else None
+
+    def is_published(self, block_hash: int | None) -> bool:
+        """Whether a block is published under this hash."""
+        return block_hash in self._by_hash
+
     def take_prefix(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Begin the sequence's empty block table with the matched blocks."""
         assert not sequence.block_table
+        sequence.cache_epoch = self._epoch
         for block in match.blocks:
             self._retain(block)
             sequence.block_table.append(block.block_id)
@@ -179,7 +190,11 @@ class BlockManager:
         sequence.num_computed_tokens = min(match.num_tokens, sequence.num_tokens - 1)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every published block; blocks in use stay with their sequences, unpublished."""
+        """Forget every published block; blocks in use stay with their sequences.
+
+        Neither those nor what these sequences compute behind them is published any more, wherever they were swapped to.
+        """
+        self._epoch += 1
         events, self._events = self._events, None
         for block in self.blocks:
             if block.block_hash is not None:
@@ -218,6 +233,8 @@ class BlockManager:
             The block to copy, and where to, before anything is written, if the next slot was in a shared block.
         """
         table, size = sequence.block_table, self.block_size
+        if not table:
+            sequence.cache_epoch = self._epoch
         copy = None if sequence.is_alone else self._unshare(sequence)
         while len(table) * size < num_tokens:
             table.append(self._take_free_block().block_id)
@@ -237,6 +254,7 @@ class BlockManager:
             self._retain(self.blocks[block_id])
         child.block_table = list(parent.block_table)
         child.content_ids = list(parent.content_ids)
+        child.cache_epoch = parent.cache_epoch
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_matched_tokens = parent.num_matched_tokens
         child.next_event = parent.next_event = 0  # whoever writes first must copy
@@ -379,7 +397,7 @@ class BlockManager:
         """
         size, contents, hashes = self.block_size, sequence.content_ids, sequence.block_hashes
         first, last = len(contents), num_tokens // size
-        if first >= last:
+        if first >= last or sequence.cache_epoch != self._epoch:
             return
         packed, width = pack_tokens(sequence.token_ids[first * size : last * size]), size * BYTES_PER_TOKEN
         parent: int | str = contents[-1] if contents else sequence.cache_salt

@@ -312,6 +312,7 @@ class Engine:
         if group is None or not found or group.holds_back:
             return False
         self.scheduler.end_sequence(found[0], reason)
+        self._send_kv_events()
         if group.is_finished:
             self._forget(group)
         return True
@@ -325,6 +326,7 @@ class Engine:
         del self._groups[group.request_id]
         self.metrics.request_finished(group)
         self.metrics.report_state()
+        self._send_kv_events()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, after the weights have changed for example. Running requests go on."""

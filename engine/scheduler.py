@@ -17,15 +17,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence as Sequence_
-from typing import TYPE_CHECKING
 
 from engine.beam_search import Candidates
 from engine.block_manager import BlockManager, Growth, PrefixMatch
 from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from engine.step import SampledTokens, SchedulerOutput
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Scheduler"]
 
@@ -66,7 +62,8 @@ class Scheduler:
         self._due: list[Sequence] = []  # see _due_sequences
         self._has_groups = False  # whether groups of several sequences may run
         self._watermark = int(WATERMARK * len(block_manager.blocks))
-        self._refused: tuple[SequenceGroup, int] | None = None  # who found no room, and num_released then
+        # Who found no room, num_released then, and the block whose publication would lessen what is needed.
+        self._refused: tuple[SequenceGroup, int, int | None] | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -325,13 +322,13 @@ class Scheduler:
             group = self.waiting[-1]
             if group.num_places > min(spare, self.max_num_running - self._num_places):
                 return
-            if self.running and not partial and self._refused == (group, blocks.num_released):
-                return  # nothing was freed since: spares the look-up below in every step of a long wait
+            if self.running and self._is_still_refused(group):
+                return
             needed = self._blocks_to_start(group)
             if not is_exact and needed + due + self._watermark > blocks.num_free_blocks:
                 due, is_exact = self._blocks_due(self.running, counts), True
             if self.running and needed + due + self._watermark > blocks.num_free_blocks:
-                self._refused = (group, blocks.num_released)
+                self._refused = (group, blocks.num_released, blocks.awaited_hash(group.unfinished[0]))
                 return
             members = group.unfinished
             if group.status is SequenceStatus.SWAPPED:
@@ -349,6 +346,12 @@ class Scheduler:
             spare = self._grow(growths, places, counts, partial, spare - group.num_places, output)
             due += self._blocks_due(members, counts[place : place + len(members)])
             output.admitted.append(group)
+
+    def _is_still_refused(self, group: SequenceGroup) -> bool:
+        """Whether nothing has changed since a group found no room: spares a look-up in every step of a long wait."""
+        if self._refused is None or self._refused[:2] != (group, self.block_manager.num_released):
+            return False
+        return not self.block_manager.is_published(self._refused[2])
 
     def _enter(self, group: SequenceGroup, members: list[Sequence], counts: list[int], partial: set[int]) -> int:
         """Put a group's sequences into the batch by rank; return the place of the first."""

@@ -53,6 +53,7 @@ class Sequence:
     __slots__ = (
         "block_hashes",
         "block_table",
+        "cache_epoch",
         "content_ids",
         "cumulative_logprob",
         "finish_reason",
@@ -104,6 +105,7 @@ class Sequence:
         self.host_table: list[int] = []  # the blocks of the host pool that keep it while it is swapped
         self.block_hashes: list[int] = []  # of the leading full blocks, made on demand
         self.content_ids: list[int] = []  # identity of what each published or matched block holds
+        self.cache_epoch = 0  # of the prefix cache when the sequence began: what it computes belongs there
         self.next_event = 0  # num_computed_tokens at which the block manager has something to do; see BlockManager
 
     @property

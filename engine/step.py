@@ -33,9 +33,7 @@ class SchedulerOutput:
     swap_in: list[BlockPair] = field(default_factory=list)  # (host block, block)
     admitted: list[SequenceGroup] = field(default_factory=list)  # left the queue in this step
     preempted: list[SequenceGroup] = field(default_factory=list)
-    dropped: list[Sequence] = field(
-        default_factory=list
-    )  # ended, for the KV cache cannot hold all answers of a request
+    dropped: list[Sequence] = field(default_factory=list)  # ended, since the pool cannot hold all answers of a request
 
     @property
     def is_empty(self) -> bool:

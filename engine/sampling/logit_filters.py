@@ -79,7 +79,7 @@ class AllowedTokens(LogitFilter):
 class BadWords(LogitFilter):
     """bad_words_token_ids: the last token of a word may not come where its first ones have.
 
-    As in transformers, those may be in the prompt: what resumes another's answer treats it as prompt.
+    As in transformers, those may be in the prompt.
     """
 
     _ANY, _NONE = -1, -2  # matches every token; is no token

@@ -261,3 +261,23 @@ def test_a_swapped_prompt_is_still_cached_and_published_anew_when_it_was_evicted
     manager.swap_in([sequence])
     assert manager.match_prefix(make_sequence([1, 2])).blocks[0].block_id == sequence.block_table[0]
     manager.check_integrity([sequence])
+
+
+def test_what_was_computed_before_a_reset_is_not_published_after_it() -> None:
+    """A reset comes with new weights: a block that was swapped out, or partly filled, holds the old ones' keys."""
+    manager = BlockManager(8, 4, num_host_blocks=8)
+    swapped, running = start(manager, [1, 2, 3, 4, 5]), start(manager, [6, 7])
+    for sequence in (swapped, running):
+        sequence.num_computed_tokens = sequence.num_tokens
+    manager.swap_out([swapped])
+    manager.reset_prefix_cache()
+    manager.swap_in([swapped])
+    running.token_ids += [8, 9]
+    manager.allocate(running, 4)
+    running.num_computed_tokens = 4
+    for sequence in (swapped, running):
+        manager.free(sequence)
+    for prompt in ([1, 2, 3, 4, 5], [6, 7, 8, 9]):
+        assert manager.match_prefix(make_sequence(prompt)).num_tokens == 0
+    start(manager, [1, 2, 3, 4, 5])
+    assert manager.match_prefix(make_sequence([1, 2, 3, 4, 5])).num_tokens == 4

@@ -96,3 +96,14 @@ def test_without_a_listener_nothing_piles_up_and_without_caching_nothing_is_told
 def test_batches_pickle() -> None:
     batch = KVEventBatch(1, 2, (BlockStored(3, 4, (5, 6)), BlockRemoved(3), AllBlocksCleared()))
     assert pickle.loads(pickle.dumps(batch)) == batch
+
+
+def test_events_of_an_abort_do_not_wait_for_the_next_step() -> None:
+    batches: list[KVEventBatch] = []
+    engine, _ = make_engine(block_size=4, on_kv_events=batches.append)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=20))
+    for _ in range(5):
+        engine.step()
+    assert not batches
+    engine.abort("a")
+    assert [event for batch in batches for event in batch.events]

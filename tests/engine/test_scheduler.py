@@ -392,3 +392,14 @@ def test_a_group_alone_in_a_small_pool_fills_it_and_ends(
                 answers = run_all_to_end(engine, max_steps=60)
                 assert [len(answers["a", index]) for index in range(width)] == [group.max_total_tokens - length] * width
                 assert group.num_preemptions == 0
+
+
+def test_a_request_that_found_no_room_is_tried_again_when_what_it_shares_is_computed() -> None:
+    engine, _ = make_engine(num_blocks=14, block_size=4, long_prefill_threshold=20)
+    for name in ("first", "second"):
+        engine.add_request(name, [i % 64 for i in range(38)], SamplingParams(max_tokens=10))
+    steps = 0
+    while len(engine.scheduler.running) < 2:
+        engine.step()
+        steps += 1
+    assert steps == 2
