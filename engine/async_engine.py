@@ -252,17 +252,21 @@ class AsyncEngine:
     def _open(self, request_id: str) -> _Stream:
         with self._lock:
             self.check_health()
-            if request_id in self._streams:
+            held = self._streams.get(request_id)
+            if held is not None and not held.loop.is_closed():
                 raise RequestError(f"request_id '{request_id}' is in use; choose another", "request_id")
             self._num_streams += 1
             stream = _Stream(f"{request_id}#{self._num_streams}", asyncio.get_running_loop())
             self._streams[request_id] = self._by_key[stream.key] = stream
+        if held is not None:  # the step thread has not noticed yet
+            self._inbox.put(lambda: self._forget(held.loop))
         return stream
 
     def _close(self, request_id: str, stream: _Stream) -> None:
         with self._lock:
-            del self._streams[request_id]
-            del self._by_key[stream.key]
+            if self._streams.get(request_id) is stream:  # else its loop was closed, and the id may be another's by now
+                del self._streams[request_id]
+            self._by_key.pop(stream.key, None)
 
     # --- the step thread ----------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ class ModelInput:
     token_ids: torch.Tensor  # int64 [num_tokens]
     positions: torch.Tensor  # int64 [num_tokens]
     metadata: AttentionMetadata
-    logit_rows: torch.Tensor  # int64 [num_logits]: rows whose logits are needed
+    logit_rows: torch.Tensor  # int64 [num_sampled]: rows whose logits are sampled from
+    prompt_rows: torch.Tensor  # int64 [num_prompt_rows]: rows whose logits give prompt logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class StepPlan:
     cu_seqlens_q: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
-    logit_rows: npt.NDArray[np.int64]  # of the sequences that sample, then of prompt tokens whose logprobs are wanted
+    logit_rows: npt.NDArray[np.int64]  # of the sequences that sample
+    prompt_rows: npt.NDArray[np.int64]  # of prompt tokens behind which a logprob is wanted, in batch order
     max_query_len: int
     max_seq_len: int
     # Copies of blocks, to be made in this order before anything is computed.
@@ -63,6 +65,7 @@ class StepPlan:
                 max_seq_len=self.max_seq_len,
             ),
             logit_rows=tensor(self.logit_rows),
+            prompt_rows=tensor(self.prompt_rows),
         )
 
 
@@ -101,7 +104,8 @@ def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
         cu_seqlens_q=np.array(cu_seqlens, dtype=np.int32),
         seq_lens=np.array(seq_lens, dtype=np.int32),
         block_tables=block_tables,
-        logit_rows=np.array(sampled_rows + prompt_rows, dtype=np.int64),
+        logit_rows=np.array(sampled_rows, dtype=np.int64),
+        prompt_rows=np.array(prompt_rows, dtype=np.int64),
         max_query_len=max(output.num_new_tokens, default=0),
         max_seq_len=max(seq_lens, default=0),
         swap_out=output.swap_out,

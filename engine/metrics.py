@@ -226,6 +226,6 @@ class EngineMetrics:
         self._sink.increment(REQUESTS_FINISHED, reason=reason.value)
         self._sink.observe(REQUEST_PROMPT, group.sequences[0].num_prompt_tokens)
         self._sink.observe(REQUEST_GENERATION, num_generated)
-        if num_generated:
+        if times.first_token:  # what a resumed request has generated came from elsewhere
             self._sink.observe(E2E_LATENCY, times.last_token - times.arrived)
             self._sink.observe(DECODE_TIME, times.last_token - times.first_token)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -71,16 +72,16 @@ class ModelRunner:
         started = perf_counter()
         constrained = [row for row, sequence in enumerate(output.sampling) if sequence.grammar is not None]
         masks = self._start_masks([output.sampling[row].grammar for row in constrained]) if constrained else None
-        logits = self.workers.execute(build_step_plan(output, self.block_size))
+        plan = build_step_plan(output, self.block_size)
+        prompts = _PromptLogprobs(self.sampler, output) if len(plan.prompt_rows) else None
+        logits = self.workers.execute(plan, None if prompts is None else prompts.add)
         times.forward = perf_counter() - started
         sampled = SampledTokens([])
         if logits is not None:
-            num_sampled = len(output.sampling)
-            prompt_logits = logits[num_sampled:]  # cut first: sampling alters its rows
-            prompt_logprobs = self._prompt_logprobs(output, prompt_logits) if len(prompt_logits) else []
             grammar = (constrained, masks.result()) if masks is not None else None
-            sampled = self.sampler.sample(logits[:num_sampled], output.sampling, grammar)
-            sampled.prompt_logprobs = prompt_logprobs
+            sampled = self.sampler.sample(logits, output.sampling, grammar)
+        if prompts is not None:
+            sampled.prompt_logprobs = prompts.by_group()
         times.sample = perf_counter() - started - times.forward
         return sampled
 
@@ -91,22 +92,6 @@ class ModelRunner:
 
             self._mask_builder = MaskBuilder()
         return self._mask_builder.start(grammars)
-
-    def _prompt_logprobs(
-        self, output: SchedulerOutput, logits: torch.Tensor
-    ) -> list[tuple[SequenceGroup, list[TokenLogprobs]]]:
-        """Return what the step tells of prompts whose logprobs are wanted; ``logits`` are those rows in batch order."""
-        found = []
-        row = 0
-        for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
-            start = sequence.num_computed_tokens
-            if known := sequence.group.prompt_logprob_positions(start, start + count):
-                token_ids = [sequence.token_ids[position + 1] for position in known]
-                num_top = sequence.params.prompt_logprobs or 0
-                logprobs = self.sampler.prompt_logprobs(logits[row : row + len(known)], token_ids, num_top)
-                found.append((sequence.group, logprobs))
-                row += len(known)
-        return found
 
     def check_health(self) -> None:
         """Raise EngineDeadError if a rank has died, even if no step has noticed yet."""
@@ -135,3 +120,30 @@ class ModelRunner:
             "KV cache: %d blocks of %d tokens, %d tokens in %.2f GiB; room for %.2f requests of %d tokens",
             self.num_blocks, self.block_size, tokens, size / 2**30, tokens / self.max_model_len, self.max_model_len,
         )  # fmt: skip
+
+
+class _PromptLogprobs:
+    """What a step tells of prompts whose log-probabilities are wanted, gathered slice by slice."""
+
+    def __init__(self, sampler: Sampler, output: SchedulerOutput) -> None:
+        self._sampler = sampler
+        self._groups: list[tuple[SequenceGroup, int]] = []  # and how many rows are its own, in batch order
+        self._token_ids: list[int] = []  # by row: the prompt's token that comes next
+        self._counts: list[int] = []  # by row: how many of the likeliest are wanted
+        self._found: list[TokenLogprobs] = []
+        for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
+            group, start = sequence.group, sequence.num_computed_tokens
+            if positions := group.prompt_logprob_positions(start, start + count):
+                self._groups.append((group, len(positions)))
+                self._token_ids += sequence.token_ids[positions.start + 1 : positions.stop + 1]
+                self._counts += [group.params.prompt_logprobs or 0] * len(positions)
+
+    def add(self, logits: torch.Tensor) -> None:
+        """Take the logits [rows, vocab_size] of the next rows."""
+        rows = slice(len(self._found), len(self._found) + len(logits))
+        self._found += self._sampler.prompt_logprobs(logits, self._token_ids[rows], self._counts[rows])
+
+    def by_group(self) -> list[tuple[SequenceGroup, list[TokenLogprobs]]]:
+        """Return each request's part, once all rows have come."""
+        found = iter(self._found)
+        return [(group, list(islice(found, count))) for group, count in self._groups]

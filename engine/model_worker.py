@@ -6,6 +6,8 @@ business, and what to do is the scheduler's. Without tensor parallelism there is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine.batch import ModelInput, StepPlan
@@ -19,9 +21,12 @@ from engine.models.config import ModelConfig, load_hf_config
 from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
 from engine.sampler import Sampler
+from engine.sampling_params import MAX_LOGPROBS
 from kernels.attention import AttentionMetadata, select_backend
 
 __all__ = ["ModelWorker", "resolve_device"]
+
+PROMPT_ROWS_AT_ONCE = 64  # of float32 logits: a whole prompt's would take gigabytes
 
 
 def resolve_device(config: EngineConfig, rank: int) -> torch.device:
@@ -84,15 +89,35 @@ class ModelWorker:
         )  # fmt: skip
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> torch.Tensor | None:
-        """Compute one step; rank 0 returns the logits [num_sampled, vocab_size], if the plan has any to sample."""
+    def execute(
+        self, plan: StepPlan, on_prompt_logits: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor | None:
+        """Compute one step, as all ranks do at once.
+
+        Args:
+            on_prompt_logits: takes the logits of the plan's ``prompt_rows``, in slices [rows, vocab_size] and in order,
+                before the others are computed; only rank 0 has any to give.
+
+        Returns:
+            On rank 0 the logits [num_sampled, vocab_size] of the plan's ``logit_rows``, if there are any.
+        """
         self._use_device()
         self._copy_blocks(plan)
         if not len(plan.token_ids):  # a step may only make room
             return None
         model_input = plan.to_device(self.device)
         hidden = self._forward(model_input, self.kv_cache)
+        if len(plan.prompt_rows):
+            self._compute_prompt_logits(hidden, model_input.prompt_rows, on_prompt_logits)
         return self.model.compute_logits(hidden[model_input.logit_rows]) if len(plan.logit_rows) else None
+
+    def _compute_prompt_logits(
+        self, hidden: torch.Tensor, rows: torch.Tensor, on_prompt_logits: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        for part in torch.split(rows, PROMPT_ROWS_AT_ONCE):  # the same parts on every rank, since each is a collective
+            logits = self.model.compute_logits(hidden[part])
+            if logits is not None and on_prompt_logits is not None:
+                on_prompt_logits(logits)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if plan.swap_out:
@@ -192,9 +217,16 @@ class ModelWorker:
             max_seq_len=length,
         )
         rows = torch.arange(min(self.config.max_num_seqs, num_tokens), device=self.device)
-        model_input = ModelInput(torch.zeros_like(positions), positions, metadata, rows)
+        sampler = Sampler(self.model_config.vocab_size, self.device)
+
+        def take(logits: torch.Tensor) -> None:
+            sampler.prompt_logprobs(logits, [0] * len(logits), [MAX_LOGPROBS] * len(logits))
+
+        prompt_rows = torch.arange(min(PROMPT_ROWS_AT_ONCE, num_tokens), device=self.device)
+        model_input = ModelInput(torch.zeros_like(positions), positions, metadata, rows, prompt_rows)
         torch.cuda.reset_peak_memory_stats(self.device)
         hidden = self._forward(model_input, self._make_cache(width))
+        self._compute_prompt_logits(hidden, prompt_rows, take)
         if self.model.compute_logits(hidden[rows]) is not None:
-            Sampler(self.model_config.vocab_size, self.device).warm_up(len(rows))
+            sampler.warm_up(len(rows))
         torch.cuda.synchronize(self.device)

@@ -83,11 +83,13 @@ class Sampler:
         return _finish(token_ids, logprobs, beams)
 
     @torch.inference_mode()
-    def prompt_logprobs(self, logits: torch.Tensor, token_ids: list[int], k: int) -> list[TokenLogprobs]:
+    def prompt_logprobs(
+        self, logits: torch.Tensor, token_ids: Sequence_[int], counts: Sequence_[int]
+    ) -> list[TokenLogprobs]:
         """Return for each row of ``logits`` [rows, vocab_size] the log-probabilities of the prompt's token that comes
-        next, ``token_ids``, and of the ``k`` likeliest."""
+        next, of ``token_ids``, and of its ``counts`` likeliest."""
         index = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-        return gather_logprobs(logits.float().log_softmax(dim=1), index, [k] * len(token_ids))
+        return gather_logprobs(logits.log_softmax(dim=1), index, counts)
 
     def warm_up(self, num_rows: int) -> None:
         """Sample once with everything that takes memory in each of ``num_rows`` rows."""

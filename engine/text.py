@@ -20,6 +20,7 @@ __all__ = ["IncrementalDetokenizer", "StopStringFilter", "TextStream", "Tokenize
 _PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters that mean nothing: they stand for masked special tokens
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a token that is a byte
 _MAX_UNDECODABLE = 4  # a character has at most four bytes, so that what stays undecodable longer is no beginning of one
+_CONTEXT = 12  # tokens of the prompt: the parts of a character at both ends, and enough for any spacing rules between
 
 
 class Tokenizer:
@@ -215,11 +216,14 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._token_ids = list(prompt_token_ids[-6:])  # context enough for any tokenizer's spacing rules
+        self._token_ids = list(prompt_token_ids[-_CONTEXT:])
         self._prefix_offset = 0
         self._read_offset = len(self._token_ids)
-        while self._read_offset and self._decode(0, self._read_offset).endswith("\ufffd"):
-            self._read_offset -= 1  # the prompt ends inside a character, which the answer completes
+        for held_back in range(_MAX_UNDECODABLE):
+            if not self._decode(0, len(self._token_ids) - held_back).endswith("\ufffd"):
+                # If it is not 0, the prompt ends inside a character, which the answer completes.
+                self._read_offset = len(self._token_ids) - held_back
+                break
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
         """Append ``token_ids`` and return the text that is now certain; all that is left if ``final``."""

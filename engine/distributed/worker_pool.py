@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,17 +41,19 @@ class WorkerPool:
             self._ranks.send((method, args, True))
             return [run(*args), *self._ranks.receive()]
 
-    def execute(self, plan: StepPlan) -> torch.Tensor | None:
-        """Compute one step on every rank; returns the logits, if the plan has any to sample.
+    def execute(
+        self, plan: StepPlan, on_prompt_logits: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor | None:
+        """Compute one step on every rank; returns and passes on the logits as rank 0's ``ModelWorker.execute`` does.
 
         Raises:
             EngineDeadError: if a rank has died.
         """
         if self._ranks is None:
-            return self.local.execute(plan)
+            return self.local.execute(plan, on_prompt_logits)
         with self._ranks.together():
             self._ranks.send(("execute", (plan,), False))  # the collectives tell that it was done
-            return self.local.execute(plan)
+            return self.local.execute(plan, on_prompt_logits)
 
     def check_health(self) -> None:
         """Raise EngineDeadError if another rank has died."""

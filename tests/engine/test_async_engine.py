@@ -117,6 +117,36 @@ async def test_an_id_may_be_used_again_at_once_and_gets_only_its_own_tokens() ->
     await async_engine.shutdown()
 
 
+@pytest.mark.parametrize("noticed", [False, True])
+def test_an_id_whose_loop_was_closed_is_free_and_its_old_reader_ends_no_other(noticed: bool) -> None:
+    """Closing the old iterator once took the new reader's stream away: a KeyError for one, or no end for the other."""
+    engine, runner = make_engine()
+    gate = Gate(runner)
+    async_engine = AsyncEngine(engine)
+    loop = asyncio.new_event_loop()
+    old = async_engine.generate("same", [1], SamplingParams(max_tokens=100))
+    loop.run_until_complete(anext(old))  # type: ignore[arg-type]
+    loop.close()
+
+    async def use_again() -> list[int]:
+        if noticed:
+            gate.opened.set()
+            await wait_until_idle(async_engine)
+        new = async_engine.generate("same", [9], SamplingParams(max_tokens=6))
+        reader = asyncio.ensure_future(collect(new))
+        await asyncio.sleep(0.01)
+        await old.aclose()  # type: ignore[attr-defined]
+        gate.opened.set()
+        answer = await asyncio.wait_for(reader, 10)
+        await wait_until_idle(async_engine)
+        await async_engine.shutdown()
+        return answer
+
+    assert asyncio.run(use_again()) == runner.answer([9], 6)
+    assert not async_engine._streams
+    assert not async_engine._by_key
+
+
 async def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = make_engine()
     async_engine = AsyncEngine(engine)

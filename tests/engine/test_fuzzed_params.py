@@ -247,10 +247,10 @@ def test_a_nan_in_one_beam_ends_its_search_and_nothing_else(llm: LLM) -> None:
     workers: Any = llm.engine.runner.workers  # type: ignore[attr-defined]
     execute, num_steps = workers.execute, 0
 
-    def poisoned(plan: Any) -> Any:
+    def poisoned(*args: Any) -> Any:
         nonlocal num_steps
         num_steps += 1
-        logits = execute(plan)
+        logits = execute(*args)
         if num_steps == 6:
             logits[2] = math.nan
         return logits

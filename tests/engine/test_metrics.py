@@ -114,6 +114,16 @@ def test_tokens_cache_hits_and_reasons() -> None:
     assert len(sink.histograms[m.E2E_LATENCY]) == 3  # the aborted one never got a token
 
 
+def test_a_resumed_request_aborted_before_a_token_of_ours_has_no_latency() -> None:
+    """Its latency was once counted from arrival back to the clock's zero."""
+    engine, sink = start()
+    engine.queue_request("a", [1, 2, 3], SamplingParams(max_tokens=50), output_token_ids=[4, 5])
+    engine.abort("a")
+    assert sink.counters[m.REQUESTS_FINISHED, "abort"] == 1
+    assert not sink.histograms[m.E2E_LATENCY]
+    assert not sink.histograms[m.DECODE_TIME]
+
+
 def test_blocks_and_sequences_by_state() -> None:
     engine, sink = start(num_blocks=10, block_size=4, max_num_seqs=2)
     for name in ("a", "b", "c"):

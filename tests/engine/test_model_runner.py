@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.llm import LLM
 from engine.metrics import StepTimes
 from engine.model_runner import ModelRunner
+from engine.model_worker import PROMPT_ROWS_AT_ONCE
+from engine.sampler import Sampler
+from engine.sampling_params import SamplingParams
 from engine.step import SchedulerOutput
 from tests.engine.conftest import SavedModel
 
@@ -24,3 +31,39 @@ def test_a_step_without_tokens_still_copies_its_blocks(qwen3: SavedModel) -> Non
     assert runner.run(SchedulerOutput(swap_out=[(2, 1)]), StepTimes()).token_ids == []
     assert runner.run(SchedulerOutput(swap_in=[(1, 5)], block_copies=[(5, 6)]), StepTimes()).token_ids == []
     assert torch.equal(cache.gather([6], which="key"), before)
+
+
+def watch_logits(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by the number of rows whenever logits are computed."""
+    sizes: list[int] = []
+    compute = worker.model.compute_logits
+    monkeypatch.setattr(worker.model, "compute_logits", lambda hidden: sizes.append(len(hidden)) or compute(hidden))
+    return sizes
+
+
+def test_the_logits_of_a_long_prompt_do_not_fill_the_memory(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows' at once, and what was derived from them, took 2.4 MiB a row at 152k tokens and ended the engine."""
+    llm = LLM(qwen3.path, device="cpu", dtype="float32", num_blocks=64, skip_tokenizer_init=True)
+    sizes = watch_logits(llm.engine.runner.workers.local, monkeypatch)  # type: ignore[attr-defined]
+    prompts: Any = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (150, 1, 80)]
+    params = [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=k) for k in (2, 20, 0)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert sizes == [64, 64, 64, 149 + 79 - 3 * 64, 3]
+    for output, k in zip(outputs, (2, 20, 0), strict=True):
+        found = output.prompt_logprobs or []
+        assert [next(iter(one)) for one in found if one] == output.prompt_token_ids[1:]
+        assert {len(one) for one in found if one} <= {k, k + 1}
+        assert found[0] is None
+
+
+def test_the_warm_up_measures_a_slice_of_prompt_logprobs(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=qwen3.path, device="cpu", dtype="float32", num_blocks=8, max_num_seqs=5)
+    worker = ModelRunner(config).workers.local
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    sizes = watch_logits(worker, monkeypatch)
+    reduced: list[int] = []
+    monkeypatch.setattr(Sampler, "prompt_logprobs", lambda self, logits, *args: reduced.append(len(logits)))
+    worker._warm_up()
+    assert sizes == [PROMPT_ROWS_AT_ONCE, 5]
+    assert reduced == [PROMPT_ROWS_AT_ONCE]

@@ -373,13 +373,13 @@ def test_logprobs_are_the_models_own_and_ranked() -> None:
 
 def test_prompt_logprobs_are_of_the_actual_next_tokens() -> None:
     logits = random_logits(4, 6)
-    got = Sampler(VOCAB_SIZE, CPU).prompt_logprobs(logits, [3, 0, 49, 3], 2)
+    got = Sampler(VOCAB_SIZE, CPU).prompt_logprobs(logits, [3, 0, 49, 3], [2] * 4)
     for row, (one, token_id) in enumerate(zip(got, [3, 0, 49, 3], strict=True)):
         expected = torch.log_softmax(logits[row], dim=0)
         rank = 1 + int((expected > expected[token_id]).sum())
         assert next(iter(one.items())) == (token_id, Logprob(pytest.approx(expected[token_id].item(), abs=1e-6), rank))
         assert set(one) == {token_id, *expected.topk(2).indices.tolist()}
-    assert Sampler(VOCAB_SIZE, CPU).prompt_logprobs(logits[:0], [], 2) == []
+    assert Sampler(VOCAB_SIZE, CPU).prompt_logprobs(logits[:0], [], []) == []
 
 
 def test_beams_get_the_likeliest_tokens_of_the_models_own() -> None:

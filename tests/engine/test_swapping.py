@@ -49,8 +49,8 @@ class SwapWitness:
             self._back = [s for group in output.admitted for s in group.unfinished if s in self._kept]
             return output
 
-        def watching_execute(plan: Any) -> Any:
-            result = execute(plan)
+        def watching_execute(*args: Any) -> Any:
+            result = execute(*args)
             for sequence in self._back:
                 count, before = self._kept.pop(sequence)
                 after = self._bytes(sequence.block_table, count)

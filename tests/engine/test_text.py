@@ -173,6 +173,22 @@ def test_an_answer_completes_the_character_that_the_prompt_began(tokenizer: Toke
     assert detokenizer.push(ids[2:]) == "éb"
 
 
+@pytest.mark.parametrize("prompt", ["🎉🎉", "🎉" * 7, "日本語🎉", "é🎉"])
+def test_a_prompt_that_ends_inside_a_character_adds_no_garbage(tokenizer: Tokenizer, prompt: str) -> None:
+    """The window of context may begin inside a character too, and what is before the answer is never its text."""
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    assert len(ids) == len(prompt.encode())
+    for cut in (1, 2, 3):
+        detokenizer = IncrementalDetokenizer(tokenizer, ids[:-cut], skip_special_tokens=True)
+        assert "".join(detokenizer.push([token_id]) for token_id in ids[-cut:]) == "🎉"
+
+
+def test_a_prompt_that_is_no_text_is_not_repeated_in_the_answer(tokenizer: Tokenizer) -> None:
+    broken = tokenizer.encode("é")[-1:] * 20  # continuations of nothing
+    detokenizer = IncrementalDetokenizer(tokenizer, broken, skip_special_tokens=True)
+    assert detokenizer.push(tokenizer.encode("the keys", add_special_tokens=False)) == "the keys"
+
+
 def test_bytes_that_never_become_a_character_do_not_pile_up(tokenizer: Tokenizer) -> None:
     broken = tokenizer.encode("é")[:1]
     detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=True)

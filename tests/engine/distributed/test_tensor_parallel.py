@@ -79,8 +79,8 @@ def answer(llm: LLM) -> Answers:
     workers: Any = llm.engine.runner.workers  # type: ignore[attr-defined]
     execute, logits = workers.execute, []
 
-    def keeping(plan: Any) -> torch.Tensor | None:
-        result: torch.Tensor | None = execute(plan)
+    def keeping(*args: Any) -> torch.Tensor | None:
+        result: torch.Tensor | None = execute(*args)
         if result is not None:
             logits.append(result.clone())  # the sampler may write to it
         return result
@@ -158,6 +158,24 @@ def test_two_and_four_ranks_answer_like_one(name: str, checkpoint: Callable[[str
         llm = LLM(checkpoint(name), tensor_parallel_size=size, **OPTIONS)
         check_equal(answer(llm), expected)
         llm.engine.close()
+
+
+@pytest.mark.usefixtures("rank_threads")
+def test_ranks_that_compute_prompt_logits_in_slices_stay_in_step(checkpoint: Callable[[str], str]) -> None:
+    """Each slice is a collective of all ranks, also in steps that sample nothing."""
+    prompts: Any = [{"prompt_token_ids": prompt} for prompt in make_prompts()]
+    params = [SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=(None, 0, 3)[i % 3]) for i in range(16)]
+    told = []
+    for size in (1, 2):
+        options = OPTIONS | {"max_num_batched_tokens": 200, "tensor_parallel_size": size}
+        llm = LLM(checkpoint("llama"), **options)
+        told.append([one.prompt_logprobs for one in llm.generate(prompts, params, use_tqdm=False)])
+        llm.engine.close()
+    for got, expected in zip(*told, strict=True):
+        for one, other in zip(got or [], expected or [], strict=True):
+            assert list(one or {}) == list(other or {})
+            values = [found.logprob for found in (other or {}).values()]
+            assert [found.logprob for found in (one or {}).values()] == pytest.approx(values, abs=1e-4)
 
 
 @pytest.mark.usefixtures("rank_threads")
