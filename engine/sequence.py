@@ -169,8 +169,8 @@ class Sequence:
     def check_end(self, token_id: int) -> None:
         """End the sequence if ``token_id``, just appended, was the last one."""
         if self.grammar is not None and not self.grammar.accept(token_id):
-            self.token_ids.pop()
-            self.fail(self.grammar.error or "the grammar refused the token")
+            self._take_back_token()
+            self.fail("the grammar refused the token")
         elif token_id in self.stop_token_ids and self.num_output_tokens > self.params.min_tokens:
             assert self.params.stop_token_ids is not None
             self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
@@ -181,13 +181,24 @@ class Sequence:
             self.finish(FinishReason.LENGTH)
 
     def fail(self, why: str) -> None:
-        """End the sequence because it has no token to go on with."""
+        """End the sequence because it has no token to go on with.
+
+        Where the grammar has come to its end, that is how the answer ends. A grammar that failed has ended as well,
+        but its text is a fragment, and ``stop_reason`` says why.
+        """
         self.has_failed = True
-        if self.grammar is not None and self.grammar.is_terminated:
+        error = None if self.grammar is None else self.grammar.error
+        if self.grammar is not None and self.grammar.is_terminated and error is None:
             self.finish(FinishReason.STOP)
         else:
-            self.stop_reason = why
+            self.stop_reason = error or why
             self.finish(FinishReason.ABORT)
+
+    def _take_back_token(self) -> None:
+        """Undo the last token, and its log-probability where that is on record."""
+        self.token_ids.pop()
+        if self.params.logprobs is not None:
+            self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence; its blocks are the block manager's to free."""

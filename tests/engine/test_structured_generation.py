@@ -13,6 +13,8 @@ import pytest
 from engine.errors import RequestError
 from engine.llm import LLM, RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.structured_outputs import bitmask
+from engine.structured_outputs.grammar import Grammar
 from engine.structured_outputs.params import StructuredOutputsParams
 from tests.engine.oracle import Activity, check_idle, make_llm
 
@@ -200,4 +202,48 @@ def test_a_grammar_error_is_refused_and_harms_nobody(llm: LLM) -> None:
         got += [token_id for output in engine.step() for token_id in output.token_ids]
     assert not bad
     assert got == expected
+    check_idle(llm)
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(1, None), (2, None), (1, 2)])
+def test_a_grammar_that_fails_in_the_middle_is_no_normal_stop(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, n: int, best_of: int | None
+) -> None:
+    accept, num_accepted = Grammar.accept, 0
+
+    def accept_some(grammar: Grammar, token_id: int) -> bool:
+        nonlocal num_accepted
+        num_accepted += 1
+        if num_accepted > 6 and grammar.error is None:
+            grammar.error = "a limit of the automaton"
+        return accept(grammar, token_id)
+
+    monkeypatch.setattr(Grammar, "accept", accept_some)
+    params = params_for(llm, "json", 3, n=n, best_of=best_of, logprobs=0)
+    for answer in llm.generate("Write json.", params, use_tqdm=False)[0].outputs:
+        assert (answer.finish_reason, answer.stop_reason) == ("abort", "a limit of the automaton")
+        assert answer.logprobs is not None
+        assert [next(iter(one)) for one in answer.logprobs] == answer.token_ids  # none for the token refused
+        known = sum(next(iter(one.values())).logprob for one in answer.logprobs)
+        assert answer.cumulative_logprob == pytest.approx(known)
+    check_idle(llm)
+
+
+def test_a_mask_that_cannot_be_computed_is_no_normal_stop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill, num_steps = bitmask.fill_rows, 0
+
+    def fill_some(grammars: list[Grammar], rows: Any) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        fill(grammars, rows)
+        if num_steps > 4:
+            grammars[0].error = "a limit of the automaton"
+            rows[0] = grammars[0].vocabulary.eos_bits
+
+    monkeypatch.setattr(bitmask, "fill_rows", fill_some)
+    for options in ({}, {"min_tokens": 50}):  # EOS is drawn and refused, or nothing at all may be drawn
+        num_steps = 0
+        output = llm.generate("Write json.", params_for(llm, "json", 3, **options), use_tqdm=False)[0].outputs[0]
+        assert (output.finish_reason, output.stop_reason) == ("abort", "a limit of the automaton")
+        assert len(output.token_ids) == 4
     check_idle(llm)
