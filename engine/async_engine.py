@@ -213,7 +213,7 @@ class AsyncEngine:
         """End one answer of a request with reason ``stop``, when a stop string was found in its text for example.
 
         Its reader gets no further batch of that answer, and the iterator ends with the last of them. Answers that are
-        held back until the end go on.
+        held back until the end go on, and so do several answers before the first token of any.
         """
         with self._lock:
             stream = self._streams.get(request_id)

@@ -302,14 +302,15 @@ class Engine:
     def end_sequence(self, request_id: str, index: int, reason: FinishReason = FinishReason.STOP) -> bool:
         """End one answer of a request, as whoever makes the text does when it finds a stop string.
 
-        Answers that are held back until the end (beams, ``best_of``) cannot be ended: nobody has seen their text.
+        Answers that are held back until the end (beams, ``best_of``), or of which there are not yet several, cannot be
+        ended: nobody has seen their text.
 
         Returns:
             Whether the answer was ended; the request is forgotten with its last one.
         """
         group = self._groups.get(request_id)
         found = [one for one in group.unfinished if one.index == index] if group is not None else []
-        if group is None or not found or group.holds_back:
+        if group is None or not found or group.holds_back or not group.is_forked:
             return False
         self.scheduler.end_sequence(found[0], reason)
         self._send_kv_events()

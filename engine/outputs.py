@@ -26,7 +26,7 @@ class StepOutput:
     num_cached_tokens: int
     is_last: bool = False  # the request has ended
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, if asked for
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first token of answer 0, if asked for
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output of answer 0, if asked for
     cumulative_logprob: float | None = None  # of the whole answer so far, if logprobs are computed
 
 
@@ -50,7 +50,9 @@ def step_outputs(got_token: Iterable[Sequence]) -> list[StepOutput]:
 
 def _new_token(sequence: Sequence) -> StepOutput:
     params = sequence.params
-    tells_prompt = params.prompt_logprobs is not None and sequence.index == 0 and sequence.num_output_tokens == 1
+    num_told = sequence.num_output_tokens - sequence.group.num_resumed_tokens
+    is_first = num_told == (0 if sequence.has_failed else 1)
+    tells_prompt = params.prompt_logprobs is not None and sequence.index == 0 and is_first
     return StepOutput(
         sequence.group.request_id,
         sequence.index,

@@ -231,6 +231,7 @@ class SequenceGroup:
         "max_total_tokens",
         "num_places",
         "num_preemptions",
+        "num_resumed_tokens",
         "num_stalls",
         "params",
         "priority",
@@ -268,6 +269,7 @@ class SequenceGroup:
         self.priority = priority
         self.seed = seed
         self.num_preemptions = 0
+        self.num_resumed_tokens = len(output_token_ids)
         self.num_stalls = 0  # times that it gave way to nobody, at the length of ``stalled_at``
         self.stalled_at = 0
         self.num_places = params.num_sequences  # of the batch, that it takes or will take when it forks

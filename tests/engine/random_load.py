@@ -104,7 +104,7 @@ class RandomLoad:
         expected = self.requests[request_id]
         unfinished = expected.group.unfinished
         index = unfinished[pick % len(unfinished)].index
-        if expected.group.holds_back:
+        if expected.group.holds_back or not expected.group.is_forked:
             assert not self.engine.end_sequence(request_id, index), "nothing was told that could be ended"
             return
         assert self.engine.end_sequence(request_id, index)

@@ -114,3 +114,30 @@ def test_prompt_logprobs_are_told_once_with_the_first_token_of_the_first_answer(
     assert [output.index for output in told] == [0]
     assert told[0].prompt_logprobs is not None
     assert [one and list(one) for one in told[0].prompt_logprobs] == [None, [1], [4], [1], [5]]
+
+
+def test_prompt_logprobs_of_a_resumed_request_are_told() -> None:
+    engine, _ = make_engine()
+    engine.queue_request("a", PROMPT, SamplingParams(max_tokens=5, prompt_logprobs=0), output_token_ids=[4, 5])
+    told = [output.prompt_logprobs for output in outputs_of(engine)]
+    assert [one and len(one) for one in told] == [len(PROMPT), None, None]
+
+
+def test_prompt_logprobs_of_a_request_without_a_token_are_told() -> None:
+    load = RandomLoad()
+    load.add(Arrival(tokens=PROMPT, params=SamplingParams(max_tokens=4, prompt_logprobs=0)))
+    load.fail_next(0)
+    (output,) = outputs_of(load.engine)
+    assert (output.token_ids, output.finish_reason) == ([], FinishReason.ABORT)
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(PROMPT)
+
+
+def test_prompt_logprobs_are_not_told_again_by_a_later_failure() -> None:
+    load = RandomLoad()
+    load.add(Arrival(tokens=PROMPT, params=SamplingParams(max_tokens=4, prompt_logprobs=0)))
+    load.step()
+    load.fail_next(0)
+    (output,) = outputs_of(load.engine)
+    assert output.finish_reason is FinishReason.ABORT
+    assert output.prompt_logprobs is None

@@ -271,6 +271,19 @@ def test_answers_that_are_held_back_cannot_be_ended_from_outside(params: Samplin
     assert len(run_to_end(engine)["a"]) == 9
 
 
+def test_ending_an_answer_before_there_are_several_ends_none_of_them() -> None:
+    """Ending answer 0 ended all, without a word to whoever waited for them; ending another did nothing."""
+    engine, _ = make_engine(max_num_batched_tokens=4)
+    group = engine.add_request("a", list(range(6)), SamplingParams(n=3, max_tokens=5))
+    while not group.is_forked:  # in the queue, and in the middle of the prompt
+        for index in range(3):
+            assert not engine.end_sequence("a", index)
+        engine.step()
+    assert engine.end_sequence("a", 1)
+    answers = run_all_to_end(engine)
+    assert {index: len(tokens) for (_, index), tokens in answers.items()} == {0: 4, 2: 4}
+
+
 # --- groups ---------------------------------------------------------------------------------------------------------
 
 
