@@ -168,9 +168,7 @@ def new_matcher(tokenizer: LLTokenizer, params: StructuredOutputsParams) -> LLMa
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(
-        max_lexer_states=_MAX_LEXER_STATES, step_max_items=_MAX_STEP_ITEMS, verbose_errors=False
-    )
+    limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, step_max_items=_MAX_STEP_ITEMS, verbose_errors=False)
     matcher = LLMatcher(tokenizer, _source(params), log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(_reason(matcher))
