@@ -8,6 +8,7 @@ print(outputs[0].outputs[0].text)
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
@@ -99,7 +100,7 @@ class LLM:
         Raises:
             RequestError: for an invalid prompt or parameter; nothing has run then.
         """
-        many: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        many: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else _listed(prompts, "prompts")
         token_ids = [self._tokens_of(prompt) for prompt in many]
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
         return self._run(token_ids, texts, self._params_for(sampling_params, len(many)), use_tqdm)
@@ -117,8 +118,9 @@ class LLM:
             RequestError: as ``generate``, or if the model has no chat template.
         """
         tokenizer = self._require_tokenizer()
-        many: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        token_ids = [tokenizer.encode_chat(conversation) for conversation in many]
+        listed: list[Any] = _listed(messages, "messages")
+        many = [listed] if listed and isinstance(listed[0], dict) else listed
+        token_ids = [tokenizer.encode_chat(_listed(conversation, "messages")) for conversation in many]
         return self._run(token_ids, [None] * len(many), self._params_for(sampling_params, len(many)), use_tqdm)
 
     # --- one run ------------------------------------------------------------------------------------------------
@@ -181,6 +183,13 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             params = [params] * count
+        params = _listed(params, "sampling_params")
+        for one in params:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(
+                    f"sampling_params has {type(one).__name__} {str(one)[:60]!r}; give SamplingParams or a list",
+                    "sampling_params",
+                )
         if len(params) != count:
             raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each", None)
         if self.tokenizer is None and any(one.stop_strings for one in params):
@@ -192,12 +201,30 @@ class LLM:
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words or params.bad_words_token_ids is not None:
             return params
-        return replace(params, bad_words_token_ids=self._require_tokenizer().bad_words_token_ids(params.bad_words))
+        if self.tokenizer is None:
+            raise RequestError(
+                "bad_words need the tokenizer; unset skip_tokenizer_init or give bad_words_token_ids", "bad_words"
+            )
+        try:
+            return replace(params, bad_words_token_ids=self.tokenizer.bad_words_token_ids(params.bad_words))
+        except RequestError as error:  # the ids are ours, the words are the user's
+            raise RequestError(str(error).replace("bad_words_token_ids", "bad_words"), "bad_words") from None
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ConfigError("skip_tokenizer_init is set: give prompts as {'prompt_token_ids': [...]}")
         return self.tokenizer
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    """Return the items of an argument that may be any iterable but a text or a map.
+
+    Raises:
+        RequestError: if it is none.
+    """
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} has {type(value).__name__} {str(value)[:60]!r}; give a list", name)
+    return list(value)
 
 
 class _Request:

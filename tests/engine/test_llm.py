@@ -179,3 +179,38 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         LLM(str(tmp_path / "nowhere"), skip_tokenizer_init=True)
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         LLM(str(tmp_path), skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"keys", {"prompt_token_ids": None}, [None]])
+def test_prompts_of_any_other_type_are_the_users_mistake(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="; give"):
+        llm.generate(prompts, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, 5, "hot", [{"temperature": 0}], [None]])
+def test_sampling_params_of_any_other_type_are_the_users_mistake(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="sampling_params has") as caught:
+        llm.generate(["keys"], params, use_tqdm=False)
+    assert caught.value.param == "sampling_params"
+
+
+@pytest.mark.parametrize("messages", [None, 5, "keys", [5], [None], ["keys"], [[5]], [{"role": "user"}, 5]])
+def test_messages_of_any_other_type_are_the_users_mistake(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat(messages, use_tqdm=False)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("word", ["\ud800", "keys " * 200])
+def test_a_bad_word_that_cannot_be_used_is_called_by_the_name_that_the_user_gave(llm: LLM, word: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate("keys", SamplingParams(bad_words=[word]), use_tqdm=False)
+    assert caught.value.param == "bad_words"
+    assert "token_ids" not in str(caught.value)
+
+
+def test_bad_words_without_a_tokenizer_are_to_be_given_as_ids(qwen3: SavedModel) -> None:
+    llm = LLM(qwen3.path, **OPTIONS, skip_tokenizer_init=True)
+    with pytest.raises(RequestError, match="give bad_words_token_ids") as caught:
+        llm.generate({"prompt_token_ids": [5]}, SamplingParams(bad_words=["x"]), use_tqdm=False)
+    assert caught.value.param == "bad_words"
