@@ -141,15 +141,15 @@ class LLM:
         try:
             for prompt, text, one, grammar in zip(prompts, texts, params, grammars, strict=True):
                 request_id = str(next(self._request_ids))
-                requests[request_id] = _Request(request_id, text, prompt, one, self.tokenizer)
-                self.engine.queue_request(request_id, prompt, one, grammar=grammar)
+                request = requests[request_id] = _Request(request_id, text, prompt, one, self.tokenizer)
+                self.engine.queue_request(request_id, prompt, request.engine_params, grammar=grammar)
             self._step_until_done(requests, bar)
         finally:
             bar.close()
             for request_id, request in requests.items():  # after an error or Ctrl-C nothing may run on
                 if not request.output.finished:
                     self.engine.abort(request_id)
-        return [request.output for request in requests.values()]
+        return [request.result() for request in requests.values()]
 
     def _step_until_done(self, requests: dict[str, _Request], bar: tqdm[Any]) -> None:
         num_tokens = 0
@@ -228,17 +228,35 @@ def _listed(value: Any, name: str) -> list[Any]:
 
 
 class _Request:
-    """One request of a run: its output so far, and the text state behind it."""
+    """One request of a run: its output so far, and the text state behind it.
+
+    The engine chooses the best of several answers by their tokens. Where stop strings end them, which it cannot see,
+    it is asked for all of them, and they are chosen here by what they are without the tokens behind the stop.
+    """
 
     def __init__(
         self, request_id: str, text: str | None, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
-        self._params = params
+        self._params = self.engine_params = params
+        if params.stop_strings and params.num_sequences > params.n:
+            self.engine_params = replace(params, n=params.num_sequences, best_of=None, logprobs=params.logprobs or 0)
         self._tokenizer = tokenizer
-        self._texts = [TextStream(tokenizer, prompt, params) for _ in range(params.n)] if tokenizer else []
+        num_answers = self.engine_params.n
+        self._texts = [TextStream(tokenizer, prompt, params) for _ in range(num_answers)] if tokenizer else []
         self.output = RequestOutput(
-            request_id, text, prompt, [CompletionOutput(index, "", []) for index in range(params.n)]
+            request_id, text, prompt, [CompletionOutput(index, "", []) for index in range(num_answers)]
         )
+
+    def result(self) -> RequestOutput:
+        """Return the finished output, with as many answers as were asked for, the best first if there were more."""
+        if self.engine_params is not self._params:
+            best = sorted(self.output.outputs, key=_mean_logprob, reverse=True)[: self._params.n]
+            for index, answer in enumerate(best):
+                answer.index = index
+                if self._params.logprobs is None:
+                    answer.logprobs = None
+            self.output.outputs = best
+        return self.output
 
     def push(self, step: StepOutput) -> bool:
         """Take an answer's new tokens into the output; True if a stop string ended an answer that would go on."""
@@ -273,3 +291,10 @@ class _Request:
                 if self._tokenizer is not None:
                     logprob.decoded_token = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return logprobs
+
+
+def _mean_logprob(answer: CompletionOutput) -> float:
+    """Rank as the engine does, by log-probability a token; an answer that failed comes last."""
+    if answer.finish_reason == "abort" or not answer.token_ids or answer.cumulative_logprob is None:
+        return float("-inf")
+    return answer.cumulative_logprob / len(answer.token_ids)

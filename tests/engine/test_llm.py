@@ -214,3 +214,39 @@ def test_bad_words_without_a_tokenizer_are_to_be_given_as_ids(qwen3: SavedModel)
     with pytest.raises(RequestError, match="give bad_words_token_ids") as caught:
         llm.generate({"prompt_token_ids": [5]}, SamplingParams(bad_words=["x"]), use_tqdm=False)
     assert caught.value.param == "bad_words"
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+def test_the_best_answers_end_at_the_stop_string_and_are_ranked_by_what_is_shown(
+    llm: LLM, logprobs: int | None
+) -> None:
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    for seed in range(8):
+        common: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 40, "stop": ["e", "t", "a"]}
+        every = llm.generate(prompt, SamplingParams(n=4, logprobs=logprobs or 0, **common), use_tqdm=False)[0].outputs
+        expected = sorted(every, key=lambda one: (one.cumulative_logprob or 0.0) / len(one.token_ids), reverse=True)
+        params = SamplingParams(n=2, best_of=4, logprobs=logprobs, **common)
+        best = llm.generate(prompt, params, use_tqdm=False)[0].outputs
+        assert [one.index for one in best] == [0, 1]
+        for one, other in zip(best, expected[:2], strict=True):
+            assert (one.text, one.token_ids) == (other.text, other.token_ids)
+            assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
+            assert one.cumulative_logprob == other.cumulative_logprob
+            assert one.logprobs == (None if logprobs is None else other.logprobs)
+    assert llm.engine.stats().num_used_blocks == 0
+
+
+def test_without_stop_strings_the_engine_itself_chooses_the_best_answers(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[SamplingParams] = []
+    queue = llm.engine.queue_request
+
+    def record(request_id: str, prompt: list[int], params: SamplingParams, **options: Any) -> Any:
+        queued.append(params)
+        return queue(request_id, prompt, params, **options)
+
+    monkeypatch.setattr(llm.engine, "queue_request", record)
+    params = SamplingParams(n=1, best_of=3, max_tokens=4)
+    assert len(llm.generate("keys", params, use_tqdm=False)[0].outputs) == 1
+    assert queued == [params]
