@@ -13,7 +13,7 @@ from ray.exceptions import NodeDiedError, RayActorError, RayTaskError, WorkerCra
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import ClientDisconnect
 
-from engine.errors import EngineDeadError, PagodaError, RequestError
+from engine.errors import EngineDeadError, OverloadedError, PagodaError, RequestError
 
 __all__ = ["ApiError", "as_api_error", "is_replica_loss", "unwrap"]
 
@@ -22,6 +22,7 @@ logger = logging.getLogger("ray.serve")
 _LOSSES = (EngineDeadError, DeploymentUnavailableError, RayActorError, NodeDiedError, WorkerCrashedError)
 
 MAX_MESSAGE_LENGTH = 400
+_RETRY_OVERLOADED_S = 5  # what takes long is given up by then
 _TYPES = {
     400: "invalid_request_error",
     404: "not_found_error",
@@ -85,6 +86,8 @@ def as_api_error(error: BaseException) -> ApiError:
     error = unwrap(error)
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, OverloadedError):
+        return ApiError(503, str(error), param=error.param, code="overloaded", retry_after_s=_RETRY_OVERLOADED_S)
     if isinstance(error, RequestError):
         return ApiError(400, _PATH.sub("<path>", str(error)), param=error.param)
     if isinstance(error, ClientDisconnect):

@@ -72,7 +72,7 @@ def _from_response_format(response_format: Mapping[str, Any]) -> StructuredOutpu
 def as_response_format(error: RequestError) -> RequestError:
     """Return an error about structured outputs in the words of who sent a response_format."""
     message = str(error).replace("structured_outputs.json_object", "response_format")
-    return RequestError(message.replace("structured_outputs.json", "response_format.json_schema"), "response_format")
+    return type(error)(message.replace("structured_outputs.json", "response_format.json_schema"), "response_format")
 
 
 def refuse_old_names(names: Mapping[str, Any]) -> None:

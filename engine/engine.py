@@ -6,11 +6,13 @@ AsyncEngine drives one from a thread of its own, LLM from the caller's.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from engine.structured_outputs.grammar import Grammar
 
 __all__ = ["Engine", "EngineInfo", "EngineStats", "Runner"]
+
+
+_MAX_GRAMMAR_THREADS = 32  # most only wait, for the child that tries grammars out or for one of the others
+_MOST_TOKENS_AT_ONCE = 256  # that a grammar takes in a few milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,7 @@ class Engine:
         self._random = random.Random(config.seed)
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = threading.Lock()
+        self._grammar_threads = ThreadPoolExecutor(_MAX_GRAMMAR_THREADS, thread_name_prefix="grammar-compiler")
 
     @classmethod
     def from_config(
@@ -240,13 +247,44 @@ class Engine:
                     from engine.structured_outputs.compiler import GrammarCompiler  # only where grammars are used
 
                     self._compiler = GrammarCompiler(self.info.model, self.info.vocab_size, self.info.eos_token_ids)
-            grammar = self._compiler.compile(params.structured_outputs)
-            if not all(map(grammar.accept, output_token_ids)):
-                raise RequestError(f"the tokens generated before do not fit: {grammar.error}", "structured_outputs")
-            return grammar
+            return _advanced(self._compiler.compile(params.structured_outputs), output_token_ids)
         except RequestError as error:
             self.metrics.request_rejected(error.param or "invalid")
             raise
+
+    def cached_grammar(self, params: SamplingParams, output_token_ids: Sequence_[int] = ()) -> Grammar | None:
+        """Return what ``compile_grammar`` would if it can be had without waiting; None if it cannot.
+
+        Any thread may call it, that of an event loop too.
+
+        Raises:
+            RequestError: as ``compile_grammar`` does, where that is known already.
+        """
+        compiler = self._compiler
+        if params.structured_outputs is None or compiler is None or len(output_token_ids) > _MOST_TOKENS_AT_ONCE:
+            return None
+        try:
+            grammar = compiler.cached(params.structured_outputs)
+            return None if grammar is None else _advanced(grammar, output_token_ids)
+        except RequestError as error:
+            self.metrics.request_rejected(error.param or "invalid")
+            raise
+
+    async def compile_grammar_soon(
+        self, params: SamplingParams, output_token_ids: Sequence_[int] = ()
+    ) -> Grammar | None:
+        """Return what ``compile_grammar`` does, which runs in threads that do nothing else.
+
+        Raises:
+            RequestError: as ``compile_grammar`` does.
+        """
+        if params.structured_outputs is None:
+            return None
+        grammar = self.cached_grammar(params, output_token_ids)
+        if grammar is not None:
+            return grammar
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._grammar_threads, self.compile_grammar, params, output_token_ids)
 
     def queue_request(
         self,
@@ -349,7 +387,10 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End what the runner has started; the engine is of no use afterwards."""
+        """End what the runner and the grammars have started; the engine is of no use afterwards."""
+        with self._compiler_lock:
+            if self._compiler is not None:
+                self._compiler.close()
         self.runner.close()
 
     # --- the loop -----------------------------------------------------------------------------------------------
@@ -376,3 +417,10 @@ class Engine:
         if self._on_kv_events is not None and (events := self.block_manager.take_events()):
             self._on_kv_events(KVEventBatch(self._generation, self._num_event_batches, events))
             self._num_event_batches += 1
+
+
+def _advanced(grammar: Grammar, token_ids: Sequence_[int]) -> Grammar:
+    """Return ``grammar`` in its state behind tokens that were generated before."""
+    if not all(map(grammar.accept, token_ids)):
+        raise RequestError(f"the tokens generated before do not fit: {grammar.error}", "structured_outputs")
+    return grammar

@@ -7,7 +7,8 @@ message carries the offending value and the remedy. Errors pickle, since they cr
     ├── ConfigError          an option of the engine or of the deployment
     ├── ModelLoadError       a checkpoint that cannot be served
     ├── RequestError         one request; nothing else is disturbed
-    │   └── PromptTooLongError
+    │   ├── PromptTooLongError
+    │   └── OverloadedError  later it may be served as it is
     ├── KVCacheError         a block or layer that the KV cache does not have
     └── EngineDeadError      the step loop has ended
 """
@@ -19,6 +20,7 @@ __all__ = [
     "EngineDeadError",
     "KVCacheError",
     "ModelLoadError",
+    "OverloadedError",
     "PagodaError",
     "PromptTooLongError",
     "RequestError",
@@ -47,6 +49,10 @@ class RequestError(PagodaError, ValueError):
 
 class PromptTooLongError(RequestError):
     """A prompt that can never fit the context or the KV cache."""
+
+
+class OverloadedError(RequestError):
+    """Nothing is wrong with the request, but others have taken what it needs; the same one may be served later."""
 
 
 class KVCacheError(PagodaError, ValueError):

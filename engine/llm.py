@@ -8,6 +8,7 @@ print(outputs[0].outputs[0].text)
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
@@ -99,7 +100,7 @@ class LLM:
         Raises:
             RequestError: for an invalid prompt or parameter; nothing has run then.
         """
-        many: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        many: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else _listed(prompts, "prompts")
         token_ids = [self._tokens_of(prompt) for prompt in many]
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
         return self._run(token_ids, texts, self._params_for(sampling_params, len(many)), use_tqdm)
@@ -117,8 +118,9 @@ class LLM:
             RequestError: as ``generate``, or if the model has no chat template.
         """
         tokenizer = self._require_tokenizer()
-        many: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        token_ids = [tokenizer.encode_chat(conversation) for conversation in many]
+        listed: list[Any] = _listed(messages, "messages")
+        many = [listed] if listed and isinstance(listed[0], dict) else listed
+        token_ids = [tokenizer.encode_chat(_listed(conversation, "messages")) for conversation in many]
         return self._run(token_ids, [None] * len(many), self._params_for(sampling_params, len(many)), use_tqdm)
 
     # --- one run ------------------------------------------------------------------------------------------------
@@ -139,15 +141,15 @@ class LLM:
         try:
             for prompt, text, one, grammar in zip(prompts, texts, params, grammars, strict=True):
                 request_id = str(next(self._request_ids))
-                requests[request_id] = _Request(request_id, text, prompt, one, self.tokenizer)
-                self.engine.queue_request(request_id, prompt, one, grammar=grammar)
+                request = requests[request_id] = _Request(request_id, text, prompt, one, self.tokenizer)
+                self.engine.queue_request(request_id, prompt, request.engine_params, grammar=grammar)
             self._step_until_done(requests, bar)
         finally:
             bar.close()
             for request_id, request in requests.items():  # after an error or Ctrl-C nothing may run on
                 if not request.output.finished:
                     self.engine.abort(request_id)
-        return [request.output for request in requests.values()]
+        return [request.result() for request in requests.values()]
 
     def _step_until_done(self, requests: dict[str, _Request], bar: tqdm[Any]) -> None:
         num_tokens = 0
@@ -181,6 +183,13 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             params = [params] * count
+        params = _listed(params, "sampling_params")
+        for one in params:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(
+                    f"sampling_params has {type(one).__name__} {str(one)[:60]!r}; give SamplingParams or a list",
+                    "sampling_params",
+                )
         if len(params) != count:
             raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each", None)
         if self.tokenizer is None and any(one.stop_strings for one in params):
@@ -192,7 +201,14 @@ class LLM:
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words or params.bad_words_token_ids is not None:
             return params
-        return replace(params, bad_words_token_ids=self._require_tokenizer().bad_words_token_ids(params.bad_words))
+        if self.tokenizer is None:
+            raise RequestError(
+                "bad_words need the tokenizer; unset skip_tokenizer_init or give bad_words_token_ids", "bad_words"
+            )
+        try:
+            return replace(params, bad_words_token_ids=self.tokenizer.bad_words_token_ids(params.bad_words))
+        except RequestError as error:  # the ids are ours, the words are the user's
+            raise RequestError(str(error).replace("bad_words_token_ids", "bad_words"), "bad_words") from None
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -200,18 +216,47 @@ class LLM:
         return self.tokenizer
 
 
+def _listed(value: Any, name: str) -> list[Any]:
+    """Return the items of an argument that may be any iterable but a text or a map.
+
+    Raises:
+        RequestError: if it is none.
+    """
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} has {type(value).__name__} {str(value)[:60]!r}; give a list", name)
+    return list(value)
+
+
 class _Request:
-    """One request of a run: its output so far, and the text state behind it."""
+    """One request of a run: its output so far, and the text state behind it.
+
+    The engine chooses the best of several answers by their tokens. Where stop strings end them, which it cannot see,
+    it is asked for all of them, and they are chosen here by what they are without the tokens behind the stop.
+    """
 
     def __init__(
         self, request_id: str, text: str | None, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
-        self._params = params
+        self._params = self.engine_params = params
+        if params.stop_strings and params.num_sequences > params.n:
+            self.engine_params = replace(params, n=params.num_sequences, best_of=None, logprobs=params.logprobs or 0)
         self._tokenizer = tokenizer
-        self._texts = [TextStream(tokenizer, prompt, params) for _ in range(params.n)] if tokenizer else []
+        num_answers = self.engine_params.n
+        self._texts = [TextStream(tokenizer, prompt, params) for _ in range(num_answers)] if tokenizer else []
         self.output = RequestOutput(
-            request_id, text, prompt, [CompletionOutput(index, "", []) for index in range(params.n)]
+            request_id, text, prompt, [CompletionOutput(index, "", []) for index in range(num_answers)]
         )
+
+    def result(self) -> RequestOutput:
+        """Return the finished output, with as many answers as were asked for, the best first if there were more."""
+        if self.engine_params is not self._params:
+            best = sorted(self.output.outputs, key=_mean_logprob, reverse=True)[: self._params.n]
+            for index, answer in enumerate(best):
+                answer.index = index
+                if self._params.logprobs is None:
+                    answer.logprobs = None
+            self.output.outputs = best
+        return self.output
 
     def push(self, step: StepOutput) -> bool:
         """Take an answer's new tokens into the output; True if a stop string ended an answer that would go on."""
@@ -246,3 +291,10 @@ class _Request:
                 if self._tokenizer is not None:
                     logprob.decoded_token = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return logprobs
+
+
+def _mean_logprob(answer: CompletionOutput) -> float:
+    """Rank as the engine does, by log-probability a token; an answer that failed comes last."""
+    if answer.finish_reason == "abort" or not answer.token_ids or answer.cumulative_logprob is None:
+        return float("-inf")
+    return answer.cumulative_logprob / len(answer.token_ids)

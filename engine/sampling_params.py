@@ -24,6 +24,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64  # the sampler keeps so many last tokens of a sequence
 MAX_LOGPROBS = 20
+_ROUNDS_TO_ZERO = 2.0**-150  # the greatest number that is 0 as a float32
 
 Rule = Callable[[str, Any], Any]  # (name, value) -> the value as it is kept; raises RequestError
 
@@ -331,8 +332,8 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken, without drawing."""
-        return self.temperature == 0.0
+        """Whether the likeliest token is taken, without drawing: logits are divided by a float32 temperature."""
+        return self.temperature <= _ROUNDS_TO_ZERO
 
     @property
     def uses_beam_search(self) -> bool:

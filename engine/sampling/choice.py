@@ -169,7 +169,7 @@ def build_choosers(
         params = sequence.params
         if params.uses_beam_search:
             continue
-        if np.float32(params.temperature) == 0:
+        if params.is_greedy:
             greedy.append(row)
         elif params.top_p < 1.0 or 0 < params.top_k < vocab_size:
             truncated.append(row)

@@ -2,6 +2,13 @@
 
 Whatever a request asks for ends, within a time, in a Grammar or in a RequestError. This module owns the tokenizer, the
 cache and the time-out; which tokens a grammar allows is grammar.py's business.
+
+A form that nobody has seen yet waits its turn with others; nobody else waits for it:
+
+    compiled before        its copy, at once                            (cached)
+    refused lately         the same refusal, at once                    (cached)
+    choice, json_object    compiled, as they cannot take long           (compile)
+    anything else          tried out in the child, then compiled, or refused where too many are ahead of it
 """
 
 from __future__ import annotations
@@ -12,11 +19,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.errors import RequestError
+from engine.errors import OverloadedError, RequestError
 from engine.structured_outputs.grammar import Grammar, Vocabulary, new_matcher, shorten
 from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.probe import COMPILE_STACK, GrammarProbe, run_with_stack
@@ -28,6 +36,10 @@ __all__ = ["GrammarCompiler"]
 
 _PARAM = "structured_outputs"
 _CACHED_GRAMMARS = 64
+_REMEMBERED_REFUSALS = 256
+_REFUSED_FOR_S = 60.0  # a time-out or a lack of memory may have been the machine's fault: they are tried again
+_MAX_COMPILING = 8  # the child takes one after the other: who came behind more would only wait to be refused
+_HARMLESS_KINDS = ("choice", "json_object")  # what is sure to compile in little time and space needs no child
 
 
 class GrammarCompiler:
@@ -56,7 +68,8 @@ class GrammarCompiler:
         self._loading = threading.Lock()
         self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()  # in the initial state
         self._compiling: dict[StructuredOutputsParams, Future[LLMatcher]] = {}
-        self._lock = threading.Lock()  # of the two above and of the matchers in them
+        self._refused: OrderedDict[StructuredOutputsParams, tuple[str, float]] = OrderedDict()  # why, and until when
+        self._lock = threading.Lock()  # of the three above and of the matchers in them
 
     def load(self) -> None:
         """Load the tokenizer unless it is loaded.
@@ -66,6 +79,27 @@ class GrammarCompiler:
         """
         self._resources()
 
+    def cached(self, params: StructuredOutputsParams) -> Grammar | None:
+        """Return a grammar if it has been compiled before, without waiting for anything; None if it has not.
+
+        It takes no longer than one step of the grammar, so that an event loop may call it.
+
+        Raises:
+            RequestError: if it was refused within the last minute, with the same reason.
+        """
+        if self._loaded is None:
+            return None
+        vocabulary = self._loaded[1]
+        with self._lock:
+            self._raise_if_refused(params)
+            matcher = self._compiled.get(params)
+            if matcher is None:
+                return None
+            self._compiled.move_to_end(params)
+            grammar = Grammar(matcher.deep_copy(), vocabulary)
+        # Copies share their automaton's states: where one of them has used up the limit, no other goes on either.
+        return grammar if _has_first_mask(grammar) else None
+
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Return a grammar in its initial state, which steps independently of those returned before.
 
@@ -73,26 +107,29 @@ class GrammarCompiler:
 
         Raises:
             RequestError: if the form is invalid, matches nothing, or takes too long or too much memory.
+            OverloadedError: if too many others are being compiled.
         """
         tokenizer, vocabulary, probe = self._resources()
-        with self._lock:
-            matcher = self._compiled.get(params)
-            if matcher is not None:
-                self._compiled.move_to_end(params)
-                grammar = Grammar(matcher.deep_copy(), vocabulary)
-        # Copies share their automaton's states: where one of them has used up the limit, no other goes on either.
-        if matcher is not None and _has_first_mask(grammar):
+        if (grammar := self.cached(params)) is not None:
             return grammar
         with self._lock:
             compiling = self._compiling.get(params)
             is_first = compiling is None
             if compiling is None:
+                if len(self._compiling) >= _MAX_COMPILING and params.kind not in _HARMLESS_KINDS:
+                    raise OverloadedError("other grammars are being compiled; try again later", _PARAM)
                 compiling = self._compiling[params] = Future()
         if is_first:
             self._compile(tokenizer, vocabulary, probe, params, compiling)
         matcher = compiling.result()
         with self._lock:
             return Grammar(matcher.deep_copy(), vocabulary)
+
+    def _raise_if_refused(self, params: StructuredOutputsParams) -> None:
+        reason, until = self._refused.get(params, ("", 0.0))
+        if monotonic() < until:
+            self._refused.move_to_end(params)
+            raise _refusal(params, reason)
 
     def _compile(
         self,
@@ -104,13 +141,16 @@ class GrammarCompiler:
     ) -> None:
         """Try a grammar out and make it; whoever waits for it hears how that went."""
         try:
-            if (reason := probe.check(params)) is not None:
-                raise _refusal(params, reason)
-            matcher = self._build(tokenizer, vocabulary, params)
+            reason = None if params.kind in _HARMLESS_KINDS else probe.check(params)
+            matcher = self._build(tokenizer, vocabulary, params) if reason is None else reason
         except BaseException as error:
             with self._lock:
                 del self._compiling[params]
             outcome.set_exception(error)
+            return
+        if isinstance(matcher, str):
+            self._refuse(params, matcher)
+            outcome.set_exception(_refusal(params, matcher))
             return
         with self._lock:
             del self._compiling[params]
@@ -120,13 +160,24 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
         outcome.set_result(matcher)
 
+    def _refuse(self, params: StructuredOutputsParams, reason: str) -> None:
+        with self._lock:
+            del self._compiling[params]
+            self._refused[params] = (reason, monotonic() + _REFUSED_FOR_S)
+            self._refused.move_to_end(params)
+            if len(self._refused) > _REMEMBERED_REFUSALS:
+                self._refused.popitem(last=False)
+
     def close(self) -> None:
         """Release the process that tries grammars out; it also goes with the compiler."""
         with self._loading:
             if self._loaded is not None:
                 self._loaded[2].close()
 
-    def _build(self, tokenizer: LLTokenizer, vocabulary: Vocabulary, params: StructuredOutputsParams) -> LLMatcher:
+    def _build(
+        self, tokenizer: LLTokenizer, vocabulary: Vocabulary, params: StructuredOutputsParams
+    ) -> LLMatcher | str:
+        """Return the automaton, or why there is none."""
         future: Future[LLMatcher] = Future()
 
         def work() -> None:
@@ -144,7 +195,7 @@ class GrammarCompiler:
             run_with_stack(COMPILE_STACK, work)
             return future.result(timeout=self._timeout_s / 2)
         except (RuntimeError, TimeoutError) as error:
-            raise _refusal(params, str(error) or f"it takes longer than {self._timeout_s / 2:g} seconds") from None
+            return str(error) or f"it takes longer than {self._timeout_s / 2:g} seconds"
 
     def _resources(self) -> tuple[LLTokenizer, Vocabulary, GrammarProbe]:
         with self._loading:

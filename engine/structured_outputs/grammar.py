@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["Grammar", "Vocabulary", "fill_rows", "new_matcher", "shorten"]
 
 _MAX_LEXER_STATES = 100_000  # up to 2 kB each, shared by all copies of a matcher
+# Of the parser, in one step: what an ambiguous grammar of a few dozen characters reaches every time, and what a step
+# then takes (llguidance's own 50,000 are 0.6 s, for the whole batch). A schema of hundreds of properties takes fewer.
+_MAX_STEP_ITEMS = 10_000
 _MAX_REASON = 240  # characters of llguidance's reason in an error
 # At most one of these where JSON allows whitespace, or a small model may write nothing but blanks.
 _WHITESPACE = r"\x20|\x0A\x20{0,16}"
@@ -165,7 +168,7 @@ def new_matcher(tokenizer: LLTokenizer, params: StructuredOutputsParams) -> LLMa
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+    limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, step_max_items=_MAX_STEP_ITEMS, verbose_errors=False)
     matcher = LLMatcher(tokenizer, _source(params), log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(_reason(matcher))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine.errors import OverloadedError
 from engine.structured_outputs.grammar import Grammar, Vocabulary, new_matcher, shorten
 from engine.structured_outputs.params import StructuredOutputsParams
 
@@ -60,20 +61,27 @@ class GrammarProbe:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     def check(self, params: StructuredOutputsParams) -> str | None:
-        """Return why a grammar is refused, or None; it takes about twice the time-out at most."""
+        """Return why a grammar is refused, or None; it takes about twice the time-out at most.
+
+        Raises:
+            OverloadedError: if the grammar could not be tried, which says nothing about it.
+        """
         if not self._lock.acquire(timeout=self._timeout_s):
-            return "other grammars are being compiled; try again later"
+            raise OverloadedError("other grammars are being compiled; try again later", "structured_outputs")
         try:
             if self._child is not None:
                 answered, reason = self._ask(self._child, params)
                 if answered:
                     return reason
             # What killed a child may be what earlier grammars left behind in it: a new one decides.
-            self._child = self._start()
+            self._child = None if self._is_closed else self._start()
             if self._child is None:
-                return "the process that tries grammars out did not start"
+                raise OverloadedError(
+                    "the process that tries grammars out did not start; try again later", "structured_outputs"
+                )
             return self._ask(self._child, params)[1]
         finally:
             self._lock.release()
@@ -95,7 +103,10 @@ class GrammarProbe:
         return False, "it nests too deep or takes too much memory"
 
     def close(self) -> None:
-        """End the child."""
+        """End the child for good, whatever it is doing; who waits for its answer is refused."""
+        self._is_closed = True
+        if (child := self._child) is not None:
+            child.kill()
         with self._lock:
             self._stop()
 

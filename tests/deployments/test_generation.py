@@ -16,7 +16,7 @@ from deployments.generation import Delta, Generation
 from deployments.merge import merge
 from deployments.prompts import Prompt
 from deployments.replica import EngineRequest
-from engine.errors import EngineDeadError, PromptTooLongError, RequestError
+from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs.params import StructuredOutputsParams
 from tests.deployments.fakes import FakeEngines, FakeText, Script, output
@@ -170,6 +170,9 @@ def test_errors_become_answers() -> None:
     assert (answer.status, answer.body["error"]["param"]) == (400, "prompt")
     assert "/models" not in answer.message
     assert as_api_error(ActorDiedError()).status == 503
+    busy = as_api_error(OverloadedError("others are being served; try again later", "structured_outputs"))
+    assert (busy.status, busy.param, busy.code) == (503, "structured_outputs", "overloaded")
+    assert int(busy.headers["Retry-After"]) > 0
     assert as_api_error(ActorDiedError()).headers == {"Retry-After": "1"}
     assert as_api_error(RuntimeError("secret")).message == "internal error; the server's log says more"
     assert len(ApiError(400, "x" * 9999).message) <= 400

@@ -179,3 +179,74 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         LLM(str(tmp_path / "nowhere"), skip_tokenizer_init=True)
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         LLM(str(tmp_path), skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"keys", {"prompt_token_ids": None}, [None]])
+def test_prompts_of_any_other_type_are_the_users_mistake(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="; give"):
+        llm.generate(prompts, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, 5, "hot", [{"temperature": 0}], [None]])
+def test_sampling_params_of_any_other_type_are_the_users_mistake(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="sampling_params has") as caught:
+        llm.generate(["keys"], params, use_tqdm=False)
+    assert caught.value.param == "sampling_params"
+
+
+@pytest.mark.parametrize("messages", [None, 5, "keys", [5], [None], ["keys"], [[5]], [{"role": "user"}, 5]])
+def test_messages_of_any_other_type_are_the_users_mistake(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat(messages, use_tqdm=False)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("word", ["\ud800", "keys " * 200])
+def test_a_bad_word_that_cannot_be_used_is_called_by_the_name_that_the_user_gave(llm: LLM, word: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate("keys", SamplingParams(bad_words=[word]), use_tqdm=False)
+    assert caught.value.param == "bad_words"
+    assert "token_ids" not in str(caught.value)
+
+
+def test_bad_words_without_a_tokenizer_are_to_be_given_as_ids(qwen3: SavedModel) -> None:
+    llm = LLM(qwen3.path, **OPTIONS, skip_tokenizer_init=True)
+    with pytest.raises(RequestError, match="give bad_words_token_ids") as caught:
+        llm.generate({"prompt_token_ids": [5]}, SamplingParams(bad_words=["x"]), use_tqdm=False)
+    assert caught.value.param == "bad_words"
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+def test_the_best_answers_end_at_the_stop_string_and_are_ranked_by_what_is_shown(
+    llm: LLM, logprobs: int | None
+) -> None:
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    for seed in range(8):
+        common: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 40, "stop": ["e", "t", "a"]}
+        every = llm.generate(prompt, SamplingParams(n=4, logprobs=logprobs or 0, **common), use_tqdm=False)[0].outputs
+        expected = sorted(every, key=lambda one: (one.cumulative_logprob or 0.0) / len(one.token_ids), reverse=True)
+        params = SamplingParams(n=2, best_of=4, logprobs=logprobs, **common)
+        best = llm.generate(prompt, params, use_tqdm=False)[0].outputs
+        assert [one.index for one in best] == [0, 1]
+        for one, other in zip(best, expected[:2], strict=True):
+            assert (one.text, one.token_ids) == (other.text, other.token_ids)
+            assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
+            assert one.cumulative_logprob == other.cumulative_logprob
+            assert one.logprobs == (None if logprobs is None else other.logprobs)
+    assert llm.engine.stats().num_used_blocks == 0
+
+
+def test_without_stop_strings_the_engine_itself_chooses_the_best_answers(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[SamplingParams] = []
+    queue = llm.engine.queue_request
+
+    def record(request_id: str, prompt: list[int], params: SamplingParams, **options: Any) -> Any:
+        queued.append(params)
+        return queue(request_id, prompt, params, **options)
+
+    monkeypatch.setattr(llm.engine, "queue_request", record)
+    params = SamplingParams(n=1, best_of=3, max_tokens=4)
+    assert len(llm.generate("keys", params, use_tqdm=False)[0].outputs) == 1
+    assert queued == [params]

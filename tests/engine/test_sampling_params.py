@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -235,3 +237,15 @@ def test_a_list_that_allows_nothing_is_refused() -> None:
 def test_temperature_zero_is_greedy_and_not_refused() -> None:
     for temperature in (0, 0.0):
         assert SamplingParams(temperature=temperature).is_greedy
+
+
+def test_a_temperature_that_float32_cannot_tell_from_zero_is_greedy() -> None:
+    for temperature in (0, 0.0, 1e-300, 2.0**-150):
+        assert np.float32(temperature) == 0
+        assert SamplingParams(temperature=temperature).is_greedy
+        for options in ({"n": 3}, {"best_of": 2}):
+            with pytest.raises(RequestError, match="at temperature 0 gives equal answers"):
+                SamplingParams(temperature=temperature, **options)
+    least = math.nextafter(2.0**-150, 1.0)
+    assert np.float32(least) > 0
+    assert not SamplingParams(temperature=least, n=3).is_greedy

@@ -247,3 +247,28 @@ def test_a_mask_that_cannot_be_computed_is_no_normal_stop(llm: LLM, monkeypatch:
         assert (output.finish_reason, output.stop_reason) == ("abort", "a limit of the automaton")
         assert len(output.token_ids) == 4
     check_idle(llm)
+
+
+async def test_a_cached_grammar_waits_for_no_thread(llm: LLM) -> None:
+    engine = llm.engine
+    fresh = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["sun", "moon"]))
+    assert engine.cached_grammar(SamplingParams()) is None
+    engine.compile_grammar(params_for(llm, "regex", 0))
+    assert engine.cached_grammar(fresh) is None
+    assert await engine.compile_grammar_soon(fresh) is not None
+    assert await engine.compile_grammar_soon(SamplingParams()) is None
+    grammar = engine.cached_grammar(fresh)
+    assert grammar is not None
+    assert grammar is not engine.cached_grammar(fresh)
+    with pytest.raises(RequestError, match="do not fit"):
+        engine.cached_grammar(fresh, [5])
+
+
+def test_an_engine_that_is_closed_leaves_no_process_that_tries_grammars_out() -> None:
+    llm = make_llm(DEMO_MODEL, skip_tokenizer_init=False, kv_cache_memory="8MiB")
+    llm.engine.compile_grammar(params_for(llm, "regex", 0))
+    assert llm.engine._compiler is not None
+    child = llm.engine._compiler._resources()[2]._child
+    assert child is not None
+    llm.engine.close()
+    assert child.poll() is not None

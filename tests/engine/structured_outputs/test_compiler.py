@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import sleep
+from time import perf_counter, sleep
 
 import pytest
 
-from engine.errors import RequestError
+from engine.errors import OverloadedError, RequestError
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
 from engine.structured_outputs.params import StructuredOutputsParams
@@ -50,4 +50,71 @@ def test_a_grammar_that_many_want_at_once_is_compiled_once(
     assert len(checked) == 1
     assert {isinstance(outcome, Grammar) for outcome in outcomes} == {is_good}
     compile_it(0)
-    assert len(checked) == (1 if is_good else 2)  # a failure is not remembered: it may have been for want of time
+    assert len(checked) == 1
+
+
+SLOW = [StructuredOutputsParams(json={"type": "integer", "multipleOf": 10_000_019 + 2 * i}) for i in range(12)]
+
+
+def test_slow_grammars_hold_up_neither_cached_ones_nor_choices() -> None:
+    compiler = GrammarCompiler(MODEL, 3072, [2], timeout_s=2.0)
+    known, json_object = StructuredOutputsParams(regex="[a-f]{3}"), StructuredOutputsParams(json_object=True)
+    compiler.compile(known)
+
+    def refusal(params: StructuredOutputsParams) -> RequestError:
+        with pytest.raises(RequestError) as caught:
+            compiler.compile(params)
+        return caught.value
+
+    with ThreadPoolExecutor(len(SLOW)) as pool:
+        refusals = pool.map(refusal, SLOW)
+        sleep(0.1)
+        started = perf_counter()
+        assert compiler.cached(known) is not None
+        assert compiler.cached(json_object) is None
+        compiler.compile(json_object)
+        compiler.compile(StructuredOutputsParams(choice=["a", "b"]))
+        assert perf_counter() - started < 0.8  # one slow grammar alone takes a second to be given up
+        # Nothing is wrong with those for which there was no time: they may come again.
+        kinds = [type(error) for error in refusals]
+    assert RequestError in kinds
+    assert OverloadedError in kinds
+    compiler.close()
+
+
+def test_a_grammar_that_was_refused_is_not_tried_again_for_a_minute(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, now, checked = StructuredOutputsParams(regex="[a-f]{7}"), 1000.0, []
+
+    def check(probe: GrammarProbe, params: StructuredOutputsParams) -> str | None:
+        checked.append(params)
+        return "it takes longer than 2.5 seconds"
+
+    monkeypatch.setattr(GrammarProbe, "check", check)
+    monkeypatch.setattr("engine.structured_outputs.compiler.monotonic", lambda: now)
+    for refuse in (compiler.compile, compiler.compile, compiler.cached):
+        with pytest.raises(RequestError, match=r"regex cannot be compiled: it takes longer than 2\.5 seconds"):
+            refuse(params)
+    assert len(checked) == 1
+    now += 61
+    monkeypatch.undo()
+    monkeypatch.setattr("engine.structured_outputs.compiler.monotonic", lambda: now)
+    assert compiler.cached(params) is None
+    compiler.compile(params)
+
+
+def test_closing_ends_the_child_in_the_middle_of_its_work() -> None:
+    compiler = GrammarCompiler(MODEL, 3072, [2], timeout_s=20.0)
+    compiler.compile(StructuredOutputsParams(regex="a"))
+    child = compiler._resources()[2]._child
+    assert child is not None
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(compiler.compile, SLOW[0])
+        sleep(0.2)
+        started = perf_counter()
+        compiler.close()
+        assert isinstance(slow.exception(), OverloadedError)
+    assert perf_counter() - started < 5.0
+    assert child.returncode is not None
+    assert compiler._resources()[2]._child is None

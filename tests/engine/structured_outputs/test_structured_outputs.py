@@ -513,3 +513,17 @@ def test_the_builder_computes_what_fill_bitmask_does(compiler: GrammarCompiler) 
         alone = np.empty_like(row.numpy())
         grammar.fill(alone)
         assert alone.tolist() == row.tolist()
+
+
+def test_an_ambiguous_grammar_cannot_slow_down_every_step(compiler: GrammarCompiler) -> None:
+    ambiguous = StructuredOutputsParams(grammar='start: s\ns: s s | s s s | "a" | "b" | "the" | "c" | /[a-z ]/')
+    with pytest.raises(RequestError, match="Too many items.*10000"):
+        random_tokens(compiler.compile(ambiguous), random.Random(1))
+
+
+def test_a_schema_of_hundreds_of_properties_is_within_the_limits(compiler: GrammarCompiler) -> None:
+    value = {"anyOf": [{"type": "string", "maxLength": 9}, {"type": "array", "items": {"type": "number"}}]}
+    schema = {"type": "object", "properties": {f"k{i}": value for i in range(400)}, "additionalProperties": False}
+    grammar = compiler.compile(StructuredOutputsParams(json=schema))
+    random_tokens(grammar, random.Random(1))
+    assert grammar.error is None
