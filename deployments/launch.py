@@ -35,6 +35,8 @@ __all__ = ["main", "serve_details"]
 POLL_S = 0.25
 FAILURE_POLL_S = 2.0
 STOP_GRACE_S = 30.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAME_SIGNAL_S = 0.5  # a signal to the whole group reaches us twice, through make
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 
 # Ray reads these when it starts; whoever has set one keeps it.
@@ -49,6 +51,9 @@ SETTINGS = {
 INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give to clients
 # HAProxy's own pages, which else have fixed ports.
 SIDE_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": 8404, "RAY_SERVE_HAPROXY_METRICS_PORT": 9101}
+
+
+_told_again = threading.Event()  # to stop, while we do
 
 
 class _Stopped(Exception):  # noqa: N818
@@ -70,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     except PagodaError as error:
         print(f"pagoda: {error}", file=sys.stderr)
         return 1
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, _raise_stopped)
     adopt_orphans()
     return _serve(config, endpoint)
@@ -96,6 +101,7 @@ def _serve(config: Path, endpoint: Endpoint) -> int:
     finally:
         if server is not None:
             server.stop()
+            print("pagoda: stopped", flush=True)
 
 
 class Server:
@@ -117,6 +123,7 @@ class Server:
             start_new_session=True,  # the terminal's Ctrl-C is for us; we pass it on
         )
         self._dashboard = DEFAULT_DASHBOARD
+        self._is_stopping = False
         assert self._process.stdout is not None
         threading.Thread(target=self._pass_on, args=(self._process.stdout,), daemon=True).start()
 
@@ -141,25 +148,24 @@ class Server:
         return self._process.wait()
 
     def stop(self) -> None:
-        """End `serve run` gently, and whatever is left of it and of its cluster by force."""
-        try:
-            if self._process.poll() is None:
-                self._process.send_signal(signal.SIGINT)
-                self._process.wait(timeout=STOP_GRACE_S)
-        except (subprocess.TimeoutExpired, _Stopped):
-            pass
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        """End `serve run` gently, and whatever is left of it and of its cluster by force; at once if told so again."""
+        self._is_stopping = True
+        deadline = time.monotonic() + STOP_GRACE_S
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        while self._process.poll() is None and time.monotonic() < deadline and not _told_again.is_set():
+            time.sleep(0.05)
         for _ in range(3):  # whoever was forked meanwhile is found in the next round
             if left := descendants():
-                end(left, grace_s=5.0)
+                end(left, grace_s=0.0 if _told_again.is_set() else 5.0)
 
     def _pass_on(self, output: IO[str]) -> None:
         """Print the child's output, and learn from it where the dashboard is."""
         for line in output:
             if found := re.search(r"dashboard at .*?(https?://[\d.]+:\d+)", line):
                 self._dashboard = found[1]
-            print(line, end="", flush=True)
+            if not (self._is_stopping and "graceful_shutdown" in line):  # Ray retries what its own stopping ended
+                print(line, end="", flush=True)
 
 
 def environment() -> dict[str, str]:
@@ -272,11 +278,19 @@ def _banner(endpoint: Endpoint, seconds: float) -> str:
         f"\npagoda: ready after {seconds:.0f} s: {endpoint.model} on {endpoint.url}/v1 (Ctrl-C stops it). Try:\n\n"
         f"  curl -N {endpoint.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{json.dumps(body)}'\n\n"
-        "`RAY_AUTH_MODE=token serve status`, in another terminal with this environment, shows the replicas.\n"
+        "`RAY_AUTH_MODE=token serve status`, in another terminal after `. .venv/bin/activate`, shows the replicas.\n"
     )
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    told = time.monotonic()
+
+    def tell_again(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - told > SAME_SIGNAL_S:
+            _told_again.set()
+
+    for one in STOP_SIGNALS:
+        signal.signal(one, tell_again)
     raise _Stopped
 
 

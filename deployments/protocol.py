@@ -50,6 +50,9 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
+    "documents": ([],),
+    "logits_processors": ([],),
+    "detokenize": (True,),
 }
 NOT_OFFERED_IN_CHAT: dict[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,)}
 

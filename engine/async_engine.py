@@ -178,7 +178,8 @@ class AsyncEngine:
         )
         grammar = None
         if params.structured_outputs is not None:
-            grammar = await asyncio.to_thread(self._engine.compile_grammar, params, output_token_ids)
+            self.check_health()
+            grammar = await self._engine.compile_grammar_soon(params, output_token_ids)
         stream = self._open(request_id)
 
         def add() -> None:

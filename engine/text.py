@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelLoadError, RequestError
+from engine.errors import ConfigError, ModelLoadError, RequestError
 from engine.sampling_params import SamplingParams
 
 __all__ = ["IncrementalDetokenizer", "StopStringFilter", "TextStream", "Tokenizer"]
@@ -33,6 +33,8 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         from transformers import AutoTokenizer  # slow to import, and not needed by whoever deals in ids
 
+        if not Path(path).is_dir():  # which transformers would take for a name on a hub
+            raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(path), trust_remote_code=False, local_files_only=True
