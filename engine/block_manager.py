@@ -239,9 +239,9 @@ class BlockManager:
         while len(table) * size < num_tokens:
             table.append(self._take_free_block().block_id)
         if self.enable_prefix_caching:
-            num_unpublished = num_tokens // size - len(sequence.content_ids)
             is_decode = num_tokens == sequence.num_computed_tokens + 1 and num_tokens > sequence.num_prompt_tokens
-            if num_unpublished >= (PUBLISHED_TOGETHER if is_decode else 1):
+            # By their number, not by how many there are: sequences that began together then take different steps.
+            if not is_decode or num_tokens // size % PUBLISHED_TOGETHER == 0:
                 self._publish_full(sequence, num_tokens)
         # A decode needs nothing before its block is full; a prefill's chunks are looked at one by one.
         sequence.next_event = len(table) * size if num_tokens >= len(sequence.token_ids) else 0
