@@ -7,6 +7,7 @@ AsyncEngine drives one from a thread of its own, LLM from the caller's.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 import time
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from engine.structured_outputs.grammar import Grammar
 
 __all__ = ["Engine", "EngineInfo", "EngineStats", "Runner"]
+
+logger = logging.getLogger(__name__)
 
 
 _MAX_GRAMMAR_THREADS = 32  # most only wait, for the child that tries grammars out or for one of the others
@@ -363,6 +366,7 @@ class Engine:
     def _forget(self, group: SequenceGroup) -> None:
         """Take leave of a request that has ended."""
         del self._groups[group.request_id]
+        _log_sharing(group)
         self.metrics.request_finished(group)
         self.metrics.report_state()
         self._send_kv_events()
@@ -409,8 +413,9 @@ class Engine:
         self.metrics.step_finished(output, got_token, times)
         self._send_kv_events()
         for sequence in got_token:
-            if sequence.is_finished and sequence.group.is_finished:
-                self._groups.pop(sequence.request_id, None)
+            if sequence.request_id in self._groups and sequence.group.is_finished:
+                del self._groups[sequence.request_id]
+                _log_sharing(sequence.group)
         return step_outputs(got_token)
 
     def _send_kv_events(self) -> None:
@@ -424,3 +429,13 @@ def _advanced(grammar: Grammar, token_ids: Sequence_[int]) -> Grammar:
     if not all(map(grammar.accept, token_ids)):
         raise RequestError(f"the tokens generated before do not fit: {grammar.error}", "structured_outputs")
     return grammar
+
+
+def _log_sharing(group: SequenceGroup) -> None:
+    """Say what sharing saved a request for several answers; when it was the most that was seen at an answer's end."""
+    if group.num_blocks_saved:
+        saved, held = group.num_blocks_saved, group.num_blocks_held
+        logger.info(
+            "request %s: sharing saved %d of the %d KV blocks of its answers (%.0f%%)",
+            group.request_id, saved, held, 100 * saved / held,
+        )  # fmt: skip

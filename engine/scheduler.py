@@ -400,6 +400,8 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of the batch and free its blocks and its place."""
         group = sequence.group
+        if not sequence.is_alone:
+            group.note_sharing()
         self.running.remove(sequence)
         self.block_manager.free(sequence)
         if group.beams is not None:  # few beams may become many again: their places are theirs to the end

@@ -229,6 +229,8 @@ class SequenceGroup:
         "cache_salt",
         "is_forked",
         "max_total_tokens",
+        "num_blocks_held",
+        "num_blocks_saved",
         "num_places",
         "num_preemptions",
         "num_resumed_tokens",
@@ -270,6 +272,8 @@ class SequenceGroup:
         self.seed = seed
         self.num_preemptions = 0
         self.num_resumed_tokens = len(output_token_ids)
+        self.num_blocks_saved = 0  # by sharing, when an answer ended: each counts them all, the pool once
+        self.num_blocks_held = 0  # by all answers then, shared or not
         self.num_stalls = 0  # times that it gave way to nobody, at the length of ``stalled_at``
         self.stalled_at = 0
         self.num_places = params.num_sequences  # of the batch, that it takes or will take when it forks
@@ -301,6 +305,13 @@ class SequenceGroup:
     def is_finished(self) -> bool:
         """Whether no further token will come."""
         return all(sequence.is_finished for sequence in self.sequences)
+
+    def note_sharing(self) -> None:
+        """Note how many blocks the answers that still hold theirs share, if these are more than ever before."""
+        tables = [sequence.block_table for sequence in self.sequences if sequence.block_table]
+        held = sum(map(len, tables))
+        if (saved := held - len(set().union(*tables))) > self.num_blocks_saved:
+            self.num_blocks_saved, self.num_blocks_held = saved, held
 
     @property
     def holds_back(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from engine.engine import Engine
@@ -416,3 +418,15 @@ def test_a_request_that_found_no_room_is_tried_again_when_what_it_shares_is_comp
         engine.step()
         steps += 1
     assert steps == 2
+
+
+def test_the_log_says_what_sharing_saved(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt of 16 tokens and two answers of 4, in blocks of 4: both hold 5, of which 4 are the same."""
+    caplog.set_level(logging.INFO, logger="engine.engine")
+    engine, _ = make_engine(block_size=4)
+    engine.add_request("two", list(range(16)), SamplingParams(n=2, max_tokens=4))
+    add(engine, "one", 16)
+    run_to_end(engine)
+    assert [record.getMessage() for record in caplog.records] == [
+        "request two: sharing saved 4 of the 10 KV blocks of its answers (40%)"
+    ]
