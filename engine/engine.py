@@ -413,7 +413,7 @@ class Engine:
         self.metrics.step_finished(output, got_token, times)
         self._send_kv_events()
         for sequence in got_token:
-            if sequence.request_id in self._groups and sequence.group.is_finished:
+            if sequence.is_finished and sequence.group.is_finished and sequence.request_id in self._groups:
                 del self._groups[sequence.request_id]
                 _log_sharing(sequence.group)
         return step_outputs(got_token)
