@@ -1,7 +1,8 @@
 """Engine: add, abort, step.
 
-It ties the scheduler to the model runner and checks requests at the door. It is synchronous and single-threaded;
-AsyncEngine drives one from a thread of its own, LLM from the caller's.
+It ties the scheduler to the model runner and checks requests at the door. It is synchronous and single-threaded, but
+for the checks and the compilation of grammars, which any thread may call; AsyncEngine drives one from a thread of its
+own, LLM from the caller's.
 """
 
 from __future__ import annotations

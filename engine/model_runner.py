@@ -114,7 +114,7 @@ class ModelRunner:
         return num_blocks
 
     def _log_capacity(self) -> None:
-        tokens = self.num_blocks * self.block_size
+        tokens = self.workers.local.kv_cache.num_tokens
         size = self.workers.local.kv_cache.num_bytes * self.config.tensor_parallel_size
         logger.info(
             "KV cache: %d blocks of %d tokens, %d tokens in %.2f GiB; room for %.2f requests of %d tokens",

@@ -92,6 +92,7 @@ class Scheduler:
                 group.num_places -= 1
             self.block_manager.free(sequence)
         sequence.finish(reason)
+        self._forget_if_idle()
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -159,6 +160,7 @@ class Scheduler:
         for sequence in _append_tokens(output.sampling, sampled):
             self._leave(sequence)
         got_token = self._advance_beams(output.sampling, sampled.beams) if sampled.beams else output.sampling
+        self._forget_if_idle()
         return got_token + output.dropped if output.dropped else got_token
 
     # --- running ------------------------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ class Scheduler:
         while self.running and self.running[-1].group is group:
             members.append(self.running.pop())
         members.reverse()
-        if not self.running and self._has_stalled(group):
+        if not self.running and self._stalls_once_more(group):
             self._drop(group, members, output)
         status = SequenceStatus.SWAPPED if blocks.can_swap_out(members) else SequenceStatus.WAITING
         if status is SequenceStatus.SWAPPED:
@@ -288,8 +290,8 @@ class Scheduler:
         if members:
             self.add(group)
 
-    def _has_stalled(self, group: SequenceGroup) -> bool:
-        """Whether a group that runs alone comes no further, however often it begins again.
+    def _stalls_once_more(self, group: SequenceGroup) -> bool:
+        """Count that a group which runs alone had to give way; True if it comes no further, however often it begins.
 
         The engine lets in only what fits, on the condition that the answers to a prompt share its blocks. Colliding
         hashes can keep them from it.
@@ -396,6 +398,13 @@ class Scheduler:
         return due
 
     # --- after a step -------------------------------------------------------------------------------------------
+
+    def _forget_if_idle(self) -> None:
+        """Keep no request alive that has ended."""
+        if not self.running:
+            self._due = []
+        if not self.waiting:
+            self._refused = None
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of the batch and free its blocks and its place."""
