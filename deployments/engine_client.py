@@ -71,14 +71,14 @@ class EngineClient:
         """
         self._view.begin(request.request_id)
         responses = self._dispatch(request, block_hashes=block_hashes, avoid=avoid)
-        outputs = aiter(responses)
+        outputs, replica = aiter(responses), ""
         try:
             while (output := await self._next(outputs, request.request_id, deadline)) is not None:
+                replica = output.replica
                 yield output
             raise EngineDeadError("the replica ended the stream without a reason")
         except Exception as error:
-            cause = unwrap(error)
-            replica = getattr(cause, "replica", "") or self._view.replica_of(request.request_id)
+            replica = getattr(unwrap(error), "replica", "") or replica or self._view.replica_of(request.request_id)
             raise AttemptError(error, replica) from error
         finally:
             responses.cancel()
