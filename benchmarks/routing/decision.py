@@ -2,8 +2,8 @@
 
 The setting of the goal: prompts of 32,768 tokens in blocks of 16 over 64 replicas, and an index of a million blocks.
 Each replica holds its own conversations, which begin with one of a few system prompts that all replicas hold. Decisions
-are timed one by one, each for another prompt, so that look-ups miss the processor's caches as they do in production. The clock is the thread's own time: another process's share of the
-processor is not part of a decision.
+are timed one by one, each for another prompt, so that look-ups miss the processor's caches as they do in production.
+The clock is the thread's own time: another process's share of the processor is not part of a decision.
 """
 
 from __future__ import annotations
