@@ -108,7 +108,7 @@ class Topics:
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
     """Return hashes as little-endian 64-bit words."""
-    return _little_endian(array("Q", hashes)).tobytes()
+    return _little_endian(hashes[:] if isinstance(hashes, array) else array("Q", hashes)).tobytes()
 
 
 def unpack_hashes(packed: bytes) -> Sequence[int]:
