@@ -100,10 +100,10 @@ class ClusterView:
         """Return where a request is, or an empty name while that is open."""
         return self._replica_of.get(request_id, "")
 
-    def may_be_silent(self, request_id: str) -> bool:
-        """Whether there is a good reason that a request gets no token: no replica yet, or one with a queue."""
+    def may_be_silent(self, request_id: str, seconds: float) -> bool:
+        """Whether there is a good reason that a request got no token for so long: it is nowhere yet, or in a queue."""
         replica = self.replica_of(request_id)
-        return not replica or self.routing.is_busy(replica, now=time.monotonic())
+        return not replica or self.routing.is_busy(replica, now=time.monotonic(), within_s=seconds)
 
     def queued(self) -> tuple[int, int]:
         """Return the requests, and the prefill tokens, that wait anywhere."""

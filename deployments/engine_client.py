@@ -126,7 +126,7 @@ class _Watch:
     def _look(self) -> None:
         if self._loop.time() >= self._deadline:
             self.verdict = RequestTimeoutError("the request took longer than this server allows")
-        elif not self._view.may_be_silent(self._request_id):
+        elif not self._view.may_be_silent(self._request_id, self._stall_timeout_s):
             self.verdict = ReplicaStalledError(self._view.replica_of(self._request_id), self._stall_timeout_s)
         if self.verdict is None:
             self._timer = self._arm()

@@ -66,7 +66,7 @@ class EngineReplica:
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._recorder = Recorder()
         # On this node's own address: routers on other nodes listen, and nobody from outside the cluster's network.
-        self._publisher = KVEventPublisher(self._name, ray.util.get_node_ip_address())
+        self._publisher = KVEventPublisher(self._name, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._engine = AsyncEngine.from_config(
             config,
             sink=self._recorder,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf
 from threading import Lock
 
@@ -26,7 +25,7 @@ from deployments.kv_index import KVIndex
 from deployments.replica_load import ReplicaLoad
 from engine.load import EngineLoad
 
-__all__ = ["Decision", "RoutingOptions", "RoutingState", "routing_state"]
+__all__ = ["Decision", "RoutingOptions", "RoutingState"]
 
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads what differs in a few bits (Fibonacci hashing)
 _MASK = 2**64 - 1
@@ -271,18 +270,15 @@ class RoutingState:
                 sum(load.queued_tokens(fresh=fresh) for load, fresh in loads),
             )
 
-    def is_busy(self, replica: str, *, now: float) -> bool:
-        """Whether a replica is alive and has work queued, so that a request there may be silent with good reason."""
+    def is_busy(self, replica: str, *, now: float, within_s: float) -> bool:
+        """Whether a replica is alive, has ended a step ``within_s`` seconds, and has work queued.
+
+        Then a request may be silent there with good reason.
+        """
         with self._lock:
             known = self._replicas.get(replica)
             if known is None or known.load.report is None or now > known.fresh_until:
                 return False
             report = known.load.report
-            moving = known.load.moved_since(now - self.options.stale_after_s)
+            moving = known.load.moved_since(now - within_s)
             return moving and (report.num_waiting > 0 or report.queued_prefill_tokens > 0)
-
-
-@cache
-def routing_state(deployment: str) -> RoutingState:
-    """Return this process's state for ``deployment``, shared by its router and whoever feeds or asks it."""
-    return RoutingState()

@@ -48,7 +48,7 @@ class View(ClusterView):
     def replica_of(self, request_id: str) -> str:
         return "r1"
 
-    def may_be_silent(self, request_id: str) -> bool:
+    def may_be_silent(self, request_id: str, seconds: float) -> bool:
         self.excuses -= 1
         return self.excuses >= 0
 

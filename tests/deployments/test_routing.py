@@ -217,15 +217,15 @@ def test_a_report_knows_of_what_was_dispatched_well_before_it() -> None:
 def test_busy_is_who_reports_moves_and_has_work_queued() -> None:
     state = make_state("a")
     busy = replace(IDLE, num_running=1, queued_prefill_tokens=5_000)
-    assert not state.is_busy("a", now=0.0)  # nothing is queued
+    assert not state.is_busy("a", now=0.0, within_s=2.0)  # nothing is queued
     for step in range(40):
         state.report("a", replace(busy, num_steps=step), now=step * 0.1)
-    assert state.is_busy("a", now=4.0)
-    assert not state.is_busy("a", now=4.0 + 2 * state.options.stale_after_s)  # silent
+    assert state.is_busy("a", now=4.0, within_s=2.0)
+    assert not state.is_busy("a", now=4.0 + 2 * state.options.stale_after_s, within_s=2.0)  # silent
     for tick in range(40):
         state.report("a", replace(busy, num_steps=39), now=4.0 + tick * 0.1)
-    assert not state.is_busy("a", now=8.0)  # it hangs
-    assert not state.is_busy("gone", now=8.0)
+    assert not state.is_busy("a", now=8.0, within_s=2.0)  # it hangs
+    assert not state.is_busy("gone", now=8.0, within_s=2.0)
 
 
 def test_a_replica_that_is_gone_is_forgotten_and_what_comes_late_is_ignored() -> None:
