@@ -88,7 +88,8 @@ def serve(
             _wait(server, Path(directory) / "log", engines)
             yield server
         finally:
-            os.killpg(process.pid, signal.SIGINT)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)
             process.wait(timeout=90)
 
 

@@ -49,8 +49,6 @@ SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give to clients
-# HAProxy's own pages, which else have fixed ports.
-SIDE_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": 8404, "RAY_SERVE_HAPROXY_METRICS_PORT": 9101}
 
 
 _told_again = threading.Event()  # to stop, while we do
@@ -169,23 +167,25 @@ class Server:
 
 
 def environment() -> dict[str, str]:
-    """Return the child's environment: Ray's fast settings, HAProxy as we need it, free ports for HAProxy's pages."""
-    ports = {name: str(_free_port(port)) for name, port in SIDE_PORTS.items() if name not in os.environ}
-    return SETTINGS | _haproxy_settings() | _ingress_ports() | ports | os.environ
+    """Return the child's environment: Ray's fast settings, HAProxy as we need it, ports of our own."""
+    return SETTINGS | _haproxy_settings() | _ports() | os.environ
 
 
-def _ingress_ports() -> dict[str, str]:
-    """Return ports of our own for the ingress replicas and Serve's fallback proxy, which HAProxy connects to.
+def _ports() -> dict[str, str]:
+    """Return ports of our own for HAProxy's pages, and for the ingress replicas and the fallback proxy behind it.
 
-    Every Ray cluster takes the same ports, and shares them with whoever listens there (SO_REUSEPORT): of two clusters
-    on one machine each would get some of the other's requests.
+    Every Ray cluster takes the same ports. HAProxy's cannot be had twice, and two servers that start at once would
+    both find them free; the others are shared with whoever listens there (SO_REUSEPORT): of two clusters on one machine
+    each would get some of the other's requests.
     """
     starts = random.sample(INGRESS_PORTS, len(INGRESS_PORTS))
-    start = next((one for one in starts if all(map(_is_free, range(one, one + 8)))), starts[0])
+    start = next((one for one in starts if all(map(_is_free, range(one, one + 10)))), starts[0])
     last = start + INGRESS_PORTS.step - 1
     return {
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(start),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(start + 1),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(start + 1),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(start + 2),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(start + 3),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(last),
     }
 
@@ -212,19 +212,6 @@ def _haproxy_settings() -> dict[str, str]:
         binary = found
     wrapper = Path(__file__).with_name("haproxy.sh")
     return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper), "PAGODA_HAPROXY_BINARY": str(binary)}
-
-
-def _free_port(preferred: int) -> int:
-    """Return ``preferred``, or a port of the system's choice if somebody has it."""
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            number: int = probe.getsockname()[1]
-            return number
-    return preferred
 
 
 def _is_healthy(endpoint: Endpoint) -> bool:
