@@ -24,6 +24,7 @@ from engine.errors import ConfigError
 __all__ = ["build_app"]
 
 CONSTRUCTOR_RETRIES = 2  # a model that does not fit will not fit at the twentieth attempt either
+METRICS_INTERVAL_S, LOOK_BACK_S = 1.0, 5.0  # between two looks at an engine's pressure; over which they are averaged
 INGRESS_CONCURRENCY = 10_000  # requests wait in the engines' queues, where they can be ordered, not here
 
 
@@ -43,9 +44,8 @@ def _engine_deployment(config: AppConfig) -> serve.Deployment:
     limits, router = config.limits, config.router
     declare = serve.deployment(
         name="engine",
-        num_replicas=config.replicas.engines,
+        **_number_of_engines(config),
         max_ongoing_requests=limits.max_concurrent_requests_per_engine,
-        max_queued_requests=limits.max_queued_requests,
         max_constructor_retry_count=CONSTRUCTOR_RETRIES,
         graceful_shutdown_timeout_s=limits.graceful_shutdown_s,
         health_check_period_s=limits.health_check_period_s,
@@ -61,6 +61,29 @@ def _engine_deployment(config: AppConfig) -> serve.Deployment:
         ),
     )
     return declare(EngineReplica)
+
+
+def _number_of_engines(config: AppConfig) -> dict[str, Any]:
+    """Return Serve's options for a fixed number of replicas, or for one that follows the load."""
+    scaling = config.autoscaling
+    if scaling.max_engines is None:
+        return {"num_replicas": config.replicas.engines}
+    policy = {
+        "policy_function": "deployments.autoscaling:KVPressure",
+        "policy_kwargs": scaling.model_dump(include={"target_queued_prefill_s", "target_kv_usage"}),
+    }
+    return {
+        "autoscaling_config": {
+            "min_replicas": scaling.min_engines,
+            "initial_replicas": config.replicas.engines,
+            "max_replicas": scaling.max_engines,
+            "upscale_delay_s": scaling.upscale_delay_s,
+            "downscale_delay_s": scaling.downscale_delay_s,
+            "look_back_period_s": LOOK_BACK_S,
+            "metrics_interval_s": METRICS_INTERVAL_S,
+            "policy": policy,
+        }
+    }
 
 
 def _ingress_deployment(config: AppConfig) -> serve.Deployment:

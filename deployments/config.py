@@ -13,13 +13,24 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from deployments.routing import RoutingOptions
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.sampling_params import MAX_SEQUENCES
 
-__all__ = ["AppConfig", "LimitOptions", "ReplicaOptions", "RouterOptions", "checkout_root", "unknown_key_message"]
+__all__ = [
+    "AppConfig",
+    "AutoscalingOptions",
+    "LimitOptions",
+    "ReplicaOptions",
+    "RouterOptions",
+    "checkout_root",
+    "unknown_key_message",
+]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+_ROUTING = RoutingOptions()
 
 Share = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -37,7 +48,7 @@ class _Options(BaseModel):
 class ReplicaOptions(_Options):
     """How many replicas there are, and what Ray's scheduler sets aside for each."""
 
-    engines: int = Field(default=1, ge=1)
+    engines: int = Field(default=1, ge=1)  # with autoscaling: at the start
     ingresses: int = Field(default=1, ge=1)
     cpus_per_engine: Share = 0.5
     gpus_per_engine: Share | None = None
@@ -45,25 +56,50 @@ class ReplicaOptions(_Options):
 
 
 class LimitOptions(_Options):
-    """What one client, or all of them together, may ask for."""
+    """What one client, or all of them together, may ask for, and how long things may take."""
 
+    max_queued_requests: int = Field(default=1024, ge=1)
+    max_queued_prefill_tokens: int = Field(default=2**22, ge=1)
+    max_queued_requests_per_engine: int = Field(default=256, ge=1)
+    max_queued_prefill_tokens_per_engine: int = Field(default=2**20, ge=1)
     max_concurrent_requests_per_engine: int = Field(default=1024, ge=1)
-    max_queued_requests: int = Field(default=256, ge=0)
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     max_prompts_per_request: int = Field(default=1024, ge=1)
     max_n: int = Field(default=16, ge=1, le=MAX_SEQUENCES)
     max_best_of: int = Field(default=16, ge=1, le=MAX_SEQUENCES)
-    graceful_shutdown_s: Seconds = 120.0
+    request_timeout_s: Seconds = 600.0
+    stall_timeout_s: Seconds = 30.0
+    max_migrations: int = Field(default=3, ge=0)
+    graceful_shutdown_s: Seconds = 600.0
     health_check_period_s: Seconds = 5.0
     health_check_timeout_s: Seconds = 15.0
 
 
 class RouterOptions(_Options):
-    """How PrefixRouter weighs cached prefixes against load."""
+    """How PrefixRouter weighs cached prefixes against load; see deployments/routing.py."""
 
-    load_bound: float = Field(default=1.25, ge=1.0, allow_inf_nan=False)
-    load_slack: int = Field(default=4, ge=0)
-    max_index_blocks: int = Field(default=1_000_000, ge=1)
+    miss_weight: Share = _ROUTING.miss_weight
+    decode_weight: Share = _ROUTING.decode_weight
+    load_bound: float = Field(default=_ROUTING.load_bound, ge=1.0, allow_inf_nan=False)
+
+
+class AutoscalingOptions(_Options):
+    """When there are to be more engine replicas, or fewer; see deployments/autoscaling.py and Serve's options."""
+
+    max_engines: int | None = Field(default=None, ge=1)  # None: always replicas.engines
+    min_engines: int = Field(default=1, ge=0)
+    target_queued_prefill_s: Seconds = 1.0
+    target_kv_usage: float = Field(default=0.8, gt=0.0, le=1.0)
+    upscale_delay_s: Share = 10.0
+    downscale_delay_s: Share = 300.0
+
+    def require_order(self, engines: int) -> None:
+        """Raise ConfigError unless the number of engines at the start lies between the bounds."""
+        if self.max_engines is not None and not self.min_engines <= engines <= self.max_engines:
+            raise ConfigError(
+                f"args.replicas.engines={engines} must lie between args.autoscaling.min_engines={self.min_engines} and "
+                f"max_engines={self.max_engines}"
+            )
 
 
 class AppConfig(_Options):
@@ -75,6 +111,7 @@ class AppConfig(_Options):
     replicas: ReplicaOptions = ReplicaOptions()
     limits: LimitOptions = LimitOptions()
     router: RouterOptions = RouterOptions()
+    autoscaling: AutoscalingOptions = AutoscalingOptions()
 
     @classmethod
     def parse(cls, args: dict[str, Any]) -> AppConfig:
@@ -87,6 +124,7 @@ class AppConfig(_Options):
             config = cls.model_validate(args)
         except ValidationError as error:
             raise ConfigError(_describe(error)) from None
+        config.autoscaling.require_order(config.replicas.engines)
         if config.engine_config.skip_tokenizer_init:  # building it raises ConfigError for the engine's other options
             raise ConfigError(
                 "skip_tokenizer_init=True is for the offline API; a server needs the tokenizer, leave it out"
@@ -106,8 +144,12 @@ class AppConfig(_Options):
 
     @property
     def engine_config(self) -> EngineConfig:
-        """The options of every engine replica."""
-        return EngineConfig.from_options(str(self.model_path), self.engine)
+        """The options of every engine replica; the queue's bounds are among ``limits``."""
+        bounds = {
+            "max_queued_requests": self.limits.max_queued_requests_per_engine,
+            "max_queued_prefill_tokens": self.limits.max_queued_prefill_tokens_per_engine,
+        }
+        return EngineConfig.from_options(str(self.model_path), bounds | self.engine)
 
     def require_model(self) -> None:
         """Raise ConfigError unless the model's directory holds a checkpoint."""

@@ -15,11 +15,9 @@ from starlette.requests import ClientDisconnect
 
 from engine.errors import EngineDeadError, OverloadedError, PagodaError, RequestError
 
-__all__ = ["ApiError", "as_api_error", "is_replica_loss", "unwrap"]
+__all__ = ["ApiError", "ReplicaStalledError", "RequestTimeoutError", "as_api_error", "is_replica_loss", "unwrap"]
 
 logger = logging.getLogger("ray.serve")
-
-_LOSSES = (EngineDeadError, DeploymentUnavailableError, RayActorError, NodeDiedError, WorkerCrashedError)
 
 MAX_MESSAGE_LENGTH = 400
 _RETRY_OVERLOADED_S = 5  # what takes long is given up by then
@@ -27,6 +25,7 @@ _TYPES = {
     400: "invalid_request_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     501: "not_implemented_error",
@@ -68,6 +67,23 @@ class ApiError(PagodaError):
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
+class ReplicaStalledError(PagodaError):
+    """A replica has been silent for so long that it counts as lost."""
+
+    def __init__(self, replica: str, seconds: float) -> None:
+        super().__init__(f"replica {replica} sent nothing for {seconds:g} s")
+        self.replica = replica
+
+
+class RequestTimeoutError(PagodaError):
+    """A request took longer than it may."""
+
+
+_LOSSES = (
+    EngineDeadError, ReplicaStalledError, DeploymentUnavailableError, RayActorError, NodeDiedError, WorkerCrashedError,
+)  # fmt: skip
+
+
 def unwrap(error: BaseException) -> BaseException:
     """Return the exception that user code raised on a replica, out of what Ray wrapped it in."""
     cause = getattr(error, "cause", None)
@@ -90,6 +106,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(503, str(error), param=error.param, code="overloaded", retry_after_s=_RETRY_OVERLOADED_S)
     if isinstance(error, RequestError):
         return ApiError(400, _PATH.sub("<path>", str(error)), param=error.param)
+    if isinstance(error, RequestTimeoutError):
+        return ApiError(408, str(error), code="timeout")
     if isinstance(error, ClientDisconnect):
         return ApiError(499, "the client went away")
     if isinstance(error, BackPressureError):

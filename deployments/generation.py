@@ -1,37 +1,34 @@
 """Generation: one answer's way through the engines, from the ingress's side.
 
 It sends the prompt to a replica, turns the tokens that come back into text, ends at a stop string, and holds every
-token and log-probability it has received: when a replica dies it sends the same request with these tokens to another
-one, and the text goes on as it would have, no token lost and none twice. It knows nothing of HTTP.
+token and log-probability it has received: when a replica dies, hangs or is drained it sends the same request with
+these tokens to another one, and the text goes on as it would have, no token lost and none twice. It knows nothing of
+HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any, Protocol
 
-from deployments.errors import is_replica_loss, unwrap
+from deployments.engine_client import AttemptError, EngineClient
+from deployments.errors import ApiError, is_replica_loss, unwrap
 from deployments.prompts import Prompt
 from deployments.replica import EngineOutput, EngineRequest
 from deployments.telemetry import REQUEST_MIGRATIONS, ingress_recorder
-from engine.errors import EngineDeadError
+from engine.errors import OverloadedError
 from engine.logprobs import TokenLogprobs
 from engine.text import TextStream
 
-__all__ = ["Delta", "Dispatch", "Generation"]
+__all__ = ["Delta", "Generation"]
 
 logger = logging.getLogger("ray.serve")
 
 
-class Dispatch(Protocol):
-    """Sends a request to one of the engines and returns what streams back."""
-
-    def __call__(self, request: EngineRequest, *, block_hashes: list[int], avoid: list[str]) -> Any:
-        """Return an async iterable of EngineOutput with a ``cancel`` method."""
+MAX_REFUSALS = 2  # full replicas that are tried before the client is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class Generation:
     """One answer to one prompt as it grows.
 
     Args:
-        dispatch: how to reach the engines.
+        engines: how to reach them.
         request: the prompt and its parameters, for a single answer.
         prompt: for its block hashes.
         text: turns tokens into text.
@@ -59,7 +56,7 @@ class Generation:
 
     def __init__(
         self,
-        dispatch: Dispatch,
+        engines: EngineClient,
         request: EngineRequest,
         prompt: Prompt,
         text: TextStream,
@@ -67,12 +64,13 @@ class Generation:
         is_empty: bool = False,
         max_migrations: int = 3,
     ) -> None:
-        self._dispatch = dispatch
+        self._engines = engines
         self._request = request
         self._text = text
         self._is_empty = is_empty
         self._max_migrations = max_migrations
         self._avoid: list[str] = []
+        self._num_attempts = 0
         self._num_migrations = 0
         self.prompt = prompt
         self.replica = ""
@@ -124,41 +122,50 @@ class Generation:
         return Delta(text, token_ids, finish_reason, stop_reason, logprobs)
 
     async def _outputs(self) -> AsyncGenerator[EngineOutput, None]:
-        """Yield what the engines send, from another replica if the first is lost."""
-        for migrations in count():
-            self.replica = ""
-            responses = self._dispatch(
-                self._remaining_request(), block_hashes=self.prompt.block_hashes, avoid=list(self._avoid)
-            )
+        """Yield what the engines send, from another replica if one is lost or full."""
+        deadline = asyncio.get_running_loop().time() + self._engines.request_timeout_s
+        while True:
+            request, self.replica = self._remaining_request(), ""
+            hashes, avoid = self.prompt.block_hashes, list(self._avoid)
             try:
-                async for output in responses:
-                    yield output
-                raise EngineDeadError("the replica ended the stream without a reason")
-            except Exception as error:
-                if not is_replica_loss(error) or migrations >= self._max_migrations:
-                    raise
-                self._lost(getattr(unwrap(error), "replica", "") or self.replica)
-            finally:
-                responses.cancel()
+                async with aclosing(self._engines.outputs(request, hashes, avoid=avoid, deadline=deadline)) as outputs:
+                    async for output in outputs:
+                        yield output
+            except AttemptError as failure:
+                self._consider(failure.cause, failure.replica)
 
-    def _lost(self, replica: str) -> None:
-        """Remember a lost replica, if its name is known."""
+    def _consider(self, error: Exception, replica: str) -> None:
+        """Return if another replica may do better than the one that ended with ``error``; else raise."""
+        self._num_attempts += 1
+        if isinstance(unwrap(error), OverloadedError):
+            if not replica or replica in self._avoid or self._num_attempts - self._num_migrations > MAX_REFUSALS:
+                raise error
+        elif not is_replica_loss(error):
+            raise error
+        elif self._num_migrations >= self._max_migrations:
+            raise ApiError(
+                503,
+                f"{self._num_migrations + 1} replicas were lost while they served this request; try again",
+                code="replica_lost",
+                retry_after_s=1,
+            ) from error
+        else:
+            self._num_migrations += 1
+            ingress_recorder().increment(REQUEST_MIGRATIONS)
+            logger.warning("replica %s was lost (%s); its request goes on elsewhere", replica or "(unknown)", error)
         if replica and replica not in self._avoid:
             self._avoid.append(replica)
-        self._num_migrations += 1
-        ingress_recorder().increment(REQUEST_MIGRATIONS)
-        logger.warning("replica %s was lost; its request goes on elsewhere", replica or "(unknown)")
 
     def _remaining_request(self) -> EngineRequest:
         """Return the request with what has been received so far, for an engine to go on behind."""
-        if not self._num_migrations:
+        if not self._num_attempts:
             return self._request
         params = self._request.params
+        if self.token_ids and params.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)  # they came with the first token
         return replace(
             self._request,
-            request_id=f"{self._request.request_id}-{self._num_migrations}",
-            params=replace(params, prompt_logprobs=None)
-            if self.token_ids
-            else params,  # they came with the first token
+            request_id=f"{self._request.request_id}-{self._num_attempts}",
+            params=params,
             output_token_ids=list(self.token_ids),
         )

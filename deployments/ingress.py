@@ -24,8 +24,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from deployments.admission import require_room
 from deployments.asgi import CountRequests, EventStream, read_body
+from deployments.cluster_view import cluster_view
 from deployments.config import AppConfig
+from deployments.engine_client import EngineClient
 from deployments.errors import ApiError, as_api_error, unwrap
 from deployments.events import stream_events
 from deployments.generation import Generation
@@ -35,10 +38,9 @@ from deployments.prompts import Prompt, PromptBuilder
 from deployments.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.replica import EngineRequest
 from deployments.responses import Answer, ChatFormat, CompletionFormat, Format, best_answers, usage
-from deployments.routing import routing_state
 from deployments.sampling import for_answers, require_few_answers
 from deployments.structured import as_response_format
-from deployments.telemetry import KV_INDEX_BLOCKS, REPLICAS, RayExporter, Series, ingress_recorder, render
+from deployments.telemetry import RayExporter, Series, ingress_recorder, render
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
 from engine.text import Tokenizer
@@ -60,7 +62,13 @@ class Ingress:
     def __init__(self, engines: DeploymentHandle[Any], config: AppConfig) -> None:
         self._config = config
         self._engines = engines.options(request_serialization="pickle", response_serialization="pickle")
-        self._streams = self._engines.options(stream=True)
+        self._view = cluster_view(engines.deployment_name)
+        self._client = EngineClient(
+            self._engines.options(stream=True).generate.remote,
+            self._view,
+            stall_timeout_s=config.limits.stall_timeout_s,
+            request_timeout_s=config.limits.request_timeout_s,
+        )
         self._started = int(time.time())
         self._prompts: asyncio.Future[PromptBuilder] | None = None
 
@@ -88,6 +96,7 @@ class Ingress:
         """Answer a conversation."""
         body = parse_body(ChatRequest, await read_body(request, self._config.limits.max_body_bytes))
         self._require_model(body.model)
+        require_room(self._view, self._config.limits, body.priority)
         prompts = await (await self._prompt_builder()).chat(body)
         return await self._answer(body, prompts, "chatcmpl", ChatFormat)
 
@@ -95,6 +104,7 @@ class Ingress:
         """Continue one or several prompts."""
         body = parse_body(CompletionRequest, await read_body(request, self._config.limits.max_body_bytes))
         self._require_model(body.model)
+        require_room(self._view, self._config.limits, body.priority)
         builder = await self._prompt_builder()
         prompts = await builder.completion(body, self._config.limits.max_prompts_per_request)
         return await self._answer(body, prompts, "cmpl", CompletionFormat)
@@ -112,8 +122,11 @@ class Ingress:
 
     async def health(self) -> Response:
         """Say whether a request would be served now."""
+        scales_from_zero = self._config.autoscaling.max_engines is not None and not self._config.autoscaling.min_engines
+        if scales_from_zero and not self._view.routing.replicas:
+            return JSONResponse({"status": "idle"})  # the first request starts an engine
         await self._prompt_builder()
-        if not routing_state(self._engines.deployment_name).replicas:
+        if not self._view.routing.replicas:
             raise ApiError(503, "no engine replica is ready", code="no_replica", retry_after_s=5)
         return JSONResponse({"status": "ok"})
 
@@ -133,9 +146,7 @@ class Ingress:
     async def ingress_metrics(self) -> tuple[str, list[Series]]:
         """Return this ingress's name and the present value of every metric; any ingress may ask for it."""
         recorder = ingress_recorder()
-        state = routing_state(self._engines.deployment_name)
-        recorder.set(REPLICAS, len(state.replicas), state="running")
-        recorder.set(KV_INDEX_BLOCKS, len(state.index))
+        self._view.report_state(recorder)
         return serve.get_replica_context().replica_id.unique_id, recorder.snapshot()
 
     # --- a request's way ------------------------------------------------------------------------------------------
@@ -174,7 +185,14 @@ class Ingress:
             uuid.uuid4().hex, prompt.token_ids, params, priority=body.priority, cache_salt=body.cache_salt or ""
         )
         text = builder.text_stream(prompt, params)
-        return Generation(self._streams.generate.remote, request, prompt, text, is_empty=body.requested_tokens == 0)
+        return Generation(
+            self._client,
+            request,
+            prompt,
+            text,
+            is_empty=body.requested_tokens == 0,
+            max_migrations=self._config.limits.max_migrations,
+        )
 
     # --- what is learnt from the engines --------------------------------------------------------------------------
 

@@ -10,14 +10,19 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
+import ray
 from ray import serve
 
+from deployments.autoscaling import replica_pressure
+from deployments.cluster_view import BLOCK_SIZE, ENDPOINT
+from deployments.kv_publisher import KVEventPublisher
 from deployments.telemetry import RayExporter, Recorder, Series
 from engine.async_engine import AsyncEngine, TokenBatch
 from engine.config import EngineConfig
 from engine.engine import EngineInfo
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, OverloadedError
 from engine.sampling_params import SamplingParams
 
 __all__ = ["EngineOutput", "EngineReplica", "EngineRequest"]
@@ -40,6 +45,11 @@ class EngineRequest:
     cache_salt: str = ""
     output_token_ids: list[int] = field(default_factory=list)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the engine must have the KV of before it can go on."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
@@ -55,7 +65,14 @@ class EngineReplica:
     def __init__(self, config: EngineConfig) -> None:
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._recorder = Recorder()
-        self._engine = AsyncEngine.from_config(config, sink=self._recorder)
+        # On this node's own address: routers on other nodes listen, and nobody from outside the cluster's network.
+        self._publisher = KVEventPublisher(self._name, ray.util.get_node_ip_address())
+        self._engine = AsyncEngine.from_config(
+            config,
+            sink=self._recorder,
+            on_kv_events=self._publisher.publish_events,
+            on_load=self._publisher.publish_load,
+        )
         self._exporter = RayExporter(self._recorder)
         self._exporter.start()
         logger.info("engine ready: %s", self._engine.info)
@@ -79,7 +96,7 @@ class EngineReplica:
             async with aclosing(batches):  # type: ignore[type-var]  # closing it aborts the sequence
                 async for batch in batches:
                     yield EngineOutput(self._name, batch)
-        except EngineDeadError as error:
+        except (EngineDeadError, OverloadedError) as error:
             error.replica = self._name  # so that the retry can avoid it
             raise
 
@@ -91,8 +108,16 @@ class EngineReplica:
         """Return this replica's name and the present value of every metric."""
         return self._name, self._recorder.snapshot()
 
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Return what Serve tells every router once this replica is ready."""
+        return {ENDPOINT: self._publisher.endpoint, BLOCK_SIZE: self._engine.info.block_size}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the autoscaling policy wants to know."""
+        return replica_pressure(self._engine.load())
+
     async def check_health(self) -> None:
-        """Raise if the engine is dead; Serve then replaces this replica."""
+        """Raise if the engine is dead or stuck in a step; Serve then replaces this replica."""
         self._engine.check_health()
 
     async def __del__(self) -> None:
@@ -100,3 +125,4 @@ class EngineReplica:
         if hasattr(self, "_exporter"):
             self._exporter.stop()
             await self._engine.shutdown()
+            self._publisher.close()

@@ -1,106 +1,288 @@
-"""The routing policy: which replica should get a prompt, in plain names and numbers.
+"""The routing policy: which replica should get a prompt, in plain names, hashes and numbers.
 
-The replica that is thought to hold the longest part of the prompt gets it, unless its load exceeds a bound; a prompt
-that nobody holds goes by rendezvous hashing, so that every ingress chooses alike and a burst of one new prompt meets
-on one replica. It knows nothing of Ray: router.py binds it to Serve, and tests call it as it is.
+    cost = queued_prefill / P + (1 + w) * uncached / P + beta * decode_pressure        [seconds]
+
+P is the replica's prefill rate, uncached what it would have to compute of the prompt, and the extra w what a miss costs
+everyone behind it. The cheapest replica gets the prompt. Where several hold equally much of it, and cost about as
+little, rendezvous hashing on the block at which the prompt leaves what is cached decides: every ingress chooses alike
+without talking, and a burst of one new prompt meets on one replica. After Preble (Srivatsa et al., 2024) and LMetric
+(OSDI'26), with consistent hashing under bounded loads (Mirrokni et al., 2018) for ties.
+
+It knows nothing of Ray, of sockets or of what the time is: router.py binds it to Serve, the receivers of events and
+reports feed it, a simulator drives it as it is.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
+from math import inf
+from threading import Lock
 
 import xxhash
 
 from deployments.kv_index import KVIndex
+from deployments.replica_load import ReplicaLoad
+from engine.load import EngineLoad
 
-__all__ = ["Ranking", "RoutingState", "load_limit", "rank", "routing_state"]
+__all__ = ["Decision", "RoutingOptions", "RoutingState", "routing_state"]
+
+_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads what differs in a few bits (Fibonacci hashing)
+_MASK = 2**64 - 1
+_GUESSED_BLOCKS = 65_536  # a cache's size until it is reported
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
-    """Replicas in the order in which they should be tried, and why the first is first."""
+class RoutingOptions:
+    """What may be tuned; the defaults are what benchmarks/routing found on the Mooncake conversation trace."""
 
-    order: list[str]
-    outcome: str  # hit | cold | balanced | fallback
+    miss_weight: float = 1.0  # w: what a computed token costs others, in times of what it costs its own request
+    decode_weight: float = 0.1  # beta, in seconds: what a KV pool full of running requests costs, against an empty one
+    load_bound: float = 1.25  # replicas up to this many times the least cost count as tied
+    assume_s: float = 30.0  # how long a dispatched prompt is assumed to be cached before an event says so
+    stale_after_s: float = 2.0  # a load report is out of date after this
+    transit_s: float = 0.02  # a report that arrives does not know of what was dispatched within this time before it
 
 
-def load_limit(loads: Mapping[str, int], bound: float, slack: int) -> float:
-    """Return the load above which a replica gets no more requests for the sake of its cache."""
-    return bound * sum(loads.values()) / len(loads) + slack
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request should go, and what was known when that was decided."""
+
+    order: list[str]  # all candidates, best first; the avoided ones last
+    outcome: str  # hit | cold | balanced | fallback | retry
+    predicted_blocks: int  # that order[0] is thought to hold of this prompt
+    best_blocks: int  # that any replica is thought to hold
 
 
-def rank(
-    loads: Mapping[str, int],
-    depths: Mapping[str, int],
-    hashes: Sequence[int],
-    *,
-    bound: float,
-    slack: int,
-    turn: int = 0,
-) -> Ranking:
-    """Order the replicas in ``loads`` for a prompt with block ``hashes``, of which they hold ``depths``.
+class _Replica:
+    """What the policy keeps of a replica; what a decision reads is ready to be read."""
 
-    Replicas within the load bound come first: by depth of the prefix they hold, then by rendezvous hashing on the block
-    at which the prompt leaves what is cached anywhere. The others follow, least loaded first; equals take turns, so
-    that prompts too short to have a block spread over an idle deployment.
-    """
-    names = sorted(loads)
-    first = turn % len(names)
-    by_load = sorted(names[first:] + names[:first], key=lambda name: loads[name])
-    if not hashes:
-        return Ranking(by_load, "fallback")
-    limit = load_limit(loads, bound, slack)
-    deepest = max((depths.get(name, 0) for name in loads), default=0)
-    leaving_block = hashes[min(deepest, len(hashes) - 1)]
+    __slots__ = ("confirmed", "fresh", "fresh_until", "load", "queue_s", "seconds_per_token", "seed", "stale")
 
-    def preference(name: str) -> tuple[int, int]:
-        return -depths.get(name, 0), -xxhash.xxh64_intdigest(f"{leaving_block}:{name}".encode())
-
-    preferred = sorted(loads, key=preference)
-    within = [name for name in preferred if loads[name] <= limit]
-    order = within + [name for name in by_load if loads[name] > limit]
-    outcome = "balanced" if order[0] != preferred[0] else "hit" if deepest else "cold"
-    return Ranking(order, outcome)
+    def __init__(self, name: str) -> None:
+        self.load = ReplicaLoad()
+        self.seed = xxhash.xxh64_intdigest(name.encode())
+        self.confirmed = False  # its events tell what it holds; if not, the index is a guess
+        self.fresh_until = -inf  # its report counts until then
+        self.fresh = False  # whether it counts now
+        self.stale = False  # it has reported, but not lately, while others have
+        self.seconds_per_token = 1.0  # of prefill
+        self.queue_s = 0.0  # what it costs to go there with nothing to compute
 
 
 class RoutingState:
-    """What one ingress process knows of a deployment's replicas."""
+    """What one ingress process knows of a deployment's replicas. Every method may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: RoutingOptions = RoutingOptions()) -> None:
+        self.options = options
+        self.block_size = 16  # tokens
         self.index = KVIndex()
-        self.in_flight: Counter[str] = Counter()  # what this ingress has sent and not seen the end of
-        self.replicas: frozenset[str] = frozenset()
-        self.turns = count()
+        self._replicas: dict[str, _Replica] = {}
+        self._turns = 0
+        self._typical_rate = 1.0  # prefill tokens/s of a replica that has not measured its own
+        self._some_stale = False
+        self._looked_until = inf  # until then who is stale can only change by a report
+        self._lock = Lock()
 
-    def stored(self, replica: str, hashes: Sequence[int]) -> None:
-        """Assume that a replica will hold a prompt's blocks, unless it has gone meanwhile."""
-        if replica in self.replicas:
+    @property
+    def replicas(self) -> frozenset[str]:
+        """The replicas that are there now."""
+        with self._lock:
+            return frozenset(self._replicas)
+
+    def set_replicas(self, names: Collection[str]) -> None:
+        """Take the replicas that are there now, and forget everything about those that are not."""
+        with self._lock:
+            for gone in self._replicas.keys() - set(names):
+                del self._replicas[gone]
+                self.index.remove_replica(gone)
+            for name in names:
+                if name not in self._replicas:
+                    self._replicas[name] = _Replica(name)
+                    self.index.add_replica(name)
+            self._looked_until = -inf
+
+    # --- decisions -------------------------------------------------------------------------------------------------
+
+    def choose(
+        self, candidates: Sequence[str], hashes: Sequence[int], num_tokens: int, *, now: float,
+        avoid: Collection[str] = (),
+    ) -> Decision:  # fmt: skip
+        """Order ``candidates`` for a prompt of ``num_tokens`` whose full blocks have ``hashes``."""
+        with self._lock:
+            if now > self._looked_until:
+                self._look_for_stale(now)
+            depths = self.index.depths(hashes)
+            best = max(depths.values(), default=0)
+            costs = self._costs(candidates, depths, num_tokens)
+            self._turns = turn = (self._turns + 1) % len(candidates)
+            order = sorted((*candidates[turn:], *candidates[:turn]), key=costs.__getitem__)
+            if avoid or self._some_stale:
+                order.sort(key=lambda name: self._tier(name, avoid))
+            if hashes:
+                tied = self._tied(order, costs, depths, avoid)
+                leaving = hashes[min(best, len(hashes) - 1)]
+                preferred = max(tied, key=lambda name: (leaving ^ self._replica(name).seed) * _MIX & _MASK)
+                order.remove(preferred)
+                order.insert(0, preferred)
+        predicted = depths.get(order[0], 0)
+        outcome = "fallback" if not hashes else "cold" if not best else "hit" if predicted == best else "balanced"
+        return Decision(order, "retry" if avoid else outcome, predicted, best)
+
+    def _costs(self, candidates: Sequence[str], depths: dict[str, int], num_tokens: int) -> dict[str, float]:
+        """Return what it costs to send a prompt to each candidate, in seconds."""
+        replicas, weight, block_size = self._replicas, 1 + self.options.miss_weight, self.block_size
+        costs = {}
+        for name in candidates:
+            replica = replicas.get(name) or _Replica(name)
+            uncached = num_tokens - depths[name] * block_size if name in depths else num_tokens
+            costs[name] = replica.queue_s + replica.seconds_per_token * weight * max(1, uncached)
+        return costs
+
+    def _tied(
+        self, order: Sequence[str], costs: dict[str, float], depths: dict[str, int], avoid: Collection[str]
+    ) -> list[str]:
+        """Return those that are about as cheap as the first and hold as much of the prompt."""
+        first = order[0]
+        limit, depth, tier = costs[first] * self.options.load_bound, depths.get(first), self._tier(first, avoid)
+        tied = []
+        for name in order:
+            if costs[name] > limit:
+                break
+            if depths.get(name) == depth and self._tier(name, avoid) == tier:
+                tied.append(name)
+        return tied
+
+    def _tier(self, name: str, avoid: Collection[str]) -> int:
+        return 2 if name in avoid else int(self._replica(name).stale)
+
+    def _replica(self, name: str) -> _Replica:
+        return self._replicas.get(name) or _Replica(name)
+
+    def _look_for_stale(self, now: float) -> None:
+        """See whose reports count, which can change without a report, and when that will change at the earliest."""
+        replicas = self._replicas.values()
+        for replica in replicas:
+            replica.fresh = now <= replica.fresh_until
+        some_fresh = any(replica.fresh for replica in replicas)
+        for replica in replicas:
+            replica.stale = some_fresh and not replica.fresh and replica.load.report is not None
+            self._update(replica)
+        self._some_stale = any(replica.stale for replica in replicas)
+        self._looked_until = min((replica.fresh_until for replica in replicas if replica.fresh), default=inf)
+
+    def _look_at_rates(self) -> None:
+        """Take the mean of the measured prefill rates for those that have not measured theirs."""
+        rates = [rate for replica in self._replicas.values() if (rate := replica.load.prefill_rate) > 0]
+        self._typical_rate = sum(rates) / len(rates) if rates else 1.0
+        if len(rates) < len(self._replicas):
+            for replica in self._replicas.values():
+                self._update(replica)
+
+    def _update(self, replica: _Replica) -> None:
+        """Bring up to date what decisions read of a replica, after its load has changed."""
+        replica.seconds_per_token = 1 / (replica.load.prefill_rate or self._typical_rate)
+        queued = replica.load.queued_tokens(fresh=replica.fresh)
+        replica.queue_s = queued * replica.seconds_per_token + self.options.decode_weight * replica.load.used_share
+
+    def dispatched(
+        self, replica: str, hashes: Sequence[int], num_tokens: int, *, now: float, request_id: str = ""
+    ) -> None:
+        """Count a request in, and assume that the replica will hold its blocks."""
+        with self._lock:
+            self.index.expire(now)
+            if (known := self._replicas.get(replica)) is None:
+                return  # it has gone meanwhile
+            depth = self.index.depth(replica, hashes)
+            known.load.dispatched(request_id, max(1, num_tokens - depth * self.block_size), now)
+            self._update(known)
+            self.index.assume(replica, hashes, now + self.options.assume_s if known.confirmed else inf)
+            if not known.confirmed:
+                report = known.load.report
+                self.index.trim(replica, report.num_blocks if report is not None else _GUESSED_BLOCKS)
+
+    def completed(self, replica: str, request_id: str = "") -> None:
+        """Count a request out: it has ended, however. Without an id it is the oldest one."""
+        with self._lock:
+            if (known := self._replicas.get(replica)) is not None:
+                known.load.completed(request_id)
+                self._update(known)
+
+    # --- what replicas tell ----------------------------------------------------------------------------------------
+
+    def stored(self, replica: str, hashes: Iterable[int]) -> None:
+        """Take a replica's word that it holds ``hashes``."""
+        with self._lock:
             self.index.stored(replica, hashes)
 
-    def sent(self, replica: str) -> None:
-        """Count a request in, unless the replica has gone meanwhile."""
-        if replica in self.replicas:
-            self.in_flight[replica] += 1
+    def removed(self, replica: str, hashes: Iterable[int]) -> None:
+        """Take a replica's word that it has evicted ``hashes``."""
+        with self._lock:
+            self.index.removed(replica, hashes)
 
-    def completed(self, replica: str) -> None:
-        """Count a request out."""
-        self.in_flight[replica] -= 1
-        if self.in_flight[replica] <= 0:
-            del self.in_flight[replica]
+    def cleared(self, replica: str) -> None:
+        """Take a replica's word that it holds nothing: it was reset or restarted."""
+        with self._lock:
+            self.index.cleared(replica)
+            self._confirm(replica)
 
-    def set_replicas(self, replicas: Collection[str]) -> None:
-        """Take the replicas that are there now, and forget what those had that are not."""
-        for gone in self.replicas.difference(replicas):
-            self.index.cleared(gone)
-            self.in_flight.pop(gone, None)
-        self.replicas = frozenset(replicas)
+    def replaced(self, replica: str, hashes: Iterable[int]) -> None:
+        """Take a snapshot of what a replica holds; from here its events tell."""
+        with self._lock:
+            self._confirm(replica)
+            self.index.replaced(replica, hashes)
+
+    def _confirm(self, replica: str) -> None:
+        known = self._replicas.get(replica)
+        if known is not None and not known.confirmed:
+            known.confirmed = True
+            self.index.trim(replica, 0)  # what was a guess without an end
+
+    def lost(self, replica: str) -> None:
+        """From here a replica's events are missing: guess that it is an LRU cache, until a snapshot comes."""
+        with self._lock:
+            if (known := self._replicas.get(replica)) is not None:
+                known.confirmed = False
+                self.index.doubt(replica)
+
+    def report(self, replica: str, load: EngineLoad, *, now: float) -> None:
+        """Take a replica's load report, which arrives now."""
+        with self._lock:
+            self.index.expire(now)
+            if (known := self._replicas.get(replica)) is None:
+                return
+            known.load.reported(load, now=now, transit_s=self.options.transit_s)
+            known.fresh_until = now + self.options.stale_after_s
+            self._look_at_rates()
+            if known.fresh:
+                self._update(known)
+            else:
+                self._look_for_stale(now)
+
+    # --- what others ask -------------------------------------------------------------------------------------------
+
+    def total_load(self, *, now: float) -> tuple[int, int]:
+        """Return the waiting requests and the queued prefill tokens of all replicas, our unreported ones included."""
+        with self._lock:
+            loads = [(replica.load, now <= replica.fresh_until) for replica in self._replicas.values()]
+            return (
+                sum(load.waiting_requests(fresh=fresh) for load, fresh in loads),
+                sum(load.queued_tokens(fresh=fresh) for load, fresh in loads),
+            )
+
+    def is_busy(self, replica: str, *, now: float) -> bool:
+        """Whether a replica is alive and has work queued, so that a request there may be silent with good reason."""
+        with self._lock:
+            known = self._replicas.get(replica)
+            if known is None or known.load.report is None or now > known.fresh_until:
+                return False
+            report = known.load.report
+            moving = known.load.moved_since(now - self.options.stale_after_s)
+            return moving and (report.num_waiting > 0 or report.queued_prefill_tokens > 0)
 
 
 @cache
 def routing_state(deployment: str) -> RoutingState:
-    """Return this process's state for ``deployment``, shared by its router and whoever reports on it."""
+    """Return this process's state for ``deployment``, shared by its router and whoever feeds or asks it."""
     return RoutingState()

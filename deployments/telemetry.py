@@ -26,11 +26,14 @@ from engine.metrics import Metric
 __all__ = [
     "HTTP_REQUESTS",
     "INGRESS_METRICS",
+    "INGRESS_REJECTIONS",
     "KV_INDEX_BLOCKS",
     "REPLICAS",
     "REQUEST_MIGRATIONS",
+    "ROUTING_BEST_HIT_TOKENS",
     "ROUTING_DECISIONS",
     "ROUTING_DECISION_SECONDS",
+    "ROUTING_PREDICTED_HIT_TOKENS",
     "RayExporter",
     "Recorder",
     "Series",
@@ -47,6 +50,13 @@ ROUTING_DECISIONS = Metric("routing_decisions", "counter", "Requests by why thei
 ROUTING_DECISION_SECONDS = Metric(
     "routing_decision_seconds", "histogram", "Time to rank the replicas for one request.", (), DECISION_BUCKETS
 )
+ROUTING_PREDICTED_HIT_TOKENS = Metric(
+    "routing_predicted_hit_tokens", "counter", "Prompt tokens that the chosen replicas were thought to have cached."
+)
+ROUTING_BEST_HIT_TOKENS = Metric(
+    "routing_best_hit_tokens", "counter", "Prompt tokens that some replica was thought to have cached."
+)
+INGRESS_REJECTIONS = Metric("ingress_rejections", "counter", "Requests refused before an engine saw them.", ("reason",))
 KV_INDEX_BLOCKS = Metric("kv_index_blocks", "gauge", "KV blocks that this ingress knows of.")
 REQUEST_MIGRATIONS = Metric("request_migrations", "counter", "Requests sent to another replica after theirs was lost.")
 REPLICAS = Metric("replicas", "gauge", "Engine replicas that this ingress knows of.", ("state",))

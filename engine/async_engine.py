@@ -14,12 +14,14 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo, EngineStats
-from engine.errors import EngineDeadError, RequestError
+from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.kv_events import KVEventBatch
+from engine.load import EngineLoad, LoadReporter
 from engine.metrics import MetricSink
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["AsyncEngine", "TokenBatch"]
 
 logger = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.01  # between two reports of a busy engine's load, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +124,18 @@ class AsyncEngine:
 
     Args:
         engine: handed over: nobody else may touch it from now on.
+        on_load: called from the step thread when requests have arrived or left or the queue has changed, at most every
+            10 ms, and when the engine has become idle. It must be quick; what it raises is logged.
+        clock: seconds that only rise.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        on_load: Callable[[EngineLoad], None] | None = None,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         self.info: EngineInfo = engine.info
         self._engine = engine
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -131,7 +144,11 @@ class AsyncEngine:
         self._by_key: dict[str, _Stream] = {}
         self._why_dead: str | None = None
         self._num_streams = 0
+        self._clock = clock
+        self._busy_since: float | None = None  # when the step or command began that runs now
+        self._reporter = None if on_load is None else LoadReporter(on_load, LOAD_INTERVAL_S, clock)
         self._stats = engine.stats()
+        self._load = engine.load()
         self._thread = threading.Thread(target=self._run, name="engine-step-loop", daemon=True)
         self._thread.start()
 
@@ -142,13 +159,14 @@ class AsyncEngine:
         *,
         sink: MetricSink | None = None,
         on_kv_events: Callable[[KVEventBatch], None] | None = None,
+        on_load: Callable[[EngineLoad], None] | None = None,
     ) -> AsyncEngine:
         """Load the model (this blocks) and start the step loop.
 
         Raises:
             ConfigError, ModelLoadError: as ``Engine.from_config``.
         """
-        return cls(Engine.from_config(config, sink, on_kv_events))
+        return cls(Engine.from_config(config, sink, on_kv_events), on_load)
 
     # --- for the event loop -------------------------------------------------------------------------------------
 
@@ -170,6 +188,8 @@ class AsyncEngine:
 
         Raises:
             RequestError: before the first batch, if the request is invalid.
+            OverloadedError: before the first batch, if the queue is full, or if this request, while it waits, gives
+                way to one of higher priority. With ``output_token_ids`` neither happens.
             RuntimeError: if it trips over a bug of ours; other requests go on.
             EngineDeadError: if the step loop has ended or ends meanwhile.
         """
@@ -186,8 +206,10 @@ class AsyncEngine:
             try:
                 self._engine.queue_request(
                     stream.key, prompt_token_ids, params, priority=priority, cache_salt=cache_salt,
-                    output_token_ids=output_token_ids, grammar=grammar,
+                    output_token_ids=output_token_ids, grammar=grammar, on_shed=self._shed,
                 )  # fmt: skip
+            except OverloadedError as error:
+                _call_soon(stream.loop, stream.fail, error)
             except Exception as error:  # a request that trips over a bug of ours is still only one request
                 logger.exception("request %s could not be queued", request_id)
                 failure = RuntimeError(f"the request could not be queued: {type(error).__name__}: {error}")
@@ -239,10 +261,23 @@ class AsyncEngine:
         """Return how busy the engine was after its last step."""
         return self._stats
 
+    def load(self) -> EngineLoad:
+        """Return how busy the engine was after its last step, and how fast it computes. Any thread may ask."""
+        return self._load
+
     def check_health(self) -> None:
-        """Raise EngineDeadError if the step loop has ended, or cannot compute the next step."""
+        """Raise EngineDeadError if the step loop has ended, is stuck, or cannot compute the next step.
+
+        A step that takes longer than ``step_timeout_s`` is taken for stuck; should it end after all, the engine is
+        healthy again. Any thread may ask, and none waits for an answer.
+        """
         if self._why_dead is not None:
             raise EngineDeadError(self._why_dead)
+        busy_since, limit = self._busy_since, self._engine.config.step_timeout_s
+        if busy_since is not None and (seconds := self._clock() - busy_since) > limit:
+            raise EngineDeadError(
+                f"the engine's step has been running for {seconds:.0f} s, and step_timeout_s={limit:g}; restart it"
+            )
         self._engine.runner.check_health()
 
     async def shutdown(self) -> None:
@@ -275,8 +310,8 @@ class AsyncEngine:
         reason = "the engine was shut down"
         try:
             while self._obey():
+                self._busy_since = self._clock()
                 self._deliver(self._engine.step())
-                self._stats = self._engine.stats()
         except BaseException as error:  # whatever ended the loop, nobody may wait for it any longer
             logger.exception("the engine's step loop failed")
             reason = f"the engine's step loop failed: {type(error).__name__}: {error}"
@@ -285,15 +320,38 @@ class AsyncEngine:
 
     def _obey(self) -> bool:
         """Carry out every command in the inbox, waiting for one while there is nothing to compute; False at the end."""
+        wait_s: float | None = 0  # first look, then wait: until a command comes, or a report of the load is due
         while True:
             try:
-                command = self._inbox.get(block=not self._engine.has_unfinished)
+                command = self._inbox.get(block=False) if wait_s == 0 else self._inbox.get(timeout=wait_s)
             except Empty:
-                return True
+                later_s = self._note_load()
+                if self._engine.has_unfinished:
+                    return True
+                self._busy_since, wait_s = None, later_s
+                continue
             if command is None:
                 return False
+            self._busy_since, wait_s = self._clock(), 0
             command()
-            self._stats = self._engine.stats()
+
+    def _note_load(self) -> float | None:
+        """Keep the latest numbers for whoever asks, and tell who wants to be told; return when to come again."""
+        self._stats = self._engine.stats()
+        self._load = load = self._engine.load()
+        if self._reporter is not None:
+            try:
+                return self._reporter.note(load, self._engine.num_changes, is_idle=not self._engine.has_unfinished)
+            except Exception:  # a listener's mistake ends no request
+                logger.exception("the engine's load could not be told")
+        return None
+
+    def _shed(self, key: str, error: OverloadedError) -> None:
+        """Tell the reader of a request that gave way."""
+        with self._lock:
+            stream = self._by_key.get(key)
+        if stream is not None:
+            _call_soon(stream.loop, stream.fail, error)
 
     def _abort(self, key: str) -> None:
         if not self._engine.abort(key):

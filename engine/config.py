@@ -52,6 +52,11 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed in one step, at most; longer prompts are chunked.
         long_prefill_threshold: tokens of one prompt computed in one step, at most, so that others get their turn; 0
             sets no such limit.
+        max_queued_requests: requests that may wait in an AsyncEngine, at most; another one is refused, or a waiting one
+            of lower priority gives way. Those that arrive between two steps all wait at first, even if there is
+            room to run them. None sets no such limit; ``LLM`` queues whatever it is given.
+        max_queued_prefill_tokens: prompt tokens that may wait to be computed in an AsyncEngine, at most, without those
+            that the prefix cache holds; likewise. A request that finds nobody waiting is taken however long it is.
         block_size: tokens per KV block; None takes the attention backend's default.
         num_blocks: size of the KV pool in blocks; None derives it from memory.
         kv_cache_memory: bytes (or text such as "2GiB") for the KV pool; None measures what is free. It is the whole
@@ -63,6 +68,7 @@ class EngineConfig:
         tensor_parallel_size: GPUs, or on a CPU processes, that share one model; all on this host.
         swap_space_gib: host memory in GiB that preempted requests are swapped to; without room there they are
             computed again. It is the whole engine's too.
+        step_timeout_s: seconds after which a step that does not end makes AsyncEngine.check_health() fail.
         seed: of the engine's own generator, from which requests without a seed draw theirs.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention_backend: ``auto``, ``cpu``, ``triton`` or ``flash_attn``.
@@ -77,6 +83,8 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     long_prefill_threshold: int = 0
+    max_queued_requests: int | None = None
+    max_queued_prefill_tokens: int | None = None
     block_size: int | None = None
     num_blocks: int | None = None
     kv_cache_memory: int | str | None = None
@@ -86,6 +94,7 @@ class EngineConfig:
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     swap_space_gib: float = 0.0
+    step_timeout_s: float = 300.0
     seed: int = 0
     device: str = "auto"
     attention_backend: str = "auto"
@@ -97,7 +106,9 @@ class EngineConfig:
             raise ConfigError(f"model={self.model!r} must be the path of a checkpoint directory")
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             self._require_positive_int(name)
-        for name in ("max_model_len", "block_size", "num_blocks"):
+        for name in (
+            "max_model_len", "block_size", "num_blocks", "max_queued_requests", "max_queued_prefill_tokens"
+        ):  # fmt: skip
             if getattr(self, name) is not None:
                 self._require_positive_int(name)
         for name in ("enable_prefix_caching", "skip_tokenizer_init", "enforce_eager"):
@@ -128,6 +139,9 @@ class EngineConfig:
         swap = self.swap_space_gib
         if isinstance(swap, bool) or not isinstance(swap, int | float) or not math.isfinite(swap) or swap < 0:
             raise ConfigError(f"swap_space_gib={swap!r} must be a finite number of at least 0")
+        limit = self.step_timeout_s
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit) or limit <= 0:
+            raise ConfigError(f"step_timeout_s={limit!r} must be a finite number above 0")
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ConfigError(
                 f"device='{self.device}' names one GPU, but tensor_parallel_size={self.tensor_parallel_size} takes "

@@ -19,12 +19,15 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.admission import QueueBounds
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
-from engine.errors import RequestError
+from engine.errors import OverloadedError, RequestError
 from engine.kv_events import KVEventBatch
-from engine.metrics import ENGINE_INFO, EngineMetrics, MetricSink, NullSink, StepTimes
+from engine.load import EngineLoad, LoadMeter
+from engine.metrics import ENGINE_INFO, OVERLOADED, EngineMetrics, MetricSink, NullSink, StepTimes
 from engine.outputs import StepOutput, step_outputs
+from engine.prefill_backlog import PrefillBacklog
 from engine.prefix_hash import root_hash
 from engine.request_limits import RequestLimits
 from engine.sampling_params import SamplingParams
@@ -138,6 +141,10 @@ class Engine:
             attention_backend=info.attention_backend, dtype=info.dtype,
         )  # fmt: skip
         self.metrics.report_state()
+        self._backlog = PrefillBacklog(self.block_manager)
+        self._meter = LoadMeter(self._backlog)
+        self._bounds = QueueBounds(config.max_queued_requests, config.max_queued_prefill_tokens)
+        self._num_left = 0
         self._groups: dict[str, SequenceGroup] = {}
         self._num_arrived = 0
         self._on_kv_events = on_kv_events
@@ -300,6 +307,7 @@ class Engine:
         cache_salt: str = "",
         output_token_ids: Sequence_[int] = (),
         grammar: Grammar | None = None,
+        on_shed: Callable[[str, OverloadedError], None] | None = None,
     ) -> SequenceGroup:
         """Queue a request that ``check_request`` has let in, under an id that is not in use.
 
@@ -307,8 +315,15 @@ class Engine:
             output_token_ids: what another engine generated for this request before it was lost: the answer goes on
                 behind it with the same parameters, of which ``max_tokens`` and the like count these tokens too.
             grammar: what ``compile_grammar`` made of the request's structured outputs and these tokens.
+            on_shed: told who gave way to this request, and what to tell its reader. Without it the queue has no bounds.
+
+        Raises:
+            OverloadedError: if the queue is full and nobody gives way.
         """
         assert request_id not in self._groups
+        is_bounded = on_shed is not None and not output_token_ids
+        if is_bounded:
+            self._refuse_early(priority)
         length = len(prompt_token_ids)
         longest = self.limits.max_total_tokens(length, params.num_sequences)
         eos_ids = () if params.ignore_eos else self.info.eos_token_ids
@@ -326,11 +341,35 @@ class Engine:
             output_token_ids=output_token_ids,
         )
         group.sequences[0].grammar = grammar
+        if is_bounded and on_shed is not None:
+            self._make_room(group, on_shed)
         self._num_arrived += 1
         self._groups[request_id] = group
         self.metrics.request_added(group)
         self.scheduler.add(group)
+        self._backlog.add(group)
         return group
+
+    def _refuse_early(self, priority: int) -> None:
+        try:
+            self._bounds.refuse_early(self.scheduler.waiting, priority)
+        except OverloadedError:
+            self.metrics.request_rejected(OVERLOADED)
+            raise
+
+    def _make_room(self, group: SequenceGroup, on_shed: Callable[[str, OverloadedError], None]) -> None:
+        """Shed whom the bounds of the queue demand, or refuse the group."""
+        try:
+            shed = self._bounds.make_room(group, self.scheduler.waiting, self._backlog)
+        except OverloadedError:
+            self.metrics.request_rejected(OVERLOADED)
+            raise
+        for one in shed:
+            self.scheduler.abort(one)
+            del self._groups[one.request_id]
+            self._num_left += 1
+            self.metrics.request_shed(one)
+            on_shed(one.request_id, self._bounds.gave_way(one, group))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request and free its blocks; False if it is unknown or has ended already."""
@@ -355,6 +394,7 @@ class Engine:
         if group is None or not found or group.holds_back or not group.is_forked:
             return False
         self.scheduler.end_sequence(found[0], reason)
+        self._backlog.end(found[0])
         self._send_kv_events()
         if group.is_finished:
             self._forget(group)
@@ -367,6 +407,8 @@ class Engine:
     def _forget(self, group: SequenceGroup) -> None:
         """Take leave of a request that has ended."""
         del self._groups[group.request_id]
+        self._backlog.remove(group)
+        self._num_left += 1
         _log_sharing(group)
         self.metrics.request_finished(group)
         self.metrics.report_state()
@@ -391,6 +433,24 @@ class Engine:
             num_used_blocks=counts.used,
         )
 
+    def load(self) -> EngineLoad:
+        """Return how busy the engine is and how fast, between two steps. It costs no more for a longer queue."""
+        return EngineLoad(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            queued_prefill_tokens=self._backlog.num_tokens,
+            num_blocks=self.info.num_blocks,
+            num_free_blocks=self.block_manager.num_free_blocks,
+            prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
+            decode_step_s=self._meter.decode_step_s,
+            num_steps=self._meter.num_steps,
+        )
+
+    @property
+    def num_changes(self) -> int:
+        """Requests that have arrived so far, and those that have left."""
+        return self._num_arrived + self._num_left
+
     def close(self) -> None:
         """End what the runner and the grammars have started; the engine is of no use afterwards."""
         with self._compiler_lock:
@@ -403,19 +463,24 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Schedule, compute and record one batch; returns what each answer got that got something to tell."""
         times = StepTimes()
+        self._meter.step_started()
         started = perf_counter()
         output = self.scheduler.schedule()
         times.schedule = perf_counter() - started
+        self._meter.step_scheduled(output)
         if output.is_empty:
             return []
         self.metrics.step_scheduled(output)
         sampled = self.runner.run(output, times)
         got_token = self.scheduler.update(output, sampled)
+        self._meter.step_finished(output.num_tokens, len(output.sequences))
         self.metrics.step_finished(output, got_token, times)
         self._send_kv_events()
         for sequence in got_token:
             if sequence.is_finished and sequence.group.is_finished and sequence.request_id in self._groups:
                 del self._groups[sequence.request_id]
+                self._backlog.remove(sequence.group)
+                self._num_left += 1
                 _log_sharing(sequence.group)
         return step_outputs(got_token)
 

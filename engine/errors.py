@@ -54,6 +54,8 @@ class PromptTooLongError(RequestError):
 class OverloadedError(RequestError):
     """Nothing is wrong with the request, but others have taken what it needs; the same one may be served later."""
 
+    replica: str = ""  # where, if whoever runs several engines says so
+
 
 class KVCacheError(PagodaError, ValueError):
     """Somebody who inspects or moves KV blocks by hand named one that does not exist, or one target twice."""

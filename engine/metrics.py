@@ -94,6 +94,8 @@ REQUEST_GENERATION = Metric(
 STEP_SECONDS = Metric("step_seconds", "histogram", "Time of one engine step, by phase.", ("phase",), STEP_BUCKETS)
 STEP_TOKENS = Metric("step_tokens", "histogram", "Tokens computed in one engine step.", (), TOKEN_BUCKETS)
 
+OVERLOADED = "overloaded"  # the reason of REQUESTS_REJECTED where the queue was full
+
 METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
 
@@ -157,6 +159,11 @@ class EngineMetrics:
     def request_rejected(self, reason: str) -> None:
         """A request was refused at the door."""
         self._sink.increment(REQUESTS_REJECTED, reason=reason)
+
+    def request_shed(self, group: SequenceGroup) -> None:
+        """A request that had not begun gave way to one of higher priority: it counts as refused."""
+        del self._times[group.request_id]
+        self.request_rejected(OVERLOADED)
 
     def step_scheduled(self, output: SchedulerOutput) -> None:
         """A batch was chosen."""

@@ -292,6 +292,11 @@ class SequenceGroup:
         return (-self.priority, self.arrival)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it ever ran, here or elsewhere: somebody may have seen tokens of it."""
+        return self.status is SequenceStatus.RUNNING or self.num_preemptions > 0 or self.num_resumed_tokens > 0
+
+    @property
     def status(self) -> SequenceStatus:
         """What its unfinished sequences are doing, all of them alike."""
         return next((one.status for one in self.sequences if not one.is_finished), SequenceStatus.FINISHED)

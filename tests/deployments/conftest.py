@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
     import ray.serve  # noqa: F401
 
+    from deployments.cluster_view import cluster_view
     from deployments.config import AppConfig
     from deployments.ingress import Ingress
     from tests.deployments.fakes import FakeEngines, output
@@ -37,6 +38,7 @@ def engines() -> FakeEngines:
 @pytest.fixture
 def client(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
+    cluster_view.cache_clear()
     config = AppConfig.parse({"model": str(tokenizer_path), "model_name": "tiny", "limits": {"max_body_bytes": 2**15}})
     ingress: Any = Ingress(engines, config)  # type: ignore[arg-type]
     with TestClient(ingress.__serve_build_asgi_app__()) as made:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from deployments.cluster_view import ClusterView
+from deployments.engine_client import EngineClient
 from deployments.replica import EngineOutput, EngineRequest
 from engine.async_engine import TokenBatch
 from engine.engine import EngineInfo
@@ -79,6 +81,13 @@ class FakeEngines:
         script = self.scripts[min(len(self.calls), len(self.scripts)) - 1]
         self.responses.append(FakeResponses(script))
         return self.responses[-1]
+
+
+def client(engines: FakeEngines, view: ClusterView | None = None, **timeouts: float) -> EngineClient:
+    """Return the engines as the requests of an ingress see them."""
+    return EngineClient(
+        engines.dispatch, view or ClusterView(), **({"stall_timeout_s": 30.0, "request_timeout_s": 60.0} | timeouts)
+    )
 
 
 @dataclass

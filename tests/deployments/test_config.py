@@ -28,13 +28,14 @@ def _write(tmp_path: Path, document: Any) -> Path:
     [
         ({"model": "m", "replica": {}}, "unknown key 'replica' in args; did you mean 'replicas'?"),
         ({"model": "m", "limits": {"max_body": 1}}, "'max_body' in args.limits; did you mean 'max_body_bytes'?"),
-        ({"model": "m", "zzz": 1}, "unknown key 'zzz' in args; known keys: engine, limits,"),
+        ({"model": "m", "zzz": 1}, "unknown key 'zzz' in args; known keys: autoscaling, engine, limits,"),
         ({}, "args lacks 'model'"),
         ({"model": "m", "replicas": {"engines": 0}}, "args.replicas.engines=0"),
         ({"model": "m", "engine": {"max_num_seq": 1}}, "option 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ({"model": "m", "engine": {"max_num_seqs": 0}}, "max_num_seqs=0"),
         ({"model": "m", "engine": {"skip_tokenizer_init": True}}, "skip_tokenizer_init"),
         ({"model": "m", "router": {"load_bound": 0.5}}, "args.router.load_bound=0.5"),
+        ({"model": "m", "autoscaling": {"max_engines": 2, "min_engines": 2}}, "engines=1 must lie between"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_with_the_remedy(args: dict[str, Any], message: str) -> None:
@@ -74,6 +75,12 @@ def test_gpus_of_a_replica(engine: dict[str, Any], engines: int, available: floa
     assert gpus_per_engine(config, available) == expected
 
 
+def test_the_engines_get_the_bounds_of_their_queues() -> None:
+    limits = {"max_queued_requests_per_engine": 7, "max_queued_prefill_tokens_per_engine": 99}
+    engine = AppConfig.parse({"model": "m", "limits": limits}).engine_config
+    assert (engine.max_queued_requests, engine.max_queued_prefill_tokens) == (7, 99)
+
+
 def test_replicas_do_not_share_a_gpu_by_accident() -> None:
     config = AppConfig.parse({"model": "m", "replicas": {"engines": 4}})
     with pytest.raises(ConfigError, match="kv_cache_memory"):
@@ -89,11 +96,12 @@ def test_the_shipped_file_is_valid_and_shows_every_key() -> None:
     config = AppConfig.parse(args)
     assert (config.replicas.engines, config.replicas.ingresses) == (2, 1)
     text = SHIPPED.read_text()
-    for section in (config, config.replicas, config.limits, config.router):
+    for section in (config, config.replicas, config.limits, config.router, config.autoscaling):
         for key in type(section).model_fields:
             assert f"{key}:" in text, key
     assert config.limits == type(config.limits)()
     assert config.router == type(config.router)()
+    assert config.autoscaling == type(config.autoscaling)()
 
 
 @pytest.mark.parametrize(

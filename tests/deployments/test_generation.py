@@ -19,7 +19,7 @@ from deployments.replica import EngineRequest
 from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs.params import StructuredOutputsParams
-from tests.deployments.fakes import FakeEngines, FakeText, Script, output
+from tests.deployments.fakes import FakeEngines, FakeText, Script, client, output
 
 
 def _generation(
@@ -28,7 +28,7 @@ def _generation(
     engines = FakeEngines(scripts)
     request = EngineRequest("id", [1, 2, 3], SamplingParams(**({"max_tokens": 6} | params)))
     text: Any = FakeText(stop)
-    return Generation(engines.dispatch, request, Prompt([1, 2, 3], [77]), text, is_empty=is_empty), engines
+    return Generation(client(engines), request, Prompt([1, 2, 3], [77]), text, is_empty=is_empty), engines
 
 
 async def _all(generation: Generation) -> list[Delta]:
@@ -120,9 +120,36 @@ async def test_an_answer_of_no_tokens_drops_the_one_that_the_engine_made() -> No
 
 async def test_too_many_losses_are_an_error() -> None:
     generation, engines = _generation([[output([5]), ActorDiedError()]], max_tokens=100)
-    with pytest.raises(ActorDiedError):
+    with pytest.raises(ApiError, match="4 replicas were lost") as caught:
         await _all(generation)
+    assert (caught.value.status, caught.value.code) == (503, "replica_lost")
     assert len(engines.calls) == 4
+
+
+async def test_a_full_replica_is_no_loss_and_another_is_asked() -> None:
+    full = OverloadedError("full")
+    full.replica = "r1"
+    generation, engines = _generation([[full], [output([5], "stop", replica="r2")]])
+    await _all(generation)
+    assert [call[1]["avoid"] for call in engines.calls] == [[], ["r1"]]
+
+
+async def test_when_all_are_full_the_client_hears_it() -> None:
+    scripts: list[Script] = []
+    for number in range(9):
+        full = OverloadedError("full")
+        full.replica = f"r{number}"
+        scripts.append([full])
+    generation, engines = _generation(scripts)
+    with pytest.raises(OverloadedError):
+        await _all(generation)
+    assert len(engines.calls) == 3
+    one = OverloadedError("full")
+    one.replica = "r1"
+    generation, engines = _generation([[one]])  # the only replica there is
+    with pytest.raises(OverloadedError):
+        await _all(generation)
+    assert len(engines.calls) == 2
 
 
 async def test_replicas_that_are_dead_from_the_start_are_avoided_by_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 from starlette.testclient import TestClient
 
+from deployments.cluster_view import cluster_view
+from deployments.errors import RequestTimeoutError
 from deployments.prompts import PromptBuilder
 from deployments.protocol import NOT_OFFERED
-from deployments.routing import routing_state
+from engine.load import EngineLoad
 from tests.deployments.fakes import INFO, FakeEngines, Script, events, output
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}
@@ -97,11 +100,40 @@ def test_long_prompts_are_tokenised_beside_the_loop(tokenizer_path: Path, monkey
 
 
 def test_health_follows_the_replicas(client: TestClient, engines: FakeEngines) -> None:
-    state = routing_state(engines.deployment_name)
-    state.set_replicas([])
+    view = cluster_view(engines.deployment_name)
+    view.set_replicas({})
     assert client.get("/health").status_code == 503
-    state.set_replicas(["r1"])
+    view.set_replicas({"r1": {}})
     assert client.get("/health").status_code == 200
+
+
+def _waiting(requests: int, tokens: int) -> EngineLoad:
+    return EngineLoad(
+        num_running=1, num_waiting=requests, queued_prefill_tokens=tokens, num_blocks=9, num_free_blocks=1,
+        prefill_tokens_per_s=1000.0, decode_step_s=0.01, num_steps=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("load", [_waiting(10_000, 0), _waiting(1, 10**9)])
+def test_what_would_wait_too_long_is_refused_at_the_door(
+    client: TestClient, engines: FakeEngines, load: EngineLoad
+) -> None:
+    view = cluster_view(engines.deployment_name)
+    view.set_replicas({"r1": {}})
+    view.routing.report("r1", load, now=time.monotonic())
+    for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "a", "stream": True})):
+        answer = client.post(f"/v1/{path}", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+        assert int(answer.headers["Retry-After"]) >= 1
+    assert not engines.calls
+    engines.scripts = [[output([70], "stop")]]
+    assert client.post("/v1/completions", json={"prompt": "a", "priority": 1}).status_code == 200
+
+
+def test_a_request_that_takes_too_long_gets_408(client: TestClient, engines: FakeEngines) -> None:
+    engines.scripts = [[RequestTimeoutError("too long")]]
+    answer = client.post("/v1/completions", json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (408, "timeout_error")
 
 
 def test_nothing_is_served_that_was_not_meant_to_be(client: TestClient) -> None:

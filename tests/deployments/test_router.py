@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +15,17 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve._private.request_router.common import RequestRoutingContext
 from ray.serve.request_router import RequestRouter
 
+from deployments.cluster_view import cluster_view
+from deployments.replica import EngineRequest
 from deployments.router import PrefixRouter
-from deployments.routing import routing_state
+from engine.load import EngineLoad
+from engine.sampling_params import SamplingParams
 
 DEPLOYMENT = DeploymentID(name="engine-of-test", app_name="test")
+IDLE = EngineLoad(
+    num_running=0, num_waiting=0, queued_prefill_tokens=0, num_blocks=100, num_free_blocks=100,
+    prefill_tokens_per_s=1000.0, decode_step_s=0.01, num_steps=1,
+)  # fmt: skip
 
 
 @dataclass
@@ -24,6 +33,7 @@ class FakeReplica:
     name: str
     queue_len: int = 0
     max_ongoing_requests: int = 8
+    replica_metadata: dict[str, Any] = field(default_factory=lambda: {"block_size": 4})
 
     @property
     def replica_id(self) -> ReplicaID:
@@ -35,82 +45,105 @@ class FakeReplica:
 
 @dataclass
 class FakeRequest:
+    """A call of ``generate`` with so many blocks of prompt, or of another method."""
+
     kwargs: dict[str, Any]
+    args: tuple[Any, ...] = ()
     routing_context: RequestRoutingContext = field(default_factory=RequestRoutingContext)
     metadata: Any = field(default_factory=lambda: SimpleNamespace(internal_request_id="the same for all"))
 
 
+def _generate(name: str, hashes: list[int], avoid: tuple[str, ...] = ()) -> Any:
+    request = EngineRequest(name, [1] * (4 * len(hashes) + 1), SamplingParams())
+    return FakeRequest({"block_hashes": hashes, "avoid": avoid}, (request,))
+
+
 @pytest.fixture
 async def router() -> PrefixRouter:
-    routing_state.cache_clear()
+    cluster_view.cache_clear()
     made = PrefixRouter(
         DEPLOYMENT, DeploymentHandleSource.REPLICA, self_actor_id="ingress", use_replica_queue_len_cache=True
     )
-    made.initialize_state(load_bound=1.25, load_slack=2, max_index_blocks=100)
+    made.initialize_state(load_bound=1.25)
     made.update_replicas([FakeReplica(name) for name in ("a", "b", "c")])  # type: ignore[misc]
     await asyncio.sleep(0.01)  # the probes of the queue lengths
+    for name in "abc":
+        made.view.routing.report(name, IDLE, now=time.monotonic())
     return made
 
 
-async def _choose(router: PrefixRouter, **kwargs: Any) -> list[str]:
-    request = FakeRequest(kwargs)
-    ranks = await router.choose_replicas(list(router.curr_replicas.values()), request)  # type: ignore[arg-type]
+async def _send(router: PrefixRouter, request: Any) -> str:
+    """Let a request be placed as Serve does it; return where."""
+    if request.args:
+        router.view.begin(request.args[0].request_id)
+    return (await router._choose_replica_for_request(request)).replica_id.unique_id
+
+
+async def _order(router: PrefixRouter, request: Any) -> list[str]:
+    ranks = await router.choose_replicas(list(router.curr_replicas.values()), request)
     assert request.routing_context.should_backoff
     return [replica.replica_id.unique_id for tier in ranks for replica in tier]
 
 
-async def test_a_prefix_returns_to_where_it_went(router: PrefixRouter) -> None:
-    hashes = [1, 2, 3]
-    first = (await _choose(router, block_hashes=hashes))[0]
-    router.on_request_routed(FakeRequest({"block_hashes": hashes}), _id(first), None)  # type: ignore[arg-type]
-    for tail in range(20):
-        assert (await _choose(router, block_hashes=[*hashes, 100 + tail]))[0] == first
+async def test_a_prefix_goes_to_who_has_it(router: PrefixRouter) -> None:
+    router.view.routing.stored("b", [1, 2, 3])
+    for tail in range(5):
+        assert (await _order(router, _generate("x", [1, 2, 3, 100 + tail])))[0] == "b"
 
 
-async def test_a_burst_spills_over_when_the_bound_is_reached(router: PrefixRouter) -> None:
-    sent: dict[str, int] = {"a": 0, "b": 0, "c": 0}
-    for _ in range(30):
-        first = (await _choose(router, block_hashes=[1]))[0]
-        router.on_send_request(_id(first))
-        router.on_request_routed(FakeRequest({"block_hashes": [1]}), _id(first), None)  # type: ignore[arg-type]
-        sent[first] += 1
-    assert max(sent.values()) <= 1.25 * 10 + 2 + 1
-    assert sum(router.state.in_flight.values()) == 30
-    for name, number in sent.items():
-        for _ in range(number):
-            router.on_request_completed(_id(name), "id")
-    assert not router.state.in_flight
+async def test_what_was_just_sent_counts_before_any_event_tells_of_it(router: PrefixRouter) -> None:
+    long = list(range(100))
+    first = await _send(router, _generate("first", long))
+    assert await _send(router, _generate("the same again", long)) == first
+    assert await _send(router, _generate("another", [7])) != first  # it would wait behind a long prompt
+    assert router.view.queued()[0] == 3
 
 
-async def test_avoided_replicas_are_left_out_unless_nothing_else_is_there(router: PrefixRouter) -> None:
-    assert "a" not in await _choose(router, block_hashes=[1], avoid=["a"])
-    assert sorted(await _choose(router, block_hashes=[1], avoid=["a", "b", "c"])) == ["a", "b", "c"]
+async def test_a_request_counts_until_it_ends(router: PrefixRouter) -> None:
+    where = Counter([await _send(router, _generate(f"r{number}", [10 + number])) for number in range(30)])
+    assert max(where.values()) <= 1.25 * 10 + 1
+    assert sorted(where) == ["a", "b", "c"]
+    assert router.view.queued()[0] == 30
+    for number in range(30):
+        router.view.end(f"r{number}")
+    assert router.view.queued() == (0, 0)
+
+
+async def test_avoided_replicas_come_last(router: PrefixRouter) -> None:
+    router.view.routing.stored("a", [1])
+    assert (await _order(router, _generate("x", [1], avoid=("a",))))[-1] == "a"
+    assert sorted(await _order(router, _generate("x", [1], avoid=("a", "b", "c")))) == ["a", "b", "c"]
+
+
+async def test_a_call_without_a_prompt_goes_somewhere(router: PrefixRouter) -> None:
+    assert await _send(router, FakeRequest({})) in "abc"
+    assert sorted(await _order(router, FakeRequest({}))) == ["a", "b", "c"]
+    assert router.view.queued() == (0, 0)
 
 
 async def test_calls_that_share_a_request_id_all_get_a_replica(router: PrefixRouter) -> None:
     """A list of prompts is several calls of one HTTP request; Serve's own matching would leave all but one waiting."""
-    requests = [FakeRequest({"block_hashes": [number]}) for number in range(16)]
-    chosen = await asyncio.wait_for(
-        asyncio.gather(*(router._choose_replica_for_request(request) for request in requests)),  # type: ignore[arg-type]
-        timeout=5,
-    )
-    assert all(replica.replica_id.unique_id in "abc" for replica in chosen)
+    requests = [_generate(f"r{number}", [number]) for number in range(16)]
+    chosen = await asyncio.wait_for(asyncio.gather(*(_send(router, request) for request in requests)), timeout=5)
+    assert set(chosen) <= set("abc")
 
 
 async def test_a_full_replica_is_not_chosen(router: PrefixRouter) -> None:
-    hashes = [1]
-    first = (await _choose(router, block_hashes=hashes))[0]
-    router.curr_replicas[_id(first)].queue_len = 8  # type: ignore[attr-defined]
-    router.on_new_queue_len_info(_id(first), 8)
-    request: Any = FakeRequest({"block_hashes": hashes})
-    assert (await router._choose_replica_for_request(request)).replica_id.unique_id != first
+    router.view.routing.stored("b", [1])
+    router.curr_replicas[_id("b")].queue_len = 8  # type: ignore[attr-defined]
+    router.on_new_queue_len_info(_id("b"), 8)
+    assert await _send(router, _generate("x", [1])) != "b"
 
 
 async def test_a_dead_replica_is_forgotten(router: PrefixRouter) -> None:
-    router.on_request_routed(FakeRequest({"block_hashes": [5]}), _id("b"), None)  # type: ignore[arg-type]
+    router.view.routing.stored("b", [5])
     router.on_replica_actor_died(_id("b"))
-    assert routing_state(DEPLOYMENT.name).replicas == {"a", "c"}
-    assert len(routing_state(DEPLOYMENT.name).index) == 0
+    assert router.view.routing.replicas == {"a", "c"}
+    assert len(router.view.routing.index) == 0
+
+
+async def test_the_block_size_is_what_the_engines_say(router: PrefixRouter) -> None:
+    assert router.view.routing.block_size == 4
 
 
 def test_what_we_use_of_serves_private_parts_is_still_there() -> None:

@@ -1,143 +1,291 @@
-"""The routing policy and its index, without Ray."""
+"""The routing policy, without Ray and without a clock."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.kv_index import KVIndex
-from deployments.routing import RoutingState, load_limit, rank
+from deployments.routing import RoutingOptions, RoutingState
+from engine.load import EngineLoad
 
-names = st.sampled_from(["a", "b", "c", "d", "e"])
-hash_lists = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=6, unique=True)
+IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 0.03, 0)
+BLOCK_SIZE = 16
 
 
-@given(st.dictionaries(names, st.integers(0, 100), min_size=1), st.dictionaries(names, st.integers(1, 6)), hash_lists,
-       st.floats(1.0, 3.0), st.integers(0, 8))  # fmt: skip
-def test_the_first_choice_is_within_the_load_bound(
-    loads: dict[str, int], depths: dict[str, int], hashes: list[int], bound: float, slack: int
-) -> None:
-    ranking = rank(loads, depths, hashes, bound=bound, slack=slack)
-    limit = load_limit(loads, bound, slack)
-    assert sorted(ranking.order) == sorted(loads)
-    first = ranking.order[0]
-    assert loads[first] <= limit
-    within = [name for name in loads if loads[name] <= limit]
-    assert depths.get(first, 0) == max(depths.get(name, 0) for name in within)
+def make_state(names: str = "abcd", *, reports: bool = True, now: float = 0.0) -> RoutingState:
+    """Return a state whose replicas are idle, empty and connected."""
+    state = RoutingState()
+    state.set_replicas(list(names))
+    for name in names:
+        state.replaced(name, [])
+        if reports:
+            state.report(name, IDLE, now=now)
+    return state
+
+
+def queue(state: RoutingState, name: str, tokens: int, *, now: float = 0.0, waiting: int = 1) -> None:
+    state.report(name, replace(IDLE, num_waiting=waiting, queued_prefill_tokens=tokens), now=now)
+
+
+def first(state: RoutingState, hashes: Sequence[int], names: str = "abcd", *, now: float = 0.0) -> str:
+    return state.choose(list(names), hashes, len(hashes) * BLOCK_SIZE, now=now).order[0]
+
+
+def prompt(number: int, length: int = 8, shared: int = 0) -> list[int]:
+    """Return hashes of which the first ``shared`` are everybody's."""
+    return [*range(shared), *range(1_000 * (number + 1), 1_000 * (number + 1) + length - shared)]
+
+
+# --- where the prefix is ------------------------------------------------------------------------------------------
 
 
 def test_the_longest_prefix_wins() -> None:
-    ranking = rank({"a": 0, "b": 0, "c": 0}, {"a": 1, "c": 3}, [1, 2, 3], bound=1.25, slack=4)
-    assert ranking.order[:2] == ["c", "a"]
-    assert ranking.outcome == "hit"
+    state = make_state()
+    state.stored("a", [1])
+    state.stored("c", [1, 2, 3])
+    decision = state.choose(list("abcd"), [1, 2, 3, 4], 64, now=0.0)
+    assert decision.order[:2] == ["c", "a"]
+    assert (decision.outcome, decision.predicted_blocks, decision.best_blocks) == ("hit", 3, 3)
 
 
-def test_an_overloaded_replica_is_passed_over() -> None:
-    ranking = rank({"a": 40, "b": 0}, {"a": 3}, [1, 2, 3], bound=1.25, slack=4)
-    assert ranking.order == ["b", "a"]
-    assert ranking.outcome == "balanced"
+def test_a_longer_queue_than_the_prefix_is_worth_sends_it_elsewhere() -> None:
+    """With w = 1, computing 64 cached tokens again counts as much as 128 tokens in the queue."""
+    state = make_state("ab")
+    state.stored("a", [1, 2, 3, 4])
+    miss = round(64 * (1 + state.options.miss_weight))
+    queue(state, "a", miss - 10)
+    assert first(state, [1, 2, 3, 4], "ab") == "a"
+    queue(state, "a", miss + 10)
+    decision = state.choose(["a", "b"], [1, 2, 3, 4], 64, now=0.0)
+    assert (decision.order, decision.outcome) == (["b", "a"], "balanced")
+    assert (decision.predicted_blocks, decision.best_blocks) == (0, 4)
 
 
-def test_without_hashes_the_least_loaded_is_first() -> None:
-    assert rank({"a": 2, "b": 1, "c": 3}, {}, [], bound=1.25, slack=4).order == ["b", "a", "c"]
+def test_a_slow_replica_is_a_dear_one() -> None:
+    state = make_state("ab")
+    state.report("a", replace(IDLE, queued_prefill_tokens=100, prefill_tokens_per_s=100.0), now=0.0)
+    queue(state, "b", 500)
+    assert first(state, prompt(1), "ab") == "b"
 
 
-def test_prompts_too_short_for_a_block_take_turns() -> None:
-    chosen = Counter(
-        rank(dict.fromkeys("abc", 0), {}, [], bound=1.25, slack=4, turn=turn).order[0] for turn in range(30)
-    )
-    assert chosen == {"a": 10, "b": 10, "c": 10}
+def test_what_a_replica_has_not_measured_is_taken_from_the_others() -> None:
+    state = make_state("ab")
+    state.report("a", replace(IDLE, queued_prefill_tokens=100, prefill_tokens_per_s=0.0), now=0.0)
+    queue(state, "b", 110)
+    assert state.choose(["a", "b"], [], 0, now=0.0).order == ["a", "b"]
 
 
-def test_one_new_prompt_meets_on_one_replica_and_many_spread() -> None:
-    loads = dict.fromkeys("abcd", 0)
-    assert len({rank(loads, {}, [7, 8, 9], bound=1.25, slack=4).order[0] for _ in range(20)}) == 1
-    chosen = Counter(rank(loads, {}, [prompt, 0], bound=1.25, slack=4).order[0] for prompt in range(400))
-    assert set(chosen) == set(loads)
-    assert min(chosen.values()) > 60
+def test_between_equals_the_one_with_more_free_blocks() -> None:
+    state = make_state("ab")
+    state.report("a", replace(IDLE, num_running=9, num_free_blocks=100), now=0.0)
+    assert [first(state, [], "ab") for _ in range(4)] == ["b"] * 4
 
 
-def test_prompts_that_share_only_their_first_block_spread_too() -> None:
+# --- ties and cold prompts ----------------------------------------------------------------------------------------
+
+
+def test_every_ingress_chooses_alike_whatever_the_order_of_the_candidates() -> None:
+    one, other = make_state("abcd"), make_state("dbca")
+    for number in range(50):
+        assert first(one, prompt(number), "abcd") == first(other, prompt(number), "cadb")
+
+
+def test_a_lost_replica_moves_only_its_own() -> None:
+    state = make_state()
+    before = {number: first(state, prompt(number)) for number in range(200)}
+    state.set_replicas(["a", "b", "d"])
+    after = {number: first(state, prompt(number), "abd") for number in range(200)}
+    assert all(after[number] == name for number, name in before.items() if name != "c")
+
+
+@pytest.mark.parametrize("shared", [0, 1, 5])
+def test_new_prompts_spread_even_if_they_begin_alike(shared: int) -> None:
     """In a chat every request shares the system prompt: hashing the first block would send all to one replica."""
-    loads, depths = dict.fromkeys("abcd", 0), dict.fromkeys("abcd", 1)
-    chosen = Counter(rank(loads, depths, [1, second], bound=1.25, slack=4).order[0] for second in range(400))
+    state = make_state()
+    for name in "abcd":
+        state.stored(name, range(shared))
+    chosen = Counter(first(state, prompt(number, shared=shared)) for number in range(400))
     assert min(chosen.values()) > 60
 
 
-def test_every_ingress_chooses_alike_and_a_lost_replica_moves_only_its_own() -> None:
-    before = {prompt: rank(dict.fromkeys("abcd", 0), {}, [prompt], bound=1, slack=0).order[0] for prompt in range(200)}
-    after = {prompt: rank(dict.fromkeys("dba", 0), {}, [prompt], bound=1, slack=0).order[0] for prompt in range(200)}
-    assert all(after[prompt] == replica for prompt, replica in before.items() if replica != "c")
+def test_a_burst_of_one_new_prompt_meets_on_one_replica() -> None:
+    """Whatever the ingress: each has dispatched nothing of it before, and none has heard of the others."""
+    ingresses = [make_state() for _ in range(16)]
+    chosen = set()
+    for step in range(48):
+        state = ingresses[step % 16]
+        name = first(state, prompt(7))
+        state.dispatched(name, prompt(7), 128, now=0.0)
+        chosen.add(name)
+    assert len(chosen) == 1
 
 
-def test_a_prefix_counts_only_while_unbroken() -> None:
-    index = KVIndex()
-    index.stored("a", [1, 2, 3, 4])
-    index.stored("b", [1, 2])
-    assert index.longest_prefix([1, 2, 3, 9]) == {"a": 3, "b": 2}
-    index.removed("a", [2])
-    assert index.longest_prefix([1, 2, 3]) == {"a": 1, "b": 2}
-    assert index.longest_prefix([9]) == {}
-    assert index.longest_prefix([]) == {}
+def test_a_burst_spills_over_once_its_replica_costs_more_than_a_miss() -> None:
+    state = make_state()
+    home = first(state, prompt(7))
+    state.dispatched(home, prompt(7), 128, now=0.0)
+    queue(state, home, 10_000, now=1.0)
+    assert first(state, prompt(7), now=1.0) != home
 
 
-def test_a_cleared_replica_holds_nothing() -> None:
-    index = KVIndex()
-    index.stored("a", [1, 2])
-    index.stored("b", [2])
-    index.cleared("a")
-    assert index.longest_prefix([1, 2]) == {}
-    assert index.longest_prefix([2]) == {"b": 1}
-    assert len(index) == 1
+@given(st.lists(st.integers(0, 3_000), min_size=4, max_size=4), st.integers(0, 99), st.integers(1, 40))
+def test_a_tie_is_within_the_load_bound(queues: list[int], number: int, length: int) -> None:
+    state = make_state()
+    for name, tokens in zip("abcd", queues, strict=True):
+        queue(state, name, tokens)
+    decision = state.choose(list("abcd"), prompt(number, length), length * BLOCK_SIZE, now=0.0)
+    miss = (1 + state.options.miss_weight) * length * BLOCK_SIZE
+    costs = {name: tokens + miss for name, tokens in zip("abcd", queues, strict=True)}
+    assert sorted(decision.order) == list("abcd")
+    assert costs[decision.order[0]] <= state.options.load_bound * min(costs.values()) + 1e-6
+    rest = [costs[name] for name in decision.order[1:]]
+    assert rest == sorted(rest)
 
 
-def test_the_index_is_bounded_and_forgets_tails_first() -> None:
-    index = KVIndex(max_blocks=4)
-    index.stored("a", [1, 2, 3])
-    index.stored("a", [7, 8])
-    assert len(index) == 4
-    assert index.longest_prefix([1, 2, 3]) == {"a": 2}
+def test_prompts_without_hashes_go_by_load_and_equals_take_turns() -> None:
+    state = make_state()
+    assert Counter(first(state, []) for _ in range(40)) == dict.fromkeys("abcd", 10)
+    for name, tokens in zip("abc", (20, 10, 30), strict=True):
+        queue(state, name, tokens)
+    decision = state.choose(["a", "b", "c"], [], 7, now=0.0)
+    assert (decision.order, decision.outcome) == (["b", "a", "c"], "fallback")
 
 
-operations_on_an_index = st.lists(
-    st.tuples(st.sampled_from(["stored", "removed", "cleared"]), names, st.lists(st.integers(0, 9), max_size=5)),
-    max_size=40,
-)
+# --- who is not to be used ----------------------------------------------------------------------------------------
 
 
-@given(operations_on_an_index)
-def test_the_index_agrees_with_a_plain_model(operations: list[tuple[str, str, list[int]]]) -> None:
-    index, model = KVIndex(), dict[str, set[int]]()
-    for verb, replica, hashes in operations:
-        held = model.setdefault(replica, set())
-        if verb == "stored":
-            index.stored(replica, hashes)
-            held |= set(hashes)
-        elif verb == "removed":
-            index.removed(replica, hashes)
-            held -= set(hashes)
-        else:
-            index.cleared(replica)
-            held.clear()
-    for block in range(10):
-        assert set(index.longest_prefix([block])) == {replica for replica, held in model.items() if block in held}
-    assert len(index) == len(set().union(*model.values(), set()))
+def test_avoided_replicas_are_last_even_if_they_hold_the_prompt() -> None:
+    state = make_state()
+    state.stored("a", [1, 2])
+    decision = state.choose(list("abcd"), [1, 2], 32, now=0.0, avoid=["a"])
+    assert (decision.order[-1], decision.outcome) == ("a", "retry")
+    assert sorted(state.choose(["a", "b"], [1, 2], 32, now=0.0, avoid=["a", "b"]).order) == ["a", "b"]
 
 
-def test_a_replica_that_is_gone_is_forgotten() -> None:
-    state = RoutingState()
-    state.set_replicas(["a", "b"])
-    state.index.stored("a", [1])
-    state.sent("a")
-    state.sent("b")
+def test_who_stopped_reporting_is_behind_all_but_the_avoided() -> None:
+    state = make_state("abc")
+    state.stored("a", [1, 2])
+    for name in "bc":
+        state.report(name, IDLE, now=3.0)
+    assert state.choose(list("abc"), [1, 2], 32, now=3.0, avoid=["b"]).order == ["c", "a", "b"]
+    state.report("a", IDLE, now=3.1)
+    assert first(state, [1, 2], "abc", now=3.1) == "a"
+
+
+def test_if_all_reports_are_old_nobody_is_behind() -> None:
+    state = make_state("abc")
+    state.stored("a", [1, 2])
+    assert first(state, [1, 2], "abc", now=60.0) == "a"
+
+
+# --- what is known of the load ------------------------------------------------------------------------------------
+
+
+def test_if_nothing_is_known_least_queued_tokens() -> None:
+    state = make_state("abc", reports=False)
+    for number, (name, tokens) in enumerate([("a", 300), ("b", 100), ("c", 200)]):
+        state.dispatched(name, [], tokens, now=0.0, request_id=str(number))
+    assert state.choose(list("abc"), [], 50, now=0.0).order == ["b", "c", "a"]
+    assert state.total_load(now=0.0) == (3, 600)
+    for _ in range(2):  # some ends are reported twice
+        state.completed("a", "0")
+    state.completed("c")
+    assert state.choose(list("abc"), [], 50, now=9.0).order[-1] == "b"
+    assert state.total_load(now=9.0) == (1, 100)
+
+
+def test_a_report_knows_of_what_was_dispatched_well_before_it() -> None:
+    state = make_state("ab", now=0.0)
+    transit = state.options.transit_s
+    state.dispatched("a", [], 100, now=1.0, request_id="x")
+    assert state.total_load(now=1.0) == (1, 100)
+    state.report("a", IDLE, now=1.0 + transit / 2)  # it was on its way when the request left
+    assert state.total_load(now=1.1) == (1, 100)
+    queue(state, "a", 90, now=1.0 + transit * 2, waiting=1)
+    assert state.total_load(now=1.1) == (1, 90)
+    state.dispatched("a", [], 10, now=1.2, request_id="y")
+    assert state.total_load(now=1.2) == (2, 100)
+    state.completed("a", "y")
+    assert state.total_load(now=1.2) == (1, 90)
+
+
+def test_busy_is_who_reports_moves_and_has_work_queued() -> None:
+    state = make_state("a")
+    busy = replace(IDLE, num_running=1, queued_prefill_tokens=5_000)
+    assert not state.is_busy("a", now=0.0)  # nothing is queued
+    for step in range(40):
+        state.report("a", replace(busy, num_steps=step), now=step * 0.1)
+    assert state.is_busy("a", now=4.0)
+    assert not state.is_busy("a", now=4.0 + 2 * state.options.stale_after_s)  # silent
+    for tick in range(40):
+        state.report("a", replace(busy, num_steps=39), now=4.0 + tick * 0.1)
+    assert not state.is_busy("a", now=8.0)  # it hangs
+    assert not state.is_busy("gone", now=8.0)
+
+
+def test_a_replica_that_is_gone_is_forgotten_and_what_comes_late_is_ignored() -> None:
+    state = make_state("ab")
+    state.stored("a", [1, 2])
+    state.dispatched("a", [1, 2, 3], 48, now=0.0, request_id="x")
     state.set_replicas(["b"])
-    assert state.index.longest_prefix([1]) == {}
-    assert dict(state.in_flight) == {"b": 1}
-    state.completed("b")
-    state.completed("b")  # Serve reports some failures twice
-    assert dict(state.in_flight) == {}
-    state.stored("a", [1])  # answers of a replica that has gone come late
-    state.sent("a")
-    assert (len(state.index), dict(state.in_flight)) == (0, {})
+    assert state.replicas == {"b"}
+    state.stored("a", [1])
+    state.removed("a", [1])
+    state.replaced("a", [1])
+    state.cleared("a")
+    state.lost("a")
+    state.report("a", IDLE, now=0.0)
+    state.dispatched("a", [1, 2, 3], 48, now=0.0, request_id="y")
+    state.completed("a", "x")
+    assert (len(state.index), state.total_load(now=0.0)) == (0, (0, 0))
+
+
+# --- what is known of the caches ----------------------------------------------------------------------------------
+
+
+def test_what_was_dispatched_is_assumed_until_it_expires() -> None:
+    state = make_state()
+    state.dispatched("c", [1, 2, 3], 48, now=0.0, request_id="x")
+    state.completed("c", "x")
+    assert first(state, [1, 2, 3], now=1.0) == "c"
+    later = 1.0 + state.options.assume_s
+    state.report("c", IDLE, now=later)
+    assert state.choose(list("abcd"), [1, 2, 3], 48, now=later).best_blocks == 0
+
+
+def test_a_restart_leaves_nothing_assumed_or_confirmed() -> None:
+    state = make_state()
+    state.stored("c", [1, 2])
+    state.dispatched("c", [1, 2, 3], 48, now=0.0)
+    state.cleared("c")
+    assert len(state.index) == 0
+
+
+def test_without_events_a_replica_is_taken_for_an_lru_cache_of_the_size_that_it_reports() -> None:
+    state = make_state("a")
+    state.report("a", replace(IDLE, num_blocks=4), now=0.0)
+    state.stored("a", [1, 2])
+    state.lost("a")
+    state.dispatched("a", [5, 6, 7], 48, now=0.0)
+    assert len(state.index) == 4
+    assert state.choose(["a"], [5, 6, 7], 48, now=1e6).best_blocks == 3  # a guess does not expire
+    state.replaced("a", [8])
+    assert state.index.blocks("a") == {8}
+    assert len(state.index) == 1
+
+
+def test_a_replica_whose_events_never_came_is_a_guess_as_well() -> None:
+    state = RoutingState()
+    state.set_replicas("ab")
+    home = first(state, prompt(1), "ab")
+    state.dispatched(home, prompt(1), 128, now=0.0)
+    assert state.choose(["a", "b"], prompt(1), 128, now=1e6).predicted_blocks == 8
+
+
+def test_the_options_are_plain_numbers() -> None:
+    assert RoutingState(RoutingOptions(miss_weight=0.0)).options.miss_weight == 0.0

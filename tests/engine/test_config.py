@@ -33,6 +33,10 @@ from engine.errors import ConfigError
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 .*at least 1"),
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' names one GPU, but tensor_parallel_size=2"),
         ({"enforce_eager": "yes"}, "enforce_eager='yes' must be true or false"),
+        ({"max_queued_requests": 0}, "max_queued_requests=0 .*at least 1"),
+        ({"max_queued_prefill_tokens": 1.5}, "max_queued_prefill_tokens=1.5 .*at least 1"),
+        ({"step_timeout_s": 0}, "step_timeout_s=0 .*above 0"),
+        ({"step_timeout_s": float("inf")}, "step_timeout_s=inf"),
         ({"seed": 1.5}, "seed=1.5"),
     ],
 )

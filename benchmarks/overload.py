@@ -1,0 +1,165 @@
+"""`python -m benchmarks.overload`: five times the load that the server can carry, for a minute.
+
+First the capacity is measured (as many clients as keep every engine full, each sending its next request when the last
+one is answered), then requests come at random times whatever the answers, at 0.8 of the capacity and at 5 times it.
+Client and server share this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+import torch
+
+from benchmarks.machine import describe
+from benchmarks.requests import Outcome, complete
+from benchmarks.server import Server, serve
+
+ENGINES = 2
+MAX_NUM_SEQS = 8  # of each engine
+QUEUE = 2  # requests that may wait in each engine
+PROMPT_TOKENS, ANSWER_TOKENS = 64, 256
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What came of one offered load."""
+
+    name: str
+    offered_per_s: float
+    accepted: int
+    refused: int
+    failed: int  # otherwise
+    ttft_p50_s: float  # of what was accepted
+    ttft_p99_s: float
+    refusal_p99_s: float
+    refusal_max_s: float
+    tokens_per_s: float
+    memory_mib: list[float]  # of all server processes, at the beginning, in the middle, at the end
+
+
+def _bodies(seed: int) -> Iterator[dict[str, Any]]:
+    source = random.Random(seed)
+    while True:
+        prompt = source.choices(range(10, 3000), k=PROMPT_TOKENS)
+        yield {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+
+
+async def _closed_loop(url: str, clients: int, seconds: float) -> list[Outcome]:
+    """Let each client send one request after the other."""
+    outcomes: list[Outcome] = []
+    bodies, end = _bodies(1), perf_counter() + seconds
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        while perf_counter() < end:
+            outcomes.append(await complete(session, url, next(bodies)))
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(client(session) for _ in range(clients)))
+    return outcomes
+
+
+async def _open_loop(url: str, rate: float, seconds: float, seed: int) -> list[Outcome]:
+    """Send requests at random times, ``rate`` a second, whatever becomes of them."""
+    source, bodies = random.Random(seed), _bodies(seed)
+    tasks: list[asyncio.Task[Outcome]] = []
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        at, end = perf_counter(), perf_counter() + seconds
+        while at < end:
+            await asyncio.sleep(max(0.0, at - perf_counter()))
+            tasks.append(asyncio.create_task(complete(session, url, next(bodies))))
+            at += source.expovariate(rate)
+        return await asyncio.gather(*tasks)
+
+
+def _memory_mib(server: Server) -> float:
+    launcher = psutil.Process(server.process.pid)
+    return sum(_unique_bytes(one) for one in [launcher, *launcher.children(recursive=True)]) / 2**20
+
+
+def _unique_bytes(process: psutil.Process) -> float:
+    try:
+        return float(process.memory_full_info().uss)
+    except psutil.Error:  # it has ended meanwhile
+        return 0.0
+
+
+async def _watched(server: Server, work: Any, seconds: float) -> tuple[list[Outcome], list[float]]:
+    """Run ``work`` and read the memory three times meanwhile."""
+    task = asyncio.ensure_future(work)
+    memory = []
+    for _ in range(3):
+        memory.append(round(await asyncio.to_thread(_memory_mib, server), 1))
+        await asyncio.sleep(seconds / 2.2)
+    return await task, memory
+
+
+def _phase(name: str, rate: float, outcomes: list[Outcome], memory: list[float]) -> Phase:
+    accepted = [one for one in outcomes if one.succeeded]
+    refused = [one.total_s for one in outcomes if one.status == 503] or [0.0]
+    first = [one.first_token_s for one in accepted] or [float("nan")]
+    # From the first request to the last one sent: what is still answered afterwards is the tail, not the rate.
+    began, ended = min(one.sent for one in outcomes), max(one.sent for one in outcomes)
+    in_time = [one for one in accepted if one.sent + one.total_s <= ended]
+    return Phase(
+        name, rate, len(accepted), sum(one.status == 503 for one in outcomes),
+        sum(not one.succeeded and one.status != 503 for one in outcomes),
+        float(np.percentile(first, 50)), float(np.percentile(first, 99)),
+        float(np.percentile(refused, 99)), max(refused),
+        sum(one.tokens for one in in_time) / (ended - began), memory,
+    )  # fmt: skip
+
+
+def measure(server: Server, seconds: float) -> list[Phase]:
+    """Return the three phases."""
+    asyncio.run(_closed_loop(server.url, 4, 3.0))  # warm
+    clients = ENGINES * MAX_NUM_SEQS
+    outcomes, memory = asyncio.run(_watched(server, _closed_loop(server.url, clients, seconds / 2), seconds / 2))
+    phases = [_phase("capacity", 0.0, outcomes, memory)]
+    capacity = phases[0].tokens_per_s / ANSWER_TOKENS
+    for name, factor in (("0.8", 0.8), ("5", 5.0)):
+        rate = capacity * factor
+        outcomes, memory = asyncio.run(_watched(server, _open_loop(server.url, rate, seconds, 7), seconds))
+        phases.append(_phase(f"{name} x capacity", rate, outcomes, memory))
+    return phases
+
+
+def _change(args: dict[str, Any]) -> None:
+    args["replicas"] |= {"engines": ENGINES, "cpus_per_engine": 0.1, "cpus_per_ingress": 0.1}
+    args["engine"] |= {"max_num_seqs": MAX_NUM_SEQS}
+    args["limits"] |= {"max_queued_requests_per_engine": QUEUE, "max_queued_requests": ENGINES * QUEUE}
+
+
+def main() -> None:
+    """Measure, print and keep the phases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    arguments = parser.parse_args()
+    with serve(_change, engines=ENGINES) as server:
+        phases = measure(server, arguments.seconds)
+    for phase in phases:
+        print(json.dumps(asdict(phase)))
+    peak, calm, flood = phases
+    print(f"TTFT p99 at 5 x against 0.8 x: {flood.ttft_p99_s / calm.ttft_p99_s:.2f} (goal: under 2)")
+    print(f"slowest refusal: {flood.refusal_max_s:.3f} s (goal: within 1)")
+    print(f"throughput at 5 x against the peak: {flood.tokens_per_s / peak.tokens_per_s:.2f} (goal: at least 0.9)")
+    print(f"memory at 5 x, begin / middle / end: {flood.memory_mib} MiB")
+    if arguments.out:
+        document = {"machine": describe(torch.device("cpu")), "phases": [asdict(phase) for phase in phases]}
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

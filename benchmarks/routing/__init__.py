@@ -1,0 +1,1 @@
+"""What the routing policy is worth, and what a decision costs."""

@@ -1,0 +1,119 @@
+"""What a routing decision costs, with the production classes: ``python -m benchmarks.routing.decision``.
+
+The setting of the goal: prompts of 32,768 tokens in blocks of 16 over 64 replicas, and an index of a million blocks.
+Each replica holds its own conversations, which begin with one of a few system prompts that all replicas hold. Decisions
+are timed one by one, each for another prompt, so that look-ups miss the processor's caches as they do in production.
+The clock is the thread's own time: another process's share of the processor is not part of a decision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from time import thread_time
+from typing import Any
+
+import numpy as np
+
+from deployments.routing import RoutingState
+from engine.load import EngineLoad
+
+__all__ = ["main", "measure"]
+
+PROMPT_TOKENS = 32_768
+BLOCK_SIZE = 16
+BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
+SHARED_BLOCKS = 64  # of a system prompt
+CONVERSATIONS = 8  # a replica
+
+
+def measure(num_replicas: int, repeats: int, seed: int = 0) -> dict[str, Any]:
+    """Return percentiles in microseconds by kind of prompt, of ``choose`` and of ``dispatched``."""
+    rng = random.Random(seed)
+    names = [f"replica-{number:02}" for number in range(num_replicas)]
+    state = RoutingState()
+    state.block_size = BLOCK_SIZE
+    state.set_replicas(names)
+    system_prompts = [_hashes(rng, SHARED_BLOCKS) for _ in range(8)]
+    held = [list(_conversations(state, name, system_prompts, rng)) for name in names]
+    blocks = len(state.index)
+    kinds: dict[str, Callable[[], list[int]]] = {
+        "cold": lambda: _hashes(rng, BLOCKS),
+        "system prompt": lambda: rng.choice(system_prompts) + _hashes(rng, BLOCKS - SHARED_BLOCKS),
+        "partly cached": lambda: _partly(rng, rng.choice(rng.choice(held))),
+        "fully cached": lambda: list(rng.choice(rng.choice(held))),
+    }
+    results: dict[str, Any] = {"replicas": num_replicas, "index_blocks": blocks, "decisions": repeats, "kinds": {}}
+    now = 100.0
+    for kind, prompt in kinds.items():
+        chosen, noted = [], []
+        for number in range(repeats):
+            now += 0.01
+            hashes = prompt()
+            if number % 10 == 0:
+                _report(state, names, rng, now)
+            started = thread_time()
+            decision = state.choose(names, hashes, PROMPT_TOKENS, now=now)
+            between = thread_time()
+            state.dispatched(decision.order[0], hashes, PROMPT_TOKENS, now=now, request_id=f"{kind}{number}")
+            ended = thread_time()
+            state.completed(decision.order[0], f"{kind}{number}")
+            chosen.append(between - started)
+            noted.append(ended - started)
+        results["kinds"][kind] = {"choose": _percentiles(chosen), "choose and dispatched": _percentiles(noted)}
+    return results
+
+
+def _conversations(
+    state: RoutingState, name: str, system_prompts: Sequence[list[int]], rng: random.Random
+) -> Iterator[list[int]]:
+    """Fill a replica: all system prompts, and conversations of its own behind them."""
+    state.replaced(name, [block for prompt in system_prompts for block in prompt])
+    for number in range(CONVERSATIONS):
+        own = system_prompts[number % len(system_prompts)] + _hashes(rng, BLOCKS - SHARED_BLOCKS)
+        state.stored(name, own)
+        yield own
+
+
+def _partly(rng: random.Random, conversation: list[int]) -> list[int]:
+    known = rng.randrange(SHARED_BLOCKS, BLOCKS)
+    return conversation[:known] + _hashes(rng, BLOCKS - known)
+
+
+def _hashes(rng: random.Random, number: int) -> list[int]:
+    return [rng.getrandbits(64) for _ in range(number)]
+
+
+def _report(state: RoutingState, names: Sequence[str], rng: random.Random, now: float) -> None:
+    for name in names:
+        load = EngineLoad(8, 2, rng.randrange(50_000), 40_000, rng.randrange(40_000), 6_500.0, 0.03, int(now * 30))
+        state.report(name, load, now=now)
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    values = np.percentile(np.array(seconds) * 1e6, [50, 90, 99, 99.9])
+    return {name: round(float(value), 1) for name, value in zip(("p50", "p90", "p99", "p99.9"), values, strict=True)}
+
+
+def main() -> None:
+    """Print the table and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replicas", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3_000)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routing_decision.json"))
+    args = parser.parse_args()
+    results = measure(args.replicas, args.repeats)
+    print(f"{results['index_blocks']:,} blocks in the index, {args.replicas} replicas; microseconds")
+    print(f"{'prompt':<16} {'call':<22} {'p50':>8} {'p90':>8} {'p99':>8} {'p99.9':>8}")
+    for kind, calls in results["kinds"].items():
+        for call, figures in calls.items():
+            print(f"{kind:<16} {call:<22} " + " ".join(f"{value:8.1f}" for value in figures.values()))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""`python -m benchmarks.routing.live`: the hit rate of real replicas, beside one engine with the pooled cache.
+
+64 conversations over 8 shared system prompts, sent turn by turn to 4 engine replicas behind 2 ingresses; the same
+requests to the same deployment with Serve's default router; and to a single engine whose cache has the size of all
+four. Prompts are token ids drawn with a fixed seed, the assistant's turns among them, so that each server gets the
+very same requests in the same order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import torch
+
+from benchmarks.machine import describe
+from benchmarks.requests import Outcome, complete
+from benchmarks.server import Server, serve
+
+VOCABULARY = range(10, 3000)
+SYSTEM_PROMPTS, SYSTEM_TOKENS = 8, 320
+CONVERSATIONS, TURNS = 64, 6
+USER_TOKENS, ASSISTANT_TOKENS = (20, 120), (30, 120)
+ANSWER_TOKENS = 8
+ENGINES, INGRESSES, CLIENTS = 4, 2, 16
+BLOCK_SIZE = 16
+HITS, QUERIES = "pagoda_prefix_cache_hit_tokens_total", "pagoda_prefix_cache_query_tokens_total"
+DEFAULT_ROUTER = "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one server did with the workload."""
+
+    server: str
+    requests: int
+    failed: int
+    hit_rate: float  # share of prompt tokens that the engines' caches served
+    hit_rate_seen: float  # the same from the answers' usage
+    ttft_mean_s: float
+    ttft_p90_s: float
+    imbalance: float  # prompt tokens of the busiest engine over the mean
+
+
+def conversations(seed: int) -> list[list[list[int]]]:
+    """Return each conversation's prompts, turn by turn; each begins with the one before."""
+    source = random.Random(seed)
+    systems = [source.choices(VOCABULARY, k=SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
+    made = []
+    for number in range(CONVERSATIONS):
+        prompt, prompts = list(systems[number % SYSTEM_PROMPTS]), []
+        for _ in range(TURNS):
+            prompt = prompt + source.choices(VOCABULARY, k=source.randint(*USER_TOKENS))
+            prompts.append(prompt)
+            prompt = prompt + source.choices(VOCABULARY, k=source.randint(*ASSISTANT_TOKENS))
+        made.append(prompts)
+    return made
+
+
+async def run(url: str, workload: Sequence[Sequence[list[int]]], seed: int) -> list[Outcome]:
+    """Send every conversation, CLIENTS of them at a time, each turn after the answer to the one before.
+
+    Before each turn a client takes another conversation at random, as people do who answer when they like.
+    """
+    source = random.Random(seed)
+    waiting = [list(prompts) for prompts in workload]
+    outcomes: list[Outcome] = []
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        while waiting:
+            prompts = waiting.pop(source.randrange(len(waiting)))
+            body = {"prompt": prompts.pop(0), "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "temperature": 0}
+            outcomes.append(await complete(session, url, body))
+            if prompts:
+                waiting.append(prompts)
+
+    # A connection for each request: HAProxy then spreads them over the ingresses.
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+        await asyncio.gather(*(client(session) for _ in range(CLIENTS)))
+    return outcomes
+
+
+def measure(name: str, server: Server, workload: Sequence[Sequence[list[int]]], seed: int) -> Result:
+    """Run the workload on a fresh server."""
+    outcomes = asyncio.run(run(server.url, workload, seed))
+    done = [outcome for outcome in outcomes if outcome.succeeded]
+    first = [outcome.first_token_s for outcome in done]
+    by_engine = list(server.metric_by_replica(QUERIES).values())
+    return Result(
+        server=name,
+        requests=len(outcomes),
+        failed=len(outcomes) - len(done),
+        hit_rate=server.metric(HITS) / server.metric(QUERIES),
+        hit_rate_seen=sum(one.cached_tokens for one in done) / sum(one.prompt_tokens for one in done),
+        ttft_mean_s=float(np.mean(first)),
+        ttft_p90_s=float(np.percentile(first, 90)),
+        imbalance=max(by_engine) * len(by_engine) / sum(by_engine),
+    )
+
+
+def _setting(engines: int, ingresses: int, num_blocks: int) -> Any:
+    def change(args: dict[str, Any]) -> None:
+        args["replicas"] |= {"engines": engines, "ingresses": ingresses}
+        args["replicas"] |= {"cpus_per_engine": 0.1, "cpus_per_ingress": 0.1}
+        args["engine"].pop("kv_cache_memory", None)
+        args["engine"] |= {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "max_num_seqs": 64}
+
+    return change
+
+
+def main() -> None:
+    """Measure the three servers and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--blocks", type=int, default=1600, help="KV blocks of each engine")
+    arguments = parser.parse_args()
+    workload = conversations(arguments.seed)
+    default = [{"name": "engine", "request_router_config": {"request_router_class": DEFAULT_ROUTER}}]
+    results = []
+    for name, engines, ingresses, blocks, overrides in (
+        ("one engine, pooled cache", 1, 1, ENGINES * arguments.blocks, None),
+        ("Pagoda's router", ENGINES, INGRESSES, arguments.blocks, None),
+        ("Serve's default router", ENGINES, INGRESSES, arguments.blocks, default),
+    ):
+        with serve(_setting(engines, ingresses, blocks), overrides, engines) as server:
+            results.append(measure(name, server, workload, arguments.seed))
+        print(results[-1], flush=True)
+    pooled = results[0].hit_rate
+    print(f"\n{'server':28}  hit rate  of pooled  TTFT mean     p90  max/mean  failed")
+    for one in results:
+        print(
+            f"{one.server:28} {one.hit_rate:9.3f} {one.hit_rate / pooled:10.3f} {one.ttft_mean_s:9.3f}s "
+            f"{one.ttft_p90_s:6.3f}s {one.imbalance:9.2f} {one.failed:7d}"
+        )
+    if arguments.out:
+        document = {"machine": describe(torch.device("cpu")), "results": [asdict(one) for one in results]}
+        document["blocks_per_engine"] = arguments.blocks
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

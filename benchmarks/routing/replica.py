@@ -1,0 +1,182 @@
+"""A simulated replica: a block cache, prefills one after the other, decodes beside them at a constant pace.
+
+    dispatch -> arrives -> (queue) -> prefill starts: blocks matched, room made -> prefill ends: first token, blocks
+    published -> decodes -> ends: blocks released
+
+It reports its load on every change, but not more often than ``MIN_REPORT_S``, and else every ``HEARTBEAT_S``, and logs
+what it stores and evicts. Who reads either, and how much later, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from benchmarks.routing.cache import BlockCache
+from benchmarks.routing.traces import BLOCK_SIZE, Request
+from engine.load import EngineLoad
+
+__all__ = ["Job", "KVLogEntry", "Settings", "SimulatedReplica"]
+
+MIN_REPORT_S = 0.01
+HEARTBEAT_S = 0.1
+KEPT_S = 6.0  # reports are kept for readers that are late by this much at most
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The cluster that is simulated."""
+
+    num_replicas: int = 8
+    cache_tokens: int = 1_500_000  # a replica
+    prefill_rate: float = 6_500.0  # tokens/s
+    decode_step_s: float = 0.03
+    dispatch_s: float = 0.005  # from the decision to the replica's queue
+    network_s: float = 0.002  # from the replica to the ingresses, of events and reports
+    loss: float = 0.0  # of event batches and of reports, each ingress for itself
+    num_ingresses: int = 1
+
+    @property
+    def cache_blocks(self) -> int:
+        """Blocks of one replica's cache."""
+        return self.cache_tokens // BLOCK_SIZE
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way through the cluster."""
+
+    number: int
+    request: Request
+    ingress: int
+    replica: str = ""
+    predicted_blocks: int = 0
+    tokens: int = 0  # to compute: an estimate until the prefill starts
+    hit_tokens: int = 0
+    first_token_at: float = -1.0
+    retries: int = 0
+
+
+@dataclass(slots=True)
+class KVLogEntry:
+    """What one step changed."""
+
+    at: float
+    stored: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    cleared: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedReplica:
+    """One engine. Its methods are called in the order of time."""
+
+    name: str
+    settings: Settings
+    cache: BlockCache = field(init=False)
+    queue: deque[Job] = field(default_factory=deque)
+    current: Job | None = None
+    decoding: int = 0
+    log: list[KVLogEntry] = field(default_factory=list)
+    reports: deque[tuple[float, EngineLoad]] = field(default_factory=deque)
+    computed_tokens: int = 0
+    _storing: tuple[int, ...] = ()  # what the current prefill computes
+    _queued_tokens: int = 0
+    _prefill_ends: float = 0.0
+    _reported_at: float = -1.0
+    _report_due: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.cache = BlockCache(self.settings.cache_blocks)
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def arrive(self, job: Job, now: float) -> None:
+        """Queue a request."""
+        self.report_until(now)
+        job.tokens = self._uncached(job)
+        self._queued_tokens += job.tokens
+        self.queue.append(job)
+        self._changed(now)
+
+    def start(self, now: float) -> float | None:
+        """Start the next prefill, if there is one and none runs; return when it will end."""
+        if self.current is not None or not self.queue:
+            return None
+        self.report_until(now)
+        job = self.current = self.queue.popleft()
+        self._queued_tokens -= job.tokens
+        job.tokens = self._uncached(job)
+        job.hit_tokens = job.request.input_tokens - job.tokens
+        self._storing = job.request.hashes[self.cache.match(job.request.hashes) :]
+        evicted = self.cache.use(job.request.hashes)
+        if evicted:
+            self.log.append(KVLogEntry(now, removed=tuple(evicted)))
+        self._prefill_ends = now + job.tokens / self.settings.prefill_rate
+        self._changed(now)
+        return self._prefill_ends
+
+    def end_prefill(self, now: float) -> Job:
+        """Publish what the current prefill computed, and let its request decode."""
+        self.report_until(now)
+        job, self.current = self.current, None
+        assert job is not None
+        job.first_token_at = now
+        self.computed_tokens += job.tokens
+        self.decoding += 1
+        if self._storing:
+            self.log.append(KVLogEntry(now, stored=self._storing))
+        self._changed(now)
+        return job
+
+    def end(self, job: Job, now: float) -> None:
+        """Release what a request held."""
+        self.report_until(now)
+        self.decoding -= 1
+        self.cache.release(job.request.hashes)
+        self._changed(now)
+
+    def restart(self, now: float) -> list[Job]:
+        """Lose everything; return the requests that had no first token yet."""
+        self.report_until(now)
+        lost = [*([self.current] if self.current is not None else []), *self.queue]
+        self.cache, self.current, self.decoding, self._queued_tokens = BlockCache(self.cache.max_blocks), None, 0, 0
+        self.queue.clear()
+        self.log.append(KVLogEntry(now, cleared=True))
+        self._changed(now)
+        return lost
+
+    def _uncached(self, job: Job) -> int:
+        return max(1, job.request.input_tokens - self.cache.match(job.request.hashes) * BLOCK_SIZE)
+
+    # --- reports ---------------------------------------------------------------------------------------------------
+
+    def queued_tokens(self, now: float) -> int:
+        """Return the prompt tokens still to be computed."""
+        remaining = (self._prefill_ends - now) * self.settings.prefill_rate if self.current is not None else 0.0
+        return self._queued_tokens + round(max(0.0, remaining))
+
+    def load(self, now: float) -> EngineLoad:
+        """Return what the engine would say of itself now."""
+        running = self.decoding + (self.current is not None)
+        blocks, used = self.settings.cache_blocks, self.cache.num_used
+        steps = int(now / self.settings.decode_step_s)
+        rate, step = self.settings.prefill_rate, self.settings.decode_step_s
+        return EngineLoad(
+            running, len(self.queue), self.queued_tokens(now), blocks, max(0, blocks - used), rate, step, steps
+        )
+
+    def report_until(self, now: float) -> None:
+        """Publish what is due up to now; nothing has changed since the last change."""
+        late = now - KEPT_S
+        if self._report_due < late:  # nobody will read those before
+            self._report_due += int((late - self._report_due) / HEARTBEAT_S) * HEARTBEAT_S
+        while self._report_due <= now:
+            self.reports.append((self._report_due, self.load(self._report_due)))
+            self._reported_at = self._report_due
+            self._report_due += HEARTBEAT_S
+        while len(self.reports) > 1 and self.reports[1][0] < late:
+            self.reports.popleft()
+
+    def _changed(self, now: float) -> None:
+        self._report_due = min(self._report_due, max(now, self._reported_at + MIN_REPORT_S))

@@ -1,0 +1,81 @@
+"""Traces of requests: the Mooncake conversation trace, and two generated ones that nothing was tuned on.
+
+A request's blocks are hashes that stand for whole prefixes, as in production; only full blocks have one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+__all__ = ["BLOCK_SIZE", "Request", "bursts", "load_mooncake", "no_sharing"]
+
+BLOCK_SIZE = 512  # tokens, as in the Mooncake trace
+STAMP_S = 3.0  # the Mooncake trace's timestamps are multiples of this
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a trace."""
+
+    at: float  # seconds
+    input_tokens: int
+    output_tokens: int
+    hashes: tuple[int, ...]  # of the full blocks
+
+
+def load_mooncake(path: Path, seed: int) -> list[Request]:
+    """Read the trace; requests of one stamp are spread at random over the interval that it stands for, in order."""
+    rng = random.Random(seed)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    requests = []
+    for stamp, group in groupby(lines, key=lambda line: line["timestamp"] / 1000):
+        members = list(group)
+        offsets = sorted(rng.uniform(0, STAMP_S) for _ in members)
+        for offset, line in zip(offsets, members, strict=True):
+            blocks = line["hash_ids"][: line["input_length"] // BLOCK_SIZE]
+            requests.append(_request(stamp + offset, line["input_length"], line["output_length"], blocks))
+    return requests
+
+
+def no_sharing(seed: int, number: int = 6_000, per_second: float = 2.5) -> list[Request]:
+    """Return requests at random times that share nothing, with the lengths of chat (lognormal, mean about 12,000)."""
+    rng = random.Random(seed)
+    now, next_block, requests = 0.0, 0, []
+    for _ in range(number):
+        now += rng.expovariate(per_second)
+        tokens = min(120_000, max(16, round(rng.lognormvariate(8.9, 1.0))))
+        blocks = list(range(next_block, next_block + tokens // BLOCK_SIZE))
+        next_block += len(blocks)
+        requests.append(_request(now, tokens, rng.randrange(50, 600), blocks))
+    return requests
+
+
+def bursts(seed: int, number: int = 400, per_second: float = 1.0) -> list[Request]:
+    """Return bursts of 4 to 24 requests within 50 ms that share one long new document, with a question each."""
+    rng = random.Random(seed)
+    now, next_block, requests = 0.0, 1, []
+    for _ in range(number):
+        now += rng.expovariate(per_second)
+        document = [0, *range(next_block, next_block + rng.randrange(8, 48))]  # all begin with one system prompt
+        next_block = document[-1] + 1
+        for at in sorted(now + rng.uniform(0, 0.05) for _ in range(rng.randrange(4, 25))):
+            tokens = len(document) * BLOCK_SIZE + rng.randrange(20, 500)
+            requests.append(_request(at, tokens, rng.randrange(50, 600), document))
+    return sorted(requests, key=lambda request: request.at)
+
+
+def _request(at: float, input_tokens: int, output_tokens: int, blocks: list[int]) -> Request:
+    return Request(at, input_tokens, output_tokens, tuple(_spread(block) for block in blocks))
+
+
+def _spread(block: int) -> int:
+    """Return what a 64-bit hash of the block might be (the finalizer of SplitMix64)."""
+    block = (block + 1) * 0x9E3779B97F4A7C15 & _MASK
+    block = (block ^ block >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    block = (block ^ block >> 27) * 0x94D049BB133111EB & _MASK
+    return block ^ block >> 31

@@ -1,0 +1,107 @@
+"""A server for benchmarks: the shipped config with changes, started as a user starts it, on a free port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+__all__ = ["Server", "serve"]
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S = 180.0
+
+
+class Server:
+    """A running server.
+
+    Args:
+        url: where it listens.
+        process: the launcher.
+    """
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
+        self.url = url
+        self.process = process
+
+    def metric(self, name: str) -> float:
+        """Return a metric's sum over replicas and labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+    def metric_by_replica(self, name: str) -> dict[str, float]:
+        """Return a metric's value for each engine replica."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return {sample.labels["replica"]: sample.value for sample in samples}
+
+
+@contextmanager
+def serve(
+    change: Callable[[dict[str, Any]], None], deployments: list[dict[str, Any]] | None = None, engines: int = 1
+) -> Iterator[Server]:
+    """Run a server while the block runs.
+
+    Args:
+        change: edits the arguments of the application.
+        deployments: Serve's own overrides for the application's deployments.
+        engines: replicas to wait for.
+    """
+    with tempfile.TemporaryDirectory(prefix="pg") as directory, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        document = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+        document["http_options"]["port"] = port
+        application = document["applications"][0]
+        change(application["args"])
+        if deployments:
+            application["deployments"] = deployments
+        config = Path(directory) / "config.yaml"
+        config.write_text(yaml.safe_dump(document))
+        with (Path(directory) / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "deployments.launch", str(config)],
+                cwd=ROOT,
+                env={**os.environ, "RAY_TMPDIR": directory},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        server = Server(f"http://127.0.0.1:{port}", process)
+        try:
+            _wait(server, Path(directory) / "log", engines)
+            yield server
+        finally:
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(timeout=90)
+
+
+def _wait(server: Server, log: Path, engines: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while "pagoda: ready" not in log.read_text() or len(_engines(server)) < engines:
+        if server.process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the server did not come up:\n{log.read_text()[-4000:]}")
+        time.sleep(0.25)
+
+
+def _engines(server: Server) -> dict[str, float]:
+    try:
+        return server.metric_by_replica("pagoda_num_requests_running")
+    except (OSError, urllib.error.URLError):
+        return {}

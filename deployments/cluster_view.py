@@ -1,0 +1,124 @@
+"""ClusterView: what one ingress process knows of a deployment's engine replicas.
+
+The router that Serve makes, the thread that receives KV events and the requests of this process all meet here: which
+replicas there are and what they say of themselves (``routing``), and at which replica each request is. It knows
+neither Serve nor HTTP; every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from deployments.kv_subscriber import KVEventSubscriber
+from deployments.routing import Decision, RoutingState
+from deployments.telemetry import (
+    KV_INDEX_BLOCKS,
+    REPLICAS,
+    ROUTING_BEST_HIT_TOKENS,
+    ROUTING_PREDICTED_HIT_TOKENS,
+    Recorder,
+    ingress_recorder,
+)
+
+__all__ = ["BLOCK_SIZE", "ENDPOINT", "ClusterView", "cluster_view"]
+
+# What a replica says of itself once it is ready.
+ENDPOINT = "kv_events_endpoint"
+BLOCK_SIZE = "block_size"
+
+
+class ClusterView:
+    """The replicas of one deployment, and the requests that this process has with them."""
+
+    def __init__(self) -> None:
+        self.routing = RoutingState()
+        self._recorder = ingress_recorder()
+        self._subscriber: KVEventSubscriber | None = None
+        self._lock = threading.Lock()
+        self._replica_of: dict[str, str] = {}  # by request id; "" until one was chosen
+
+    @property
+    def num_unplaced(self) -> int:
+        """Requests of this process for which no replica has been chosen yet: there may be none."""
+        return sum(not replica for replica in list(self._replica_of.values()))
+
+    # --- for the router -------------------------------------------------------------------------------------------
+
+    def set_replicas(self, metadata: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take the replicas that are there now, with what they say of themselves; those that are gone are forgotten."""
+        self.routing.set_replicas(metadata)
+        for described in metadata.values():
+            self.routing.block_size = described.get(BLOCK_SIZE, self.routing.block_size)
+        endpoints = {name: described[ENDPOINT] for name, described in metadata.items() if ENDPOINT in described}
+        if self._subscriber is None and endpoints:
+            self._subscriber = KVEventSubscriber(self.routing, self._recorder)
+        if self._subscriber is not None:
+            self._subscriber.set_endpoints(endpoints)
+
+    def choose(
+        self, candidates: Sequence[str], hashes: Sequence[int], num_tokens: int, avoid: Collection[str]
+    ) -> Decision:
+        """Rank the candidates for a prompt, and count what is expected of the first one's cache."""
+        decision = self.routing.choose(candidates, hashes, num_tokens, now=time.monotonic(), avoid=avoid)
+        for metric, blocks in (
+            (ROUTING_PREDICTED_HIT_TOKENS, decision.predicted_blocks),
+            (ROUTING_BEST_HIT_TOKENS, decision.best_blocks),
+        ):
+            if blocks:
+                self._recorder.increment(metric, blocks * self.routing.block_size)
+        return decision
+
+    def place(self, request_id: str, replica: str, hashes: Sequence[int], num_tokens: int) -> None:
+        """A request goes to ``replica``; if another one did not take it, from there."""
+        with self._lock:
+            if request_id not in self._replica_of:  # its client has gone meanwhile
+                return
+            before, self._replica_of[request_id] = self._replica_of[request_id], replica
+        if before:
+            self.routing.completed(before, request_id)
+        self.routing.dispatched(replica, hashes, num_tokens, now=time.monotonic(), request_id=request_id)
+
+    # --- for the requests -----------------------------------------------------------------------------------------
+
+    def begin(self, request_id: str) -> None:
+        """A request is about to look for a replica."""
+        with self._lock:
+            self._replica_of[request_id] = ""
+
+    def end(self, request_id: str) -> None:
+        """A request has ended, however."""
+        with self._lock:
+            replica = self._replica_of.pop(request_id, "")
+        if replica:
+            self.routing.completed(replica, request_id)
+
+    def replica_of(self, request_id: str) -> str:
+        """Return where a request is, or an empty name while that is open."""
+        return self._replica_of.get(request_id, "")
+
+    def may_be_silent(self, request_id: str) -> bool:
+        """Whether there is a good reason that a request gets no token: no replica yet, or one with a queue."""
+        replica = self.replica_of(request_id)
+        return not replica or self.routing.is_busy(replica, now=time.monotonic())
+
+    def queued(self) -> tuple[int, int]:
+        """Return the requests, and the prefill tokens, that wait anywhere."""
+        num_requests, num_tokens = self.routing.total_load(now=time.monotonic())
+        return num_requests + self.num_unplaced, num_tokens
+
+    # --- for whoever looks ----------------------------------------------------------------------------------------
+
+    def report_state(self, recorder: Recorder) -> None:
+        """Report the gauges."""
+        recorder.set(REPLICAS, len(self.routing.replicas), state="running")
+        recorder.set(KV_INDEX_BLOCKS, len(self.routing.index))
+
+
+@cache
+def cluster_view(deployment: str) -> ClusterView:
+    """Return this process's view of ``deployment``."""
+    return ClusterView()

@@ -1,0 +1,204 @@
+"""AsyncEngine under more than it can take: refusals, requests that give way, stuck steps, and the load it reports."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from engine.async_engine import AsyncEngine
+from engine.engine import Engine
+from engine.errors import EngineDeadError, OverloadedError
+from engine.load import EngineLoad
+from engine.sampling_params import SamplingParams
+from tests.engine.shadow import ShadowRunner, make_engine
+from tests.engine.test_async_engine import Gate, collect, wait_until_idle
+from tests.engine.test_load import Clock
+
+PARAMS = SamplingParams(max_tokens=4)
+
+
+class Held:
+    """An AsyncEngine of one place whose only request runs and is held in its second step."""
+
+    def __init__(self, **options: object) -> None:
+        self.inner, self.runner = make_engine(max_num_seqs=1, **options)  # type: ignore[arg-type]
+        self.gate = Gate(self.runner)
+        self.engine = AsyncEngine(self.inner)
+        self.first = self.engine.generate("first", [1], SamplingParams(max_tokens=3))
+        self.readers: dict[str, asyncio.Future[list[int]]] = {}
+
+    async def arrive(self, name: str, prompt: list[int], priority: int = 0, **options: list[int]) -> None:
+        """Begin to read; the step thread hears of it in the order of these calls."""
+        answer = collect(self.engine.generate(name, prompt, PARAMS, priority=priority, **options))  # type: ignore[arg-type]
+        self.readers[name] = asyncio.ensure_future(answer)
+        await asyncio.sleep(0)
+
+    async def finish(self) -> dict[str, list[int] | BaseException]:
+        """Let everything run to its end and return what each reader got."""
+        self.gate.opened.set()
+        async with asyncio.timeout(20):
+            await collect(self.first)
+            results = await asyncio.gather(*self.readers.values(), return_exceptions=True)
+            await wait_until_idle(self.engine)
+        assert not self.engine._streams
+        assert not self.engine._by_key
+        assert not self.inner._groups
+        assert not self.inner.metrics._times
+        assert len(asyncio.all_tasks()) == 1
+        await self.engine.shutdown()
+        return dict(zip(self.readers, results, strict=True))
+
+
+async def test_a_burst_that_arrives_in_one_step_is_taken_up_to_the_bound_and_the_rest_refused_at_once() -> None:
+    held = Held(max_queued_requests=3)
+    await anext(held.first)
+    for i in range(1000):
+        await held.arrive(str(i), [i % 50])
+    results = await held.finish()
+    answers = {name: one for name, one in results.items() if isinstance(one, list)}
+    assert answers == {str(i): held.runner.answer([i], 4) for i in range(3)}
+    refused = [one for one in results.values() if isinstance(one, OverloadedError)]
+    assert len(refused) == 997
+    assert len(set(map(id, refused))) == 997, "two readers share an error, and so its traceback"
+
+
+async def test_the_reader_of_a_request_that_gives_way_is_told_and_others_are_not_disturbed() -> None:
+    held = Held(max_queued_requests=2)
+    await anext(held.first)
+    await held.arrive("low", [2], -1)
+    await held.arrive("resumed", [3], -5, output_token_ids=[7])
+    await held.arrive("high", [4], 1)
+    await held.arrive("peer", [5], 1)
+    results = await held.finish()
+    assert isinstance(results["low"], OverloadedError)
+    assert isinstance(results["peer"], OverloadedError)
+    assert results["high"] == held.runner.answer([4], 4)
+    assert results["resumed"] == held.runner.answer([3, 7], 3)
+
+
+async def test_who_leaves_the_queue_makes_room_in_it() -> None:
+    held = Held(max_queued_requests=1)
+    await anext(held.first)
+    await held.arrive("leaves", [2])
+    await held.arrive("aborted", [2])
+    held.readers["leaves"].cancel()
+    await asyncio.wait([held.readers["leaves"]])
+    await held.arrive("stays", [3])
+    results = await held.finish()
+    assert isinstance(results["leaves"], asyncio.CancelledError)
+    assert isinstance(results["aborted"], OverloadedError)
+    assert results["stays"] == held.runner.answer([3], 4)
+
+
+async def test_a_full_queue_refuses_the_same_way_by_tokens() -> None:
+    held = Held(max_queued_prefill_tokens=40, block_size=4)
+    await anext(held.first)
+    await held.arrive("a", [2] * 30)
+    await held.arrive("b", [3] * 30)
+    results = await held.finish()
+    assert results["a"] == held.runner.answer([2] * 30, 4)
+    assert "max_queued_prefill_tokens=40" in str(results["b"])
+
+
+async def test_a_step_that_does_not_end_fails_the_health_check_until_it_does() -> None:
+    inner, runner = make_engine(step_timeout_s=60)
+    gate, clock = Gate(runner), Clock()
+    engine = AsyncEngine(inner, clock=clock)
+    clock.now += 1000
+    engine.check_health()  # idle for long, and healthy
+    stream = engine.generate("a", [1], SamplingParams(max_tokens=5))
+    head = await anext(stream)
+    while runner.num_steps < 1 or engine._busy_since is None:
+        await asyncio.sleep(0.001)
+    clock.now += 59
+    engine.check_health()
+    clock.now += 3
+    with pytest.raises(EngineDeadError, match=r"running for 6\d s, and step_timeout_s=60; restart it"):
+        engine.check_health()
+    with pytest.raises(EngineDeadError, match="running for"):
+        await collect(engine.generate("b", [1], PARAMS))
+    gate.opened.set()
+    assert head.token_ids + await collect(stream) == runner.answer([1], 5)
+    engine.check_health()
+    assert await collect(engine.generate("b", [2], PARAMS)) == runner.answer([2], 4)
+    await engine.shutdown()
+
+
+async def test_a_command_that_does_not_end_is_noticed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, _ = make_engine()
+    clock, entered, opened = Clock(), threading.Event(), threading.Event()
+
+    def reset() -> None:
+        entered.set()
+        opened.wait(30)
+
+    monkeypatch.setattr(inner, "reset_prefix_cache", reset)
+    engine = AsyncEngine(inner, clock=clock)
+    task = asyncio.ensure_future(engine.reset_prefix_cache())
+    await asyncio.to_thread(entered.wait, 10)
+    clock.now += 301
+    with pytest.raises(EngineDeadError, match="running for 301 s"):
+        engine.check_health()
+    opened.set()
+    await task
+    engine.check_health()
+    await engine.shutdown()
+
+
+class Listener:
+    """Hears an engine's load from its step thread."""
+
+    def __init__(self) -> None:
+        self.heard: list[EngineLoad] = []
+        self.threads: set[str] = set()
+
+    def __call__(self, load: EngineLoad) -> None:
+        self.heard.append(load)
+        self.threads.add(threading.current_thread().name)
+
+
+@pytest.fixture
+async def listening() -> AsyncIterator[tuple[AsyncEngine, ShadowRunner, Engine, Listener]]:
+    inner, runner = make_engine(max_num_seqs=2)
+    listener = Listener()
+    engine = AsyncEngine(inner, listener)
+    yield engine, runner, inner, listener
+    await engine.shutdown()
+
+
+async def test_arrivals_and_the_return_to_idleness_are_told(
+    listening: tuple[AsyncEngine, ShadowRunner, Engine, Listener],
+) -> None:
+    engine, runner, inner, listener = listening
+    gate = Gate(runner)
+    stream = engine.generate("a", [1] * 9, SamplingParams(max_tokens=30))
+    await anext(stream)
+    others = [asyncio.ensure_future(collect(engine.generate(str(i), [i], PARAMS))) for i in range(3)]
+    await asyncio.sleep(0.02)
+    gate.opened.set()
+    await asyncio.gather(*others, collect(stream))
+    async with asyncio.timeout(10):
+        while not listener.heard or listener.heard[-1] != inner.load() or engine.load().num_running:
+            await asyncio.sleep(0.005)
+    last = listener.heard[-1]
+    assert (last.num_running, last.num_waiting, last.queued_prefill_tokens) == (0, 0, 0)
+    assert last == engine.load()
+    assert last.num_steps > 0
+    assert max(load.num_waiting for load in listener.heard) >= 1
+    assert listener.threads == {"engine-step-loop"}
+
+
+async def test_a_listener_that_raises_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    inner, runner = make_engine()
+
+    def fail(load: EngineLoad) -> None:
+        raise KeyError("a bug")
+
+    engine = AsyncEngine(inner, fail)
+    assert await collect(engine.generate("a", [1], PARAMS)) == runner.answer([1], 4)
+    await wait_until_idle(engine)
+    assert "the engine's load could not be told" in caplog.text
+    await engine.shutdown()
