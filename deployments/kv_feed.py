@@ -75,7 +75,7 @@ class ReplicaFeed:
         self._generation: int | None = None  # None: nothing is known yet
         self._next = 0  # the number that the next batch must have
         self._is_synced = False
-        self._is_silent = False
+        self.is_silent = False  # nothing was heard for ``silence_s``
         self._is_lost = False
         self._heard_at = now
         self._num_failures = 0
@@ -116,10 +116,10 @@ class ReplicaFeed:
 
     def tick(self, now: float) -> None:
         """Notice what has not come."""
-        if not self._is_silent and now - self._heard_at > self._silence_s:
-            self._is_silent, self._is_synced, self.nonce = True, False, None
+        if not self.is_silent and now - self._heard_at > self._silence_s:
+            self.is_silent, self._is_synced, self.nonce = True, False, None
             self._lose()
-        elif not self._is_silent and not self._is_synced and now >= self._ask_at:
+        elif not self.is_silent and not self._is_synced and now >= self._ask_at:
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:
                 self._lose()
@@ -166,8 +166,8 @@ class ReplicaFeed:
 
     def _heard(self, now: float) -> None:
         self._heard_at = now
-        if self._is_silent:
-            self._is_silent = False
+        if self.is_silent:
+            self.is_silent = False
             self._ask(now)
 
     def _lose(self) -> None:

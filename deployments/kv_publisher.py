@@ -137,7 +137,12 @@ class KVEventPublisher:
 
     def _send_events(self) -> None:
         for _ in range(min(len(self._batches), MAX_BATCHES_A_TURN)):
-            message = events_message(*self._batches.popleft())
+            batch, published_at = self._batches.popleft()
+            try:
+                message = events_message(batch, published_at)
+            except Exception:  # a bug; like any batch that is lost, the next one shows that it is missing
+                logger.exception("batch %d of KV events cannot be sent", batch.number)
+                continue
             self._mirror.apply(message)
             data = encode(message)
             if len(data) <= MAX_MESSAGE_BYTES and len(message.runs) <= MAX_RUNS:  # else it is a gap, and a snapshot

@@ -44,10 +44,11 @@ class _Target:
 class _Link:
     """The socket and the feed of one target."""
 
-    def __init__(self, target: _Target, made: zmq.Socket[bytes], feed: ReplicaFeed) -> None:
+    def __init__(self, target: _Target, made: zmq.Socket[bytes], feed: ReplicaFeed, renew_at: float) -> None:
         self.target = target
         self.socket = made
         self.feed = feed
+        self.renew_at = renew_at  # if the replica is silent then, another socket is tried
         self.has_complained = False
         self._nonce: str | None = None  # of the snapshot's topic that the socket is subscribed to
         made.subscribe(target.topics.events)
@@ -96,15 +97,26 @@ class KVEventSubscriber:
         listener: told what is heard, from the subscriber's thread; what it raises is logged.
         silence_s: a replica that says nothing for so long is lost until it speaks again.
         resync_s: a snapshot that does not come within so long is asked for again.
+        renew_s: after so long without success another socket is tried: ZeroMQ connects again to who went away, but
+            never to who has once broken its protocol.
     """
 
-    def __init__(self, listener: Listener, sink: MetricSink, *, silence_s: float = 2.0, resync_s: float = 1.0) -> None:
-        if silence_s <= 0 or resync_s <= 0:
-            raise ConfigError(f"silence_s={silence_s} and resync_s={resync_s} must be positive")
+    def __init__(
+        self,
+        listener: Listener,
+        sink: MetricSink,
+        *,
+        silence_s: float = 2.0,
+        resync_s: float = 1.0,
+        renew_s: float = 5.0,
+    ) -> None:
+        if silence_s <= 0 or resync_s <= 0 or renew_s <= 0:
+            raise ConfigError(f"silence_s={silence_s}, resync_s={resync_s} and renew_s={renew_s} must be positive")
         self._listener = listener
         self._sink = sink
         self._silence_s = silence_s
         self._resync_s = resync_s
+        self._renew_s = renew_s
         self._tick_s = min(MAX_TICK_S, silence_s / 4, resync_s / 4)
         self._next_tick = 0.0
         self._targets: dict[str, _Target] = {}  # replaced as a whole, never changed
@@ -183,7 +195,7 @@ class KVEventSubscriber:
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + self._tick_s
-            for link in self._links.values():
+            for link in list(self._links.values()):
                 self._tick(link, now)
 
     def _follow_targets(self) -> None:
@@ -198,16 +210,19 @@ class KVEventSubscriber:
         self._joined = targets
 
     def _join(self, target: _Target) -> None:
+        feed = ReplicaFeed(
+            target.replica, self._listener, self._sink,
+            now=time.monotonic(), silence_s=self._silence_s, resync_s=self._resync_s,
+        )  # fmt: skip
+        self._connect(target, feed)
+
+    def _connect(self, target: _Target, feed: ReplicaFeed) -> None:
         try:
             made = connect_subscriber(self._context, target.endpoint)
         except zmq.ZMQError:
             logger.exception("cannot listen to replica %s at %s", target.replica, target.endpoint)
             return
-        feed = ReplicaFeed(
-            target.replica, self._listener, self._sink,
-            now=time.monotonic(), silence_s=self._silence_s, resync_s=self._resync_s,
-        )  # fmt: skip
-        self._links[made] = _Link(target, made, feed)
+        self._links[made] = _Link(target, made, feed, time.monotonic() + self._renew_s)
         self._poller.register(made, zmq.POLLIN)
 
     def _leave(self, link: _Link) -> None:
@@ -237,6 +252,9 @@ class KVEventSubscriber:
         except Exception:
             logger.exception("the loss of replica %s could not be told", link.target.replica)
         link.follow_nonce()
+        if link.feed.is_silent and now >= link.renew_at:
+            self._leave(link)
+            self._connect(link.target, link.feed)
 
     def _is_listed(self, link: _Link) -> bool:
         return self._targets.get(link.target.replica) is link.target and not self._is_closed
