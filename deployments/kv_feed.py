@@ -15,20 +15,11 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from deployments.kv_messages import NONCE_LENGTH, REMOVED, STORED, EventsMessage, LoadMessage, Snapshot
+from deployments.telemetry import KV_INDEX_GAPS
 from engine.load import EngineLoad
-from engine.metrics import Metric, MetricSink
+from engine.metrics import MetricSink
 
-__all__ = ["KV_INDEX_DROPPED", "KV_INDEX_GAPS", "KV_INDEX_LAG", "Listener", "ReplicaFeed"]
-
-LAG_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-
-KV_INDEX_LAG = Metric(
-    "kv_index_lag_seconds", "histogram", "From an engine's step to when this ingress heard of it.", (), LAG_BUCKETS
-)
-KV_INDEX_GAPS = Metric("kv_index_gaps", "counter", "Times that KV events were missing and a snapshot was asked for.")
-KV_INDEX_DROPPED = Metric(
-    "kv_index_dropped_messages", "counter", "Messages and endpoints that were refused.", ("reason",)
-)
+__all__ = ["Listener", "ReplicaFeed"]
 
 MAX_FAILURES = 3  # snapshots that did not come, one after the other, before the replica counts as lost
 MAX_WAIT_FACTOR = 8.0  # how much longer than at first a snapshot is waited for in the end

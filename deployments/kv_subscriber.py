@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 import zmq
 
-from deployments.kv_feed import KV_INDEX_DROPPED, KV_INDEX_GAPS, KV_INDEX_LAG, Listener, ReplicaFeed
+from deployments.kv_feed import Listener, ReplicaFeed
 from deployments.kv_messages import KVMessageError, Topics, decode_events, decode_load, decode_snapshot
 from deployments.kv_sockets import Wakeup, check_endpoint, connect_subscriber
+from deployments.telemetry import KV_INDEX_DROPPED, KV_INDEX_LAG
 from engine.errors import ConfigError
 from engine.metrics import MetricSink
 
-__all__ = ["KV_INDEX_DROPPED", "KV_INDEX_GAPS", "KV_INDEX_LAG", "KVEventSubscriber", "Listener"]
+__all__ = ["KVEventSubscriber", "Listener"]
 
 logger = logging.getLogger("ray.serve")
 

@@ -28,6 +28,9 @@ __all__ = [
     "INGRESS_METRICS",
     "INGRESS_REJECTIONS",
     "KV_INDEX_BLOCKS",
+    "KV_INDEX_DROPPED",
+    "KV_INDEX_GAPS",
+    "KV_INDEX_LAG",
     "REPLICAS",
     "REQUEST_MIGRATIONS",
     "ROUTING_BEST_HIT_TOKENS",
@@ -43,6 +46,7 @@ __all__ = [
 
 logger = logging.getLogger("ray.serve")
 
+LAG_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 DECISION_BUCKETS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1, 1.0)
 
 HTTP_REQUESTS = Metric("http_requests", "counter", "HTTP requests answered.", ("path", "status"))
@@ -58,6 +62,13 @@ ROUTING_BEST_HIT_TOKENS = Metric(
 )
 INGRESS_REJECTIONS = Metric("ingress_rejections", "counter", "Requests refused before an engine saw them.", ("reason",))
 KV_INDEX_BLOCKS = Metric("kv_index_blocks", "gauge", "KV blocks that this ingress knows of.")
+KV_INDEX_LAG = Metric(
+    "kv_index_lag_seconds", "histogram", "From an engine's step to when this ingress heard of it.", (), LAG_BUCKETS
+)
+KV_INDEX_GAPS = Metric("kv_index_gaps", "counter", "Times that KV events were missing and a snapshot was asked for.")
+KV_INDEX_DROPPED = Metric(
+    "kv_index_dropped_messages", "counter", "Messages and endpoints that were refused.", ("reason",)
+)
 REQUEST_MIGRATIONS = Metric("request_migrations", "counter", "Requests sent to another replica after theirs was lost.")
 REPLICAS = Metric("replicas", "gauge", "Engine replicas that this ingress knows of.", ("state",))
 

@@ -19,8 +19,8 @@ import zmq
 
 from deployments.kv_index import KVIndex
 from deployments.kv_publisher import KVEventPublisher
-from deployments.kv_subscriber import KV_INDEX_GAPS, KVEventSubscriber
-from deployments.telemetry import Recorder
+from deployments.kv_subscriber import KVEventSubscriber
+from deployments.telemetry import KV_INDEX_GAPS, Recorder
 from engine.engine import Engine
 from engine.sampling_params import SamplingParams
 from tests.deployments.kv_listener import Known, eventually

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.kv_feed import KV_INDEX_GAPS, ReplicaFeed
+from deployments.kv_feed import ReplicaFeed
 from deployments.kv_messages import Snapshot, events_message, load_message, pack_hashes
-from deployments.telemetry import Recorder
+from deployments.telemetry import KV_INDEX_GAPS, Recorder
 from engine.kv_events import KVEvent
 from tests.deployments.kv_listener import Known, batch, load, removed, stored
 

@@ -21,8 +21,8 @@ from deployments.kv_messages import (
     pack_hashes,
 )
 from deployments.kv_publisher import KVEventPublisher
-from deployments.kv_subscriber import KV_INDEX_DROPPED, KV_INDEX_GAPS, KV_INDEX_LAG, KVEventSubscriber
-from deployments.telemetry import Recorder
+from deployments.kv_subscriber import KVEventSubscriber
+from deployments.telemetry import KV_INDEX_DROPPED, KV_INDEX_GAPS, KV_INDEX_LAG, Recorder
 from engine.errors import ConfigError
 from engine.metrics import Metric
 from tests.deployments.kv_listener import CLEARED, Known, batch, eventually, load, removed, stored
