@@ -214,9 +214,6 @@ def test_the_index_is_the_truth_after_a_random_hour(seed: int) -> None:
         assert num_gaps(cluster.recorders) > 5
         assert cluster.num_made > len(REPLICAS), "no replica was restarted"
         assert len(cluster.recorders) > NUM_INGRESSES, "no ingress was restarted"
-        print(
-            cluster.num_evicted, cluster.num_lost, num_gaps(cluster.recorders), cluster.num_made, len(cluster.recorders)
-        )
         assert cluster.num_evicted > 100 * len(REPLICAS) * NUM_BLOCKS, "too little was evicted"
 
 
