@@ -438,9 +438,10 @@ class BlockManager:
 
     def _take_over(self, twin: Block, block: Block) -> Block:
         """Publish a used block in place of its free twin, which could be evicted before what follows the used one."""
+        assert twin.block_hash is not None
         block.block_hash, block.token_bytes, block.parent = twin.block_hash, twin.token_bytes, twin.parent
         block.content_id = twin.content_id
-        self._by_hash[block.block_hash] = block
+        self._by_hash[twin.block_hash] = block
         twin.block_hash, twin.token_bytes, twin.parent, twin.content_id = None, b"", "", -1
         del self._evictable[twin.block_id]
         self._free.append(twin.block_id)
