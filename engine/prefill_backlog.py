@@ -103,11 +103,11 @@ class PrefillBacklog:
         first = last = 0
         if self._shares_blocks(sequence) and not sequence.host_table:
             last = end // size
-            while first < last and self._blocks.is_published(sequence.block_hash(first, size)):
+            if last:
+                sequence.block_hash(last - 1, size)  # and with it all before
+            while first < last and self._blocks.is_published(sequence.block_hashes[first]):
                 first += 1
-            if first < last:
-                sequence.block_hash(last - 1, size)
-                self._awaited.update(sequence.block_hashes[first:last])
+            self._awaited.update(sequence.block_hashes[first:last])
         tail = end - max(sequence.num_computed_tokens, last * size)
         self._num_tail_tokens += tail
         return _Part(sequence.block_hashes, first, last, end, tail)

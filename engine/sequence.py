@@ -12,7 +12,7 @@ from collections.abc import Sequence as Sequence_
 from typing import TYPE_CHECKING
 
 from engine.beam_search import BeamSearch
-from engine.prefix_hash import pack_tokens, packed_block_hash
+from engine.prefix_hash import BYTES_PER_TOKEN, pack_tokens, packed_block_hash
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -151,10 +151,12 @@ class Sequence:
     def block_hash(self, index: int, block_size: int) -> int:
         """Return the chained hash of full block ``index``, extending the cached chain as far as needed."""
         hashes = self.block_hashes
-        while len(hashes) <= index:
-            start = len(hashes) * block_size
-            parent = hashes[-1] if hashes else self.group.root
-            hashes.append(packed_block_hash(parent, pack_tokens(self.token_ids[start : start + block_size])))
+        if len(hashes) <= index:
+            packed = pack_tokens(self.token_ids[len(hashes) * block_size : (index + 1) * block_size])
+            width = block_size * BYTES_PER_TOKEN
+            for start in range(0, len(packed), width):
+                parent = hashes[-1] if hashes else self.group.root
+                hashes.append(packed_block_hash(parent, packed[start : start + width]))
         return hashes[index]
 
     def fork(self, index: int, seed: int) -> Sequence:

@@ -281,3 +281,34 @@ def test_what_was_computed_before_a_reset_is_not_published_after_it() -> None:
         assert manager.match_prefix(make_sequence(prompt)).num_tokens == 0
     start(manager, [1, 2, 3, 4, 5])
     assert manager.match_prefix(make_sequence([1, 2, 3, 4, 5])).num_tokens == 4
+
+
+def test_a_used_block_takes_the_place_of_its_free_twin_so_that_no_hole_opens_before_what_follows() -> None:
+    """A swapped sequence came back to blocks of its own, and those that published its prefix were evicted first."""
+    manager = BlockManager(8, 4, num_host_blocks=8, record_events=True)
+    sequence = start(manager, list(range(8)))
+    sequence.num_computed_tokens = 8
+    manager.swap_out([sequence])
+    published = manager.published_hashes()
+    events = manager.take_events()
+    manager.swap_in([sequence])
+    assert manager.published_hashes() == published == [event.block_hash for event in events]
+    assert manager.take_events() == (), "what is published is the same"
+    assert [manager.blocks[block_id].block_hash for block_id in sequence.block_table] == published
+    assert manager.counts() == BlockCounts(free=6, cached=0, used=2, shared=0)
+    manager.check_integrity([sequence])
+    others = start(manager, list(range(40, 64)))  # all that is free
+    assert manager.published_hashes()[:2] == published
+    twin = start(manager, list(range(8)))
+    assert twin.block_table == sequence.block_table
+    manager.check_integrity([sequence, others, twin])
+
+
+def test_published_hashes_are_parents_before_children() -> None:
+    manager = BlockManager(8, 4)
+    first = start(manager, list(range(16)))
+    manager.free(first)
+    second = start(manager, [*range(8), *range(20, 28)])
+    assert manager.published_hashes() == first.block_hashes + second.block_hashes[2:]
+    manager.reset_prefix_cache()
+    assert manager.published_hashes() == []

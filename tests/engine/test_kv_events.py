@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from engine.prefix_hash import block_hash, root_hash
 from engine.sampling_params import SamplingParams
-from tests.engine.random_load import drive
+from tests.engine.random_load import RandomLoad, drive
 from tests.engine.shadow import make_engine, run_to_end
 
 
@@ -19,6 +21,7 @@ class Replica:
     def __init__(self) -> None:
         self.stored: set[int] = set()
         self.ever_stored = {root_hash("shadow", "", salt) for salt in ("", "a")}
+        self.parents: dict[int, int] = {}
         self.batches: list[KVEventBatch] = []
 
     def hear(self, batch: KVEventBatch) -> None:
@@ -33,11 +36,58 @@ class Replica:
                     assert event.parent_hash in self.ever_stored, "a block follows one that was never told"
                     assert event.block_hash == block_hash(event.parent_hash, event.token_ids)
                     self.stored.add(event.block_hash)
+                    self.parents[event.block_hash] = event.parent_hash
                     self.ever_stored.add(event.block_hash)
                 case BlockRemoved():
                     self.stored.remove(event.block_hash)
                 case AllBlocksCleared():
                     self.stored.clear()
+
+
+    @property
+    def holes(self) -> list[int]:
+        """What is stored without the block before it."""
+        roots = {root_hash("shadow", "", salt) for salt in ("", "a")}
+        return [one for one in self.stored if self.parents[one] not in self.stored | roots]
+
+
+def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:
+    """Compare a replica with the block manager after every step and reset, and count what it holds."""
+    counts: Counter[str] = Counter()
+
+    def check(load: RandomLoad) -> None:
+        manager = load.engine.block_manager
+        published = manager.published_hashes()
+        assert replica.stored == set(published)
+        assert sorted(published) == sorted(one.block_hash for one in manager.blocks if one.block_hash is not None)
+        counts.update(blocks=len(published), holes=len(replica.holes))
+        place = {block_hash: index for index, block_hash in enumerate(published)}
+        late = [one for one in published if place.get(replica.parents[one], -1) > place[one]]
+        counts["children before parents"] += len(late)
+
+    for name in ("step", "reset_prefix_cache"):
+        method = getattr(RandomLoad, name)
+
+        def watched(self: RandomLoad, method: Callable[[RandomLoad], None] = method) -> None:
+            method(self)
+            check(self)
+
+        monkeypatch.setattr(RandomLoad, name, watched)
+    return counts
+
+
+def test_the_events_are_enough_after_every_step_and_holes_in_chains_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holes were ten times as many when a twin of a used block could be evicted before what follows it."""
+    total: Counter[str] = Counter()
+    for seed in range(15):
+        with monkeypatch.context() as patch:
+            replica = Replica()
+            counts = follow(patch, replica)
+            drive(seed, enable_prefix_caching=True, on_kv_events=replica.hear)
+            total += counts
+    assert total["blocks"] > 30_000
+    assert total["holes"] < total["blocks"] / 500
+    assert total["children before parents"] < total["blocks"] / 500
 
 
 @pytest.mark.parametrize("seed", range(20))
