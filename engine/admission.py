@@ -25,7 +25,7 @@ class QueueBounds:
     """The bounds of one engine's queue; None is no bound.
 
     Args:
-        max_requests: that wait, at most.
+        max_requests: that wait, at most, beyond those for which the batch has places: they only wait for the step.
         max_prefill_tokens: of all prompts, not yet computed nor cached, at most. It is no bound for a request that
             finds nobody waiting.
     """
@@ -33,28 +33,30 @@ class QueueBounds:
     max_requests: int | None = None
     max_prefill_tokens: int | None = None
 
-    def refuse_early(self, waiting: list[SequenceGroup], priority: int) -> None:
+    def refuse_early(self, waiting: list[SequenceGroup], num_places: int, priority: int) -> None:
         """Refuse at no cost a newcomer whom the number of waiting requests alone keeps out.
 
         Args:
             waiting: by rank, the last in rank first.
+            num_places: that are free in the batch.
             priority: of the newcomer.
 
         Raises:
             OverloadedError: if there is no room, and nobody of lower priority.
         """
-        if self._has_room(len(waiting)) or waiting[0].priority < priority:
+        if self._has_room(len(waiting), num_places) or waiting[0].priority < priority:
             return
         raise OverloadedError(self._too_many(len(waiting)))
 
     def make_room(
-        self, newcomer: SequenceGroup, waiting: list[SequenceGroup], backlog: PrefillBacklog
+        self, newcomer: SequenceGroup, waiting: list[SequenceGroup], num_places: int, backlog: PrefillBacklog
     ) -> list[SequenceGroup]:
         """Return who has to give way to a newcomer, nobody as a rule; the backlog counts them no more.
 
         Args:
             newcomer: not queued, and not in the backlog.
             waiting: by rank, the last in rank first.
+            num_places: that are free in the batch.
             backlog: of the same queue.
 
         Raises:
@@ -62,7 +64,7 @@ class QueueBounds:
         """
         shed: list[SequenceGroup] = []
         victims = _victims(newcomer, waiting)
-        refusal = self._why_not(newcomer, len(waiting), backlog)
+        refusal = self._why_not(newcomer, len(waiting), num_places, backlog)
         error = OverloadedError(refusal or "")
         while refusal is not None:
             victim = next(victims, None)
@@ -72,7 +74,7 @@ class QueueBounds:
                 raise error
             backlog.remove(victim)
             shed.append(victim)
-            refusal = self._why_not(newcomer, len(waiting) - len(shed), backlog)
+            refusal = self._why_not(newcomer, len(waiting) - len(shed), num_places, backlog)
         return shed
 
     def gave_way(self, victim: SequenceGroup, newcomer: SequenceGroup) -> OverloadedError:
@@ -84,15 +86,17 @@ class QueueBounds:
             f"priority {newcomer.priority}; {_LATER}"
         )
 
-    def _has_room(self, num_waiting: int) -> bool:
-        return not num_waiting or self.max_requests is None or num_waiting < self.max_requests
+    def _has_room(self, num_waiting: int, num_places: int) -> bool:
+        return not num_waiting or self.max_requests is None or num_waiting < self.max_requests + num_places
 
     def _too_many(self, num_waiting: int) -> str:
         return f"{num_waiting} requests wait already, and max_queued_requests={self.max_requests}; {_LATER}"
 
-    def _why_not(self, newcomer: SequenceGroup, num_waiting: int, backlog: PrefillBacklog) -> str | None:
+    def _why_not(
+        self, newcomer: SequenceGroup, num_waiting: int, num_places: int, backlog: PrefillBacklog
+    ) -> str | None:
         """Return what keeps a newcomer out of the queue, if something does."""
-        if not self._has_room(num_waiting):
+        if not self._has_room(num_waiting, num_places):
             return self._too_many(num_waiting)
         bound, sequence = self.max_prefill_tokens, newcomer.sequences[0]
         if bound is None or not num_waiting or backlog.num_tokens + sequence.num_tokens <= bound:

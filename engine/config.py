@@ -52,9 +52,9 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed in one step, at most; longer prompts are chunked.
         long_prefill_threshold: tokens of one prompt computed in one step, at most, so that others get their turn; 0
             sets no such limit.
-        max_queued_requests: requests that may wait in an AsyncEngine, at most; another one is refused, or a waiting one
-            of lower priority gives way. Those that arrive between two steps all wait at first, even if there is
-            room to run them. None sets no such limit; ``LLM`` queues whatever it is given.
+        max_queued_requests: requests that may wait in an AsyncEngine, at most, besides those that the next step has
+            places for; another one is refused, or a waiting one of lower priority gives way. None sets no such
+            limit; ``LLM`` queues whatever it is given.
         max_queued_prefill_tokens: prompt tokens that may wait to be computed in an AsyncEngine, at most, without those
             that the prefix cache holds; likewise. A request that finds nobody waiting is taken however long it is.
         block_size: tokens per KV block; None takes the attention backend's default.

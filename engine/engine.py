@@ -352,7 +352,7 @@ class Engine:
 
     def _refuse_early(self, priority: int) -> None:
         try:
-            self._bounds.refuse_early(self.scheduler.waiting, priority)
+            self._bounds.refuse_early(self.scheduler.waiting, self.scheduler.num_free_places, priority)
         except OverloadedError:
             self.metrics.request_rejected(OVERLOADED)
             raise
@@ -360,7 +360,8 @@ class Engine:
     def _make_room(self, group: SequenceGroup, on_shed: Callable[[str, OverloadedError], None]) -> None:
         """Shed whom the bounds of the queue demand, or refuse the group."""
         try:
-            shed = self._bounds.make_room(group, self.scheduler.waiting, self._backlog)
+            waiting, num_places = self.scheduler.waiting, self.scheduler.num_free_places
+            shed = self._bounds.make_room(group, waiting, num_places, self._backlog)
         except OverloadedError:
             self.metrics.request_rejected(OVERLOADED)
             raise

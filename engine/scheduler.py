@@ -70,6 +70,11 @@ class Scheduler:
         """Whether any sequence waits or runs."""
         return bool(self.waiting or self.running)
 
+    @property
+    def num_free_places(self) -> int:
+        """Sequences that the batch has places for beside those in it."""
+        return self.max_num_running - self._num_places
+
     def add(self, group: SequenceGroup) -> None:
         """Queue a request that fits the pool (the engine has checked that it does)."""
         insort(self.waiting, group, key=lambda other: (other.priority, -other.arrival))

@@ -144,6 +144,8 @@ async def test_a_command_that_does_not_end_is_noticed_too(monkeypatch: pytest.Mo
         engine.check_health()
     opened.set()
     await task
+    while engine._busy_since is not None:  # the command ends a little later than what it is for
+        await asyncio.sleep(0.001)
     engine.check_health()
     await engine.shutdown()
 
