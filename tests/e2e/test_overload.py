@@ -1,0 +1,136 @@
+"""More requests than the server takes: the rest are refused at once, the least important first; none lasts for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Server, end_server, start_server
+
+RUNNING, WAITING, TIMEOUT_S = 2, 3, 15.0
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that runs two requests and lets three wait, and none takes more than 15 s."""
+
+    def change(args: dict[str, Any]) -> None:
+        args["replicas"]["engines"] = 1
+        args["engine"]["max_num_seqs"] = RUNNING
+        args["limits"] |= {"max_queued_requests_per_engine": WAITING, "request_timeout_s": TIMEOUT_S}
+
+    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
+    running = start_server(tmp_path_factory.mktemp("small"), ray_dir, change)
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        end_server(running)
+        shutil.rmtree(ray_dir, ignore_errors=True)
+
+
+@dataclass
+class Answer:
+    """How a request ended, and how long that took."""
+
+    status: int
+    seconds: float
+    headers: httpx.Headers
+    body: Any
+
+
+async def _post(client: httpx.AsyncClient, **body: Any) -> Answer:
+    started = time.monotonic()
+    answer = await client.post("/v1/completions", json={"prompt": "Once", "ignore_eos": True} | body)
+    return Answer(answer.status_code, time.monotonic() - started, answer.headers, answer.json())
+
+
+def _client(server: Server) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=200))
+
+
+async def _wait_until(server: Server, **wanted: int) -> None:
+    """Wait until so many requests are running and waiting."""
+    deadline = time.monotonic() + 30
+    while True:
+        seen = {
+            name: sum((await asyncio.to_thread(server.metric, f"pagoda_num_requests_{name}")).values())
+            for name in wanted
+        }
+        if seen == wanted:
+            return
+        assert time.monotonic() < deadline, seen
+        await asyncio.sleep(0.05)
+
+
+async def _idle(server: Server) -> None:
+    await _wait_until(server, running=0, waiting=0)
+    assert sum(server.metric("pagoda_kv_blocks", state="used").values()) == 0
+
+
+async def test_what_the_queue_does_not_take_is_refused_at_once(small: Server) -> None:
+    async with _client(small) as client:
+        answers = await asyncio.gather(*(_post(client, max_tokens=200) for _ in range(40)))
+    taken = [answer for answer in answers if answer.status == 200]
+    refused = [answer for answer in answers if answer.status != 200]
+    assert len(taken) >= RUNNING + WAITING
+    assert refused
+    for answer in refused:
+        assert (answer.status, answer.body["error"]["code"]) == (503, "overloaded"), answer.body
+        assert int(answer.headers["Retry-After"]) >= 1
+    assert max(answer.seconds for answer in refused) < max(answer.seconds for answer in taken)
+    await _idle(small)
+
+
+async def test_the_less_important_make_room(small: Server) -> None:
+    async with _client(small) as client:
+        long = [asyncio.create_task(_post(client, max_tokens=600)) for _ in range(RUNNING)]
+        await _wait_until(small, running=RUNNING, waiting=0)
+        low = [asyncio.create_task(_post(client, max_tokens=1, priority=-1)) for _ in range(WAITING)]
+        await _wait_until(small, running=RUNNING, waiting=WAITING)
+        high = await _post(client, max_tokens=1, priority=1)
+        statuses = sorted([answer.status for answer in await asyncio.gather(*low)])
+    assert high.status == 200
+    assert statuses == [200, 200, 503]
+    for task in long:
+        assert (await task).status == 200
+    await _idle(small)
+
+
+async def _until_token(lines: AsyncIterator[str]) -> None:
+    async for line in lines:
+        if line.startswith("data: {"):
+            return
+
+
+async def test_a_request_that_takes_too_long_is_ended_and_frees_its_blocks(small: Server) -> None:
+    """The engine stands still meanwhile, so that no machine is fast enough."""
+    (pid,) = small.engine_pids().values()
+    body = {"prompt": "Endless", "max_tokens": 1900, "ignore_eos": True}
+    streamed = body | {"stream": True}
+    async with _client(small) as client, client.stream("POST", "/v1/completions", json=streamed) as answer:
+        lines = answer.aiter_lines()
+        await _until_token(lines)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            whole = asyncio.create_task(_post(client, max_tokens=1))
+            rest = [line async for line in lines if line]
+            late = await whole
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "timeout"
+    assert rest[-1] == "data: [DONE]"
+    assert (late.status, late.body["error"]["code"]) == (408, "timeout"), late.body
+    await _idle(small)
