@@ -103,8 +103,12 @@ class Server:
 
     def engine_pids(self) -> dict[str, int]:
         """Return the process of each engine replica."""
+        return self.pids("engine")
+
+    def pids(self, deployment: str) -> dict[str, int]:
+        """Return the process of each running replica of a deployment."""
         found = re.findall(r"dashboard at .*?(https?://[\d.]+:\d+)", self.log.read_text())
-        replicas = serve_details(found[-1])["applications"]["pagoda"]["deployments"]["engine"]["replicas"]
+        replicas = serve_details(found[-1])["applications"]["pagoda"]["deployments"][deployment]["replicas"]
         return {item["replica_id"]: item["pid"] for item in replicas if item["state"] == "RUNNING"}
 
     def processes(self) -> list[psutil.Process]:
