@@ -57,6 +57,13 @@ class RequestFailed(Exception):  # noqa: N818
     """The server answered with an error, or did not finish its answer."""
 
 
+class ServerGone(RequestFailed):
+    """The ingress died before its answer's first byte, or there was none: the proxy answers in its place."""
+
+
+PROXYS_OWN_ERROR = "Internal Server Error"  # HAProxy's 502, 503 and 504, as Serve has it say them
+
+
 # How the requests differ, besides their prompts. Half are greedy, half have a seed.
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -91,19 +98,20 @@ async def ask(client: httpx.AsyncClient, question: Question) -> Answer:
 
     Raises:
         RequestFailed: if it was not answered in full.
+        ServerGone: if the proxy says so before the first byte.
         httpx.TransportError: if the connection broke.
     """
     answer, body = Answer(), question.body
     if not body["stream"]:
         whole = await client.post(question.path, json=body)
-        _require(whole.status_code == 200, whole.text)
+        _require_success(whole.status_code, whole.text)
         for choice in whole.json()["choices"]:
             answer.add(choice)
         return answer
     line = ""
     async with client.stream("POST", question.path, json=body) as response:
         if response.status_code != 200:
-            raise RequestFailed(f"{response.status_code}: {(await response.aread()).decode()}")
+            _require_success(response.status_code, (await response.aread()).decode())
         async for line in _lines(response):
             if line == "data: [DONE]":
                 break
@@ -121,6 +129,11 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
     async for line in response.aiter_lines():
         if line:
             yield line
+
+
+def _require_success(status: int, text: str) -> None:
+    if status != 200:
+        raise (ServerGone if text.strip() == PROXYS_OWN_ERROR else RequestFailed)(f"{status}: {text}")
 
 
 def _require(condition: bool, otherwise: str) -> None:
@@ -207,7 +220,7 @@ class Clients:
         for _ in range(self._retries):
             try:
                 return await ask(client, question)
-            except httpx.TransportError as error:
+            except (httpx.TransportError, ServerGone) as error:
                 self.report.broken.append(f"{who}: {error!r}")
         return await ask(client, question)
 
