@@ -113,8 +113,8 @@ class Server:
 
     def pids(self, deployment: str) -> dict[str, int]:
         """Return the process of each running replica of a deployment; none while Serve reads another config."""
-        deployments = serve_details(self.dashboard)["applications"]["pagoda"]["deployments"]
-        replicas = deployments.get(deployment, {}).get("replicas", ())
+        application = serve_details(self.dashboard)["applications"].get("pagoda", {})
+        replicas = application.get("deployments", {}).get(deployment, {}).get("replicas", ())
         return {item["replica_id"]: item["pid"] for item in replicas if item["state"] == "RUNNING"}
 
     def processes(self) -> list[psutil.Process]:

@@ -45,7 +45,7 @@ def chaos_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
     running = start_server(tmp_path_factory.mktemp("chaos"), ray_dir, _change)
     try:
-        running.wait_until_ready()
+        running.wait_until_ready(timeout_s=180)
         yield running
     finally:
         end_server(running)
@@ -67,7 +67,7 @@ def server(chaos_server: Server) -> Server:
     return chaos_server
 
 
-def _wait_until_whole(server: Server, timeout_s: float = 90.0) -> None:
+def _wait_until_whole(server: Server, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while len(_live(server, "engine")) < ENGINES or len(_live(server, "ingress")) < 2:
         assert time.monotonic() < deadline, server.log.read_text()
