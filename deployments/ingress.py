@@ -10,8 +10,8 @@ import asyncio
 import contextvars
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import partial, wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -49,6 +49,7 @@ __all__ = ["Ingress"]
 
 CHARACTERS_PER_LOGPROB = 16  # what writing a log-probability costs, in characters of tokenising
 ENGINE_TIMEOUT_S = 5.0  # while engines load: a probe or a client must get an answer, not wait
+LOADING_TIMEOUT_S = 60.0  # so long a new ingress gets no requests while the engines load; then it says that they do
 
 
 class Ingress:
@@ -74,7 +75,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP surface; Serve asks for it when the constructor is done."""
-        api = FastAPI(title="Pagoda", docs_url=None, redoc_url=None, openapi_url=None)
+        api = FastAPI(title="Pagoda", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
         api.add_middleware(CountRequests)
         api.add_exception_handler(Exception, _on_error)
         api.add_exception_handler(HTTPException, _on_http_error)
@@ -89,6 +90,12 @@ class Ingress:
         ):
             api.add_api_route(path, _guarded(endpoint), methods=[method])
         return api
+
+    @asynccontextmanager
+    async def _lifespan(self, api: FastAPI) -> AsyncIterator[None]:
+        """Get ready before Serve sends requests: one of several ingresses may be new among busy engines."""
+        await asyncio.wait([self._loading()], timeout=LOADING_TIMEOUT_S)
+        yield
 
     # --- the model ------------------------------------------------------------------------------------------------
 
@@ -202,15 +209,20 @@ class Ingress:
         Raises:
             ApiError: 503 if no engine has answered in time.
         """
-        if self._prompts is not None and self._prompts.done() and not _has_failed(self._prompts):
-            return self._prompts.result()
-        if self._prompts is None or self._prompts.done():
-            # In a context of its own: Serve cancels what it thinks belongs to a request whose client goes away.
-            self._prompts = asyncio.get_running_loop().create_task(self._load(), context=contextvars.Context())
+        loading = self._loading()
+        if loading.done() and not _has_failed(loading):
+            return loading.result()
         try:
-            return await asyncio.wait_for(asyncio.shield(self._prompts), ENGINE_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.shield(loading), ENGINE_TIMEOUT_S)
         except TimeoutError:
             raise ApiError(503, "the engines are still loading", code="loading", retry_after_s=5) from None
+
+    def _loading(self) -> asyncio.Future[PromptBuilder]:
+        """Return the attempt that is under way or has succeeded, or begin another."""
+        if self._prompts is None or (self._prompts.done() and _has_failed(self._prompts)):
+            # In a context of its own: Serve cancels what it thinks belongs to a request whose client goes away.
+            self._prompts = asyncio.get_running_loop().create_task(self._load(), context=contextvars.Context())
+        return self._prompts
 
     async def _load(self) -> PromptBuilder:
         info = await self._engines.info.remote()

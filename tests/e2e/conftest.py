@@ -68,6 +68,12 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def dashboard(self) -> str:
+        """Where Ray's own REST API is."""
+        found: list[str] = re.findall(r"dashboard at .*?(https?://[\d.]+:\d+)", self.log.read_text())
+        return found[-1]
+
     def wait_until_ready(self, timeout_s: float = 120.0) -> None:
         started = time.monotonic()
         while "pagoda: ready" not in self.log.read_text():
@@ -103,8 +109,12 @@ class Server:
 
     def engine_pids(self) -> dict[str, int]:
         """Return the process of each engine replica."""
-        found = re.findall(r"dashboard at .*?(https?://[\d.]+:\d+)", self.log.read_text())
-        replicas = serve_details(found[-1])["applications"]["pagoda"]["deployments"]["engine"]["replicas"]
+        return self.pids("engine")
+
+    def pids(self, deployment: str) -> dict[str, int]:
+        """Return the process of each running replica of a deployment; none while Serve reads another config."""
+        application = serve_details(self.dashboard)["applications"].get("pagoda", {})
+        replicas = application.get("deployments", {}).get(deployment, {}).get("replicas", ())
         return {item["replica_id"]: item["pid"] for item in replicas if item["state"] == "RUNNING"}
 
     def processes(self) -> list[psutil.Process]:

@@ -1,0 +1,69 @@
+"""A Ray cluster of three nodes on this machine with Pagoda on it, as a process of its own.
+
+It is told what to do by lines on its standard input, and answers each with a line of JSON. Engines fill the two worker
+nodes; the ingress is alone on the head, so that a lost worker costs engines only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import ray
+import yaml
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from deployments.app import build_app
+from tests.e2e.conftest import ROOT
+
+CPUS_PER_ENGINE = 2  # of what Ray counts, not of the machine's
+ENGINES_PER_NODE = 2
+WORKERS = 2
+MARK = "cluster: "
+
+
+def say(**facts: Any) -> None:
+    """Write one line for the test, among whatever Ray prints."""
+    print(MARK + json.dumps(facts), flush=True)
+
+
+def arguments() -> dict[str, Any]:
+    """Return the shipped config's arguments, with engines that only a worker node can hold."""
+    args: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())["applications"][0]["args"]
+    args["engine"]["dtype"] = "float32"
+    args["replicas"].update(engines=WORKERS * ENGINES_PER_NODE, cpus_per_engine=CPUS_PER_ENGINE)
+    return args
+
+
+def start(cluster: Cluster, port: int) -> None:
+    """Deploy onto the head alone, and add the workers when the ingress has its place there."""
+    ray.init(address=cluster.address, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+    free = ray.available_resources()["CPU"]
+    target = serve.RunTarget(build_app(arguments()), name="pagoda", route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+    while ray.available_resources()["CPU"] >= free:
+        time.sleep(0.1)
+
+
+def main(port: int) -> None:
+    """Run until the standard input ends."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": True})
+    try:
+        start(cluster, port)
+        workers = [cluster.add_node(num_cpus=CPUS_PER_ENGINE * ENGINES_PER_NODE) for _ in range(WORKERS)]
+        say(dashboard=f"http://{cluster.webui_url}", workers=[worker.node_id for worker in workers])
+        for line in sys.stdin:
+            assert line == "remove\n"
+            cluster.remove_node(workers.pop(), allow_graceful=False)
+            say(workers=[worker.node_id for worker in workers])
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

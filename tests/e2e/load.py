@@ -1,0 +1,236 @@
+"""Load for the tests that break things: requests whose answers are known, and clients that send them one after another.
+
+A client checks every answer down to its token ids. What a test does to the server meanwhile is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from deployments.config import LimitOptions
+
+TOKENS = 120  # an answer takes some seconds while 32 clients share two cores
+REQUEST_TIMEOUT_S = 120.0
+
+
+def set_limits(args: dict[str, Any], **limits: float) -> None:
+    """Set those of ``limits`` that this version's config knows."""
+    args["limits"].update({name: value for name, value in limits.items() if name in LimitOptions.model_fields})
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request that has one answer only: greedy, or with a seed."""
+
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass
+class Answer:
+    """What came back, by choice."""
+
+    texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
+    token_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+
+    def add(self, choice: dict[str, Any]) -> None:
+        """Append a chunk, or take a whole choice."""
+        index, message = choice["index"], choice.get("message") or choice.get("delta") or {}
+        assert index not in self.finish_reasons, f"something came behind the end of choice {index}"
+        self.texts[index] += choice.get("text") or message.get("content") or ""
+        self.token_ids[index] += choice["token_ids"]
+        if choice["finish_reason"] is not None:
+            self.finish_reasons[index] = choice["finish_reason"]
+
+
+class RequestFailed(Exception):  # noqa: N818
+    """The server answered with an error, or did not finish its answer."""
+
+
+class ServerGone(RequestFailed):
+    """The ingress died before its answer's first byte, or there was none: the proxy answers in its place."""
+
+
+PROXYS_OWN_ERROR = "Internal Server Error"  # HAProxy's 502, 503 and 504, as Serve has it say them
+
+
+# How the requests differ, besides their prompts. Half are greedy, half have a seed.
+_KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 7},
+    {"temperature": 0, "chat": True},
+    {"temperature": 0.9, "seed": 8, "chat": True},
+    {"temperature": 0, "stream": False},
+    {"temperature": 0.9, "seed": 9, "n": 2, "max_tokens": TOKENS // 2},
+    {"temperature": 0, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
+    {"temperature": 0.9, "seed": 10, "structured_outputs": {"regex": "([a-z]{3,7} ){300}"}},
+)
+_LONG_PREFIX = (  # several KV blocks
+    "You are a patient guide to the rivers of the world, and you tell long stories. " * 4
+)
+
+
+def questions(count: int) -> list[Question]:
+    """Return ``count`` different requests; every second pair of each kind shares a prefix."""
+    return [_question(number, dict(_KINDS[number % len(_KINDS)])) for number in range(count)]
+
+
+def _question(number: int, kind: dict[str, Any]) -> Question:
+    prompt = (_LONG_PREFIX if number // len(_KINDS) % 2 else "") + f"Story {number} begins at the"
+    is_chat = kind.pop("chat", False)
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    common = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    return Question("/v1/chat/completions" if is_chat else "/v1/completions", common | asked | kind)
+
+
+async def ask(client: httpx.AsyncClient, question: Question) -> Answer:
+    """Send one request and read its answer to the end.
+
+    Raises:
+        RequestFailed: if it was not answered in full.
+        ServerGone: if the proxy says so before the first byte.
+        httpx.TransportError: if the connection broke.
+    """
+    answer, body = Answer(), question.body
+    if not body["stream"]:
+        whole = await client.post(question.path, json=body)
+        _require_success(whole.status_code, whole.text)
+        for choice in whole.json()["choices"]:
+            answer.add(choice)
+        return answer
+    line = ""
+    async with client.stream("POST", question.path, json=body) as response:
+        if response.status_code != 200:
+            _require_success(response.status_code, (await response.aread()).decode())
+        async for line in _lines(response):
+            if line == "data: [DONE]":
+                break
+            chunk = json.loads(line.removeprefix("data: "))
+            _require("error" not in chunk, line)
+            for choice in chunk["choices"]:
+                answer.add(choice)
+    _require(line == "data: [DONE]", f"the stream ended with {line!r}")
+    _require(len(answer.finish_reasons) == body.get("n", 1), f"a choice has no end: {answer.finish_reasons}")
+    return answer
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Yield the lines of a stream that are not empty."""
+    async for line in response.aiter_lines():
+        if line:
+            yield line
+
+
+def _require_success(status: int, text: str) -> None:
+    if status != 200:
+        raise (ServerGone if text.strip() == PROXYS_OWN_ERROR else RequestFailed)(f"{status}: {text}")
+
+
+def _require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise RequestFailed(otherwise)
+
+
+def new_client(url: str) -> httpx.AsyncClient:
+    """Return a client that any number of tasks may share."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits)
+
+
+async def record(url: str, asked: Sequence[Question]) -> list[Answer]:
+    """Return the answers of an undisturbed server."""
+    async with new_client(url) as client:
+        return list(await asyncio.gather(*(ask(client, question) for question in asked)))
+
+
+@dataclass
+class Report:
+    """What the clients saw."""
+
+    completed: int = 0
+    broken: list[str] = field(default_factory=list)  # connections that broke, each followed by another attempt
+    failures: list[str] = field(default_factory=list)
+    slowest_s: float = 0.0
+
+
+class Clients:
+    """Clients that send known requests one after another until they are told to stop.
+
+    Args:
+        url: the server.
+        asked: the requests, with what each should answer.
+        count: how many clients there are.
+        retries: how often a client sends a request again whose connection broke.
+    """
+
+    def __init__(
+        self, url: str, asked: Sequence[tuple[Question, Answer]], *, count: int = 32, retries: int = 0
+    ) -> None:
+        self.report = Report()
+        self._url = url
+        self._asked = asked
+        self._count = count
+        self._retries = retries
+        self._stopping = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Report]:
+        """Run the clients; at the end each finishes the request it is at."""
+        async with new_client(self._url) as client:
+            tasks = [asyncio.create_task(self._run(client, number)) for number in range(self._count)]
+            try:
+                yield self.report
+                self._stopping = True
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, client: httpx.AsyncClient, number: int) -> None:
+        turn = number  # clients of one number of requests start at different ones
+        while not self._stopping:
+            question, expected = self._asked[turn % len(self._asked)]
+            started = time.monotonic()
+            await self._check(client, question, expected, f"client {number}, request {turn % len(self._asked)}")
+            self.report.slowest_s = max(self.report.slowest_s, time.monotonic() - started)
+            turn += 1
+
+    async def _check(self, client: httpx.AsyncClient, question: Question, expected: Answer, who: str) -> None:
+        try:
+            answer = await self._ask(client, question, who)
+        except (RequestFailed, AssertionError, httpx.HTTPError, KeyError, ValueError) as error:
+            self.report.failures.append(f"{who}: {error!r}")
+            return
+        self.report.completed += 1
+        if answer != expected:
+            self.report.failures.append(f"{who} got another answer: {difference(answer, expected)}")
+
+    async def _ask(self, client: httpx.AsyncClient, question: Question, who: str) -> Answer:
+        for _ in range(self._retries):
+            try:
+                return await ask(client, question)
+            except (httpx.TransportError, ServerGone) as error:
+                self.report.broken.append(f"{who}: {error!r}")
+        return await ask(client, question)
+
+
+def difference(answer: Answer, expected: Answer) -> str:
+    """Say where two answers part."""
+    for index in expected.token_ids:
+        ours, theirs = answer.token_ids[index], expected.token_ids[index]
+        if ours != theirs:
+            pairs = enumerate(zip(ours, theirs, strict=False))
+            place = next((place for place, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
+            return f"choice {index}, {len(ours)} tokens for {len(theirs)}, the first other one is number {place}"
+    return f"the same tokens, but {answer.texts} for {expected.texts}, {answer.finish_reasons}"

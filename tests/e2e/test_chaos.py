@@ -1,0 +1,211 @@
+"""Processes are killed and stopped under load: no request fails, and no token is lost, repeated or another one.
+
+PAGODA_CHAOS_SECONDS says how long replicas are killed (120 by default); stopping them takes a third of it, since a
+stopped replica does to a stream what a killed one does, only later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deployments.config import LimitOptions
+from tests.e2e.conftest import Server, end_server, start_server
+from tests.e2e.load import Answer, Clients, Question, Report, questions, record, set_limits
+
+SECONDS = float(os.environ.get("PAGODA_CHAOS_SECONDS", "120"))
+EVERY_S = 10.0
+ENGINES = 4
+
+pytestmark = pytest.mark.timeout(300 + 2 * SECONDS)
+
+
+def _change(args: dict[str, Any]) -> None:
+    """Four engines, so that half of them may be away; their CPU shares leave room for replacements on two cores."""
+    args["engine"]["dtype"] = "float32"
+    args["replicas"].update(engines=ENGINES, cpus_per_engine=0.1, ingresses=2, cpus_per_ingress=0.1)
+    set_limits(args, health_check_period_s=1.0, health_check_timeout_s=2.0, stall_timeout_s=2.5, max_migrations=3)
+
+
+@pytest.fixture(scope="module")
+def chaos_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
+    running = start_server(tmp_path_factory.mktemp("chaos"), ray_dir, _change)
+    try:
+        running.wait_until_ready(timeout_s=180)
+        yield running
+    finally:
+        end_server(running)
+        shutil.rmtree(ray_dir, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def asked(chaos_server: Server) -> list[tuple[Question, Answer]]:
+    """Requests and what an undisturbed server answers them."""
+    _wait_until_whole(chaos_server)
+    some = questions(48)
+    return list(zip(some, asyncio.run(record(chaos_server.url, some)), strict=True))
+
+
+@pytest.fixture
+def server(chaos_server: Server) -> Server:
+    """The server with all its replicas, whatever the test before did to it."""
+    _wait_until_whole(chaos_server)
+    return chaos_server
+
+
+def _wait_until_whole(server: Server, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while len(_live(server, "engine")) < ENGINES or len(_live(server, "ingress")) < 2:
+        assert time.monotonic() < deadline, server.log.read_text()
+        time.sleep(0.5)
+
+
+def _live(server: Server, deployment: str) -> dict[str, int]:
+    """Return the replicas that Serve calls running and whose process exists: Serve learns of a death a bit later."""
+    return {name: pid for name, pid in server.pids(deployment).items() if psutil.pid_exists(pid)}
+
+
+def _migrations(server: Server) -> float:
+    return sum(server.metric("pagoda_request_migrations_total").values())
+
+
+@dataclass
+class Hit:
+    """A replica that was struck, and how many requests went on elsewhere for it."""
+
+    replica: str
+    pid: int
+    at: float
+    migrations: float = 0.0
+
+
+class Chaos:
+    """Strikes engine replicas with a signal, one after another, and keeps account of what came of it."""
+
+    def __init__(self, server: Server, number: signal.Signals, seed: int) -> None:
+        self.hits: list[Hit] = []
+        self.replacements: list[float] = []  # when each was running
+        self._server = server
+        self._number = number
+        self._random = random.Random(seed)
+
+    async def strike(self) -> None:
+        """Strike one of the running replicas, and wait for what comes of it."""
+        before = await asyncio.to_thread(_migrations, self._server)
+        engines = await asyncio.to_thread(_live, self._server, "engine")
+        replica = self._random.choice(sorted(engines.keys() - {hit.replica for hit in self.hits}))
+        hit = Hit(replica, engines[replica], time.monotonic())
+        self.hits.append(hit)
+        os.kill(hit.pid, self._number)
+        await asyncio.sleep(EVERY_S)
+        hit.migrations = await asyncio.to_thread(_migrations, self._server) - before
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Note when replacements are running, and that no other replica is replaced."""
+        watcher = asyncio.create_task(self._watch(set(await asyncio.to_thread(_live, self._server, "engine"))))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+
+    async def _watch(self, known: set[str]) -> None:
+        while True:
+            engines = await asyncio.to_thread(_live, self._server, "engine")
+            self.replacements += [time.monotonic()] * len(engines.keys() - known)
+            known |= engines.keys()
+            await asyncio.sleep(0.5)
+
+    def kill_what_was_stopped(self) -> None:
+        """End the processes that were struck, if they are still there."""
+        for hit in self.hits:
+            with suppress(ProcessLookupError):
+                os.kill(hit.pid, signal.SIGKILL)
+
+    def __str__(self) -> str:
+        """Show what is good to know in a test's output."""
+        took = [f"{ready - hit.at:.1f}" for hit, ready in zip(self.hits, self.replacements, strict=False)]
+        moved = [int(hit.migrations) for hit in self.hits]
+        return f"migrations by hit {moved}; seconds until the n-th replacement ran {took}"
+
+
+def _assert_nobody_noticed(report: Report) -> None:
+    print(f"{report.completed} requests, the slowest took {report.slowest_s:.1f} s")
+    assert report.failures == [], f"{len(report.failures)} of {report.completed}: {report.failures[:5]}"
+
+
+async def test_a_replica_killed_every_ten_seconds(server: Server, asked: list[tuple[Question, Answer]]) -> None:
+    chaos = Chaos(server, signal.SIGKILL, seed=1)
+    async with Clients(server.url, asked).running() as report, chaos.watched():
+        await asyncio.sleep(2)
+        for _ in range(max(1, round(SECONDS / EVERY_S))):
+            await chaos.strike()
+    print(chaos)
+    _assert_nobody_noticed(report)
+    assert sum(hit.migrations > 0 for hit in chaos.hits) >= len(chaos.hits) / 2
+    assert len(chaos.replacements) <= len(chaos.hits), "Serve replaced a healthy replica"
+
+
+@pytest.mark.skipif("stall_timeout_s" not in LimitOptions.model_fields, reason="a stalled stream does not move yet")
+async def test_a_replica_stopped_every_ten_seconds(server: Server, asked: list[tuple[Question, Answer]]) -> None:
+    """A stopped process keeps its connections: only silence shows that it is gone."""
+    chaos = Chaos(server, signal.SIGSTOP, seed=2)
+    try:
+        async with Clients(server.url, asked).running() as report, chaos.watched():
+            await asyncio.sleep(2)
+            for _ in range(max(1, round(SECONDS / EVERY_S / 3))):
+                await chaos.strike()
+    finally:
+        chaos.kill_what_was_stopped()
+    print(chaos)
+    _assert_nobody_noticed(report)
+    assert sum(hit.migrations > 0 for hit in chaos.hits) >= len(chaos.hits) / 2
+
+
+def _connections(pid: int) -> int:
+    """Return how many connections a process has accepted."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    listening = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+    return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr.port in listening for one in connections)
+
+
+async def test_a_killed_ingress_costs_only_its_own_clients_a_retry(
+    server: Server, asked: list[tuple[Question, Answer]]
+) -> None:
+    async with Clients(server.url, asked, retries=3).running() as report:
+        await asyncio.sleep(4)
+        pid = random.Random(3).choice(sorted(_live(server, "ingress").values()))
+        its_clients = _connections(pid)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(10)
+    print(f"{len(report.broken)} of at most {its_clients} connections broke: {report.broken[:3]}")
+    _assert_nobody_noticed(report)
+    assert 0 < len(report.broken) <= its_clients
+    _wait_until_whole(server)
+    assert await _left_running(server, within_s=5) == 0
+
+
+async def _left_running(server: Server, within_s: float) -> float:
+    """Return how many requests the engines still compute ``within_s`` seconds later, when no client is left."""
+    deadline = time.monotonic() + within_s
+    while True:
+        running = await asyncio.to_thread(server.metric, "pagoda_num_requests_running")
+        if (len(running) == ENGINES and not any(running.values())) or time.monotonic() > deadline:
+            assert len(running) == ENGINES
+            return sum(running.values())
+        await asyncio.sleep(0.2)

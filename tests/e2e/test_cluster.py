@@ -1,0 +1,121 @@
+"""A node of a cluster is lost with its engines under load: their streams go on on the other node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from deployments.launch import environment, serve_details
+from tests.e2e.cluster import ENGINES_PER_NODE, MARK, WORKERS
+from tests.e2e.conftest import ROOT, alive, free_port
+from tests.e2e.load import Clients, questions, record
+
+pytestmark = pytest.mark.timeout(400)
+
+
+class RunningCluster:
+    """The process that holds the cluster, and what it says."""
+
+    def __init__(self, ray_dir: Path) -> None:
+        self.port = free_port()
+        settings = environment() | {"RAY_TMPDIR": str(ray_dir), "RAY_AUTH_MODE": "disabled"}
+        self.log = ray_dir / "cluster.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.cluster", str(self.port)],
+                cwd=ROOT,
+                env=settings,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def heard(self) -> dict[str, Any]:
+        """Return what the process says next."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                facts: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                return facts
+        pytest.fail(self.log.read_text())
+
+    def remove_worker(self) -> dict[str, Any]:
+        """Kill every process of one worker node."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("remove\n")
+        self.process.stdin.flush()
+        return self.heard()
+
+    def end(self) -> None:
+        """End the cluster, and whatever it left."""
+        mine = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        try:
+            self.process.communicate(timeout=60)  # closes its standard input, which ends it
+        finally:
+            for process in alive(mine):
+                process.kill()
+
+
+@pytest.fixture
+def cluster() -> Iterator[RunningCluster]:
+    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
+    running = RunningCluster(ray_dir)
+    try:
+        yield running
+    finally:
+        running.end()
+        shutil.rmtree(ray_dir, ignore_errors=True)
+
+
+def _engines(dashboard: str) -> Counter[str]:
+    """Return how many engines run on each node."""
+    deployments = serve_details(dashboard).get("applications", {}).get("pagoda", {}).get("deployments", {})
+    replicas = deployments.get("engine", {}).get("replicas", ())
+    return Counter(replica["node_id"] for replica in replicas if replica["state"] == "RUNNING")
+
+
+def _wait_for_engines(dashboard: str, nodes: list[str], timeout_s: float = 180) -> None:
+    wanted, deadline = Counter(dict.fromkeys(nodes, ENGINES_PER_NODE)), time.monotonic() + timeout_s
+    while (found := _engines(dashboard)) != wanted:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.5)
+
+
+def _migrations(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics", timeout=20).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("pagoda_request_migrations_total"))
+
+
+async def test_a_worker_node_is_lost(cluster: RunningCluster) -> None:
+    facts = await asyncio.to_thread(cluster.heard)
+    assert len(facts["workers"]) == WORKERS
+    await asyncio.to_thread(_wait_for_engines, facts["dashboard"], facts["workers"])
+    some = questions(32)
+    answers = await record(cluster.url, some)
+    async with Clients(cluster.url, list(zip(some, answers, strict=True))).running() as report:
+        await asyncio.sleep(4)
+        left = await asyncio.to_thread(cluster.remove_worker)
+        await asyncio.to_thread(_wait_for_engines, facts["dashboard"], left["workers"], 90)
+        await asyncio.sleep(2)
+    print(f"{report.completed} requests, the slowest took {report.slowest_s:.1f} s")
+    assert report.failures == []
+    assert await asyncio.to_thread(_migrations, cluster.url) > 0

@@ -1,0 +1,127 @@
+"""A running server is changed with `serve deploy`: streams that run meanwhile end as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.conftest import Server, end_server, start_server, write_config
+from tests.e2e.load import Answer, Clients, Question, ask, new_client, questions, record
+
+ENGINES = 4
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def _change(args: dict[str, Any]) -> None:
+    """Four engines whose CPU shares leave room, on two cores, for their successors while they end their streams."""
+    args["engine"]["dtype"] = "float32"
+    args["replicas"].update(engines=ENGINES, cpus_per_engine=0.1, cpus_per_ingress=0.1)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
+    running = start_server(tmp_path_factory.mktemp("lifecycle"), ray_dir, _change)
+    try:
+        running.wait_until_ready(timeout_s=180)
+        asyncio.run(_until(lambda: len(running.pids("engine")) == ENGINES, 120))
+        yield running
+    finally:
+        end_server(running)
+        shutil.rmtree(ray_dir, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def asked(server: Server) -> list[tuple[Question, Answer]]:
+    """Requests and what an undisturbed server answers them."""
+    some = questions(32)
+    return list(zip(some, asyncio.run(record(server.url, some)), strict=True))
+
+
+def _deploy(server: Server, directory: Path, engines: int, change: Callable[[dict[str, Any]], object]) -> None:
+    """Run `serve deploy` with the server's config and so many engines.
+
+    The number goes where it restarts nothing: a change of the application's arguments replaces every replica.
+    """
+
+    def both(args: dict[str, Any]) -> None:
+        _change(args)
+        change(args)
+
+    path = write_config(directory / "changed.yaml", server.port, both)
+    document = yaml.safe_load(path.read_text())
+    document["applications"][0]["deployments"] = [{"name": "engine", "num_replicas": engines}]
+    _serve_deploy(server, path, document)
+
+
+def _serve_deploy(server: Server, path: Path, document: dict[str, Any]) -> None:
+    path.write_text(yaml.safe_dump(document))
+    command = [str(Path(sys.executable).with_name("serve")), "deploy", "--address", server.dashboard, str(path)]
+    environment = os.environ | {"RAY_AUTH_MODE": "token"}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await asyncio.to_thread(condition):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.5)
+
+
+def _cut_streams(server: Server) -> int:
+    """Return how many streams had to go on elsewhere, also of ingresses that have ended: from their logs."""
+    logs = list(server.ray_dir.glob("ray/session_latest/logs/serve/replica_pagoda_ingress_*.log"))
+    assert logs
+    return sum(log.read_text().count("its request goes on elsewhere") for log in logs)
+
+
+async def test_a_scale_down_to_one_engine(server: Server, asked: list[tuple[Question, Answer]], tmp_path: Path) -> None:
+    engines, ingresses = server.pids("engine"), server.pids("ingress")
+    async with Clients(server.url, asked).running() as report:
+        await asyncio.sleep(2)
+        await asyncio.to_thread(_deploy, server, tmp_path, 1, lambda args: None)
+        await _until(lambda: len(server.pids("engine")) == 1, 120)
+    assert report.failures == []
+    assert server.pids("engine").items() <= engines.items()
+    assert server.pids("ingress") == ingresses
+    assert _cut_streams(server) == 0
+
+
+async def test_a_rolling_update(server: Server, asked: list[tuple[Question, Answer]], tmp_path: Path) -> None:
+    """The engine and the only ingress are replaced by those of another version."""
+    before = server.pids("engine") | server.pids("ingress")
+    async with Clients(server.url, asked).running() as report:
+        await asyncio.sleep(2)
+        await asyncio.to_thread(_deploy, server, tmp_path, 2, lambda args: args["engine"].update(max_num_seqs=48))
+        await _until(lambda: len(server.pids("engine").keys() - before.keys()) == 2, 240)
+        await _until(lambda: len(server.pids("ingress").keys() - before.keys()) == 1, 60)
+    assert report.failures == []
+    assert _cut_streams(server) == 0
+
+
+async def test_deploying_no_application_lets_streams_end(server: Server, tmp_path: Path) -> None:
+    """This is how to drain a server: `serve shutdown` ends the proxy, and with it every stream, at once."""
+    body = {"max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    async with new_client(server.url) as client:
+        streams = [
+            asyncio.create_task(ask(client, Question("/v1/completions", body | {"prompt": f"Tale {number}"})))
+            for number in range(8)
+        ]
+        await asyncio.sleep(2)
+        await asyncio.to_thread(_serve_deploy, server, tmp_path / "none.yaml", {"applications": []})
+        await _until(lambda: not server.pids("ingress"), 30)
+        assert not any(stream.done() for stream in streams)
+        answers = await asyncio.gather(*streams)
+    assert [len(answer.token_ids[0]) for answer in answers] == [900] * 8
