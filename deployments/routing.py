@@ -37,9 +37,9 @@ _GUESSED_BLOCKS = 65_536  # a cache's size until it is reported
 class RoutingOptions:
     """What may be tuned; the defaults are what benchmarks/routing found on the Mooncake conversation trace."""
 
-    miss_weight: float = 1.0  # w: what a computed token costs others, in times of what it costs its own request
+    miss_weight: float = 1.5  # w: what a computed token costs others, in times of what it costs its own request
     decode_weight: float = 0.1  # beta, in seconds: what a KV pool full of running requests costs, against an empty one
-    load_bound: float = 1.25  # replicas up to this many times the least cost count as tied
+    load_bound: float = 1.05  # replicas up to this many times the least cost count as tied
     assume_s: float = 30.0  # how long a dispatched prompt is assumed to be cached before an event says so
     stale_after_s: float = 2.0  # a load report is out of date after this
     transit_s: float = 0.02  # a report that arrives does not know of what was dispatched within this time before it
@@ -197,10 +197,25 @@ class RoutingState:
             depth = self.index.depth(replica, hashes)
             known.load.dispatched(request_id, max(1, num_tokens - depth * self.block_size), now)
             self._update(known)
-            self.index.assume(replica, hashes, now + self.options.assume_s if known.confirmed else inf)
-            if not known.confirmed:
-                report = known.load.report
-                self.index.trim(replica, report.num_blocks if report is not None else _GUESSED_BLOCKS)
+            self._assume(replica, hashes, now)
+
+    def awaited(self, replica: str, hashes: Sequence[int], *, now: float) -> None:
+        """Take a replica's word that a request which needs ``hashes`` has joined its queue, whoever sent it.
+
+        For a burst of one new prompt that comes through many ingresses: without it, each learns of the others'
+        requests only as a longer queue, and of their blocks when they are computed.
+        """
+        with self._lock:
+            self._assume(replica, hashes, now)
+
+    def _assume(self, replica: str, hashes: Sequence[int], now: float) -> None:
+        known = self._replicas.get(replica)
+        if known is None:
+            return
+        self.index.assume(replica, hashes, now + self.options.assume_s if known.confirmed else inf)
+        if not known.confirmed:
+            report = known.load.report
+            self.index.trim(replica, report.num_blocks if report is not None else _GUESSED_BLOCKS)
 
     def completed(self, replica: str, request_id: str = "") -> None:
         """Count a request out: it has ended, however. Without an id it is the oldest one."""

@@ -23,6 +23,7 @@ class _Feed:
 
     def __init__(self, replica: SimulatedReplica) -> None:
         self.replica = replica
+        replica.is_read = True
         self.position = 0  # in the replica's log
         self.report_at = -1.0
         self.held: set[int] = set()  # what a snapshot as of `position` has in it; kept only if batches get lost
@@ -68,8 +69,12 @@ class _Ingress:
                 continue
             if entry.cleared:
                 self.state.cleared(name)
-            self.state.stored(name, entry.stored)
-            self.state.removed(name, entry.removed)
+            if entry.awaited:
+                self.state.awaited(name, entry.awaited, now=now)
+            if entry.stored:
+                self.state.stored(name, entry.stored)
+            if entry.removed:
+                self.state.removed(name, entry.removed)
 
     def _hear_report(self, feed: _Feed, heard: float) -> None:
         feed.replica.report_until(heard)
