@@ -39,7 +39,7 @@ class RoutingOptions:
 
     miss_weight: float = 1.5  # w: what a computed token costs others, in times of what it costs its own request
     decode_weight: float = 0.1  # beta, in seconds: what a KV pool full of running requests costs, against an empty one
-    load_bound: float = 1.05  # replicas up to this many times the least cost count as tied
+    load_bound: float = 1.02  # replicas up to this many times the least cost count as tied
     assume_s: float = 30.0  # how long a dispatched prompt is assumed to be cached before an event says so
     stale_after_s: float = 2.0  # a load report is out of date after this
     transit_s: float = 0.02  # a report that arrives does not know of what was dispatched within this time before it

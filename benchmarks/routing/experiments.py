@@ -11,7 +11,9 @@ from benchmarks.routing.replica import Settings
 from benchmarks.routing.runs import OURS, Run, bounds, describe, run_all, summary
 from benchmarks.routing.simulation import Change
 
-__all__ = ["compare", "generated", "sweeps", "tune"]
+__all__ = ["GOALS", "compare", "generated", "others", "sweeps", "tune"]
+
+GOALS = ("least queued tokens", "SGLang-like", "llm-d-like", "LMetric")  # the baselines that the goals name
 
 
 def tune(path: str, processes: int, max_requests: int | None) -> dict[str, dict[str, Any]]:
@@ -31,21 +33,32 @@ def tune(path: str, processes: int, max_requests: int | None) -> dict[str, dict[
 def compare(
     path: str, seeds: int, processes: int, tuned: dict[str, dict[str, Any]], ingresses: Sequence[int] = (1, 4, 16)
 ) -> list[dict[str, Any]]:
-    """Return every policy on the Mooncake trace, ours with several ingresses."""
-    rows = {name: Run(name, "mooncake", path) for name in BASELINES}
-    for name, parameters in tuned.items():
-        if parameters != BASELINES[name][1]:
-            rows[f"{name}, tuned"] = Run(name, "mooncake", path, parameters=parameters)
+    """Return ours with several ingresses, and those that the goals name, on the Mooncake trace."""
+    rows = _baselines(path, GOALS, tuned)
     for number in ingresses:
         rows[f"{OURS}, {_ingresses(number)}"] = Run(OURS, "mooncake", path, settings=Settings(num_ingresses=number))
     return _rows(rows, seeds, processes)
+
+
+def others(path: str, seeds: int, processes: int, tuned: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the other baselines on the Mooncake trace."""
+    return _rows(_baselines(path, [name for name in BASELINES if name not in GOALS], tuned), seeds, processes)
+
+
+def _baselines(path: str, names: Sequence[str], tuned: dict[str, dict[str, Any]]) -> dict[str, Run]:
+    rows = {name: Run(name, "mooncake", path) for name in names}
+    for name in names:
+        parameters = tuned.get(name)
+        if parameters and parameters != BASELINES[name][1]:
+            rows[f"{name}, tuned"] = Run(name, "mooncake", path, parameters=parameters)
+    return rows
 
 
 def generated(path: str, seeds: int, processes: int) -> list[dict[str, Any]]:
     """Return ours and its rivals on the traces that nothing was tuned on."""
     rows = {}
     for trace in ("no sharing", "bursts"):
-        for name in ("least queued tokens", "SGLang-like", "llm-d-like", "LMetric"):
+        for name in GOALS:
             rows[f"{trace}: {name}"] = Run(name, trace, path)
         for number in (1, 16):
             for announce in (False, True) if trace == "bursts" else (False,):

@@ -103,14 +103,14 @@ class BoundedHashing(Baseline):
     def replicas_changed(self, names: Sequence[str]) -> None:
         """Build the ring."""
         super().replicas_changed(names)
-        points = ((xxhash.xxh64_intdigest(f"{name}/{node}"), name) for name in names for node in range(256))
+        points = ((xxhash.xxh64_intdigest(f"{name}/{node}".encode()), name) for name in names for node in range(256))
         self.ring = sorted(points)
 
     def pick(self, job: Job, names: Sequence[str], now: float) -> str:
         """Walk the ring."""
         hashes = job.request.hashes
         prefix = hashes[min(self.parameters["blocks"], len(hashes)) - 1] if hashes else job.number
-        start = bisect_left(self.ring, (xxhash.xxh64_intdigest(str(prefix)), ""))
+        start = bisect_left(self.ring, (xxhash.xxh64_intdigest(str(prefix).encode()), ""))
         limit = self.parameters["bound"] * (sum(map(self.requests, names)) + 1) / len(names)
         for offset in range(len(self.ring)):
             name = self.ring[(start + offset) % len(self.ring)][1]
@@ -206,7 +206,9 @@ class AIBrixLike(Baseline):
         loads, depths = [self.requests(name) for name in names], self.depths(job, names)
         limit = sum(loads) / len(loads) + self.parameters["sigmas"] * pstdev(loads)
         within = [name for name in names if self.requests(name) <= limit and depths[name]]
-        return max(within, key=lambda name: (depths[name], -self.requests(name))) if within else self.least_requests(names)
+        return (
+            max(within, key=lambda name: (depths[name], -self.requests(name))) if within else self.least_requests(names)
+        )
 
 
 class LlmdLike(Baseline):

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.routing.experiments import compare, generated, sweeps, tune
+from benchmarks.routing.experiments import compare, generated, others, sweeps, tune
 from deployments.routing import RoutingOptions
 
 __all__ = ["main"]
@@ -25,8 +25,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", default=TRACE, help="the Mooncake conversation trace")
     parser.add_argument("--seeds", type=int, default=5, help="spreads of the trace's timestamps")
+    parser.add_argument("--other-seeds", type=int, default=5, help="for the baselines that no goal names")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--parts", nargs="+", default=["tune", "compare", "generated", "sweeps"])
+    parser.add_argument("--parts", nargs="+", default=["tune", "compare", "generated", "sweeps", "others"])
     parser.add_argument("--sweep-requests", type=int, default=None, help="the first so many only")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routing.json"))
     args = parser.parse_args()
@@ -39,6 +40,8 @@ def main() -> None:
             results[part] = compare(args.trace, args.seeds, args.processes, results.get("tune", {}))
         elif part == "generated":
             results[part] = generated(args.trace, args.seeds, args.processes)
+        elif part == "others":
+            results[part] = others(args.trace, args.other_seeds, args.processes, results.get("tune", {}))
         elif part == "sweeps":
             results[part] = sweeps(args.trace, args.processes, args.sweep_requests)
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +56,9 @@ def main() -> None:
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the lines of a table: means, and the 95% interval's half width where there are several seeds."""
-    lines = [f"{'policy':<46} {'hit %':>12} {'bounds: LRU, inf.':>18} {'TTFT mean':>13} {'p90 s':>13} {'p99':>7} {'ghosts':>6}"]
+    lines = [
+        f"{'policy':<46} {'hit %':>12} {'bounds: LRU, inf.':>18} {'TTFT mean':>13} {'p90 s':>13} {'p99':>7} {'ghosts':>6}"
+    ]
     for row in rows:
         limits = f"{row['bounds']['pooled']:.1%} {row['bounds']['infinite']:.1%}"
         lines.append(
