@@ -184,7 +184,7 @@ class ProductionStackLike(_TreeBaseline):
 
 
 class RayServeLike(_TreeBaseline):
-    """PrefixCacheAffinityRouter: the longest match above a threshold, else the smallest tree; two choices if unbalanced."""
+    """PrefixCacheAffinityRouter: the longest match above a threshold, else the smallest tree; of two if unbalanced."""
 
     def pick(self, job: Job, names: Sequence[str], now: float) -> str:
         """Balance first, if told to."""
@@ -269,7 +269,9 @@ BASELINES: dict[str, tuple[type[Baseline], dict[str, Any], list[dict[str, Any]]]
     "least requests": (LeastRequests, {}, []),
     "least queued tokens": (LeastQueuedTokens, {}, []),
     "CHWBL": (BoundedHashing, {"blocks": 2, "bound": 1.25}, _RINGS),
-    "KubeAI CHWBL": (BoundedHashing, {"blocks": 1, "bound": 1.25}, [{"blocks": 1, "bound": b} for b in (1.1, 1.5, 2.0)]),
+    "KubeAI CHWBL": (
+        BoundedHashing, {"blocks": 1, "bound": 1.25}, [{"blocks": 1, "bound": bound} for bound in (1.1, 1.5, 2.0)]
+    ),
     "SGLang-like": (
         SGLangLike,
         {"threshold": 0.5, "absolute": 32, "relative": 1.1},

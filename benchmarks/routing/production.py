@@ -17,6 +17,8 @@ from deployments.routing import RoutingOptions, RoutingState
 
 __all__ = ["ProductionPolicy"]
 
+_DEFAULTS = RoutingOptions()
+
 
 class _Feed:
     """What one ingress has heard of one replica."""
@@ -90,7 +92,7 @@ class _Ingress:
 class ProductionPolicy:
     """A router in each ingress."""
 
-    def __init__(self, cluster: Cluster, options: RoutingOptions = RoutingOptions(), seed: int = 0) -> None:
+    def __init__(self, cluster: Cluster, options: RoutingOptions = _DEFAULTS, seed: int = 0) -> None:
         number = cluster.settings.num_ingresses
         self._ingresses = [_Ingress(cluster, options, seed * number + index) for index in range(number)]
         self._names: list[str] = []

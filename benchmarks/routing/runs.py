@@ -1,4 +1,4 @@
-"""One run of the simulator as plain data: what goes in, and the figures that come out. Runs are spread over processes."""
+"""One run of the simulator as plain data: what goes in and what comes out; many run over several processes."""
 
 from __future__ import annotations
 

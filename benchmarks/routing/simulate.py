@@ -57,7 +57,7 @@ def main() -> None:
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the lines of a table: means, and the 95% interval's half width where there are several seeds."""
     lines = [
-        f"{'policy':<46} {'hit %':>12} {'bounds: LRU, inf.':>18} {'TTFT mean':>13} {'p90 s':>13} {'p99':>7} {'ghosts':>6}"
+        f"{'policy':<46} {'hit %':>12} {'LRU, infinite':>18} {'TTFT mean':>13} {'p90 s':>13} {'p99':>7} {'ghosts':>6}"
     ]
     for row in rows:
         limits = f"{row['bounds']['pooled']:.1%} {row['bounds']['infinite']:.1%}"
