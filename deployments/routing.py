@@ -14,7 +14,7 @@ reports feed it, a simulator drives it as it is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from threading import Lock
@@ -36,9 +36,9 @@ _GUESSED_BLOCKS = 65_536  # a cache's size until it is reported
 class RoutingOptions:
     """What may be tuned; the defaults are what benchmarks/routing found on the Mooncake conversation trace."""
 
-    miss_weight: float = 1.0  # w: what a computed token costs others, in times of what it costs its own request
+    miss_weight: float = 1.5  # w: what a computed token costs others, in times of what it costs its own request
     decode_weight: float = 0.1  # beta, in seconds: what a KV pool full of running requests costs, against an empty one
-    load_bound: float = 1.25  # replicas up to this many times the least cost count as tied
+    load_bound: float = 1.02  # replicas up to this many times the least cost count as tied
     assume_s: float = 30.0  # how long a dispatched prompt is assumed to be cached before an event says so
     stale_after_s: float = 2.0  # a load report is out of date after this
     transit_s: float = 0.02  # a report that arrives does not know of what was dispatched within this time before it
@@ -98,9 +98,13 @@ class RoutingState:
                 self.index.remove_replica(gone)
             for name in names:
                 if name not in self._replicas:
-                    self._replicas[name] = _Replica(name)
-                    self.index.add_replica(name)
+                    self._add(name)
             self._looked_until = -inf
+
+    def _add(self, name: str) -> None:
+        self._replicas[name] = _Replica(name)
+        self._update(self._replicas[name])
+        self.index.add_replica(name)
 
     # --- decisions -------------------------------------------------------------------------------------------------
 
@@ -108,8 +112,11 @@ class RoutingState:
         self, candidates: Sequence[str], hashes: Sequence[int], num_tokens: int, *, now: float,
         avoid: Collection[str] = (),
     ) -> Decision:  # fmt: skip
-        """Order ``candidates`` for a prompt of ``num_tokens`` whose full blocks have ``hashes``."""
+        """Order ``candidates`` (one at least) for a prompt of ``num_tokens`` whose full blocks have ``hashes``."""
         with self._lock:
+            for name in candidates:
+                if name not in self._replicas:
+                    self._add(name)  # Serve offers it before it says that it is there
             if now > self._looked_until:
                 self._look_for_stale(now)
             depths = self.index.depths(hashes)
@@ -117,47 +124,54 @@ class RoutingState:
             costs = self._costs(candidates, depths, num_tokens)
             self._turns = turn = (self._turns + 1) % len(candidates)
             order = sorted((*candidates[turn:], *candidates[:turn]), key=costs.__getitem__)
-            if avoid or self._some_stale:
-                order.sort(key=lambda name: self._tier(name, avoid))
+            tiers = self._tiers(candidates, avoid)
+            if tiers:
+                order.sort(key=tiers.__getitem__)
             if hashes:
-                tied = self._tied(order, costs, depths, avoid)
                 leaving = hashes[min(best, len(hashes) - 1)]
-                preferred = max(tied, key=lambda name: (leaving ^ self._replica(name).seed) * _MIX & _MASK)
+                preferred = self._preferred(self._tied(order, costs, depths, tiers), leaving)
                 order.remove(preferred)
                 order.insert(0, preferred)
         predicted = depths.get(order[0], 0)
         outcome = "fallback" if not hashes else "cold" if not best else "hit" if predicted == best else "balanced"
         return Decision(order, "retry" if avoid else outcome, predicted, best)
 
-    def _costs(self, candidates: Sequence[str], depths: dict[str, int], num_tokens: int) -> dict[str, float]:
+    def _costs(self, candidates: Sequence[str], depths: Mapping[str, int], num_tokens: int) -> dict[str, float]:
         """Return what it costs to send a prompt to each candidate, in seconds."""
-        replicas, weight, block_size = self._replicas, 1 + self.options.miss_weight, self.block_size
-        costs = {}
-        for name in candidates:
-            replica = replicas.get(name) or _Replica(name)
-            uncached = num_tokens - depths[name] * block_size if name in depths else num_tokens
-            costs[name] = replica.queue_s + replica.seconds_per_token * weight * max(1, uncached)
+        replicas, weight = self._replicas, 1 + self.options.miss_weight
+        weighted = weight * max(1, num_tokens)
+        costs = {name: (one := replicas[name]).queue_s + one.seconds_per_token * weighted for name in candidates}
+        most = max(0, num_tokens - 1)  # the last token is computed even if its block is cached: its logits are needed
+        for name, depth in depths.items():
+            if name in costs:
+                cached = depth * self.block_size
+                costs[name] -= replicas[name].seconds_per_token * weight * (cached if cached < most else most)
         return costs
 
+    def _tiers(self, candidates: Sequence[str], avoid: Collection[str]) -> dict[str, int]:
+        """Return 0 for the usual candidates, 1 for the stale, 2 for the avoided; nothing if all are usual."""
+        if not avoid and not self._some_stale:
+            return {}
+        return {name: 2 if name in avoid else int(self._replicas[name].stale) for name in candidates}
+
     def _tied(
-        self, order: Sequence[str], costs: dict[str, float], depths: dict[str, int], avoid: Collection[str]
+        self, order: Sequence[str], costs: Mapping[str, float], depths: Mapping[str, int], tiers: Mapping[str, int]
     ) -> list[str]:
         """Return those that are about as cheap as the first and hold as much of the prompt."""
         first = order[0]
-        limit, depth, tier = costs[first] * self.options.load_bound, depths.get(first), self._tier(first, avoid)
+        limit, depth, tier = costs[first] * self.options.load_bound, depths.get(first), tiers.get(first)
         tied = []
         for name in order:
-            if costs[name] > limit:
+            if costs[name] > limit or tiers.get(name) != tier:
                 break
-            if depths.get(name) == depth and self._tier(name, avoid) == tier:
+            if depths.get(name) == depth:
                 tied.append(name)
         return tied
 
-    def _tier(self, name: str, avoid: Collection[str]) -> int:
-        return 2 if name in avoid else int(self._replica(name).stale)
-
-    def _replica(self, name: str) -> _Replica:
-        return self._replicas.get(name) or _Replica(name)
+    def _preferred(self, tied: Sequence[str], leaving: int) -> str:
+        """Return rendezvous hashing's choice for the block at which the prompt leaves what is cached."""
+        replicas = self._replicas
+        return max(tied, key=lambda name: (leaving ^ replicas[name].seed) * _MIX & _MASK)
 
     def _look_for_stale(self, now: float) -> None:
         """See whose reports count, which can change without a report, and when that will change at the earliest."""
@@ -196,10 +210,25 @@ class RoutingState:
             depth = self.index.depth(replica, hashes)
             known.load.dispatched(request_id, max(1, num_tokens - depth * self.block_size), now)
             self._update(known)
-            self.index.assume(replica, hashes, now + self.options.assume_s if known.confirmed else inf)
-            if not known.confirmed:
-                report = known.load.report
-                self.index.trim(replica, report.num_blocks if report is not None else _GUESSED_BLOCKS)
+            self._assume(replica, hashes, now)
+
+    def awaited(self, replica: str, hashes: Sequence[int], *, now: float) -> None:
+        """Take a replica's word that a request which needs ``hashes`` has joined its queue, whoever sent it.
+
+        For a burst of one new prompt that comes through many ingresses: without it, each learns of the others'
+        requests only as a longer queue, and of their blocks when they are computed.
+        """
+        with self._lock:
+            self._assume(replica, hashes, now)
+
+    def _assume(self, replica: str, hashes: Sequence[int], now: float) -> None:
+        known = self._replicas.get(replica)
+        if known is None:
+            return
+        self.index.assume(replica, hashes, now + self.options.assume_s if known.confirmed else inf)
+        if not known.confirmed:
+            report = known.load.report
+            self.index.trim(replica, report.num_blocks if report is not None else _GUESSED_BLOCKS)
 
     def completed(self, replica: str, request_id: str = "") -> None:
         """Count a request out: it has ended, however. Without an id it is the oldest one."""

@@ -17,12 +17,15 @@ from deployments.routing import RoutingOptions, RoutingState
 
 __all__ = ["ProductionPolicy"]
 
+_DEFAULTS = RoutingOptions()
+
 
 class _Feed:
     """What one ingress has heard of one replica."""
 
     def __init__(self, replica: SimulatedReplica) -> None:
         self.replica = replica
+        replica.is_read = True
         self.position = 0  # in the replica's log
         self.report_at = -1.0
         self.held: set[int] = set()  # what a snapshot as of `position` has in it; kept only if batches get lost
@@ -68,8 +71,12 @@ class _Ingress:
                 continue
             if entry.cleared:
                 self.state.cleared(name)
-            self.state.stored(name, entry.stored)
-            self.state.removed(name, entry.removed)
+            if entry.awaited:
+                self.state.awaited(name, entry.awaited, now=now)
+            if entry.stored:
+                self.state.stored(name, entry.stored)
+            if entry.removed:
+                self.state.removed(name, entry.removed)
 
     def _hear_report(self, feed: _Feed, heard: float) -> None:
         feed.replica.report_until(heard)
@@ -85,7 +92,7 @@ class _Ingress:
 class ProductionPolicy:
     """A router in each ingress."""
 
-    def __init__(self, cluster: Cluster, options: RoutingOptions = RoutingOptions(), seed: int = 0) -> None:
+    def __init__(self, cluster: Cluster, options: RoutingOptions = _DEFAULTS, seed: int = 0) -> None:
         number = cluster.settings.num_ingresses
         self._ingresses = [_Ingress(cluster, options, seed * number + index) for index in range(number)]
         self._names: list[str] = []

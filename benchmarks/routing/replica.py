@@ -1,7 +1,9 @@
 """A simulated replica: a block cache, prefills one after the other, decodes beside them at a constant pace.
 
-    dispatch -> arrives -> (queue) -> prefill starts: blocks matched, room made -> prefill ends: first token, blocks
-    published -> decodes -> ends: blocks released
+    dispatch -> arrives -> (queue) -> prefill starts: blocks matched, room made -> every chunk: its blocks published
+    -> prefill ends: first token -> decodes -> ends: blocks released
+
+Like the engine it counts a queued block once, however many requests wait for it.
 
 It reports its load on every change, but not more often than ``MIN_REPORT_S``, and else every ``HEARTBEAT_S``, and logs
 what it stores and evicts. Who reads either, and how much later, is not known here.
@@ -9,7 +11,9 @@ what it stores and evicts. Who reads either, and how much later, is not known he
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.routing.cache import BlockCache
@@ -20,7 +24,8 @@ __all__ = ["Job", "KVLogEntry", "Settings", "SimulatedReplica"]
 
 MIN_REPORT_S = 0.01
 HEARTBEAT_S = 0.1
-KEPT_S = 6.0  # reports are kept for readers that are late by this much at most
+CHUNK_TOKENS = 2_048  # of a prefill, computed in one step
+KEPT_S = 1.0  # reports are kept for readers who missed later ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class Settings:
     network_s: float = 0.002  # from the replica to the ingresses, of events and reports
     loss: float = 0.0  # of event batches and of reports, each ingress for itself
     num_ingresses: int = 1
+    announce: bool = False  # replicas tell at once which blocks a request that joins the queue will bring
 
     @property
     def cache_blocks(self) -> int:
@@ -64,6 +70,7 @@ class KVLogEntry:
     at: float
     stored: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()
+    awaited: tuple[int, ...] = ()
     cleared: bool = False
 
 
@@ -80,7 +87,8 @@ class SimulatedReplica:
     log: list[KVLogEntry] = field(default_factory=list)
     reports: deque[tuple[float, EngineLoad]] = field(default_factory=deque)
     computed_tokens: int = 0
-    _storing: tuple[int, ...] = ()  # what the current prefill computes
+    is_read: bool = False  # somebody reads the reports
+    _awaited: Counter[int] = field(default_factory=Counter)  # blocks of the requests in the queue
     _queued_tokens: int = 0
     _prefill_ends: float = 0.0
     _reported_at: float = -1.0
@@ -94,9 +102,13 @@ class SimulatedReplica:
     def arrive(self, job: Job, now: float) -> None:
         """Queue a request."""
         self.report_until(now)
-        job.tokens = self._uncached(job)
+        known = self.match_with_queue(job.request.hashes)
+        job.tokens = max(1, job.request.input_tokens - known * BLOCK_SIZE)
         self._queued_tokens += job.tokens
+        self._awaited.update(job.request.hashes)
         self.queue.append(job)
+        if self.settings.announce and known < len(job.request.hashes):
+            self._insert(KVLogEntry(now, awaited=job.request.hashes[known:]))
         self._changed(now)
 
     def start(self, now: float) -> float | None:
@@ -106,13 +118,15 @@ class SimulatedReplica:
         self.report_until(now)
         job = self.current = self.queue.popleft()
         self._queued_tokens -= job.tokens
-        job.tokens = self._uncached(job)
+        self._awaited.subtract(job.request.hashes)
+        matched = self.cache.match(job.request.hashes)
+        job.tokens = max(1, job.request.input_tokens - matched * BLOCK_SIZE)
         job.hit_tokens = job.request.input_tokens - job.tokens
-        self._storing = job.request.hashes[self.cache.match(job.request.hashes) :]
         evicted = self.cache.use(job.request.hashes)
         if evicted:
             self.log.append(KVLogEntry(now, removed=tuple(evicted)))
         self._prefill_ends = now + job.tokens / self.settings.prefill_rate
+        self._log_chunks(job.request.hashes[matched:], now)
         self._changed(now)
         return self._prefill_ends
 
@@ -124,10 +138,26 @@ class SimulatedReplica:
         job.first_token_at = now
         self.computed_tokens += job.tokens
         self.decoding += 1
-        if self._storing:
-            self.log.append(KVLogEntry(now, stored=self._storing))
         self._changed(now)
         return job
+
+    def _log_chunks(self, hashes: Sequence[int], now: float) -> None:
+        """Log, ahead of time, what each step of a prefill that starts now will publish when it ends."""
+        chunk = max(1, CHUNK_TOKENS // BLOCK_SIZE)
+        for start in range(0, len(hashes), chunk):
+            stored = tuple(hashes[start : start + chunk])
+            at = now + (start + len(stored)) * BLOCK_SIZE / self.settings.prefill_rate
+            self.log.append(KVLogEntry(at, stored=stored))
+
+    def _insert(self, entry: KVLogEntry) -> None:
+        self.log.insert(bisect_right(self.log, entry.at, key=lambda logged: logged.at), entry)
+
+    def match_with_queue(self, hashes: Sequence[int]) -> int:
+        """Return how many leading blocks will be cached when all that is queued now is computed."""
+        for depth, block in enumerate(hashes):
+            if block not in self.cache and not self._awaited[block]:
+                return depth
+        return len(hashes)
 
     def end(self, job: Job, now: float) -> None:
         """Release what a request held."""
@@ -142,12 +172,12 @@ class SimulatedReplica:
         lost = [*([self.current] if self.current is not None else []), *self.queue]
         self.cache, self.current, self.decoding, self._queued_tokens = BlockCache(self.cache.max_blocks), None, 0, 0
         self.queue.clear()
+        self._awaited.clear()
+        while self.log and self.log[-1].at > now:
+            self.log.pop()  # chunks that will not be computed
         self.log.append(KVLogEntry(now, cleared=True))
         self._changed(now)
         return lost
-
-    def _uncached(self, job: Job) -> int:
-        return max(1, job.request.input_tokens - self.cache.match(job.request.hashes) * BLOCK_SIZE)
 
     # --- reports ---------------------------------------------------------------------------------------------------
 
@@ -168,7 +198,9 @@ class SimulatedReplica:
 
     def report_until(self, now: float) -> None:
         """Publish what is due up to now; nothing has changed since the last change."""
-        late = now - KEPT_S
+        if not self.is_read:
+            return
+        late = now - self.settings.network_s - KEPT_S
         if self._report_due < late:  # nobody will read those before
             self._report_due += int((late - self._report_due) / HEARTBEAT_S) * HEARTBEAT_S
         while self._report_due <= now:

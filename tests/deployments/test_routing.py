@@ -258,6 +258,26 @@ def test_what_was_dispatched_is_assumed_until_it_expires() -> None:
     assert state.choose(list("abcd"), [1, 2, 3], 48, now=later).best_blocks == 0
 
 
+def test_a_queue_that_is_announced_counts_as_cached_whoever_filled_it() -> None:
+    state = make_state()
+    state.awaited("c", [1, 2, 3], now=0.0)
+    decision = state.choose(list("abcd"), [1, 2, 3], 48, now=0.0)
+    assert (decision.order[0], decision.predicted_blocks) == ("c", 3)
+    state.awaited("gone", [1], now=0.0)
+    state.stored("c", [1])
+    state.report("a", IDLE, now=1.0 + state.options.assume_s)
+    assert state.index.depths([1, 2, 3]) == {"c": 1}
+
+
+def test_a_candidate_that_was_not_announced_counts_like_one_that_has_not_reported() -> None:
+    state = make_state("a")
+    queue(state, "a", 5_000)
+    assert state.choose(["a", "b"], prompt(1), 128, now=0.0).order == ["b", "a"]
+    queue(state, "a", 0)
+    state.dispatched("b", [], 5_000, now=0.0)
+    assert state.choose(["a", "b"], prompt(1), 128, now=0.0).order == ["a", "b"]
+
+
 def test_a_restart_leaves_nothing_assumed_or_confirmed() -> None:
     state = make_state()
     state.stored("c", [1, 2])

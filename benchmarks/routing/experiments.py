@@ -1,0 +1,107 @@
+"""What is run: the comparison on the Mooncake trace, the two traces that nothing was tuned on, and the sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.routing.policies import BASELINES
+from benchmarks.routing.replica import Settings
+from benchmarks.routing.runs import OURS, Run, bounds, describe, run_all, summary
+from benchmarks.routing.simulation import Change
+
+__all__ = ["GOALS", "compare", "generated", "others", "sweeps", "tune"]
+
+GOALS = ("least queued tokens", "SGLang-like", "llm-d-like", "LMetric")  # the baselines that the goals name
+
+
+def tune(path: str, processes: int, max_requests: int | None) -> dict[str, dict[str, Any]]:
+    """Return each baseline's parameters with the lowest TTFT p90 of its grid, on the first seed."""
+    tried = [
+        Run(name, "mooncake", path, parameters=parameters, max_requests=max_requests)
+        for name, (_, defaults, grid) in BASELINES.items()
+        for parameters in ([defaults, *grid] if grid else [])
+    ]
+    best: dict[str, tuple[float, dict[str, Any]]] = {}
+    for run, figures in zip(tried, run_all(tried, processes), strict=True):
+        if run.policy not in best or figures["ttft_p90"] < best[run.policy][0]:
+            best[run.policy] = (figures["ttft_p90"], run.parameters)
+    return {name: parameters for name, (_, parameters) in best.items()}
+
+
+def compare(
+    path: str, seeds: int, processes: int, tuned: dict[str, dict[str, Any]], ingresses: Sequence[int] = (1, 4, 16)
+) -> list[dict[str, Any]]:
+    """Return ours with several ingresses, and those that the goals name, on the Mooncake trace."""
+    rows = _baselines(path, GOALS, tuned)
+    for number in ingresses:
+        rows[f"{OURS}, {_ingresses(number)}"] = Run(OURS, "mooncake", path, settings=Settings(num_ingresses=number))
+    return _rows(rows, seeds, processes)
+
+
+def others(path: str, seeds: int, processes: int, tuned: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the other baselines on the Mooncake trace."""
+    return _rows(_baselines(path, [name for name in BASELINES if name not in GOALS], tuned), seeds, processes)
+
+
+def _baselines(path: str, names: Sequence[str], tuned: dict[str, dict[str, Any]]) -> dict[str, Run]:
+    rows = {name: Run(name, "mooncake", path) for name in names}
+    for name in names:
+        parameters = tuned.get(name)
+        if parameters and parameters != BASELINES[name][1]:
+            rows[f"{name}, tuned"] = Run(name, "mooncake", path, parameters=parameters)
+    return rows
+
+
+def generated(path: str, seeds: int, processes: int) -> list[dict[str, Any]]:
+    """Return ours and its rivals on the traces that nothing was tuned on."""
+    rows = {}
+    for trace in ("no sharing", "bursts"):
+        for name in GOALS:
+            rows[f"{trace}: {name}"] = Run(name, trace, path)
+        for number in (1, 16):
+            for announce in (False, True) if trace == "bursts" else (False,):
+                settings = Settings(num_ingresses=number, announce=announce)
+                label = f"{trace}: {OURS}, {_ingresses(number)}" + (", queues announced" if announce else "")
+                rows[label] = Run(OURS, trace, path, settings=settings)
+    return _rows(rows, seeds, processes)
+
+
+def sweeps(path: str, processes: int, max_requests: int | None) -> list[dict[str, Any]]:
+    """Return ours over sizes, delays, losses and failures, on one seed, beside LMetric over the sizes."""
+    rows: dict[str, Run] = {}
+    base = Settings(num_ingresses=4)
+    for name in (OURS, "LMetric"):
+        run = Run(name, "mooncake", path, settings=base, max_requests=max_requests)
+        for number in (2, 4, 16, 32, 64):  # the same load for each replica
+            sized = replace(run, settings=replace(base, num_replicas=number), stretch=8 / number)
+            rows[f"replicas {number}: {name}"] = sized
+        for tokens in (375_000, 750_000, 1_500_000, 3_000_000, 6_000_000):
+            rows[f"cache {tokens:,} tokens: {name}"] = replace(run, settings=replace(base, cache_tokens=tokens))
+    run = Run(OURS, "mooncake", path, settings=base, max_requests=max_requests)
+    for delay in (0.05, 0.25, 1.0, 5.0):
+        rows[f"events and reports {delay} s late: {OURS}"] = replace(run, settings=replace(base, network_s=delay))
+    for loss in (0.01, 0.1, 0.5):
+        rows[f"events and reports lost {loss:.0%}: {OURS}"] = replace(run, settings=replace(base, loss=loss))
+    for kind, name in (("kill", "replica-03"), ("add", "replica-08"), ("restart", "replica-03")):
+        rows[f"{kind} at 900 s: {OURS}"] = replace(run, changes=(Change(900.0, kind, name),))
+    return _rows(rows, 1, processes)
+
+
+def _ingresses(number: int) -> str:
+    return f"{number} ingress" + ("es" if number > 1 else "")
+
+
+def _rows(rows: dict[str, Run], seeds: int, processes: int) -> list[dict[str, Any]]:
+    runs = [run.with_seed(seed) for run in rows.values() for seed in range(seeds)]
+    figures = run_all(runs, processes)
+    limits: dict[str, dict[str, float]] = {}
+    result = []
+    for index, (label, run) in enumerate(rows.items()):
+        key = f"{run.trace} {run.settings.num_replicas * run.settings.cache_blocks} {run.max_requests}"
+        if key not in limits:
+            limits[key] = bounds(run)
+        mine = figures[index * seeds : (index + 1) * seeds]
+        result.append({"label": label, **describe(run), "bounds": limits[key], **summary(mine)})
+    return result

@@ -1,0 +1,121 @@
+"""One run of the simulator as plain data: what goes in and what comes out; many run over several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.routing.cache import infinite_bound, pooled_bound
+from benchmarks.routing.policies import BASELINES
+from benchmarks.routing.production import ProductionPolicy
+from benchmarks.routing.replica import Settings
+from benchmarks.routing.simulation import Change, Cluster, Policy, Result, simulate
+from benchmarks.routing.traces import BLOCK_SIZE, Request, bursts, load_mooncake, no_sharing
+from deployments.routing import RoutingOptions
+
+__all__ = ["OURS", "Run", "bounds", "describe", "run_all", "summary"]
+
+OURS = "Pagoda"
+# Student's t for a 95% interval of a mean, by the number of seeds.
+_T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A policy on a trace."""
+
+    policy: str
+    trace: str  # mooncake | no sharing | bursts
+    path: str  # of the Mooncake trace
+    seed: int = 0
+    parameters: dict[str, Any] = field(default_factory=dict)  # of a baseline, or RoutingOptions
+    settings: Settings = field(default_factory=Settings)
+    changes: tuple[Change, ...] = ()
+    stretch: float = 1.0  # of the time between requests
+    max_requests: int | None = None
+
+    def with_seed(self, seed: int) -> Run:
+        """Return the same with another seed."""
+        return replace(self, seed=seed)
+
+
+def run_all(runs: Sequence[Run], processes: int) -> list[dict[str, Any]]:
+    """Return the figures of each run."""
+    if processes == 1:
+        return [_figures(run) for run in runs]
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        return pool.map(_figures, runs, chunksize=1)
+
+
+def bounds(run: Run) -> dict[str, float]:
+    """Return the hit rates of an infinite cache and of one LRU cache as large as all replicas' together."""
+    requests, settings = _requests(run), run.settings
+    pooled = pooled_bound(requests, settings.num_replicas * settings.cache_blocks)
+    return {"infinite": infinite_bound(requests), "pooled": pooled}
+
+
+def summary(figures: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return mean and half width of the 95% interval (Student's t over the seeds) of every figure."""
+    rows = list(figures)
+    result: dict[str, Any] = {"seeds": len(rows)}
+    for name in rows[0]:
+        values = np.array([row[name] for row in rows], dtype=float)
+        width = _T[len(rows)] * values.std(ddof=1) / len(rows) ** 0.5 if len(rows) > 1 else 0.0
+        result[name] = {"mean": round(float(values.mean()), 5), "ci95": round(float(width), 5)}
+    return result
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """Return what a run was, for the JSON."""
+    return {"parameters": {name: str(value) for name, value in run.parameters.items()}, **asdict(run.settings)}
+
+
+@lru_cache(maxsize=4)
+def _trace(trace: str, path: str, seed: int) -> list[Request]:
+    if trace == "mooncake":
+        return load_mooncake(Path(path), seed)
+    return {"no sharing": no_sharing, "bursts": bursts}[trace](seed)
+
+
+def _requests(run: Run) -> list[Request]:
+    requests = _trace(run.trace, run.path, run.seed)[: run.max_requests]
+    return [replace(one, at=one.at * run.stretch) for one in requests] if run.stretch != 1 else requests
+
+
+def _policy(run: Run, cluster: Cluster) -> Policy:
+    if run.policy == OURS:
+        return ProductionPolicy(cluster, RoutingOptions(**run.parameters), run.seed)
+    policy, defaults, _ = BASELINES[run.policy]
+    return policy(cluster, **{**defaults, **run.parameters})
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    result = simulate(
+        _requests(run), run.settings, lambda cluster: _policy(run, cluster), changes=run.changes, seed=run.seed
+    )
+    return _measure(result)
+
+
+def _measure(result: Result) -> dict[str, Any]:
+    waits = np.array([job.first_token_at - job.request.at for job in result.jobs])
+    tokens = sum(job.request.input_tokens for job in result.jobs)
+    computed = [replica.computed_tokens for replica in result.cluster.all_replicas]
+    wrong = [abs(min(job.predicted_blocks * BLOCK_SIZE, job.request.input_tokens - 1) - job.hit_tokens)
+             for job in result.jobs]  # fmt: skip
+    return {
+        "hit": sum(job.hit_tokens for job in result.jobs) / tokens,
+        "ttft_mean": float(waits.mean()),
+        "ttft_p50": float(np.percentile(waits, 50)),
+        "ttft_p90": float(np.percentile(waits, 90)),
+        "ttft_p99": float(np.percentile(waits, 99)),
+        "imbalance": max(computed) / (sum(computed) / len(computed)),
+        "mispredicted": sum(wrong) / tokens,
+        "retries": sum(job.retries for job in result.jobs),
+        "ghosts": result.ghosts,
+    }

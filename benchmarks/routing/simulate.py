@@ -1,0 +1,76 @@
+"""The production routing against what other systems do: ``python -m benchmarks.routing.simulate``.
+
+Prints tables, writes ``benchmarks/results/routing.json`` and a plot beside it. README.md says what is modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.routing.experiments import compare, generated, others, sweeps, tune
+from deployments.routing import RoutingOptions
+
+__all__ = ["main"]
+
+TRACE = "../shared/traces/mooncake_conversation.jsonl"
+
+
+def main() -> None:
+    """Run what was asked for; parts that were not keep what the JSON had of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", default=TRACE, help="the Mooncake conversation trace")
+    parser.add_argument("--seeds", type=int, default=5, help="spreads of the trace's timestamps")
+    parser.add_argument("--other-seeds", type=int, default=5, help="for the baselines that no goal names")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--parts", nargs="+", default=["tune", "compare", "generated", "sweeps", "others"])
+    parser.add_argument("--sweep-requests", type=int, default=None, help="the first so many only")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routing.json"))
+    args = parser.parse_args()
+    results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    results["options"] = asdict(RoutingOptions())
+    for part in args.parts:
+        if part == "tune":
+            results[part] = tune(args.trace, args.processes, args.sweep_requests)
+        elif part == "compare":
+            results[part] = compare(args.trace, args.seeds, args.processes, results.get("tune", {}))
+        elif part == "generated":
+            results[part] = generated(args.trace, args.seeds, args.processes)
+        elif part == "others":
+            results[part] = others(args.trace, args.other_seeds, args.processes, results.get("tune", {}))
+        elif part == "sweeps":
+            results[part] = sweeps(args.trace, args.processes, args.sweep_requests)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        if part != "tune":
+            print(f"\n{part}\n" + "\n".join(table(results[part])), flush=True)
+    if "compare" in results:
+        from benchmarks.routing.plot import plot  # needs matplotlib, the extra `bench`
+
+        plot(results, args.out.with_suffix(".png"))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table: means, and the 95% interval's half width where there are several seeds."""
+    lines = [
+        f"{'policy':<46} {'hit %':>12} {'LRU, infinite':>18} {'TTFT mean':>13} {'p90 s':>13} {'p99':>7} {'ghosts':>6}"
+    ]
+    for row in rows:
+        limits = f"{row['bounds']['pooled']:.1%} {row['bounds']['infinite']:.1%}"
+        lines.append(
+            f"{row['label']:<46} {_cell(row['hit'], 100):>12} {limits:>18} {_cell(row['ttft_mean']):>13} "
+            f"{_cell(row['ttft_p90']):>13} {row['ttft_p99']['mean']:7.2f} {row['ghosts']['mean']:6.0f}"
+        )
+    return lines
+
+
+def _cell(figure: dict[str, float], factor: float = 1.0) -> str:
+    return f"{figure['mean'] * factor:.2f}" + (f" ±{figure['ci95'] * factor:.2f}" if figure["ci95"] else "")
+
+
+if __name__ == "__main__":
+    main()

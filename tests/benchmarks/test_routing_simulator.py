@@ -1,0 +1,131 @@
+"""The routing simulator: what must hold of it whatever the policy, on traces of a few hundred requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.routing.cache import BlockCache, infinite_bound, pooled_bound
+from benchmarks.routing.policies import BASELINES
+from benchmarks.routing.production import ProductionPolicy
+from benchmarks.routing.replica import Job, Settings, SimulatedReplica
+from benchmarks.routing.simulation import Change, Cluster, Policy, Result, simulate
+from benchmarks.routing.traces import BLOCK_SIZE, Request, bursts, no_sharing
+from deployments.routing import RoutingState
+
+SETTINGS = Settings(num_replicas=4, cache_tokens=100 * BLOCK_SIZE)
+
+
+def conversations(seed: int = 0, number: int = 300) -> list[Request]:
+    """Return requests that go on with one of 40 conversations each, all behind one common block."""
+    rng, grown, requests = random.Random(seed), {one: [0] for one in range(40)}, []
+    for index in range(number):
+        blocks = grown[rng.randrange(40)]
+        blocks.extend(1_000 * index + 1 + block for block in range(rng.randrange(1, 6)))
+        requests.append(Request(index * 0.1, len(blocks) * BLOCK_SIZE + 100, 50, tuple(blocks)))
+    return requests
+
+
+def run(requests: Sequence[Request], policy: str, settings: Settings = SETTINGS, **options: object) -> Result:
+    def make(cluster: Cluster) -> Policy:
+        if policy == "ours":
+            return ProductionPolicy(cluster)
+        kind, defaults, _ = BASELINES[policy]
+        return kind(cluster, **defaults)
+
+    return simulate(requests, settings, make, **options)  # type: ignore[arg-type]
+
+
+def hit_rate(result: Result) -> float:
+    return sum(job.hit_tokens for job in result.jobs) / sum(job.request.input_tokens for job in result.jobs)
+
+
+@pytest.mark.parametrize("policy", ["ours", *BASELINES])
+def test_every_policy_serves_every_request_and_none_beats_the_bounds(policy: str) -> None:
+    requests = conversations()
+    result = run(requests, policy)
+    assert all(job.first_token_at > job.request.at for job in result.jobs)
+    tokens = sum(request.input_tokens for request in requests)
+    computed = sum(replica.computed_tokens for replica in result.cluster.all_replicas)
+    assert computed + sum(job.hit_tokens for job in result.jobs) == tokens
+    assert not any(result.cluster.outstanding.values())
+    # An LRU cache in which requests run at once is no strict bound of those in which they hold blocks for a while.
+    pooled = pooled_bound(requests, 4 * SETTINGS.cache_blocks)
+    assert hit_rate(result) <= pooled + 0.02
+    assert pooled <= infinite_bound(requests)
+
+
+def test_a_seed_gives_one_result() -> None:
+    requests, settings = conversations(), Settings(num_replicas=4, cache_tokens=50_000, num_ingresses=3, loss=0.1)
+    one, other = (run(requests, "ours", settings, seed=3) for _ in range(2))
+    assert [job.first_token_at for job in one.jobs] == [job.first_token_at for job in other.jobs]
+    assert [job.replica for job in one.jobs] == [job.replica for job in other.jobs]
+
+
+@pytest.mark.parametrize("num_ingresses", [1, 4])
+def test_a_restart_leaves_no_ghosts(num_ingresses: int) -> None:
+    settings = Settings(num_replicas=4, cache_tokens=100 * BLOCK_SIZE, num_ingresses=num_ingresses)
+    result = run(conversations(), "ours", settings, changes=[Change(15.0, "restart", "replica-01")])
+    after = [job for job in result.jobs if job.request.at > 15.1 and job.replica == "replica-01"]
+    assert after
+    assert result.ghosts == 0
+
+
+def test_ghosts_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoutingState, "cleared", lambda state, replica: None)
+    assert run(conversations(), "ours", changes=[Change(15.0, "restart", "replica-01")]).ghosts > 0
+
+
+def test_a_burst_through_many_ingresses_meets_on_one_replica_if_queues_are_announced() -> None:
+    """They all come within 20 ms: only who arrives before the first announcement has to choose alike by itself."""
+    burst = [Request(0.001 * number, 20 * BLOCK_SIZE + 9, 50, tuple(range(20))) for number in range(20)]
+    used = {}
+    for announce in (False, True):
+        settings = Settings(num_replicas=4, num_ingresses=16, announce=announce)
+        used[announce] = {job.replica for job in run(burst, "ours", settings).jobs}
+    assert len(used[True]) == 1 < len(used[False])
+
+
+def test_a_killed_replica_gets_nothing_more_and_loses_no_request() -> None:
+    result = run(conversations(), "ours", changes=[Change(15.0, "kill", "replica-01")])
+    assert all(job.first_token_at > 0 for job in result.jobs)
+    assert not any(job.replica == "replica-01" for job in result.jobs if job.request.at > 15.0)
+
+
+def test_an_added_replica_is_used() -> None:
+    result = run(conversations(), "ours", changes=[Change(15.0, "add", "replica-04")])
+    assert any(job.replica == "replica-04" for job in result.jobs)
+
+
+def test_what_an_ingress_believes_is_what_replicas_hold() -> None:
+    """With large caches and prompt events, every prediction comes true."""
+    settings = Settings(num_replicas=4, num_ingresses=1)
+    for job in run(conversations(), "ours", settings).jobs:
+        assert job.predicted_blocks * BLOCK_SIZE == job.hit_tokens
+
+
+def test_a_replica_counts_a_queued_block_once_and_publishes_by_chunks() -> None:
+    replica, request = SimulatedReplica("a", SETTINGS), Request(0.0, 10 * BLOCK_SIZE + 1, 10, tuple(range(10)))
+    for number in range(3):
+        replica.arrive(Job(number, request, 0), 0.0)
+    assert replica.queued_tokens(0.0) == 10 * BLOCK_SIZE + 3
+    ends = replica.start(0.0)
+    assert ends == pytest.approx((10 * BLOCK_SIZE + 1) / SETTINGS.prefill_rate)
+    assert [len(entry.stored) for entry in replica.log] == [4, 4, 2]
+    assert replica.log[-1].at == pytest.approx(10 * BLOCK_SIZE / SETTINGS.prefill_rate)
+
+
+def test_the_cache_evicts_tails_first_and_nothing_in_use() -> None:
+    cache = BlockCache(4)
+    cache.use([1, 2, 3])
+    assert cache.use([7, 8, 9]) == []  # more than it has room for, but all in use
+    cache.release([1, 2, 3])
+    assert cache.use([11]) == [3, 2, 1]
+    assert len(cache) == 4
+
+
+def test_generated_traces_share_nothing_or_come_in_bursts() -> None:
+    assert infinite_bound(no_sharing(0, number=200)) == 0.0
+    assert infinite_bound(bursts(0, number=50)) > 0.8
