@@ -114,9 +114,9 @@ class RoutingState:
     ) -> Decision:  # fmt: skip
         """Order ``candidates`` (one at least) for a prompt of ``num_tokens`` whose full blocks have ``hashes``."""
         with self._lock:
-            for name in candidates:
-                if name not in self._replicas:
-                    self._add(name)  # Serve offers it before it says that it is there
+            if not self._replicas.keys() >= set(candidates):  # Serve offers one before it says that it is there
+                for name in set(candidates).difference(self._replicas):
+                    self._add(name)
             if now > self._looked_until:
                 self._look_for_stale(now)
             depths = self.index.depths(hashes)
@@ -140,12 +140,15 @@ class RoutingState:
         """Return what it costs to send a prompt to each candidate, in seconds."""
         replicas, weight = self._replicas, 1 + self.options.miss_weight
         weighted = weight * max(1, num_tokens)
-        costs = {name: (one := replicas[name]).queue_s + one.seconds_per_token * weighted for name in candidates}
-        most = max(0, num_tokens - 1)  # the last token is computed even if its block is cached: its logits are needed
-        for name, depth in depths.items():
-            if name in costs:
-                cached = depth * self.block_size
-                costs[name] -= replicas[name].seconds_per_token * weight * (cached if cached < most else most)
+        if not depths:
+            return {name: (one := replicas[name]).queue_s + one.seconds_per_token * weighted for name in candidates}
+        # The last token is computed even if its block is cached: its logits are needed.
+        most, per_block, depth_of = weight * max(0, num_tokens - 1), weight * self.block_size, depths.get
+        costs = {}
+        for name in candidates:
+            one = replicas[name]
+            cached = depth_of(name, 0) * per_block
+            costs[name] = one.queue_s + one.seconds_per_token * (weighted - (cached if cached < most else most))
         return costs
 
     def _tiers(self, candidates: Sequence[str], avoid: Collection[str]) -> dict[str, int]:
@@ -160,6 +163,8 @@ class RoutingState:
         """Return those that are about as cheap as the first and hold as much of the prompt."""
         first = order[0]
         limit, depth, tier = costs[first] * self.options.load_bound, depths.get(first), tiers.get(first)
+        if len(order) > 1 and costs[order[1]] > limit:
+            return [first]
         tied = []
         for name in order:
             if costs[name] > limit or tiers.get(name) != tier:
