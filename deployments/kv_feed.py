@@ -11,10 +11,10 @@ messages and the time, says under which ``nonce`` it wants a snapshot, and tells
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from deployments.kv_messages import NONCE_LENGTH, REMOVED, STORED, EventsMessage, LoadMessage, Snapshot
+from deployments.kv_messages import NONCE_LENGTH, REMOVED, STORED, AwaitedMessage, EventsMessage, LoadMessage, Snapshot
 from deployments.telemetry import KV_INDEX_GAPS
 from engine.load import EngineLoad
 from engine.metrics import MetricSink
@@ -39,6 +39,9 @@ class Listener(Protocol):
 
     def replaced(self, replica: str, hashes: Iterable[int]) -> None:
         """These blocks can be hit, and no others; ends what ``lost`` began."""
+
+    def awaited(self, replica: str, hashes: Sequence[int], *, now: float) -> None:
+        """A prompt of these blocks has joined the queue: those that are not cached will be."""
 
     def report(self, replica: str, load: EngineLoad, *, now: float) -> None:
         """The replica's load, at the monotonic time ``now``."""
@@ -86,6 +89,11 @@ class ReplicaFeed:
             return
         self._apply(message)
         self._next += 1
+
+    def awaited(self, message: AwaitedMessage, now: float) -> None:
+        """Pass on what a request that has joined the queue will need."""
+        self._heard(now)
+        self._listener.awaited(self._replica, message.hashes, now=now)
 
     def load(self, message: LoadMessage, now: float) -> None:
         """Pass a load report on, and see whether batches were sent that have not come."""

@@ -1,6 +1,7 @@
 """KV messages: what an engine replica tells every ingress, as bytes, and the topics under which it tells it.
 
     e/<replica>/          events     what one step changed in the prefix cache, in order
+    a/<replica>/          awaited    the blocks that a request which has just joined the queue will need
     l/<replica>/          load       how busy the engine is, and up to where events were sent
     s/<replica>/<nonce>/  snapshot   everything that is cached behind batch ``number``, for whoever subscribed to it
 
@@ -34,12 +35,14 @@ __all__ = [
     "NONCE_LENGTH",
     "REMOVED",
     "STORED",
+    "AwaitedMessage",
     "EventsMessage",
     "KVMessageError",
     "LoadMessage",
     "Reason",
     "Snapshot",
     "Topics",
+    "decode_awaited",
     "decode_events",
     "decode_load",
     "decode_snapshot",
@@ -89,6 +92,7 @@ class Topics:
             raise ConfigError(f"replica={replica[:40]!r} is no name; it needs 1 to {MAX_NAME_LENGTH} printable letters")
         name = quote(replica, safe="").encode()
         self.events: bytes = b"e/" + name + b"/"
+        self.awaited: bytes = b"a/" + name + b"/"
         self.load: bytes = b"l/" + name + b"/"
         self.snapshots: bytes = b"s/" + name + b"/"
 
@@ -149,6 +153,17 @@ class EventsMessage(_Message, frozen=True):
         """Yield, in order, what became of which hashes."""
         for kind, packed in self.runs:
             yield kind, unpack_hashes(packed)
+
+
+class AwaitedMessage(_Message, frozen=True):
+    """What a request that joins the queue will need: blocks that are cached, and behind them those that will be."""
+
+    packed: _Packed
+
+    @property
+    def hashes(self) -> Sequence[int]:
+        """The hashes of a prompt's blocks, in order."""
+        return unpack_hashes(self.packed)
 
 
 class Snapshot(_Message, frozen=True):
@@ -221,17 +236,25 @@ def load_message(generation: int, number: int, load: EngineLoad | None) -> LoadM
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
-_Any = TypeVar("_Any", EventsMessage, LoadMessage, Snapshot)
+_Any = TypeVar("_Any", AwaitedMessage, EventsMessage, LoadMessage, Snapshot)
 
 _encode = msgspec.msgpack.Encoder().encode
+_awaited_decoder = msgspec.msgpack.Decoder(AwaitedMessage)
 _events_decoder = msgspec.msgpack.Decoder(EventsMessage)
 _load_decoder = msgspec.msgpack.Decoder(LoadMessage)
 _snapshot_decoder = msgspec.msgpack.Decoder(Snapshot)
 
 
-def encode(message: EventsMessage | LoadMessage | Snapshot) -> bytes:
+def encode(message: AwaitedMessage | EventsMessage | LoadMessage | Snapshot) -> bytes:
     """Return a message as it travels."""
     return _encode(message)
+
+
+def decode_awaited(data: bytes) -> AwaitedMessage:
+    """Return the awaited blocks in ``data``; raises KVMessageError if it is anything else."""
+    message = _decode(_awaited_decoder, data, MAX_MESSAGE_BYTES)
+    _check_packed(message.packed)
+    return message
 
 
 def decode_events(data: bytes) -> EventsMessage:

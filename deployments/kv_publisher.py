@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import zmq
 
@@ -20,10 +21,12 @@ from deployments.kv_messages import (
     MAX_MESSAGE_BYTES,
     MAX_RUNS,
     MAX_SNAPSHOT_BYTES,
+    AwaitedMessage,
     Topics,
     encode,
     events_message,
     load_message,
+    pack_hashes,
 )
 from deployments.kv_mirror import KVMirror
 from deployments.kv_sockets import Wakeup, bind_publisher
@@ -36,6 +39,7 @@ __all__ = ["KVEventPublisher"]
 logger = logging.getLogger("ray.serve")
 
 MAX_BATCHES_A_TURN = 256
+MAX_AWAITED = 1024  # announcements that wait to be sent; then the oldest are forgotten, and events will tell
 MAX_SUBSCRIPTIONS_A_TURN = 64
 MAX_SNAPSHOTS_A_TURN = 16
 MAX_ASKED = 1024  # requests for snapshots that wait; who is not among them asks again
@@ -68,6 +72,7 @@ class KVEventPublisher:
         self._topics = Topics(replica)
         self._heartbeat_s = heartbeat_s
         self._batches: deque[tuple[KVEventBatch, float]] = deque(maxlen=max_backlog)
+        self._awaited: deque[bytes] = deque(maxlen=MAX_AWAITED)
         self._load: EngineLoad | None = None
         self._has_new_load = True  # the first heartbeat goes out at once
         self._load_due = 0.0
@@ -88,6 +93,11 @@ class KVEventPublisher:
     def publish_events(self, batch: KVEventBatch) -> None:
         """Tell what a step changed. Takes microseconds and never blocks."""
         self._batches.append((batch, time.time()))
+        self._wakeup.ring()
+
+    def publish_awaited(self, hashes: Sequence[int]) -> None:
+        """Announce the blocks of a prompt that joins the queue, so that equal ones come here whoever sends them."""
+        self._awaited.append(pack_hashes(hashes))
         self._wakeup.ring()
 
     def publish_load(self, load: EngineLoad) -> None:
@@ -121,19 +131,26 @@ class KVEventPublisher:
             self._context.term()
 
     def _idle_ms(self) -> int:
-        if self._batches or self._has_new_load:
+        if self._batches or self._awaited or self._has_new_load:
             return 0
         due = min(self._load_due, self._rest_until) if self._asked else self._load_due
         return max(0, math.ceil(1000 * (due - time.monotonic())))
 
     def _turn(self, *, has_subscriptions: bool) -> None:
         self._wakeup.clear()
+        self._send_awaited()  # before the load that counts them
         self._send_events()
         self._send_load()
         if has_subscriptions:
             self._take_subscriptions()
         if self._asked and time.monotonic() >= self._rest_until:
             self._send_snapshots()
+
+    def _send_awaited(self) -> None:
+        for _ in range(len(self._awaited)):
+            data = encode(AwaitedMessage(self._awaited.popleft()))
+            if len(data) <= MAX_MESSAGE_BYTES:
+                self._send(self._topics.awaited, data)
 
     def _send_events(self) -> None:
         for _ in range(min(len(self._batches), MAX_BATCHES_A_TURN)):

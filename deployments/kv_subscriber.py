@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import zmq
 
 from deployments.kv_feed import Listener, ReplicaFeed
-from deployments.kv_messages import KVMessageError, Topics, decode_events, decode_load, decode_snapshot
+from deployments.kv_messages import KVMessageError, Topics, decode_awaited, decode_events, decode_load, decode_snapshot
 from deployments.kv_sockets import Wakeup, check_endpoint, connect_subscriber
 from deployments.telemetry import KV_INDEX_DROPPED, KV_INDEX_LAG
 from engine.errors import ConfigError
@@ -53,6 +53,7 @@ class _Link:
         self.has_complained = False
         self._nonce: str | None = None  # of the snapshot's topic that the socket is subscribed to
         made.subscribe(target.topics.events)
+        made.subscribe(target.topics.awaited)
         made.subscribe(target.topics.load)
         self.follow_nonce()
 
@@ -83,6 +84,8 @@ class _Link:
             events = decode_events(data)
             sink.observe(KV_INDEX_LAG, max(0.0, time.time() - events.sent_at))
             self.feed.events(events, now)
+        elif topic == topics.awaited:
+            self.feed.awaited(decode_awaited(data), now)
         elif topic == topics.load:
             self.feed.load(decode_load(data), now)
         elif self._nonce is not None and topic == topics.snapshot(self._nonce):

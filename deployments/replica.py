@@ -82,8 +82,11 @@ class EngineReplica:
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the first tokens at once, afterwards whatever has queued since the last batch was taken.
 
-        ``block_hashes`` and ``avoid`` are there for the router, which reads the call's arguments.
+        ``block_hashes`` and ``avoid`` are there for the router, which reads the call's arguments; the other ingresses'
+        routers are told of the hashes.
         """
+        if block_hashes:
+            self._publisher.publish_awaited(block_hashes)
         batches = self._engine.generate(
             request.request_id,
             request.prompt_token_ids,

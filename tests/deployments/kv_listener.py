@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Condition
 
 from engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
@@ -19,6 +19,7 @@ class Known:
     def __init__(self) -> None:
         self.blocks: defaultdict[str, set[int]] = defaultdict(set)
         self.calls: list[tuple[str, str]] = []  # what, of which replica
+        self.awaiting: defaultdict[str, list[list[int]]] = defaultdict(list)  # prompts that joined the queue
         self.reports: defaultdict[str, list[tuple[EngineLoad, float]]] = defaultdict(list)
         self._changed = Condition()
 
@@ -37,6 +38,10 @@ class Known:
     def replaced(self, replica: str, hashes: Iterable[int]) -> None:
         self.blocks[replica] = set(hashes)
         self._note("replaced", replica)
+
+    def awaited(self, replica: str, hashes: Sequence[int], *, now: float) -> None:
+        self.awaiting[replica].append(list(hashes))
+        self._note("awaited", replica)
 
     def report(self, replica: str, load: EngineLoad, *, now: float) -> None:
         self.reports[replica].append((load, now))

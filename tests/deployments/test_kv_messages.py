@@ -19,11 +19,13 @@ from deployments.kv_messages import (
     MAX_SNAPSHOT_BYTES,
     REMOVED,
     STORED,
+    AwaitedMessage,
     EventsMessage,
     KVMessageError,
     LoadMessage,
     Snapshot,
     Topics,
+    decode_awaited,
     decode_events,
     decode_load,
     decode_snapshot,
@@ -40,7 +42,7 @@ from tests.deployments import kv_listener
 from tests.deployments.kv_listener import batch, load, removed, stored
 
 Decode = Callable[[bytes], object]
-DECODERS: list[Decode] = [decode_events, decode_load, decode_snapshot]
+DECODERS: list[Decode] = [decode_awaited, decode_events, decode_load, decode_snapshot]
 BIG = 2**64 - 1
 
 VALID = [
@@ -48,6 +50,7 @@ VALID = [
     encode(load_message(3, -1, load(7))),
     encode(load_message(0, -1, None)),
     encode(Snapshot(1, 4, pack_hashes([1, 2, BIG]))),
+    encode(AwaitedMessage(pack_hashes([1, 2, BIG]))),
 ]
 
 
@@ -127,7 +130,7 @@ def test_events_of_another_shape_are_malformed(fields: Any) -> None:
 
 @pytest.mark.parametrize(
     ("decode", "limit"),
-    [(decode_events, MAX_MESSAGE_BYTES), (decode_load, MAX_MESSAGE_BYTES), (decode_snapshot, MAX_SNAPSHOT_BYTES)],
+    [(decode, MAX_SNAPSHOT_BYTES if decode is decode_snapshot else MAX_MESSAGE_BYTES) for decode in DECODERS],
 )
 def test_what_is_too_long_is_not_even_looked_at(decode: Decode, limit: int) -> None:
     with pytest.raises(KVMessageError) as caught:

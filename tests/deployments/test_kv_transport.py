@@ -127,6 +127,19 @@ def test_many_steps_come_in_order_and_without_a_gap(make: Made) -> None:
     assert ingress.metric(KV_INDEX_GAPS) == 0
 
 
+def test_what_joins_the_queue_is_announced_to_every_ingress(make: Made) -> None:
+    publisher, ingresses = make.publisher(), [make.ingress(), make.ingress()]
+    for ingress in ingresses:
+        ingress.join(publisher)
+    publisher.publish_awaited([1, 2, 2**64 - 1])
+    for ingress in ingresses:
+        ingress.known.wait_count("awaited", "r1")
+        assert ingress.known.awaiting["r1"] == [[1, 2, 2**64 - 1]]
+        assert ingress.known.blocks["r1"] == set()  # they are not there yet
+    with pytest.raises(OverflowError):
+        publisher.publish_awaited([2**64])
+
+
 def test_many_ingresses_that_join_at_once_agree(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = make.publisher()
     publisher.publish_events(batch(0, stored(*range(20_000))))
@@ -403,7 +416,7 @@ def test_what_cannot_be_a_message_is_counted_and_dropped(make: Made) -> None:
     ]
     with impostor() as (sender, endpoint):
         ingress.set_endpoints({"r1": endpoint})
-        asked = [sender.recv()[1:] for _ in range(3)][-1]
+        asked = [sender.recv()[1:] for _ in range(4)][-1]
         assert topics.is_snapshot(asked)
         for message in bad:
             sender.send_multipart(message)
