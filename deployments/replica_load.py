@@ -91,8 +91,9 @@ class ReplicaLoad:
         return self.report.prefill_tokens_per_s if self.report is not None else 0.0
 
     @property
-    def used_share(self) -> float:
-        """The share of the KV pool that running requests use, 0 while unknown."""
-        if self.report is None or not self.report.num_blocks:
+    def decode_pressure(self) -> float:
+        """How crowded the batch is, 0 while unknown: the share of the KV pool in use, and the batches that wait."""
+        report = self.report
+        if report is None or not report.num_blocks:
             return 0.0
-        return max(0.0, 1 - self.report.num_free_blocks / self.report.num_blocks)
+        return 1 - report.num_free_blocks / report.num_blocks + report.num_waiting / max(1, report.num_running)

@@ -40,7 +40,7 @@ class Settings:
     network_s: float = 0.002  # from the replica to the ingresses, of events and reports
     loss: float = 0.0  # of event batches and of reports, each ingress for itself
     num_ingresses: int = 1
-    announce: bool = False  # replicas tell at once which blocks a request that joins the queue will bring
+    announce: bool = True  # replicas tell at once which blocks a request that joins the queue will bring
 
     @property
     def cache_blocks(self) -> int:
