@@ -90,10 +90,14 @@ class ReplicaLoad:
         """Measured prefill tokens per second, 0 while unknown."""
         return self.report.prefill_tokens_per_s if self.report is not None else 0.0
 
-    @property
-    def decode_pressure(self) -> float:
-        """How crowded the batch is, 0 while unknown: the share of the KV pool in use, and the batches that wait."""
+    def decode_pressure(self, *, fresh: bool) -> float:
+        """How crowded the batch is, in seconds; 0 while unknown.
+
+        A step's time for each request in it or on its way there, since everybody waits for the others' tokens, and the
+        share of the KV pool in use, since preemption is near when it is full.
+        """
         report = self.report
-        if report is None or not report.num_blocks:
+        if not fresh or report is None or not report.num_blocks:
             return 0.0
-        return 1 - report.num_free_blocks / report.num_blocks + report.num_waiting / max(1, report.num_running)
+        requests = report.num_running + report.num_waiting + len(self._unreported)
+        return requests * report.decode_step_s + 1 - report.num_free_blocks / report.num_blocks

@@ -37,7 +37,7 @@ class RoutingOptions:
     """What may be tuned; the defaults are what benchmarks/routing found on the Mooncake conversation trace."""
 
     miss_weight: float = 1.5  # w: what a computed token costs others, in times of what it costs its own request
-    decode_weight: float = 0.1  # beta, in seconds: what a KV pool full of running requests costs, and a batch that waits
+    decode_weight: float = 0.3  # beta: what a crowded batch costs, by ReplicaLoad.decode_pressure
     load_bound: float = 1.02  # replicas up to this many times the least cost count as tied
     assume_s: float = 30.0  # how long a dispatched prompt is assumed to be cached before an event says so
     stale_after_s: float = 2.0  # a load report is out of date after this
@@ -202,7 +202,8 @@ class RoutingState:
         """Bring up to date what decisions read of a replica, after its load has changed."""
         replica.seconds_per_token = 1 / (replica.load.prefill_rate or self._typical_rate)
         queued = replica.load.queued_tokens(fresh=replica.fresh)
-        replica.queue_s = queued * replica.seconds_per_token + self.options.decode_weight * replica.load.decode_pressure
+        pressure = replica.load.decode_pressure(fresh=replica.fresh)
+        replica.queue_s = queued * replica.seconds_per_token + self.options.decode_weight * pressure
 
     def dispatched(
         self, replica: str, hashes: Sequence[int], num_tokens: int, *, now: float, request_id: str = ""

@@ -113,7 +113,7 @@ def test_a_replica_counts_a_queued_block_once_and_publishes_by_chunks() -> None:
     assert replica.queued_tokens(0.0) == 10 * BLOCK_SIZE + 3
     ends = replica.start(0.0)
     assert ends == pytest.approx((10 * BLOCK_SIZE + 1) / SETTINGS.prefill_rate)
-    assert [len(entry.stored) for entry in replica.log] == [4, 4, 2]
+    assert [len(entry.stored) for entry in replica.log if entry.stored] == [4, 4, 2]
     assert replica.log[-1].at == pytest.approx(10 * BLOCK_SIZE / SETTINGS.prefill_rate)
 
 

@@ -58,12 +58,25 @@ def test_a_longer_queue_than_the_prefix_is_worth_sends_it_elsewhere() -> None:
     state = make_state("ab")
     state.stored("a", [1, 2, 3, 4])
     miss = round(64 * (1 + state.options.miss_weight))
-    queue(state, "a", miss - 10)
+    queue(state, "a", miss - 20)
     assert first(state, [1, 2, 3, 4], "ab") == "a"
-    queue(state, "a", miss + 10)
+    queue(state, "a", miss + 20)
     decision = state.choose(["a", "b"], [1, 2, 3, 4], 64, now=0.0)
     assert (decision.order, decision.outcome) == (["b", "a"], "balanced")
     assert (decision.predicted_blocks, decision.best_blocks) == (0, 4)
+
+
+def test_a_crowded_batch_is_worth_a_short_prefix() -> None:
+    """Else every stream of a popular short prompt would share one replica's steps while the others idle."""
+    state = make_state("ab")
+    state.stored("a", [1])
+    state.report("a", replace(IDLE, num_running=2), now=0.0)
+    assert first(state, [1], "ab") == "a"
+    state.report("a", replace(IDLE, num_running=32), now=0.0)
+    assert first(state, [1], "ab") == "b"
+    assert first(state, [1, *range(100, 100 + 3)], "ab") == "b"
+    state.stored("a", list(range(200, 264)))
+    assert first(state, list(range(200, 264)), "ab") == "a"  # a thousand tokens are worth a crowd
 
 
 def test_a_slow_replica_is_a_dear_one() -> None:
