@@ -48,6 +48,7 @@ from engine.text import Tokenizer
 __all__ = ["Ingress"]
 
 CHARACTERS_PER_LOGPROB = 16  # what writing a log-probability costs, in characters of tokenising
+COLLECT_TIMEOUT_S = 2.0  # for a replica's metrics; Prometheus waits 10 s for all
 ENGINE_TIMEOUT_S = 5.0  # while engines load: a probe or a client must get an answer, not wait
 LOADING_TIMEOUT_S = 60.0  # so long a new ingress gets no requests while the engines load; then it says that they do
 
@@ -308,13 +309,18 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _collect(handle: DeploymentHandle[Any], method: str) -> dict[str, list[Series]]:
-    """Call ``method`` on every replica behind ``handle``; one that does not answer in time is left out."""
+    """Call ``method`` on every replica behind ``handle``; one that fails or does not answer in time is left out."""
     try:
-        results = await asyncio.wait_for(handle.broadcast(method).results_async(), ENGINE_TIMEOUT_S)
-    except Exception as error:  # a replica that dies or loads must not take the other numbers away
+        # Serve's own results_async gives all of the answers or none.
+        results = await asyncio.wait_for(handle.broadcast(method)._fetch_replica_results_async(), COLLECT_TIMEOUT_S)
+    except Exception as error:  # there may be no replica
         del error
         return {}
-    return dict(results)
+    calls = [asyncio.ensure_future(result.get_async()) for result in results]  # type: ignore[no-untyped-call]
+    answered, late = await asyncio.wait(calls, timeout=COLLECT_TIMEOUT_S)
+    for call in late:
+        call.cancel()
+    return dict(call.result() for call in answered if call.exception() is None)
 
 
 def _has_failed(future: asyncio.Future[Any]) -> bool:

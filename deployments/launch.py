@@ -94,7 +94,9 @@ def _serve(config: Path, endpoint: Endpoint) -> int:
         print(f"pagoda: {error}", file=sys.stderr)
         return 1
     except _Stopped:
-        print("pagoda: stopping (once more to stop at once) ...", flush=True)
+        print("pagoda: stopping when the streams that run have ended (once more to stop at once) ...", flush=True)
+        if server is not None:
+            server.drain()
         return 0
     finally:
         if server is not None:
@@ -121,6 +123,7 @@ class Server:
             start_new_session=True,  # the terminal's Ctrl-C is for us; we pass it on
         )
         self._dashboard = DEFAULT_DASHBOARD
+        self._is_ready = False
         self._is_stopping = False
         assert self._process.stdout is not None
         threading.Thread(target=self._pass_on, args=(self._process.stdout,), daemon=True).start()
@@ -140,10 +143,22 @@ class Server:
                 if reason := _failure(self._dashboard):
                     raise LaunchError(reason)
             time.sleep(POLL_S)
+        self._is_ready = True
 
     def wait(self) -> int:
         """Wait until `serve run` ends."""
         return self._process.wait()
+
+    def drain(self) -> None:
+        """Take no more requests and wait for those that run, as long as the deployment allows or until told again.
+
+        Serve's own shutdown ends HAProxy first, and with it every stream; taking the application away does not.
+        """
+        if not self._is_ready or not _deploy_nothing(self._dashboard):
+            return
+        while self._process.poll() is None and serve_details(self._dashboard).get("applications"):
+            if _told_again.wait(POLL_S):
+                return
 
     def stop(self) -> None:
         """End `serve run` gently, and whatever is left of it and of its cluster by force; at once if told so again."""
@@ -224,15 +239,31 @@ def _is_healthy(endpoint: Endpoint) -> bool:
 
 def serve_details(dashboard: str) -> dict[str, Any]:
     """Return what `serve status` shows, in Ray's own shape; empty while the dashboard is not up."""
-    request = urllib.request.Request(f"{dashboard}/api/serve/applications/")
-    if token := _ray_token():
-        request.add_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(_serve_api(dashboard), timeout=5) as answer:
             details: dict[str, Any] = json.load(answer)
             return details
     except (OSError, ValueError, http.client.HTTPException):
         return {}
+
+
+def _deploy_nothing(dashboard: str) -> bool:
+    """Have Serve drain and delete every application; False if it cannot be asked."""
+    request = _serve_api(dashboard)
+    request.method, request.data = "PUT", b'{"applications": []}'
+    request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=10):
+            return True
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def _serve_api(dashboard: str) -> urllib.request.Request:
+    request = urllib.request.Request(f"{dashboard}/api/serve/applications/")
+    if token := _ray_token():
+        request.add_header("Authorization", f"Bearer {token}")
+    return request
 
 
 def _ray_token() -> str:

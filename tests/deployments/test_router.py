@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 from ray.serve._private.request_router.common import RequestRoutingContext
+from ray.serve.handle import DeploymentBroadcastResponse
 from ray.serve.request_router import RequestRouter
 
 from deployments.cluster_view import cluster_view
@@ -149,6 +150,7 @@ async def test_the_block_size_is_what_the_engines_say(router: PrefixRouter) -> N
 def test_what_we_use_of_serves_private_parts_is_still_there() -> None:
     for name in ("_choose_replicas_with_backoff", "_select_from_candidate_replicas", "_choose_replica_for_request"):
         assert inspect.isfunction(getattr(RequestRouter, name))
+    assert inspect.iscoroutinefunction(DeploymentBroadcastResponse._fetch_replica_results_async)
 
 
 def _id(name: str) -> ReplicaID:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 import subprocess
@@ -72,7 +74,7 @@ def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_no_process_behind(tmp_path: Path, ray_dir: Path, number: signal.Signals) -> None:
+def test_a_signal_cuts_no_stream_and_leaves_no_process(tmp_path: Path, ray_dir: Path, number: signal.Signals) -> None:
     server = start_server(tmp_path, ray_dir)
     try:
         server.wait_until_ready()
@@ -84,8 +86,16 @@ def test_a_signal_leaves_no_process_behind(tmp_path: Path, ray_dir: Path, number
         processes = server.processes()
         assert len(processes) > 5
         started = time.monotonic()
-        assert server.stop(number) == 0
-        assert time.monotonic() - started < 30
+        body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            os.killpg(server.process.pid, number)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait(timeout_s=60) == 0
+        assert time.monotonic() - started < 40
         assert alive(processes) == []
         assert [process for process in psutil.process_iter() if _mentions(process, str(ray_dir / "ray"))] == []
     finally:
