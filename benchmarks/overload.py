@@ -136,7 +136,7 @@ def measure(server: Server, seconds: float) -> list[Phase]:
 
 
 def _change(args: dict[str, Any]) -> None:
-    args["replicas"] |= {"engines": ENGINES, "cpus_per_engine": 0.1, "cpus_per_ingress": 0.1}
+    args["replicas"] |= {"num_engine_replicas": ENGINES, "cpus_per_engine": 0.1, "cpus_per_ingress": 0.1}
     args["engine"] |= {"max_num_seqs": MAX_NUM_SEQS}
     args["limits"] |= {"max_queued_requests_per_engine": QUEUE, "max_queued_requests": ENGINES * QUEUE}
 

@@ -66,17 +66,17 @@ def _engine_deployment(config: AppConfig) -> serve.Deployment:
 def _number_of_engines(config: AppConfig) -> dict[str, Any]:
     """Return Serve's options for a fixed number of replicas, or for one that follows the load."""
     scaling = config.autoscaling
-    if scaling.max_engines is None:
-        return {"num_replicas": config.replicas.engines}
+    if scaling.max_replicas is None:
+        return {"num_replicas": config.replicas.num_engine_replicas}
     policy = {
         "policy_function": "deployments.autoscaling:KVPressure",
         "policy_kwargs": scaling.model_dump(include={"target_queued_prefill_s", "target_kv_usage"}),
     }
     return {
         "autoscaling_config": {
-            "min_replicas": scaling.min_engines,
-            "initial_replicas": config.replicas.engines,
-            "max_replicas": scaling.max_engines,
+            "min_replicas": scaling.min_replicas,
+            "initial_replicas": config.replicas.num_engine_replicas,
+            "max_replicas": scaling.max_replicas,
             "upscale_delay_s": scaling.upscale_delay_s,
             "downscale_delay_s": scaling.downscale_delay_s,
             "look_back_period_s": LOOK_BACK_S,
@@ -90,7 +90,7 @@ def _ingress_deployment(config: AppConfig) -> serve.Deployment:
     limits = config.limits
     declare = serve.deployment(
         name="ingress",
-        num_replicas=config.replicas.ingresses,
+        num_replicas=config.replicas.num_ingress_replicas,
         max_ongoing_requests=INGRESS_CONCURRENCY,
         graceful_shutdown_timeout_s=limits.graceful_shutdown_s,
         health_check_period_s=limits.health_check_period_s,
@@ -109,7 +109,7 @@ def gpus_per_engine(config: AppConfig, available: float) -> float:
     """
     if config.replicas.gpus_per_engine is not None:
         return config.replicas.gpus_per_engine
-    engine, count = config.engine_config, config.replicas.engines
+    engine, count = config.engine_config, config.replicas.num_engine_replicas
     if engine.device == "cpu" or (engine.device == "auto" and available == 0):
         return 0.0
     needed = count * engine.tensor_parallel_size
@@ -117,12 +117,14 @@ def gpus_per_engine(config: AppConfig, available: float) -> float:
         return float(engine.tensor_parallel_size)
     if engine.kv_cache_memory is None and engine.num_blocks is None:
         raise ConfigError(
-            f"replicas.engines={count} need {needed} GPUs and the cluster has {available:g}; lower it, or let replicas "
-            "share a GPU by setting engine.kv_cache_memory"
+            f"replicas.num_engine_replicas={count} need {needed} GPUs and the cluster has {available:g}; lower it, or "
+            "let replicas share a GPU by setting engine.kv_cache_memory"
         )
     share = int(10_000 / math.ceil(needed / available)) / 10_000  # as many to each GPU as the fullest one takes
     if share == 0.0:
-        raise ConfigError(f"replicas.engines={count} are more than {available:g} GPUs can be shared by; lower it")
+        raise ConfigError(
+            f"replicas.num_engine_replicas={count} are more than {available:g} GPUs can be shared by; lower it"
+        )
     return share
 
 

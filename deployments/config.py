@@ -48,8 +48,8 @@ class _Options(BaseModel):
 class ReplicaOptions(_Options):
     """How many replicas there are, and what Ray's scheduler sets aside for each."""
 
-    engines: int = Field(default=1, ge=1)  # with autoscaling: at the start
-    ingresses: int = Field(default=1, ge=1)
+    num_engine_replicas: int = Field(default=1, ge=1)  # with autoscaling: at the start
+    num_ingress_replicas: int = Field(default=1, ge=1)
     cpus_per_engine: Share = 0.5
     gpus_per_engine: Share | None = None
     cpus_per_ingress: Share = 0.2
@@ -86,19 +86,24 @@ class RouterOptions(_Options):
 class AutoscalingOptions(_Options):
     """When there are to be more engine replicas, or fewer; see deployments/autoscaling.py and Serve's options."""
 
-    max_engines: int | None = Field(default=None, ge=1)  # None: always replicas.engines
-    min_engines: int = Field(default=1, ge=0)
+    max_replicas: int | None = Field(default=None, ge=1)  # None: always replicas.num_engine_replicas
+    min_replicas: int = Field(default=1, ge=0)
     target_queued_prefill_s: Seconds = 1.0
     target_kv_usage: float = Field(default=0.8, gt=0.0, le=1.0)
     upscale_delay_s: Share = 10.0
     downscale_delay_s: Share = 300.0
 
-    def require_order(self, engines: int) -> None:
+    @property
+    def starts_from_zero(self) -> bool:
+        """Whether an idle deployment has no engine, and the first request waits for one."""
+        return self.max_replicas is not None and not self.min_replicas
+
+    def require_order(self, number: int) -> None:
         """Raise ConfigError unless the number of engines at the start lies between the bounds."""
-        if self.max_engines is not None and not self.min_engines <= engines <= self.max_engines:
+        if self.max_replicas is not None and not self.min_replicas <= number <= self.max_replicas:
             raise ConfigError(
-                f"args.replicas.engines={engines} must lie between args.autoscaling.min_engines={self.min_engines} and "
-                f"max_engines={self.max_engines}"
+                f"args.replicas.num_engine_replicas={number} must lie between args.autoscaling.min_replicas="
+                f"{self.min_replicas} and max_replicas={self.max_replicas}"
             )
 
 
@@ -124,7 +129,7 @@ class AppConfig(_Options):
             config = cls.model_validate(args)
         except ValidationError as error:
             raise ConfigError(_describe(error)) from None
-        config.autoscaling.require_order(config.replicas.engines)
+        config.autoscaling.require_order(config.replicas.num_engine_replicas)
         if config.engine_config.skip_tokenizer_init:  # building it raises ConfigError for the engine's other options
             raise ConfigError(
                 "skip_tokenizer_init=True is for the offline API; a server needs the tokenizer, leave it out"

@@ -130,8 +130,7 @@ class Ingress:
 
     async def health(self) -> Response:
         """Say whether a request would be served now."""
-        scales_from_zero = self._config.autoscaling.max_engines is not None and not self._config.autoscaling.min_engines
-        if scales_from_zero and not self._view.routing.replicas:
+        if self._config.autoscaling.starts_from_zero and not self._view.routing.replicas:
             return JSONResponse({"status": "idle"})  # the first request starts an engine
         await self._prompt_builder()
         if not self._view.routing.replicas:

@@ -108,7 +108,7 @@ def measure(name: str, server: Server, workload: Sequence[Sequence[list[int]]], 
 
 def _setting(engines: int, ingresses: int, num_blocks: int) -> Any:
     def change(args: dict[str, Any]) -> None:
-        args["replicas"] |= {"engines": engines, "ingresses": ingresses}
+        args["replicas"] |= {"num_engine_replicas": engines, "num_ingress_replicas": ingresses}
         args["replicas"] |= {"cpus_per_engine": 0.1, "cpus_per_ingress": 0.1}
         args["engine"].pop("kv_cache_memory", None)
         args["engine"] |= {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "max_num_seqs": 64}

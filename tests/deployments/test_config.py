@@ -30,12 +30,12 @@ def _write(tmp_path: Path, document: Any) -> Path:
         ({"model": "m", "limits": {"max_body": 1}}, "'max_body' in args.limits; did you mean 'max_body_bytes'?"),
         ({"model": "m", "zzz": 1}, "unknown key 'zzz' in args; known keys: autoscaling, engine, limits,"),
         ({}, "args lacks 'model'"),
-        ({"model": "m", "replicas": {"engines": 0}}, "args.replicas.engines=0"),
+        ({"model": "m", "replicas": {"num_engine_replicas": 0}}, "args.replicas.num_engine_replicas=0"),
         ({"model": "m", "engine": {"max_num_seq": 1}}, "option 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ({"model": "m", "engine": {"max_num_seqs": 0}}, "max_num_seqs=0"),
         ({"model": "m", "engine": {"skip_tokenizer_init": True}}, "skip_tokenizer_init"),
         ({"model": "m", "router": {"load_bound": 0.5}}, "args.router.load_bound=0.5"),
-        ({"model": "m", "autoscaling": {"max_engines": 2, "min_engines": 2}}, "engines=1 must lie between"),
+        ({"model": "m", "autoscaling": {"max_replicas": 2, "min_replicas": 2}}, "num_engine_replicas=1 must lie"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_with_the_remedy(args: dict[str, Any], message: str) -> None:
@@ -71,7 +71,7 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_gpus_of_a_replica(engine: dict[str, Any], engines: int, available: float, expected: float) -> None:
-    config = AppConfig.parse({"model": "m", "engine": engine, "replicas": {"engines": engines}})
+    config = AppConfig.parse({"model": "m", "engine": engine, "replicas": {"num_engine_replicas": engines}})
     assert gpus_per_engine(config, available) == expected
 
 
@@ -82,10 +82,10 @@ def test_the_engines_get_the_bounds_of_their_queues() -> None:
 
 
 def test_replicas_do_not_share_a_gpu_by_accident() -> None:
-    config = AppConfig.parse({"model": "m", "replicas": {"engines": 4}})
+    config = AppConfig.parse({"model": "m", "replicas": {"num_engine_replicas": 4}})
     with pytest.raises(ConfigError, match="kv_cache_memory"):
         gpus_per_engine(config, 2)
-    crowd = AppConfig.parse({"model": "m", "engine": {"num_blocks": 9}, "replicas": {"engines": 20_000}})
+    crowd = AppConfig.parse({"model": "m", "engine": {"num_blocks": 9}, "replicas": {"num_engine_replicas": 20_000}})
     with pytest.raises(ConfigError, match="lower it"):
         gpus_per_engine(crowd, 1)
 
@@ -94,7 +94,7 @@ def test_the_shipped_file_is_valid_and_shows_every_key() -> None:
     document = yaml.safe_load(SHIPPED.read_text())
     args = document["applications"][0]["args"]
     config = AppConfig.parse(args)
-    assert (config.replicas.engines, config.replicas.ingresses) == (2, 1)
+    assert (config.replicas.num_engine_replicas, config.replicas.num_ingress_replicas) == (2, 1)
     text = SHIPPED.read_text()
     for section in (config, config.replicas, config.limits, config.router, config.autoscaling):
         for key in type(section).model_fields:

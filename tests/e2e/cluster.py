@@ -34,7 +34,7 @@ def arguments() -> dict[str, Any]:
     """Return the shipped config's arguments, with engines that only a worker node can hold."""
     args: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())["applications"][0]["args"]
     args["engine"]["dtype"] = "float32"
-    args["replicas"].update(engines=WORKERS * ENGINES_PER_NODE, cpus_per_engine=CPUS_PER_ENGINE)
+    args["replicas"].update(num_engine_replicas=WORKERS * ENGINES_PER_NODE, cpus_per_engine=CPUS_PER_ENGINE)
     return args
 
 

@@ -36,7 +36,8 @@ pytestmark = pytest.mark.timeout(300 + 2 * SECONDS)
 def _change(args: dict[str, Any]) -> None:
     """Four engines, so that half of them may be away; their CPU shares leave room for replacements on two cores."""
     args["engine"]["dtype"] = "float32"
-    args["replicas"].update(engines=ENGINES, cpus_per_engine=0.1, ingresses=2, cpus_per_ingress=0.1)
+    args["replicas"].update(num_engine_replicas=ENGINES, num_ingress_replicas=2)
+    args["replicas"].update(cpus_per_engine=0.1, cpus_per_ingress=0.1)
     set_limits(args, health_check_period_s=1.0, health_check_timeout_s=2.0, stall_timeout_s=2.5, max_migrations=3)
 
 

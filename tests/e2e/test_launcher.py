@@ -42,9 +42,9 @@ def _assert_one_line(result: subprocess.CompletedProcess[str], *parts: str) -> N
     [
         (lambda args: args.update(modle="x"), ("'modle'", "'model'")),
         (lambda args: args["engine"].update(max_num_seq=3), ("'max_num_seq'", "'max_num_seqs'")),
-        (lambda args: args["replicas"].update(engine=3), ("'engine'", "'engines'")),
+        (lambda args: args["replicas"].update(num_engines=3), ("'num_engines'", "'num_engine_replicas'")),
         (lambda args: args.update(model="no/such/model"), ("no/such/model", "checkpoint")),
-        (lambda args: args["replicas"].update(engines=0), ("replicas.engines=0",)),
+        (lambda args: args["replicas"].update(num_engine_replicas=0), ("replicas.num_engine_replicas=0",)),
         (lambda args: args["engine"].update(device="tpu"), ("'tpu'",)),
     ],
 )

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(400)
 def _change(args: dict[str, Any]) -> None:
     """Four engines whose CPU shares leave room, on two cores, for their successors while they end their streams."""
     args["engine"]["dtype"] = "float32"
-    args["replicas"].update(engines=ENGINES, cpus_per_engine=0.1, cpus_per_ingress=0.1)
+    args["replicas"].update(num_engine_replicas=ENGINES, cpus_per_engine=0.1, cpus_per_ingress=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that runs two requests and lets three wait, and none takes more than 15 s."""
 
     def change(args: dict[str, Any]) -> None:
-        args["replicas"]["engines"] = 1
+        args["replicas"]["num_engine_replicas"] = 1
         args["engine"]["max_num_seqs"] = RUNNING
         args["limits"] |= {"max_queued_requests_per_engine": WAITING, "request_timeout_s": TIMEOUT_S}
 
