@@ -49,6 +49,7 @@ __all__ = ["Ingress"]
 
 CHARACTERS_PER_LOGPROB = 16  # what writing a log-probability costs, in characters of tokenising
 COLLECT_TIMEOUT_S = 2.0  # for a replica's metrics; Prometheus waits 10 s for all
+HEALTH_TIMEOUT_S = 1.0
 ENGINE_TIMEOUT_S = 5.0  # while engines load: a probe or a client must get an answer, not wait
 LOADING_TIMEOUT_S = 60.0  # so long a new ingress gets no requests while the engines load; then it says that they do
 
@@ -133,9 +134,19 @@ class Ingress:
         if self._config.autoscaling.starts_from_zero and not self._view.routing.replicas:
             return JSONResponse({"status": "idle"})  # the first request starts an engine
         await self._prompt_builder()
-        if not self._view.routing.replicas:
+        if not self._view.routing.replicas and not await self._is_answered():
             raise ApiError(503, "no engine replica is ready", code="no_replica", retry_after_s=5)
         return JSONResponse({"status": "ok"})
+
+    async def _is_answered(self) -> bool:
+        """Whether an engine answers, though none is in view, as when another request router is configured."""
+        call = self._engines.info.remote()
+        try:
+            await asyncio.wait_for(call, HEALTH_TIMEOUT_S)
+        except Exception:  # whatever it is, nothing can be served
+            call.cancel()
+            return False
+        return True
 
     async def version(self) -> Response:
         """Say which version this is."""

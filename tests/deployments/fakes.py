@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
+
 from deployments.cluster_view import ClusterView
 from deployments.engine_client import EngineClient
 from deployments.replica import EngineOutput, EngineRequest
@@ -64,6 +67,7 @@ class FakeEngines:
     calls: list[tuple[EngineRequest, dict[str, Any]]] = field(default_factory=list)
     responses: list[FakeResponses] = field(default_factory=list)
     deployment_name: str = "engine-of-fakes"
+    is_down: bool = False
 
     def options(self, **options: Any) -> FakeEngines:
         return self
@@ -74,7 +78,7 @@ class FakeEngines:
 
     @property
     def info(self) -> Any:
-        return SimpleNamespace(remote=lambda: _Ready(INFO))
+        return SimpleNamespace(remote=lambda: _Ready(INFO, self.is_down))
 
     def dispatch(self, request: EngineRequest, **kwargs: Any) -> FakeResponses:
         self.calls.append((request, kwargs))
@@ -93,10 +97,16 @@ def client(engines: FakeEngines, view: ClusterView | None = None, **timeouts: fl
 @dataclass
 class _Ready:
     value: Any
+    fails: bool = False
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from ()
+        if self.fails:
+            raise DeploymentUnavailableError(DeploymentID("engine"))
         return self.value
+
+    def cancel(self) -> None:
+        """There is nothing to cancel."""
 
 
 @dataclass
