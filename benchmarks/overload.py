@@ -26,10 +26,13 @@ from benchmarks.machine import describe
 from benchmarks.requests import Outcome, complete
 from benchmarks.server import Server, serve
 
+REJECTIONS = "pagoda_ingress_rejections_total"
 ENGINES = 2
 MAX_NUM_SEQS = 8  # of each engine
 QUEUE = 2  # requests that may wait in each engine
-PROMPT_TOKENS, ANSWER_TOKENS = 64, 256
+PROMPT_TOKENS = 64
+ANSWER_TOKENS = (32, 480)  # drawn evenly, so that answers do not all end together
+MEAN_ANSWER_TOKENS = sum(ANSWER_TOKENS) / 2
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Phase:
     offered_per_s: float
     accepted: int
     refused: int
+    refused_at_the_door: int  # of those: by the ingress, before any engine was asked
     failed: int  # otherwise
     ttft_p50_s: float  # of what was accepted
     ttft_p99_s: float
@@ -53,7 +57,7 @@ def _bodies(seed: int) -> Iterator[dict[str, Any]]:
     source = random.Random(seed)
     while True:
         prompt = source.choices(range(10, 3000), k=PROMPT_TOKENS)
-        yield {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+        yield {"prompt": prompt, "max_tokens": source.randint(*ANSWER_TOKENS), "ignore_eos": True}
 
 
 async def _closed_loop(url: str, clients: int, seconds: float) -> list[Outcome]:
@@ -105,7 +109,7 @@ async def _watched(server: Server, work: Any, seconds: float) -> tuple[list[Outc
     return await task, memory
 
 
-def _phase(name: str, rate: float, outcomes: list[Outcome], memory: list[float]) -> Phase:
+def _phase(name: str, rate: float, outcomes: list[Outcome], memory: list[float], at_the_door: float) -> Phase:
     accepted = [one for one in outcomes if one.succeeded]
     refused = [one.total_s for one in outcomes if one.status == 503] or [0.0]
     first = [one.first_token_s for one in accepted] or [float("nan")]
@@ -113,7 +117,7 @@ def _phase(name: str, rate: float, outcomes: list[Outcome], memory: list[float])
     began, ended = min(one.sent for one in outcomes), max(one.sent for one in outcomes)
     in_time = [one for one in accepted if one.sent + one.total_s <= ended]
     return Phase(
-        name, rate, len(accepted), sum(one.status == 503 for one in outcomes),
+        name, rate, len(accepted), sum(one.status == 503 for one in outcomes), int(at_the_door),
         sum(not one.succeeded and one.status != 503 for one in outcomes),
         float(np.percentile(first, 50)), float(np.percentile(first, 99)),
         float(np.percentile(refused, 99)), max(refused),
@@ -126,12 +130,12 @@ def measure(server: Server, seconds: float) -> list[Phase]:
     asyncio.run(_closed_loop(server.url, 4, 3.0))  # warm
     clients = ENGINES * MAX_NUM_SEQS
     outcomes, memory = asyncio.run(_watched(server, _closed_loop(server.url, clients, seconds / 2), seconds / 2))
-    phases = [_phase("capacity", 0.0, outcomes, memory)]
-    capacity = phases[0].tokens_per_s / ANSWER_TOKENS
+    phases = [_phase("capacity", 0.0, outcomes, memory, server.metric(REJECTIONS))]
+    capacity = phases[0].tokens_per_s / MEAN_ANSWER_TOKENS
     for name, factor in (("0.8", 0.8), ("5", 5.0)):
-        rate = capacity * factor
+        rate, before = capacity * factor, server.metric(REJECTIONS)
         outcomes, memory = asyncio.run(_watched(server, _open_loop(server.url, rate, seconds, 7), seconds))
-        phases.append(_phase(f"{name} x capacity", rate, outcomes, memory))
+        phases.append(_phase(f"{name} x capacity", rate, outcomes, memory, server.metric(REJECTIONS) - before))
     return phases
 
 

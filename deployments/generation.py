@@ -28,7 +28,7 @@ __all__ = ["Delta", "Generation"]
 logger = logging.getLogger("ray.serve")
 
 
-MAX_REFUSALS = 2  # full replicas that are tried before the client is told
+MAX_REFUSALS = 1  # full replicas after which one more is tried before the client is told
 
 
 @dataclass(frozen=True, slots=True)

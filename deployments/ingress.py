@@ -144,7 +144,7 @@ class Ingress:
         try:
             await asyncio.wait_for(call, HEALTH_TIMEOUT_S)
         except Exception:  # whatever it is, nothing can be served
-            call.cancel()
+            call.cancel()  # type: ignore[no-untyped-call]
             return False
         return True
 
