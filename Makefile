@@ -13,8 +13,10 @@ CONFIG ?= serve_config.yaml
 serve: $(VENV)/.installed
 	@exec $(BIN)/python -m deployments.launch $(CONFIG)
 
+# The servers of tests/e2e want the machine for themselves; the others run beside each other.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/e2e --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest tests/e2e
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ from benchmarks.server import Server, serve
 REJECTIONS = "pagoda_ingress_rejections_total"
 ENGINES = 2
 MAX_NUM_SEQS = 8  # of each engine
-QUEUE = 2  # requests that may wait in each engine
+QUEUE = 1  # requests that may wait in each engine
 PROMPT_TOKENS = 64
 ANSWER_TOKENS = (32, 480)  # drawn evenly, so that answers do not all end together
 MEAN_ANSWER_TOKENS = sum(ANSWER_TOKENS) / 2
