@@ -16,15 +16,8 @@ from typing import Any
 
 import httpx
 
-from deployments.config import LimitOptions
-
 TOKENS = 120  # an answer takes some seconds while 32 clients share two cores
 REQUEST_TIMEOUT_S = 120.0
-
-
-def set_limits(args: dict[str, Any], **limits: float) -> None:
-    """Set those of ``limits`` that this version's config knows."""
-    args["limits"].update({name: value for name, value in limits.items() if name in LimitOptions.model_fields})
 
 
 @dataclass(frozen=True)
