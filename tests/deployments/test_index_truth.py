@@ -3,8 +3,8 @@
 Three real engines, each with a scheduler, a block manager and a pool so small that it turns over every few steps, run
 random requests. What they publish goes through real publishers and sockets to several ingresses, each with the index
 that the router uses and a plain dict of sets beside it. Messages are lost, replicas and ingresses are restarted, prefix
-caches are reset. An hour at ten steps a second is 36,000 steps of a replica; the hour here is 1,200 of each of three,
-with three seeds: 10,800 in all, with so many evictions that each pool is replaced a hundred times.
+caches are reset. An hour at ten steps a second is 36,000 steps; they are 4,000 of each of three replicas, with three
+seeds, and evict so much that each pool is replaced hundreds of times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.sampling_params import SamplingParams
 from tests.deployments.kv_listener import Known, eventually
 from tests.engine.shadow import make_engine
 
-NUM_STEPS = 1200
+NUM_STEPS = 4000
 REPLICAS = ("r1", "r10", "r2")
 NUM_INGRESSES = 2
 NUM_BLOCKS = 48
@@ -224,7 +224,7 @@ def test_without_loss_there_is_no_gap_and_no_snapshot_but_the_first() -> None:
         for known, _ in cluster.ingresses:
             for name in REPLICAS:
                 known.wait_count("replaced", name)
-        for _ in range(NUM_STEPS // 3):
+        for _ in range(NUM_STEPS // 10):
             for replica in cluster.replicas.values():
                 replica.step()
         cluster.check_truth()
