@@ -40,6 +40,7 @@ class ClusterView:
         self._subscriber: KVEventSubscriber | None = None
         self._lock = threading.Lock()
         self._replica_of: dict[str, str] = {}  # by request id; "" until one was chosen
+        self._placed_at: dict[str, float] = {}  # by request id, once one was chosen
 
     @property
     def num_unplaced(self) -> int:
@@ -74,13 +75,14 @@ class ClusterView:
 
     def place(self, request_id: str, replica: str, hashes: Sequence[int], num_tokens: int) -> None:
         """A request goes to ``replica``; if another one did not take it, from there."""
-        with self._lock:
+        with self._lock:  # to the end: else a request could be counted out before it is counted in
             if request_id not in self._replica_of:  # its client has gone meanwhile
                 return
-            before, self._replica_of[request_id] = self._replica_of[request_id], replica
-        if before:
-            self.routing.completed(before, request_id)
-        self.routing.dispatched(replica, hashes, num_tokens, now=time.monotonic(), request_id=request_id)
+            before, now = self._replica_of[request_id], time.monotonic()
+            self._replica_of[request_id], self._placed_at[request_id] = replica, now
+            if before:
+                self.routing.completed(before, request_id)
+            self.routing.dispatched(replica, hashes, num_tokens, now=now, request_id=request_id)
 
     # --- for the requests -----------------------------------------------------------------------------------------
 
@@ -93,6 +95,7 @@ class ClusterView:
         """A request has ended, however."""
         with self._lock:
             replica = self._replica_of.pop(request_id, "")
+            self._placed_at.pop(request_id, None)
         if replica:
             self.routing.completed(replica, request_id)
 
@@ -100,10 +103,15 @@ class ClusterView:
         """Return where a request is, or an empty name while that is open."""
         return self._replica_of.get(request_id, "")
 
-    def may_be_silent(self, request_id: str, seconds: float) -> bool:
-        """Whether there is a good reason that a request got no token for so long: it is nowhere yet, or in a queue."""
-        replica = self.replica_of(request_id)
-        return not replica or self.routing.is_busy(replica, now=time.monotonic(), within_s=seconds)
+    def patience(self, request_id: str, seconds: float) -> float:
+        """Return how much longer a request that got no token for ``seconds`` may be silent with good reason.
+
+        As long again while it is nowhere yet, or where there is a queue; until its replica has had as long.
+        """
+        replica, now = self.replica_of(request_id), time.monotonic()
+        if not replica or self.routing.is_busy(replica, now=now, within_s=seconds):
+            return seconds
+        return max(0.0, self._placed_at.get(request_id, now) + seconds - now)
 
     def queued(self) -> tuple[int, int]:
         """Return the requests, and the prefill tokens, that wait anywhere."""
