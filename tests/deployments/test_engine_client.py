@@ -66,7 +66,7 @@ async def _read(engines: EngineClient, deadline_s: float = 60.0) -> list[int]:
     return tokens
 
 
-def _silent(responses: Silent, view: View, stall_timeout_s: float = 0.02) -> EngineClient:
+def _silent(responses: Silent, view: ClusterView, stall_timeout_s: float = 0.02) -> EngineClient:
     return EngineClient(lambda *_, **__: responses, view, stall_timeout_s=stall_timeout_s, request_timeout_s=60.0)
 
 
