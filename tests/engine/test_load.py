@@ -105,7 +105,7 @@ def test_changes_of_the_queue_are_told_and_mere_decoding_is_not() -> None:
 
 
 def test_steps_are_told_of_now_and_then_while_a_full_batch_decodes_and_others_wait() -> None:
-    """Whoever waits there sees that it is not in vain: deployments/routing.py takes a replica without steps for hung."""
+    """Who waits there must not seem to wait in vain: ingresses take a replica without steps for hung."""
     listening = Listening()
     waiting = replace(LOAD, num_waiting=3)
     for num_steps in range(1000):
