@@ -257,7 +257,7 @@ def _deploy_nothing(dashboard: str) -> bool:
     request.method, request.data = "PUT", b'{"applications": []}'
     request.add_header("Content-Type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=10):
+        with urllib.request.urlopen(request, timeout=60):
             return True
     except (OSError, http.client.HTTPException):
         return False

@@ -190,3 +190,20 @@ def test_a_request_that_ends_while_it_is_placed_is_counted_out(monkeypatch: pyte
     view.place("id", "r1", [7], 3)
     ending.join()
     assert view.queued() == (0, 0)
+
+
+def test_a_replica_that_drains_is_listened_to_until_our_requests_there_have_ended() -> None:
+    view = ClusterView()
+    view.set_replicas({"r1": {}, "r2": {}})
+    for name in ("a", "b"):
+        view.begin(name)
+        view.place(name, "r1", [1], 20)
+    view.set_replicas({"r2": {}})
+    assert view.replicas == {"r2"}
+    assert view.routing.replicas == {"r1", "r2"}
+    view.end("a")
+    assert view.routing.replicas == {"r1", "r2"}
+    view.end("b")
+    assert view.routing.replicas == {"r2"}
+    view.set_replicas({})
+    assert view.routing.replicas == frozenset()
