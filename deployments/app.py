@@ -113,7 +113,8 @@ def gpus_per_engine(config: AppConfig, available: float) -> float:
     if engine.device == "cpu" or (engine.device == "auto" and available == 0):
         return 0.0
     needed = count * engine.tensor_parallel_size
-    if available == 0 or available >= needed:  # none yet: a cluster that scales from zero
+    # None yet, or not all: a cluster that scales with its replicas brings nodes when they are asked for.
+    if available == 0 or available >= needed or config.autoscaling.max_replicas is not None:
         return float(engine.tensor_parallel_size)
     if engine.kv_cache_memory is None and engine.num_blocks is None:
         raise ConfigError(

@@ -40,6 +40,14 @@ class ClusterView:
         self._subscriber: KVEventSubscriber | None = None
         self._lock = threading.Lock()
         self._replica_of: dict[str, str] = {}  # by request id; "" until one was chosen
+        self._placed_at: dict[str, float] = {}  # by request id, once one was chosen
+        self._listed: dict[str, Mapping[str, Any]] = {}  # the replicas that take requests, and what they say
+        self._heard: dict[str, Mapping[str, Any]] = {}  # those, and the ones that are told to go but still have ours
+
+    @property
+    def replicas(self) -> frozenset[str]:
+        """The replicas that take requests."""
+        return frozenset(self._listed)
 
     @property
     def num_unplaced(self) -> int:
@@ -49,11 +57,23 @@ class ClusterView:
     # --- for the router -------------------------------------------------------------------------------------------
 
     def set_replicas(self, metadata: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the replicas that are there now, with what they say of themselves; those that are gone are forgotten."""
-        self.routing.set_replicas(metadata)
-        for described in metadata.values():
-            self.routing.block_size = described.get(BLOCK_SIZE, self.routing.block_size)
-        endpoints = {name: described[ENDPOINT] for name, described in metadata.items() if ENDPOINT in described}
+        """Take the replicas that take requests now, with what they say of themselves.
+
+        Of the others those that still have requests of this process are listened to until these have ended: whether
+        they hang is of interest while they drain. The rest are forgotten.
+        """
+        with self._lock:
+            self._listed = dict(metadata)
+            for described in metadata.values():
+                self.routing.block_size = described.get(BLOCK_SIZE, self.routing.block_size)
+            self._listen()
+
+    def _listen(self) -> None:
+        at_work = set(self._replica_of.values())
+        leaving = {name: said for name, said in self._heard.items() if name in at_work and name not in self._listed}
+        self._heard = self._listed | leaving
+        self.routing.set_replicas(self._heard)
+        endpoints = {name: said[ENDPOINT] for name, said in self._heard.items() if ENDPOINT in said}
         if self._subscriber is None and endpoints:
             self._subscriber = KVEventSubscriber(self.routing, self._recorder)
         if self._subscriber is not None:
@@ -74,13 +94,14 @@ class ClusterView:
 
     def place(self, request_id: str, replica: str, hashes: Sequence[int], num_tokens: int) -> None:
         """A request goes to ``replica``; if another one did not take it, from there."""
-        with self._lock:
+        with self._lock:  # to the end: else a request could be counted out before it is counted in
             if request_id not in self._replica_of:  # its client has gone meanwhile
                 return
-            before, self._replica_of[request_id] = self._replica_of[request_id], replica
-        if before:
-            self.routing.completed(before, request_id)
-        self.routing.dispatched(replica, hashes, num_tokens, now=time.monotonic(), request_id=request_id)
+            before, now = self._replica_of[request_id], time.monotonic()
+            self._replica_of[request_id], self._placed_at[request_id] = replica, now
+            if before:
+                self.routing.completed(before, request_id)
+            self.routing.dispatched(replica, hashes, num_tokens, now=now, request_id=request_id)
 
     # --- for the requests -----------------------------------------------------------------------------------------
 
@@ -93,17 +114,25 @@ class ClusterView:
         """A request has ended, however."""
         with self._lock:
             replica = self._replica_of.pop(request_id, "")
-        if replica:
-            self.routing.completed(replica, request_id)
+            self._placed_at.pop(request_id, None)
+            if replica:
+                self.routing.completed(replica, request_id)
+            if replica in self._heard and replica not in self._listed:
+                self._listen()
 
     def replica_of(self, request_id: str) -> str:
         """Return where a request is, or an empty name while that is open."""
         return self._replica_of.get(request_id, "")
 
-    def may_be_silent(self, request_id: str, seconds: float) -> bool:
-        """Whether there is a good reason that a request got no token for so long: it is nowhere yet, or in a queue."""
-        replica = self.replica_of(request_id)
-        return not replica or self.routing.is_busy(replica, now=time.monotonic(), within_s=seconds)
+    def patience(self, request_id: str, seconds: float) -> float:
+        """Return how much longer a request that got no token for ``seconds`` may be silent with good reason.
+
+        It is asked again soon while it is nowhere yet, or where there is a queue; until its replica has had as long.
+        """
+        replica, now = self.replica_of(request_id), time.monotonic()
+        if not replica or self.routing.is_busy(replica, now=now, within_s=seconds):
+            return seconds / 4
+        return max(0.0, self._placed_at.get(request_id, now) + seconds - now)
 
     def queued(self) -> tuple[int, int]:
         """Return the requests, and the prefill tokens, that wait anywhere."""
@@ -114,7 +143,8 @@ class ClusterView:
 
     def report_state(self, recorder: Recorder) -> None:
         """Report the gauges."""
-        recorder.set(REPLICAS, len(self.routing.replicas), state="running")
+        recorder.set(REPLICAS, len(self._listed), state="running")
+        recorder.set(REPLICAS, len(self._heard) - len(self._listed), state="draining")
         recorder.set(KV_INDEX_BLOCKS, len(self.routing.index))
 
 

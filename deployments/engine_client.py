@@ -70,9 +70,10 @@ class EngineClient:
                 caller has closed it, or what the call raised.
         """
         self._view.begin(request.request_id)
-        responses = self._dispatch(request, block_hashes=block_hashes, avoid=avoid)
-        outputs, replica = aiter(responses), ""
+        responses, replica = None, ""
         try:
+            responses = self._dispatch(request, block_hashes=block_hashes, avoid=avoid)
+            outputs = aiter(responses)
             while (output := await self._next(outputs, request.request_id, deadline)) is not None:
                 replica = output.replica
                 yield output
@@ -81,7 +82,8 @@ class EngineClient:
             replica = getattr(unwrap(error), "replica", "") or replica or self._view.replica_of(request.request_id)
             raise AttemptError(error, replica) from error
         finally:
-            responses.cancel()
+            if responses is not None:
+                responses.cancel()
             self._view.end(request.request_id)
 
     async def _next(
@@ -113,22 +115,22 @@ class _Watch:
         self._stall_timeout_s = stall_timeout_s
         self._deadline = deadline
         self._loop = asyncio.get_running_loop()
-        self._timer = self._arm()
+        self._timer = self._arm(stall_timeout_s)
         self.verdict: Exception | None = None
 
     def stop(self) -> None:
         """The wait is over."""
         self._timer.cancel()
 
-    def _arm(self) -> asyncio.TimerHandle:
-        return self._loop.call_at(min(self._loop.time() + self._stall_timeout_s, self._deadline), self._look)
+    def _arm(self, seconds: float) -> asyncio.TimerHandle:
+        return self._loop.call_at(min(self._loop.time() + seconds, self._deadline), self._look)
 
     def _look(self) -> None:
         if self._loop.time() >= self._deadline:
             self.verdict = RequestTimeoutError("the request took longer than this server allows")
-        elif not self._view.may_be_silent(self._request_id, self._stall_timeout_s):
-            self.verdict = ReplicaStalledError(self._view.replica_of(self._request_id), self._stall_timeout_s)
-        if self.verdict is None:
-            self._timer = self._arm()
+        elif patience := self._view.patience(self._request_id, self._stall_timeout_s):
+            self._timer = self._arm(patience)
         else:
+            self.verdict = ReplicaStalledError(self._view.replica_of(self._request_id), self._stall_timeout_s)
+        if self.verdict is not None:
             self._scope.reschedule(self._loop.time())

@@ -131,10 +131,10 @@ class Ingress:
 
     async def health(self) -> Response:
         """Say whether a request would be served now."""
-        if self._config.autoscaling.starts_from_zero and not self._view.routing.replicas:
+        if self._config.autoscaling.starts_from_zero and not self._view.replicas:
             return JSONResponse({"status": "idle"})  # the first request starts an engine
         await self._prompt_builder()
-        if not self._view.routing.replicas and not await self._is_answered():
+        if not self._view.replicas and not await self._is_answered():
             raise ApiError(503, "no engine replica is ready", code="no_replica", retry_after_s=5)
         return JSONResponse({"status": "ok"})
 

@@ -35,6 +35,7 @@ __all__ = ["main", "serve_details"]
 POLL_S = 0.25
 FAILURE_POLL_S = 2.0
 STOP_GRACE_S = 30.0
+MAX_UNANSWERED = 12  # questions that the dashboard leaves open, one after the other, before it counts as gone
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SIGNAL_S = 0.5  # a signal to the whole group reaches us twice, through make
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
@@ -156,8 +157,11 @@ class Server:
         """
         if not self._is_ready or not _deploy_nothing(self._dashboard):
             return
-        while self._process.poll() is None and serve_details(self._dashboard).get("applications"):
-            if _told_again.wait(POLL_S):
+        num_unanswered = 0
+        while self._process.poll() is None and num_unanswered < MAX_UNANSWERED:
+            details = serve_details(self._dashboard)
+            num_unanswered = 0 if details else num_unanswered + 1  # no answer does not say that nothing runs
+            if (details and not details.get("applications")) or _told_again.wait(POLL_S):
                 return
 
     def stop(self) -> None:
@@ -238,7 +242,7 @@ def _is_healthy(endpoint: Endpoint) -> bool:
 
 
 def serve_details(dashboard: str) -> dict[str, Any]:
-    """Return what `serve status` shows, in Ray's own shape; empty while the dashboard is not up."""
+    """Return what `serve status` shows, in Ray's own shape; empty if the dashboard does not answer."""
     try:
         with urllib.request.urlopen(_serve_api(dashboard), timeout=5) as answer:
             details: dict[str, Any] = json.load(answer)
@@ -253,7 +257,7 @@ def _deploy_nothing(dashboard: str) -> bool:
     request.method, request.data = "PUT", b'{"applications": []}'
     request.add_header("Content-Type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=10):
+        with urllib.request.urlopen(request, timeout=60):
             return True
     except (OSError, http.client.HTTPException):
         return False

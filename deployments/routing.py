@@ -29,6 +29,8 @@ __all__ = ["Decision", "RoutingOptions", "RoutingState"]
 
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads what differs in a few bits (Fibonacci hashing)
 _MASK = 2**64 - 1
+_SLICE = 4096  # blocks
+_RATES_S = 0.1  # between two looks at everybody's prefill rates
 _GUESSED_BLOCKS = 65_536  # a cache's size until it is reported
 
 
@@ -79,6 +81,7 @@ class RoutingState:
         self.index = KVIndex()
         self._replicas: dict[str, _Replica] = {}
         self._turns = 0
+        self._rates_due = -inf
         self._typical_rate = 1.0  # prefill tokens/s of a replica that has not measured its own
         self._some_stale = False
         self._looked_until = inf  # until then who is stale can only change by a report
@@ -262,10 +265,18 @@ class RoutingState:
             self._confirm(replica)
 
     def replaced(self, replica: str, hashes: Iterable[int]) -> None:
-        """Take a snapshot of what a replica holds; from here its events tell."""
+        """Take a snapshot of what a replica holds; from here its events tell.
+
+        In slices, between which decisions are made: a million blocks take a quarter of a second.
+        """
+        held = list(hashes)
         with self._lock:
             self._confirm(replica)
-            self.index.replaced(replica, hashes)
+            gone = list(self.index.blocks(replica).difference(held))
+        for change, blocks in ((self.index.removed, gone), (self.index.stored, held)):
+            for start in range(0, len(blocks), _SLICE):
+                with self._lock:
+                    change(replica, blocks[start : start + _SLICE])
 
     def _confirm(self, replica: str) -> None:
         known = self._replicas.get(replica)
@@ -288,7 +299,9 @@ class RoutingState:
                 return
             known.load.reported(load, now=now, transit_s=self.options.transit_s)
             known.fresh_until = now + self.options.stale_after_s
-            self._look_at_rates()
+            if now >= self._rates_due:
+                self._rates_due = now + _RATES_S
+                self._look_at_rates()
             if known.fresh:
                 self._update(known)
             else:
@@ -306,7 +319,7 @@ class RoutingState:
             )
 
     def is_busy(self, replica: str, *, now: float, within_s: float) -> bool:
-        """Whether a replica is alive, has ended a step ``within_s`` seconds, and has work queued.
+        """Whether a replica is alive, has ended a step within the last ``within_s`` seconds, and has work queued.
 
         Then a request may be silent there with good reason.
         """

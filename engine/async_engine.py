@@ -125,7 +125,8 @@ class AsyncEngine:
     Args:
         engine: handed over: nobody else may touch it from now on.
         on_load: called from the step thread when requests have arrived or left or the queue has changed, at most every
-            10 ms, and when the engine has become idle. It must be quick; what it raises is logged.
+            10 ms, now and then while it only decodes, and when it has become idle. It must be quick; what it raises is
+            logged.
         clock: seconds that only rise.
     """
 

@@ -17,6 +17,8 @@ HALF_LIFE_TOKENS = 32_768
 DECODE_WEIGHT = 0.05
 # How many times the mean one decode step can count, so that a pause (of the garbage collector, say) is soon forgotten.
 SLOWEST_COUNTED = 4.0
+# Seconds after which what only decoding moves is told too: who waits behind long answers must not seem to wait in vain.
+QUIET_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class LoadMeter:
 class LoadReporter:
     """Tells a listener when the queue or the batch has changed, but not more often than is of use.
 
+    While neither changes it still tells every ``QUIET_S`` that steps go on and which blocks they take.
+
     Args:
         listener: called from the step thread; what it raises is the caller's to handle.
         interval_s: between two reports, at least, while the engine is busy.
@@ -123,19 +127,20 @@ class LoadReporter:
         Returns:
             Seconds after which to come again with what is kept back; None if nothing is.
         """
-        if num_changes == self._num_changes and not self._has_news(load, is_idle=is_idle):
-            return None
         now = self._clock()
+        is_all_news = is_idle or now - self._told_at >= QUIET_S
+        if num_changes == self._num_changes and not self._has_news(load, is_all_news=is_all_news):
+            return None
         if (remaining := self._told_at + self._interval - now) > 0:
             return remaining
         self._told_at, self._told, self._num_changes = now, load, num_changes
         self._listener(load)
         return None
 
-    def _has_news(self, load: EngineLoad, *, is_idle: bool) -> bool:
-        """Whether the queue has changed since the last report. What only decoding moves can wait for the idle one."""
+    def _has_news(self, load: EngineLoad, *, is_all_news: bool) -> bool:
+        """Whether the queue has changed since the last report, or anything if that is news too."""
         told = self._told
-        if told is None or is_idle:
+        if told is None or is_all_news:
             return load != told
         return (load.num_waiting, load.num_running, load.queued_prefill_tokens) != (
             told.num_waiting,

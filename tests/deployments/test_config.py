@@ -81,6 +81,12 @@ def test_the_engines_get_the_bounds_of_their_queues() -> None:
     assert (engine.max_queued_requests, engine.max_queued_prefill_tokens) == (7, 99)
 
 
+def test_replicas_that_come_and_go_bring_their_gpus() -> None:
+    scaling = {"max_replicas": 8, "min_replicas": 0}
+    args = {"model": "m", "replicas": {"num_engine_replicas": 4}, "autoscaling": scaling}
+    assert gpus_per_engine(AppConfig.parse(args), 2) == 1.0
+
+
 def test_replicas_do_not_share_a_gpu_by_accident() -> None:
     config = AppConfig.parse({"model": "m", "replicas": {"num_engine_replicas": 4}})
     with pytest.raises(ConfigError, match="kv_cache_memory"):

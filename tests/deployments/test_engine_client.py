@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -48,9 +50,9 @@ class View(ClusterView):
     def replica_of(self, request_id: str) -> str:
         return "r1"
 
-    def may_be_silent(self, request_id: str, seconds: float) -> bool:
+    def patience(self, request_id: str, seconds: float) -> float:
         self.excuses -= 1
-        return self.excuses >= 0
+        return seconds if self.excuses >= 0 else 0.0
 
 
 async def _read(engines: EngineClient, deadline_s: float = 60.0) -> list[int]:
@@ -64,7 +66,7 @@ async def _read(engines: EngineClient, deadline_s: float = 60.0) -> list[int]:
     return tokens
 
 
-def _silent(responses: Silent, view: View, stall_timeout_s: float = 0.02) -> EngineClient:
+def _silent(responses: Silent, view: ClusterView, stall_timeout_s: float = 0.02) -> EngineClient:
     return EngineClient(lambda *_, **__: responses, view, stall_timeout_s=stall_timeout_s, request_timeout_s=60.0)
 
 
@@ -145,3 +147,63 @@ async def test_where_a_request_is_is_known_until_it_ends() -> None:
     assert (view.replica_of("id"), view.num_unplaced, view.queued()) == ("", 0, (0, 0))
     view.place("id", "r1", [7], 3)  # the router was late
     assert view.queued() == (0, 0)
+
+
+async def test_the_clock_of_a_stall_starts_when_there_is_a_replica() -> None:
+    """Who waited for the first engine of an idle server has not waited for that engine."""
+    responses, view = Silent([]), ClusterView()
+    view.set_replicas({"r1": {}})
+    reading = asyncio.create_task(_read(_silent(responses, view, stall_timeout_s=0.2)))
+    await asyncio.sleep(0.15)
+    view.place("id", "r1", [7], 3)
+    placed = time.monotonic()
+    with pytest.raises(AttemptError) as caught:
+        await reading
+    assert isinstance(caught.value.cause, ReplicaStalledError)
+    assert time.monotonic() - placed >= 0.2
+
+
+async def test_a_call_that_cannot_be_made_leaves_no_request_behind() -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the router is gone")
+
+    view = ClusterView()
+    with pytest.raises(AttemptError, match="the router is gone"):
+        await _read(EngineClient(fail, view, stall_timeout_s=30.0, request_timeout_s=60.0))
+    assert view.queued() == (0, 0)
+
+
+def test_a_request_that_ends_while_it_is_placed_is_counted_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router may run in a thread of its own."""
+    view = ClusterView()
+    view.set_replicas({"r1": {}})
+    dispatched = view.routing.dispatched
+    ending = threading.Thread(target=view.end, args=("id",))
+
+    def end_meanwhile(*args: Any, **kwargs: Any) -> None:
+        ending.start()
+        ending.join(0.1)
+        dispatched(*args, **kwargs)
+
+    monkeypatch.setattr(view.routing, "dispatched", end_meanwhile)
+    view.begin("id")
+    view.place("id", "r1", [7], 3)
+    ending.join()
+    assert view.queued() == (0, 0)
+
+
+def test_a_replica_that_drains_is_listened_to_until_our_requests_there_have_ended() -> None:
+    view = ClusterView()
+    view.set_replicas({"r1": {}, "r2": {}})
+    for name in ("a", "b"):
+        view.begin(name)
+        view.place(name, "r1", [1], 20)
+    view.set_replicas({"r2": {}})
+    assert view.replicas == {"r2"}
+    assert view.routing.replicas == {"r1", "r2"}
+    view.end("a")
+    assert view.routing.replicas == {"r1", "r2"}
+    view.end("b")
+    assert view.routing.replicas == {"r2"}
+    view.set_replicas({})
+    assert view.routing.replicas == frozenset()

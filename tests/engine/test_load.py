@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_changes_of_the_queue_are_told_and_mere_decoding_is_not() -> None:
     note, clock = listening.reporter.note, listening.clock
     assert note(LOAD, 1, is_idle=False) is None
     for num_steps in range(6, 20):
-        clock.now += 1
+        clock.now += 0.015
         assert note(replace(LOAD, num_steps=num_steps, num_free_blocks=59), 1, is_idle=False) is None
     assert listening.heard == [LOAD]
     changed = replace(LOAD, num_waiting=1)
@@ -101,6 +102,20 @@ def test_changes_of_the_queue_are_told_and_mere_decoding_is_not() -> None:
     clock.now += 1
     note(changed, 3, is_idle=False)  # one came and one left
     assert listening.heard == [LOAD, changed, changed]
+
+
+def test_steps_are_told_of_now_and_then_while_a_full_batch_decodes_and_others_wait() -> None:
+    """Who waits there must not seem to wait in vain: ingresses take a replica without steps for hung."""
+    listening = Listening()
+    waiting = replace(LOAD, num_waiting=3)
+    for num_steps in range(1000):
+        listening.reporter.note(replace(waiting, num_steps=num_steps), 1, is_idle=False)
+        listening.clock.now += 0.01
+    heard = [load.num_steps for load in listening.heard]
+    assert 30 <= len(heard) <= 41
+    assert all(later - sooner <= 30 for sooner, later in pairwise(heard))
+    assert listening.reporter.note(listening.heard[-1], 1, is_idle=False) is None
+    assert len(listening.heard) == len(heard), "nothing has moved"
 
 
 def test_what_comes_too_early_is_told_when_its_time_has_come() -> None:
