@@ -30,6 +30,7 @@ __all__ = ["Decision", "RoutingOptions", "RoutingState"]
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads what differs in a few bits (Fibonacci hashing)
 _MASK = 2**64 - 1
 _SLICE = 4096  # blocks
+_LIKE = 2.0  # prefill rates within this factor of the mean count as equal
 _RATES_S = 0.1  # between two looks at everybody's prefill rates
 _GUESSED_BLOCKS = 65_536  # a cache's size until it is reported
 
@@ -194,16 +195,18 @@ class RoutingState:
         self._looked_until = min((replica.fresh_until for replica in replicas if replica.fresh), default=inf)
 
     def _look_at_rates(self) -> None:
-        """Take the mean of the measured prefill rates for those that have not measured theirs."""
+        """Take the mean of the measured prefill rates, for those that have not measured theirs and those near it."""
         rates = [rate for replica in self._replicas.values() if (rate := replica.load.prefill_rate) > 0]
         self._typical_rate = sum(rates) / len(rates) if rates else 1.0
-        if len(rates) < len(self._replicas):
-            for replica in self._replicas.values():
-                self._update(replica)
+        for replica in self._replicas.values():
+            self._update(replica)
 
     def _update(self, replica: _Replica) -> None:
         """Bring up to date what decisions read of a replica, after its load has changed."""
-        replica.seconds_per_token = 1 / (replica.load.prefill_rate or self._typical_rate)
+        rate, typical = replica.load.prefill_rate, self._typical_rate
+        # Else what is noise among like machines would send every new prompt to one of them, idle as they all are.
+        is_like_others = not rate or typical / _LIKE <= rate <= typical * _LIKE
+        replica.seconds_per_token = 1 / (typical if is_like_others else rate)
         queued = replica.load.queued_tokens(fresh=replica.fresh)
         pressure = replica.load.decode_pressure(fresh=replica.fresh)
         replica.queue_s = queued * replica.seconds_per_token + self.options.decode_weight * pressure

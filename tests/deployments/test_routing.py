@@ -79,6 +79,14 @@ def test_a_crowded_batch_is_worth_a_short_prefix() -> None:
     assert first(state, list(range(200, 264)), "ab") == "a"  # a thousand tokens are worth a crowd
 
 
+def test_noise_in_the_measured_rates_does_not_gather_new_prompts() -> None:
+    state = make_state("abcd")
+    for name, rate in zip("abcd", (900.0, 1_000.0, 1_100.0, 1_250.0), strict=True):
+        state.report(name, replace(IDLE, prefill_tokens_per_s=rate), now=1.0)
+    chosen = Counter(first(state, prompt(number), now=1.0) for number in range(200))
+    assert min(chosen[name] for name in "abcd") > 20
+
+
 def test_a_slow_replica_is_a_dear_one() -> None:
     state = make_state("ab")
     state.report("a", replace(IDLE, queued_prefill_tokens=100, prefill_tokens_per_s=100.0), now=0.0)

@@ -17,7 +17,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from deployments.app import build_app
-from tests.e2e.conftest import ROOT
+from tests.e2e.conftest import ROOT, free_port
 
 CPUS_PER_ENGINE = 2  # of what Ray counts, not of the machine's
 ENGINES_PER_NODE = 2
@@ -51,7 +51,7 @@ def start(cluster: Cluster, port: int) -> None:
 
 def main(port: int) -> None:
     """Run until the standard input ends."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": True})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": True, "dashboard_port": free_port()})
     try:
         start(cluster, port)
         workers = [cluster.add_node(num_cpus=CPUS_PER_ENGINE * ENGINES_PER_NODE) for _ in range(WORKERS)]

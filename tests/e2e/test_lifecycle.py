@@ -113,7 +113,7 @@ async def test_a_rolling_update(server: Server, asked: list[tuple[Question, Answ
 
 async def test_deploying_no_application_lets_streams_end(server: Server, tmp_path: Path) -> None:
     """This is how to drain a server: `serve shutdown` ends the proxy, and with it every stream, at once."""
-    body = {"max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body = {"max_tokens": 1900, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
     async with new_client(server.url) as client:
         streams = [
             asyncio.create_task(ask(client, Question("/v1/completions", body | {"prompt": f"Tale {number}"})))
