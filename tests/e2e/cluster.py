@@ -51,7 +51,8 @@ def start(cluster: Cluster, port: int) -> None:
 
 def main(port: int) -> None:
     """Run until the standard input ends."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": True, "dashboard_port": free_port()})
+    head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": free_port()}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         start(cluster, port)
         workers = [cluster.add_node(num_cpus=CPUS_PER_ENGINE * ENGINES_PER_NODE) for _ in range(WORKERS)]

@@ -1,7 +1,7 @@
 """Processes are killed and stopped under load: no request fails, and no token is lost, repeated or another one.
 
-PAGODA_CHAOS_SECONDS says how long replicas are killed (60 by default, 120 for the record); stopping them takes a third of
-it, since a stopped replica does to a stream what a killed one does, only later.
+PAGODA_CHAOS_SECONDS says how long replicas are killed (60 by default, 120 for the record); stopping them takes a third
+of it, since a stopped replica does to a stream what a killed one does, only later.
 """
 
 from __future__ import annotations

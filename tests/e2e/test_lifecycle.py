@@ -124,4 +124,4 @@ async def test_deploying_no_application_lets_streams_end(server: Server, tmp_pat
         await _until(lambda: not server.pids("ingress"), 30)
         assert not any(stream.done() for stream in streams)
         answers = await asyncio.gather(*streams)
-    assert [len(answer.token_ids[0]) for answer in answers] == [900] * 8
+    assert [len(answer.token_ids[0]) for answer in answers] == [1900] * 8
