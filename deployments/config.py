@@ -58,9 +58,9 @@ class ReplicaOptions(_Options):
 class LimitOptions(_Options):
     """What one client, or all of them together, may ask for, and how long things may take."""
 
-    max_queued_requests: int = Field(default=1024, ge=1)
+    max_queued_requests: int = Field(default=4096, ge=1)
     max_queued_prefill_tokens: int = Field(default=2**22, ge=1)
-    max_queued_requests_per_engine: int = Field(default=256, ge=1)
+    max_queued_requests_per_engine: int = Field(default=1024, ge=1)
     max_queued_prefill_tokens_per_engine: int = Field(default=2**20, ge=1)
     max_concurrent_requests_per_engine: int = Field(default=1024, ge=1)
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
