@@ -30,7 +30,7 @@ __all__ = ["Decision", "RoutingOptions", "RoutingState"]
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads what differs in a few bits (Fibonacci hashing)
 _MASK = 2**64 - 1
 _SLICE = 4096  # blocks
-_LIKE = 2.0  # prefill rates within this factor of the mean count as equal
+_LIKE = 3.0  # prefill rates within this factor of the mean count as equal
 _RATES_S = 0.1  # between two looks at everybody's prefill rates
 _GUESSED_BLOCKS = 65_536  # a cache's size until it is reported
 

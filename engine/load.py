@@ -13,6 +13,8 @@ __all__ = ["EngineLoad", "LoadMeter", "LoadReporter"]
 
 # Prefill tokens after which a measurement counts half: 16 full steps of 2048 tokens.
 HALF_LIFE_TOKENS = 32_768
+# Prefill tokens of a step that is measured. A step takes a time of its own, so that a few tokens look slow.
+LEAST_MEASURED_TOKENS = 128
 # Weight of the latest step in the mean of decode steps.
 DECODE_WEIGHT = 0.05
 # How many times the mean one decode step can count, so that a pause (of the garbage collector, say) is soon forgotten.
@@ -38,7 +40,7 @@ class EngineLoad:
 class LoadMeter:
     """Measures how fast an engine computes.
 
-    ``prefill_tokens_per_s`` comes from steps of which at least half is prefill: the ratio of two decayed sums, tokens
+    ``prefill_tokens_per_s`` comes from steps with many prefill tokens, at least half of all: the ratio of two decayed sums, tokens
     over seconds. Each step is weighted by its tokens, since a queue is worked off in full steps, and a hundred short
     prompts on an idle engine say little about those. ``decode_step_s`` is an exponentially weighted mean over steps in
     which every sequence computes one token. Mixed steps with little prefill belong to neither.
@@ -83,7 +85,7 @@ class LoadMeter:
             return
         if not num_prefill:
             self._note_decode(seconds)
-        elif 2 * num_prefill >= num_tokens:
+        elif num_prefill >= LEAST_MEASURED_TOKENS and 2 * num_prefill >= num_tokens:
             self._note_prefill(num_tokens, seconds)
 
     def _note_prefill(self, num_tokens: int, seconds: float) -> None:

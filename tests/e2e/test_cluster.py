@@ -53,8 +53,9 @@ class RunningCluster:
         """Return what the process says next."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith(MARK):
-                facts: dict[str, Any] = json.loads(line.removeprefix(MARK))
+            _, mark, text = line.partition(MARK)  # Ray's own processes write to the same line at times
+            if mark:
+                facts: dict[str, Any] = json.JSONDecoder().raw_decode(text)[0]
                 return facts
         pytest.fail(self.log.read_text())
 
