@@ -40,10 +40,10 @@ class EngineLoad:
 class LoadMeter:
     """Measures how fast an engine computes.
 
-    ``prefill_tokens_per_s`` comes from steps with many prefill tokens, at least half of all: the ratio of two decayed sums, tokens
-    over seconds. Each step is weighted by its tokens, since a queue is worked off in full steps, and a hundred short
-    prompts on an idle engine say little about those. ``decode_step_s`` is an exponentially weighted mean over steps in
-    which every sequence computes one token. Mixed steps with little prefill belong to neither.
+    ``prefill_tokens_per_s`` comes from steps with many prefill tokens, at least half of all: the ratio of two decayed
+    sums, tokens over seconds. Each step is weighted by its tokens, since a queue is worked off in full steps, and a
+    hundred short prompts on an idle engine say little about those. ``decode_step_s`` is an exponentially weighted mean
+    over steps in which every sequence computes one token. Mixed steps with little prefill belong to neither.
 
     Args:
         backlog: told of each step.
