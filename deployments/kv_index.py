@@ -161,26 +161,24 @@ class KVIndex:
     def depths(self, hashes: Sequence[int]) -> dict[str, int]:
         """Return how many leading blocks of a prompt each replica holds, for those that hold any.
 
-        Halves the prompt until it has found where each run ends: about log2(blocks) look-ups for each different depth.
+        Finds by halving where the first of them leaves, goes on from there with those that are left: about log2(blocks)
+        look-ups for each different depth.
         """
         depths: dict[str, int] = {}
-        get = self._masks.get
-        first = get(hashes[0], 0) if hashes else 0
-        whole = get(hashes[-1], 0) & first if first else 0
-        if whole:
-            depths.update(dict.fromkeys(self._names(whole), len(hashes)))
-        spans = [(0, len(hashes) - 1, first ^ whole)]  # these replicas hold block `low` but not block `high`
-        while spans:
-            low, high, leaving = spans.pop()
-            if not leaving:
-                continue
-            if high - low == 1:
-                depths.update(dict.fromkeys(self._names(leaving), high))
-                continue
-            middle = (low + high) // 2
-            further = get(hashes[middle], 0) & leaving
-            spans.append((low, middle, leaving ^ further))
-            spans.append((middle, high, further))
+        get, size = self._masks.get, len(hashes)
+        holders = get(hashes[0], 0) if hashes else 0
+        low = 0
+        while holders:
+            high = size  # all holders hold block `low`, and not all of them block `high`, if there is one
+            while high - low > 1:
+                middle = (low + high) >> 1
+                if get(hashes[middle], 0) & holders == holders:
+                    low = middle
+                else:
+                    high = middle
+            staying = get(hashes[high], 0) & holders if high < size else 0
+            depths.update(dict.fromkeys(self._names(holders ^ staying), high))
+            holders, low = staying, high
         return depths
 
     def depth(self, replica: str, hashes: Sequence[int]) -> int:
