@@ -92,16 +92,6 @@ class KVIndex:
                 self._unmask(holdings.bit, block)
             blocks.clear()
 
-    def replaced(self, replica: str, hashes: Iterable[int]) -> None:
-        """Record a snapshot: ``replica`` holds exactly ``hashes``; what is assumed beyond them stays assumed."""
-        if (holdings := self._holdings.get(replica)) is None:
-            return
-        before, holdings.confirmed = holdings.confirmed, {}
-        self._hold(holdings, hashes)
-        for block in before:
-            if block not in holdings.confirmed:
-                self._unmask(holdings.bit, block)
-
     def blocks(self, replica: str) -> frozenset[int]:
         """Return the confirmed blocks of ``replica``."""
         holdings = self._holdings.get(replica)

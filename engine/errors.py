@@ -62,6 +62,6 @@ class KVCacheError(PagodaError, ValueError):
 
 
 class EngineDeadError(PagodaError):
-    """The step loop has ended; the message says why. Requests in flight fail with it and new ones are refused."""
+    """The step loop has ended or is stuck; the message says why. Requests fail with it, and new ones are refused."""
 
     replica: str = ""  # where, if whoever runs several engines says so

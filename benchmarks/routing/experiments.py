@@ -63,7 +63,9 @@ def generated(path: str, seeds: int, processes: int) -> list[dict[str, Any]]:
         for number in (1, 16):
             for announce in (False, True) if trace == "bursts" else (False,):
                 settings = Settings(num_ingresses=number, announce=announce)
-                label = f"{trace}: {OURS}, {_ingresses(number)}" + (", queues announced" if announce else "")
+                label = f"{trace}: {OURS}, {_ingresses(number)}"
+                if trace == "bursts" and not announce:
+                    label += ", without announcements"
                 rows[label] = Run(OURS, trace, path, settings=settings)
     return _rows(rows, seeds, processes)
 

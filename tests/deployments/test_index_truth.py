@@ -12,14 +12,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from contextlib import ExitStack
-from threading import Lock
 
 import pytest
 import zmq
 
-from deployments.kv_index import KVIndex
 from deployments.kv_publisher import KVEventPublisher
 from deployments.kv_subscriber import KVEventSubscriber
+from deployments.routing import RoutingState
 from deployments.telemetry import KV_INDEX_GAPS, Recorder
 from engine.engine import Engine
 from engine.sampling_params import SamplingParams
@@ -83,44 +82,36 @@ class Replica:
 
 
 class Indexed(Known):
-    """Keeps the router's index too."""
+    """Tells the router's own state too, index and all."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = KVIndex()
-        self._lock = Lock()
-        for name in REPLICAS:
-            self.index.add_replica(name)
+        self.routing = RoutingState()
+        self.routing.set_replicas(REPLICAS)
 
     def stored(self, replica: str, hashes: Iterable[int]) -> None:
-        with self._lock:
-            self.index.stored(replica, hashes)
+        self.routing.stored(replica, hashes)
         super().stored(replica, hashes)
 
     def removed(self, replica: str, hashes: Iterable[int]) -> None:
-        with self._lock:
-            self.index.removed(replica, hashes)
+        self.routing.removed(replica, hashes)
         super().removed(replica, hashes)
 
     def cleared(self, replica: str) -> None:
-        with self._lock:
-            self.index.cleared(replica)
+        self.routing.cleared(replica)
         super().cleared(replica)
 
     def replaced(self, replica: str, hashes: Iterable[int]) -> None:
-        with self._lock:
-            self.index.replaced(replica, hashes)
+        self.routing.replaced(replica, hashes)
         super().replaced(replica, hashes)
 
     def knows(self, replica: str, blocks: set[int]) -> bool:
         """Whether both say that the replica holds exactly these."""
-        with self._lock:
-            return self.blocks[replica] == blocks == self.index.blocks(replica)
+        return self.blocks[replica] == blocks == self.routing.index.blocks(replica)
 
     def num_indexed(self) -> int:
         """Return how many blocks the index knows."""
-        with self._lock:
-            return len(self.index)
+        return len(self.routing.index)
 
 
 class Cluster:

@@ -59,7 +59,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=names, hashes=hash_lists)
     def replaced(self, name: str, hashes: list[int]) -> None:
-        self.index.replaced(name, hashes)
+        """Apply a snapshot as RoutingState does."""
+        self.index.removed(name, self.index.blocks(name).difference(hashes))
+        self.index.stored(name, hashes)
         if name in self.confirmed:
             self.confirmed[name] = set(hashes)
             self._drop_assumed(name, hashes)

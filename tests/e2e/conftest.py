@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,21 @@ def end_server(server: Server) -> None:
             process.kill()
 
 
+@contextmanager
+def running_server(
+    directory: Path, change: Callable[[dict[str, Any]], object] = lambda args: None, timeout_s: float = 120.0
+) -> Iterator[Server]:
+    """Run a server, with a short-named directory for Ray, while the block runs."""
+    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
+    running = start_server(directory, ray_dir, change)
+    try:
+        running.wait_until_ready(timeout_s)
+        yield running
+    finally:
+        end_server(running)
+        shutil.rmtree(ray_dir, ignore_errors=True)
+
+
 @pytest.fixture
 def ray_dir() -> Iterator[Path]:
     """A directory of its own for Ray, with a short name: the paths of sockets may have 107 characters."""
@@ -193,14 +209,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         args["limits"]["max_body_bytes"] = 2**20
         args["engine"]["dtype"] = "float32"
 
-    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
-    running = start_server(tmp_path_factory.mktemp("server"), ray_dir, change)
-    try:
-        running.wait_until_ready()
+    with running_server(tmp_path_factory.mktemp("server"), change) as running:
         yield running
-    finally:
-        end_server(running)
-        shutil.rmtree(ray_dir, ignore_errors=True)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, end_server, start_server
+from tests.e2e.conftest import Server, running_server
 
 
 @pytest.fixture
@@ -23,14 +21,8 @@ def scaled(tmp_path: Path) -> Iterator[Server]:
         args["replicas"] |= {"num_engine_replicas": 1, "cpus_per_engine": 0.1}
         args["autoscaling"] |= {"max_replicas": 2, "min_replicas": 0, "upscale_delay_s": 0.5, "downscale_delay_s": 2.0}
 
-    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
-    running = start_server(tmp_path, ray_dir, change)
-    try:
-        running.wait_until_ready()
+    with running_server(tmp_path, change) as running:
         yield running
-    finally:
-        end_server(running)
-        shutil.rmtree(ray_dir, ignore_errors=True)
 
 
 def _wait_for_engines(server: Server, number: int) -> None:

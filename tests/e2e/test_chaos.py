@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.e2e.conftest import Server, end_server, start_server
+from tests.e2e.conftest import Server, running_server
 from tests.e2e.load import Answer, Clients, Question, Report, questions, record
 
 SECONDS = float(os.environ.get("PAGODA_CHAOS_SECONDS", "60"))
@@ -42,14 +39,8 @@ def _change(args: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def chaos_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
-    running = start_server(tmp_path_factory.mktemp("chaos"), ray_dir, _change)
-    try:
-        running.wait_until_ready(timeout_s=180)
+    with running_server(tmp_path_factory.mktemp("chaos"), _change, timeout_s=180) as running:
         yield running
-    finally:
-        end_server(running)
-        shutil.rmtree(ray_dir, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.conftest import Server, end_server, start_server, write_config
+from tests.e2e.conftest import Server, running_server, write_config
 from tests.e2e.load import Answer, Clients, Question, ask, new_client, questions, record
 
 ENGINES = 4
@@ -32,15 +30,9 @@ def _change(args: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
-    running = start_server(tmp_path_factory.mktemp("lifecycle"), ray_dir, _change)
-    try:
-        running.wait_until_ready(timeout_s=180)
+    with running_server(tmp_path_factory.mktemp("lifecycle"), _change, timeout_s=180) as running:
         asyncio.run(_until(lambda: len(running.pids("engine")) == ENGINES, 120))
         yield running
-    finally:
-        end_server(running)
-        shutil.rmtree(ray_dir, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, end_server, start_server
+from tests.e2e.conftest import Server, running_server
 
 RUNNING, WAITING, TIMEOUT_S = 2, 3, 15.0
 
@@ -31,14 +28,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         args["engine"]["max_num_seqs"] = RUNNING
         args["limits"] |= {"max_queued_requests_per_engine": WAITING, "request_timeout_s": TIMEOUT_S}
 
-    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
-    running = start_server(tmp_path_factory.mktemp("small"), ray_dir, change)
-    try:
-        running.wait_until_ready()
+    with running_server(tmp_path_factory.mktemp("small"), change) as running:
         yield running
-    finally:
-        end_server(running)
-        shutil.rmtree(ray_dir, ignore_errors=True)
 
 
 @dataclass
