@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ from torch.overrides import TorchFunctionMode
 from engine.distributed.tensor_parallel import TensorParallel
 from engine.models.checkpoint import open_checkpoint
 from engine.models.config import ModelConfig
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder import Decoder
 from engine.models.rope import rope_table
 from engine.models.weights import read_weights
+from kernels.cpu.linear import WeightKind
 
 __all__ = ["load_decoder"]
+
+_KINDS = {torch.float32: WeightKind.FLOAT32, torch.bfloat16: WeightKind.BFLOAT16}
 
 
 def load_decoder(
@@ -27,7 +33,7 @@ def load_decoder(
     device: torch.device,
     max_model_len: int,
     parallel: TensorParallel,
-) -> Decoder:
+) -> Decoder | CpuDecoder:
     """Build the model that ``hf_config`` describes and fill it from the directory's safetensors.
 
     Raises:
@@ -38,13 +44,26 @@ def load_decoder(
     rope = rope_table(hf_config, config.head_dim, max_model_len)
     with torch.device("meta"), _Uninitialised():
         model = Decoder(config, rope, parallel)
-    model.rope = rope.to(device)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     with open_checkpoint(path) as checkpoint:
-        for name, weight in read_weights(checkpoint, shapes, config, parallel, dtype=dtype, device=device):
-            module, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
+        weights = read_weights(checkpoint, shapes, config, parallel, dtype=dtype, device=device)
+        if cpu_kernels_can_run(config, dtype, device):
+            return _pack(CpuDecoder(config, rope, parallel, dtype, _KINDS[dtype]), weights)
+        model.rope = rope.to(device)
+        return _fill(model, weights)
+
+
+def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> Decoder:
+    for name, weight in weights:
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
     return model.eval()
+
+
+def _pack(model: CpuDecoder, weights: Iterable[tuple[str, torch.Tensor]]) -> CpuDecoder:
+    for name, weight in weights:
+        model.set_weight(name, weight)
+    return model
 
 
 class _Uninitialised(TorchFunctionMode):
