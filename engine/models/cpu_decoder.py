@@ -6,8 +6,6 @@ have something to do; the residual stream is float32, and so are norms, rotation
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import nn
 
@@ -17,7 +15,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import VocabParallelEmbedding
 from kernels.cpu.layer import CLayer, CpuStep, Scratch, attention_half, logits, mlp_half
 from kernels.cpu.library import library, set_num_threads
-from kernels.cpu.linear import PackedLinear, WeightKind
+from kernels.cpu.linear import PackedLinear, WeightKind, has_int8
 
 __all__ = ["CpuDecoder", "can_run"]
 
@@ -25,15 +23,12 @@ _PANEL = 16  # outputs of a linear layer that the kernels compute together
 _CACHE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+def can_run(config: ModelConfig, dtype: torch.dtype, kind: WeightKind, device: torch.device) -> bool:
     """Return whether the kernels compute this model on this device, and are to be had on this machine."""
-    return (
-        device.type == "cpu"
-        and dtype in _CACHE_DTYPES
-        and config.head_dim % 16 == 0
-        and config.head_dim <= 256
-        and library() is not None
-    )
+    fits = dtype in _CACHE_DTYPES and config.head_dim % 16 == 0 and config.head_dim <= 256
+    if device.type != "cpu" or not fits or library() is None:
+        return False
+    return kind is not WeightKind.INT8 or has_int8()
 
 
 class CpuDecoder:
@@ -89,7 +84,7 @@ class CpuDecoder:
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the hidden states before the last norm, float32 [num_tokens, hidden_size]."""
-        hidden = self.embed_tokens(token_ids).float()
+        hidden: torch.Tensor = self.embed_tokens(token_ids).float()
         partial = torch.empty_like(hidden) if self.parallel.size > 1 else None
         block_size = context.kv_cache.block_size
         step = CpuStep(hidden, positions, self.rope, context.metadata, block_size, self._scratch, partial)

@@ -16,6 +16,7 @@ from engine.models.config import ModelConfig
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder import Decoder
+from engine.models.int8_linear import quantize_linears
 from engine.models.rope import rope_table
 from engine.models.weights import read_weights
 from kernels.cpu.linear import WeightKind
@@ -33,8 +34,12 @@ def load_decoder(
     device: torch.device,
     max_model_len: int,
     parallel: TensorParallel,
+    quantization: str | None = None,
 ) -> Decoder | CpuDecoder:
     """Build the model that ``hf_config`` describes and fill it from the directory's safetensors.
+
+    On a CPU it is one for the C kernels where they are to be had, and with ``quantization`` of ``int8`` the weights of
+    its linear layers are quantized on their way.
 
     Raises:
         ModelLoadError: if tensors are missing, left over or of another shape than the config says.
@@ -47,17 +52,20 @@ def load_decoder(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     with open_checkpoint(path) as checkpoint:
         weights = read_weights(checkpoint, shapes, config, parallel, dtype=dtype, device=device)
-        if cpu_kernels_can_run(config, dtype, device):
-            return _pack(CpuDecoder(config, rope, parallel, dtype, _KINDS[dtype]), weights)
+        kind = WeightKind.INT8 if quantization == "int8" else _KINDS.get(dtype)
+        if kind is not None and cpu_kernels_can_run(config, dtype, kind, device):
+            return _pack(CpuDecoder(config, rope, parallel, dtype, kind), weights)
         model.rope = rope.to(device)
-        return _fill(model, weights)
+        _fill(model, weights)
+        if quantization == "int8":
+            quantize_linears(model)
+        return model.eval()
 
 
-def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> Decoder:
+def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     for name, weight in weights:
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
-    return model.eval()
 
 
 def _pack(model: CpuDecoder, weights: Iterable[tuple[str, torch.Tensor]]) -> CpuDecoder:

@@ -13,7 +13,7 @@ import torch
 
 from kernels.cpu.library import library
 
-__all__ = ["CWeight", "PackedLinear", "WeightKind", "linear", "pack_rows", "words_per_row"]
+__all__ = ["CWeight", "PackedLinear", "WeightKind", "has_int8", "linear", "pack_rows", "words_per_row"]
 
 LANES = 16
 _PANELS_AT_ONCE = 4  # the kernels read panels in fours: what lies behind the last one must be there
@@ -50,6 +50,11 @@ class CRows(ctypes.Structure):
 def words_per_row(kind: WeightKind, in_features: int) -> int:
     """Return how many 32-bit words one row of ``in_features`` elements takes."""
     return -(-in_features // {WeightKind.FLOAT32: 1, WeightKind.BFLOAT16: 2, WeightKind.INT8: 4}[kind])
+
+
+def has_int8() -> bool:
+    """Return whether this machine multiplies int8 by the kernels: it takes AVX-512 VNNI."""
+    return bool(_require().pagoda_has_int8())
 
 
 class PackedLinear:

@@ -9,6 +9,8 @@
 
 enum { MAX_PANELS_AT_ONCE = 4, BYTES_PER_PART = 256 * 1024 };
 
+int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
+
 int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
     int32_t per_word = kind == PAGODA_INT8 ? 4 : kind == PAGODA_BF16 ? 2 : 1;
     return (in_features + per_word - 1) / per_word;

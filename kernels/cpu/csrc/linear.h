@@ -38,6 +38,9 @@ typedef enum {
     PAGODA_SILU_MUL, /* output [rows, out_features / 2] = silu(even panels) * odd panels */
 } pagoda_epilogue;
 
+/* Whether this processor has the instruction that PAGODA_INT8 takes; nothing may be of that kind if not. */
+int32_t pagoda_has_int8(void);
+
 /* Words of one row of in_features elements. */
 int32_t pagoda_num_words(int32_t kind, int32_t in_features);
 
