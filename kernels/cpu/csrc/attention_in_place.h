@@ -32,13 +32,13 @@ INLINE void multiply_16_keys(const int kind, const int rows, const attention_wor
 INLINE void add_values(const int kind, const int rows, const int vectors, const attention_work *work, float *sums,
                        int dim, const char *cache, const size_t *offsets) {
     const int per_word = keys_per_word(kind), words = KEYS_PER_STRIP / per_word;
-    f32x16 added[rows][vectors];
+    f32x16 added[MOST_ROWS_IN_PLACE][BLOCK_VECTORS]; /* a variable length would keep it out of registers */
     for (int row = 0; row < rows; row++)
         for (int v = 0; v < vectors; v++)
             added[row][v] =
                 f32x16_load(sums + row * work->call->head_dim + dim + v * LANES) * work->factors[row];
     for (int word = 0; word < words; word++) {
-        u32x16 values[vectors];
+        u32x16 values[BLOCK_VECTORS];
         const size_t *at = offsets + word * per_word;
         load_values(kind, vectors, values, cache + at[0], cache + at[per_word - 1], dim);
         for (int row = 0; row < rows; row++) {
@@ -61,7 +61,7 @@ INLINE void attend_in_place(const int kind, const int rows, attention_work *work
     const char *values = (const char *)call->value_cache + cache_head;
     const uint32_t *query = work->query + (size_t)(head * work->padded_rows * work->padded_words);
     float *sums = work->sums + (size_t)(head * work->padded_rows * call->head_dim);
-    f32x16 products[rows][VECTORS];
+    f32x16 products[MOST_ROWS_IN_PLACE][VECTORS];
     for (int v = 0; v < VECTORS; v++) {
         const int half = rows > 4 ? 4 : rows;
         multiply_16_keys(kind, half, work, query, keys, offsets + v * LANES, &products[0][v], VECTORS);

@@ -22,6 +22,8 @@ enum {
     KEYS_PER_STRIP = 32, /* of rows that read the cache in place: the next strip is fetched to L2 meanwhile */
     MOST_ROWS = 256,     /* of an item: its sums, 128 KiB at 128 dimensions, stay in L2 */
     MOST_ROWS_IN_PLACE = 8,
+    BLOCK_VECTORS = 4,   /* that one row of a block has in registers */
+    BLOCK_LANES = BLOCK_VECTORS * LANES,
 };
 
 /* What a thread keeps while it computes an item. Words and sums have one line per row, and all rows of a KV head lie
@@ -62,7 +64,7 @@ INLINE float weigh(const int kind, const int vectors, const f32x16 *products, fl
                    float *largest, float *total, uint32_t *weights) {
     const f32x16 nothing = f32x16_set(-INFINITY);
     const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    f32x16 scores[vectors + 1], most = nothing;
+    f32x16 scores[BLOCK_VECTORS + 1], most = nothing;
     for (int v = 0; v < vectors; v++) scores[v] = products[v] * scale;
     if (visible.first > 0 || visible.end < vectors * LANES)
         for (int v = 0; v < vectors; v++) {

@@ -8,7 +8,7 @@
 
 #include "attention_item.h"
 
-enum { ROWS_PER_BLOCK = 6, ROWS_OF_REST = 2, BLOCK_VECTORS = 4, BLOCK_LANES = BLOCK_VECTORS * LANES };
+enum { ROWS_PER_BLOCK = 6, ROWS_OF_REST = 2 };
 
 /* sums += left [rows, words] times right [words, 64], of which `vectors` times 16 columns count. */
 INLINE void multiply_block(const int kind, const int rows, const int vectors, f32x16 sums[][BLOCK_VECTORS],
