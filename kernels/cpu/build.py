@@ -1,7 +1,8 @@
 """Compiles the C kernels with the system's compiler when they are first used, and keeps the result.
 
-The library is built for the very processor it runs on, so its file is named after the sources, the compiler and the
-processor's features: whatever changes, it is built anew. A machine without a compiler does without; see library.py.
+The library is built for the very processor it runs on, so its file is named after the sources, the compiler, its flags
+and the processor's features: whatever changes, it is built anew. A machine without a compiler does without; see
+library.py. ``PAGODA_CPU_CFLAGS`` adds flags, "-march=x86-64-v3" to try out what an older processor would run, say.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ def build() -> Path:
     return library
 
 
+def _flags() -> list[str]:
+    return [*_FLAGS, *os.environ.get("PAGODA_CPU_CFLAGS", "").split()]
+
+
 def _compiler() -> str:
     names = (os.environ["CC"],) if os.environ.get("CC") else _COMPILERS
     for name in names:
@@ -56,7 +61,7 @@ def _compiler() -> str:
 
 def _key(compiler: str, sources: list[Path]) -> str:
     state = os.stat(compiler)
-    parts = [" ".join(_FLAGS), compiler, str(state.st_size), str(state.st_mtime_ns), platform.machine(), _features()]
+    parts = [" ".join(_flags()), compiler, str(state.st_size), str(state.st_mtime_ns), platform.machine(), _features()]
     digest = hashlib.sha256("\n".join(parts).encode())
     for file in sorted([*sources, *SOURCES.glob("*.h")]):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -80,7 +85,7 @@ def _compile(compiler: str, sources: list[Path], library: Path) -> None:
         raise BuildError(f"'{library.parent}' cannot be written ({error.strerror}); set PAGODA_CACHE_DIR") from error
     os.close(descriptor)
     try:
-        command = [compiler, *_FLAGS, *map(str, sources), "-o", unfinished, "-lm"]
+        command = [compiler, *_flags(), *map(str, sources), "-o", unfinished, "-lm"]
         outcome = subprocess.run(command, capture_output=True, text=True, check=False)
         if outcome.returncode:
             raise BuildError(f"{compiler} failed: {outcome.stderr.strip()[-500:]}")
