@@ -17,6 +17,7 @@ from engine.sampling.noise import as_uint64, gumbel_noise, noise_keys
 from engine.sampling.ranking import likeliest
 from engine.sequence import Sequence
 from kernels.argmax import argmax_rows
+from kernels.cpu import sampling as cpu_sampling
 
 __all__ = ["Chooser", "Draw", "Greedy", "TruncatedDraw", "build_choosers"]
 
@@ -85,6 +86,8 @@ class Draw(Chooser):
         return (logits - logits.amax(dim=1, keepdim=True)).div_(self._temperature)
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if cpu_sampling.can_sample(logits):
+            return cpu_sampling.draw(logits, self._temperature, self._floor, self._keys())
         return self._draw(self._scale(logits), self._floor, self._keys())
 
     @staticmethod
@@ -127,14 +130,14 @@ class TruncatedDraw(Draw):
         self._top_p = column([[p.top_p if p.top_p < 1.0 else np.inf] for p in params], torch.float32, device)
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scaled, keys = self._scale(logits), self._keys()
-        scores, token_ids = likeliest(scaled, self._num_candidates)
+        keys = self._keys()
+        scores, token_ids, log_totals = self._candidates(logits)
         num_candidates = scores.shape[1]
         ranks = torch.arange(num_candidates, device=scores.device)
         # The mass of each candidate: of what top-k leaves, where that is all among them, else of the whole row.
         scores.masked_fill_(ranks >= self._top_k, -torch.inf)
         all_there = self._top_k <= num_candidates
-        mass = torch.where(all_there, scores.softmax(dim=1), scaled.softmax(dim=1).gather(1, token_ids)).cumsum(dim=1)
+        mass = torch.where(all_there, scores.softmax(dim=1), (scores - log_totals).exp()).cumsum(dim=1)
         _cut(scores, mass, self._top_p)
         if self._floor is not None:
             scores.masked_fill_(scores < self._floor, -torch.inf)
@@ -142,8 +145,16 @@ class TruncatedDraw(Draw):
         chosen, values = token_ids.gather(1, index).squeeze(1), values.squeeze(1)
         short = (~(all_there | (mass[:, -1:] >= self._top_p))).flatten().nonzero().flatten()
         if short.numel():
-            values[short], chosen[short] = self._choose_sorted(scaled[short], short, keys[short])
+            scaled = (logits[short] - logits[short].amax(dim=1, keepdim=True)).div_(self._temperature[short])
+            values[short], chosen[short] = self._choose_sorted(scaled, short, keys[short])
         return values, chosen
+
+    def _candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the scores and ids of the likeliest tokens, and the logarithm of the mass of all scores, [n, 1]."""
+        if cpu_sampling.can_sample(logits):
+            return cpu_sampling.top_candidates(logits, self._temperature, self._num_candidates)
+        scaled = self._scale(logits)
+        return *likeliest(scaled, self._num_candidates), scaled.logsumexp(dim=1, keepdim=True)
 
     def _choose_sorted(
         self, scaled: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.logprobs import Logprob, TokenLogprobs
+from kernels.cpu import sampling as cpu_sampling
 
 __all__ = ["gather_logprobs", "likeliest"]
 
@@ -17,6 +18,8 @@ def likeliest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     Of equal scores the smaller id goes first, so that the first k of a longer answer are the answer for k. Logits of
     16 bits are often equal, and torch.topk would take any of those.
     """
+    if cpu_sampling.can_sample(scores):
+        return cpu_sampling.top_k(scores, k)
     vocab_size = scores.shape[1]
     bits = scores.view(torch.int32)
     ascending = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)  # integers in the order of the floats

@@ -7,18 +7,25 @@ library.py. ``PAGODA_CPU_CFLAGS`` adds flags, "-march=x86-64-v3" to try out what
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 __all__ = ["BuildError", "build", "cache_directory"]
 
+logger = logging.getLogger(__name__)
+
 SOURCES = Path(__file__).parent / "csrc"
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
+_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
 _COMPILERS = ("cc", "gcc", "clang")
 
 
@@ -43,8 +50,23 @@ def build() -> Path:
     sources = sorted(SOURCES.glob("*.c"))
     library = cache_directory() / f"cpu-kernels-{_key(compiler, sources)}.so"
     if not library.is_file():
-        _compile(compiler, sources, library)
+        with _only_builder(library.parent):
+            if not library.is_file():  # nobody has built it while this process waited
+                logger.info("Compiling the CPU kernels, once for this machine")
+                _compile(compiler, sources, library)
     return library
+
+
+@contextmanager
+def _only_builder(directory: Path) -> Iterator[None]:
+    """Let one process at a time into the block: replicas that start together would each compile the same."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise BuildError(f"'{directory}' cannot be written ({error.strerror}); set PAGODA_CACHE_DIR") from error
 
 
 def _flags() -> list[str]:
@@ -78,17 +100,19 @@ def _features() -> str:
 
 
 def _compile(compiler: str, sources: list[Path], library: Path) -> None:
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
-    except OSError as error:
-        raise BuildError(f"'{library.parent}' cannot be written ({error.strerror}); set PAGODA_CACHE_DIR") from error
-    os.close(descriptor)
-    try:
-        command = [compiler, *_flags(), *map(str, sources), "-o", unfinished, "-lm"]
-        outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-        if outcome.returncode:
-            raise BuildError(f"{compiler} failed: {outcome.stderr.strip()[-500:]}")
-        os.replace(unfinished, library)  # at once, so that processes which start together never see half of it
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
+    """Compile the files beside each other, and put the library in its place at once."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory, ThreadPool(os.cpu_count()) as pool:
+        objects = [Path(directory) / f"{source.stem}.o" for source in sources]
+        pool.starmap(
+            _run,
+            [(compiler, *_flags(), "-c", source, "-o", made) for source, made in zip(sources, objects, strict=True)],
+        )
+        unfinished = Path(directory) / library.name
+        _run(compiler, *_flags(), "-shared", *objects, "-o", unfinished, "-lm")
+        os.replace(unfinished, library)
+
+
+def _run(compiler: str, *arguments: str | Path) -> None:
+    outcome = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
+    if outcome.returncode:
+        raise BuildError(f"{compiler} failed: {outcome.stderr.strip()[-500:]}")

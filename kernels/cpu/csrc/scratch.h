@@ -9,6 +9,7 @@ typedef enum {
     SCRATCH_ATTENTION_ITEMS,
     SCRATCH_ATTENTION_PARTIALS,
     SCRATCH_ATTENTION_WORK,
+    SCRATCH_TOP_K,
     NUM_SCRATCH_USES,
 } pagoda_scratch_use;
 

@@ -22,9 +22,29 @@ def test_a_second_build_finds_the_first(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path))
     first = build()
     assert first.parent == tmp_path
-    assert list(tmp_path.iterdir()) == [first]  # nothing unfinished is left
+    assert sorted(tmp_path.iterdir()) == [first, tmp_path / "lock"]  # nothing unfinished is left
     monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("it was built already"))
     assert build() == first
+
+
+def test_processes_that_start_together_build_it_once(tmp_path: Path) -> None:
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "one.c").write_text("int one(void) { return 1; }\n")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nsleep 0.3\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    program = f"""
+from pathlib import Path
+from kernels.cpu import build
+build.SOURCES = Path({str(sources)!r})
+build.build()
+"""
+    environment = os.environ | {"CC": str(compiler), "PAGODA_CACHE_DIR": str(tmp_path / "cache")}
+    root = Path(__file__).parents[3]
+    processes = [subprocess.Popen([sys.executable, "-c", program], cwd=root, env=environment) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2  # the file, and the library
 
 
 def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +79,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(BuildError, match="error"):
         build()
-    assert not list((tmp_path / "cache").iterdir())
+    assert [file.name for file in (tmp_path / "cache").iterdir()] == ["lock"]
 
 
 def test_a_machine_without_a_compiler_is_told_and_does_without(
