@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from engine.models.weights import read_weights
 
 __all__ = ["load_decoder"]
 
+logger = logging.getLogger(__name__)
+
 
 def load_decoder(
     path: str | Path,
@@ -27,8 +31,12 @@ def load_decoder(
     device: torch.device,
     max_model_len: int,
     parallel: TensorParallel,
+    show_progress: bool = False,
 ) -> Decoder:
     """Build the model that ``hf_config`` describes and fill it from the directory's safetensors.
+
+    Args:
+        show_progress: with a bar on stderr, if that is a terminal.
 
     Raises:
         ModelLoadError: if tensors are missing, left over or of another shape than the config says.
@@ -40,10 +48,14 @@ def load_decoder(
         model = Decoder(config, rope, parallel)
     model.rope = rope.to(device)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    started = perf_counter()
     with open_checkpoint(path) as checkpoint:
-        for name, weight in read_weights(checkpoint, shapes, config, parallel, dtype=dtype, device=device):
+        for name, weight in read_weights(
+            checkpoint, shapes, config, parallel, dtype=dtype, device=device, show_progress=show_progress
+        ):
             module, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
+    logger.info("Loading weights took %.2f seconds", perf_counter() - started)
     return model.eval()
 
 
