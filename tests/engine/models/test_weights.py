@@ -151,6 +151,18 @@ def test_what_comes_next_is_fetched_once_as_far_as_the_window_goes(
     assert sorted(fetched) == [(end - 138, 10), (end - 128, 128)]  # behind a's bytes, up to the end of the file
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only Linux reads ahead")
+def test_a_file_system_that_takes_no_advice_is_read_all_the_same(
+    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError("no advice, please")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    with open_checkpoint(qwen3.path) as checkpoint:
+        assert len(dict(weights_of(checkpoint, qwen3.path))) == len(shapes_of(qwen3.path))
+
+
 def bars_of(path: str, show_progress: bool, monkeypatch: pytest.MonkeyPatch) -> list[tqdm[NoReturn]]:
     """Return the progress bars that a load makes."""
     bars: list[tqdm[NoReturn]] = []
