@@ -43,7 +43,7 @@ from deployments.structured import as_response_format
 from deployments.telemetry import RayExporter, Series, ingress_recorder, render
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
-from engine.text import Tokenizer
+from engine.text import Tokenizer, import_tokenizers
 
 __all__ = ["Ingress"]
 
@@ -236,7 +236,9 @@ class Ingress:
         return self._prompts
 
     async def _load(self) -> PromptBuilder:
+        importing = asyncio.create_task(asyncio.to_thread(import_tokenizers))  # while the engines load
         info = await self._engines.info.remote()
+        await importing
         RayExporter(ingress_recorder()).start()
         return await asyncio.to_thread(PromptBuilder, self._config.model_path, info, self._config.served_name)
 

@@ -23,6 +23,7 @@ from engine.async_engine import AsyncEngine, TokenBatch
 from engine.config import EngineConfig
 from engine.engine import EngineInfo
 from engine.errors import EngineDeadError, OverloadedError
+from engine.logs import forward_logs
 from engine.sampling_params import SamplingParams
 
 __all__ = ["EngineOutput", "EngineReplica", "EngineRequest"]
@@ -63,6 +64,7 @@ class EngineReplica:
     """The user class of the engine deployment."""
 
     def __init__(self, config: EngineConfig) -> None:
+        forward_logs(logger)  # before there is an engine, which says what it loads
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._recorder = Recorder()
         # On this node's own address: routers on other nodes listen, and nobody from outside the cluster's network.

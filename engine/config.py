@@ -65,6 +65,7 @@ class EngineConfig:
             engine's: tensor-parallel ranks take equal parts of it.
         gpu_memory_utilization: share of each GPU's memory that the engine may use.
         enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
+        use_tqdm_on_load: show a progress bar while the weights load, if stderr is a terminal.
         skip_tokenizer_init: token ids in, token ids out; no tokenizer files are needed.
         enforce_eager: never capture CUDA graphs; none are captured so far, so it changes nothing yet.
         tensor_parallel_size: GPUs, or on a CPU processes, that share one model; all on this host.
@@ -93,6 +94,7 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    use_tqdm_on_load: bool = True
     skip_tokenizer_init: bool = False
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
@@ -114,7 +116,7 @@ class EngineConfig:
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 self._require_positive_int(name)
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "enforce_eager"):
+        for name in ("enable_prefix_caching", "use_tqdm_on_load", "skip_tokenizer_init", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
         if self.dtype not in _DTYPES:

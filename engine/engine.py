@@ -167,6 +167,9 @@ class Engine:
         Raises:
             ConfigError, ModelLoadError: as the ModelRunner does.
         """
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(config).items())
+        logger.info("Initializing an engine with config: %s", options)
+        started = perf_counter()
         from engine.model_runner import ModelRunner  # imports torch
 
         runner = ModelRunner(config)
@@ -183,7 +186,9 @@ class Engine:
             eos_token_ids=runner.generation_defaults.eos_token_ids,
             default_sampling=runner.generation_defaults.sampling,
         )
-        return cls(config, runner, info, sink, on_kv_events)
+        engine = cls(config, runner, info, sink, on_kv_events)
+        logger.info("init engine took %.2f seconds", perf_counter() - started)
+        return engine
 
     # --- requests -----------------------------------------------------------------------------------------------
 

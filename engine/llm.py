@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
 from engine.logprobs import TokenLogprobs
+from engine.logs import show_logs
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
 from engine.text import TextStream, Tokenizer
@@ -64,6 +65,9 @@ class RequestOutput:
 class LLM:
     """A model for offline use: it answers lists of prompts, batching them continuously.
 
+    What it loads and how much it can hold is logged, and shown on stderr unless the program has configured logging or
+    PAGODA_LOGGING_LEVEL says otherwise, see logs.py.
+
     Args:
         model: directory of a Hugging Face checkpoint.
         options: see EngineConfig.
@@ -75,6 +79,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_options(model, options)
+        show_logs()
         self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer(model)
         self.engine = Engine.from_config(self.config)
         self._request_ids = itertools.count()

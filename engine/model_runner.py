@@ -47,8 +47,9 @@ class ModelRunner:
         self.config = config
         started = perf_counter()
         self.workers = WorkerPool(config)
-        logger.info("Loading weights took %.2f seconds", perf_counter() - started)
         worker = self.workers.local
+        size = worker.weight_bytes * config.tensor_parallel_size / 2**30
+        logger.info("Model loading took %.2f GiB and %.2f seconds", size, perf_counter() - started)
         self.device, self.dtype, self.backend = worker.device, worker.dtype, worker.backend
         self.model_config = worker.model_config
         self.max_model_len, self.block_size = worker.max_model_len, worker.block_size
@@ -116,10 +117,13 @@ class ModelRunner:
     def _log_capacity(self) -> None:
         tokens = self.workers.local.kv_cache.num_tokens
         size = self.workers.local.kv_cache.num_bytes * self.config.tensor_parallel_size
+        kind = "CPU" if self.device.type == "cpu" else "GPU"
         logger.info(
-            "KV cache: %d blocks of %d tokens, %d tokens in %.2f GiB; room for %.2f requests of %d tokens",
-            self.num_blocks, self.block_size, tokens, size / 2**30, tokens / self.max_model_len, self.max_model_len,
+            "%s KV cache size: %s tokens, %d blocks of %d in %.2f GiB",
+            kind, f"{tokens:,}", self.num_blocks, self.block_size, size / 2**30,
         )  # fmt: skip
+        length = self.max_model_len
+        logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", tokens / length)
 
 
 class _PromptLogprobs:

@@ -6,6 +6,7 @@ business, and what to do is the scheduler's. Without tensor parallelism there is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,8 @@ from engine.sampling_params import MAX_LOGPROBS
 from kernels.attention import AttentionMetadata, select_backend
 
 __all__ = ["ModelWorker", "resolve_device"]
+
+logger = logging.getLogger(__name__)
 
 PROMPT_ROWS_AT_ONCE = 64  # of float32 logits: a whole prompt's would take gigabytes
 
@@ -78,6 +81,11 @@ class ModelWorker:
             self.backend.check_block_size(self.block_size)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if rank == 0:
+            logger.info(
+                "Using %s attention backend on %s, with blocks of %d tokens",
+                self.backend.name, self.device, self.block_size,
+            )  # fmt: skip
         self.parallel = TensorParallel()
 
     def load(self, rendezvous: str) -> None:
@@ -91,6 +99,7 @@ class ModelWorker:
         self.model = load_decoder(
             self.config.model, self.hf_config, dtype=self.dtype, device=self.device,
             max_model_len=self.max_model_len, parallel=self.parallel, quantization=self.config.quantization,
+            show_progress=self.config.use_tqdm_on_load and self.rank == 0,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -158,7 +167,13 @@ class ModelWorker:
             return "triton"
         return self.config.attention_backend
 
-    # --- KV memory ----------------------------------------------------------------------------------------------
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_bytes(self) -> int:
+        """What this rank's weights take, those that are mapped from the checkpoint included."""
+        sizes = {weight.data_ptr(): weight.nbytes for weight in self.model.parameters()}  # tied ones are one
+        return sum(sizes.values())
 
     @property
     def kv_bytes_per_token(self) -> int:

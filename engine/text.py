@@ -15,12 +15,17 @@ from typing import Any
 from engine.errors import ConfigError, ModelLoadError, RequestError
 from engine.sampling_params import SamplingParams
 
-__all__ = ["IncrementalDetokenizer", "StopStringFilter", "TextStream", "Tokenizer"]
+__all__ = ["IncrementalDetokenizer", "StopStringFilter", "TextStream", "Tokenizer", "import_tokenizers"]
 
 _PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters that mean nothing: they stand for masked special tokens
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a token that is a byte
 _MAX_UNDECODABLE = 4  # a character has at most four bytes, so that what stays undecodable longer is no beginning of one
 _CONTEXT = 12  # tokens of the prompt: the parts of a character at both ends, and enough for any spacing rules between
+
+
+def import_tokenizers() -> None:
+    """Import what a Tokenizer needs, which takes seconds: whoever waits for something else can do it meanwhile."""
+    from transformers import AutoTokenizer  # noqa: F401
 
 
 class Tokenizer:
@@ -31,10 +36,10 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        from transformers import AutoTokenizer  # slow to import, and not needed by whoever deals in ids
-
         if not Path(path).is_dir():  # which transformers would take for a name on a hub
             raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
+        from transformers import AutoTokenizer  # slow to import, and not needed by whoever deals in ids
+
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(path), trust_remote_code=False, local_files_only=True

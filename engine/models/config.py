@@ -1,7 +1,8 @@
 """ModelConfig: what a checkpoint's config.json says, reduced to what the decoder needs.
 
-Reading is left to transformers' AutoConfig, which knows the many spellings of config files; this module keeps the
-result small, typed and checked, and refuses what the decoder would compute wrongly. No weights are touched.
+Reading is left to transformers' AutoConfig, which knows the many spellings of config files, but for the plainest of
+them; this module keeps the result small, typed and checked, and refuses what the decoder would compute wrongly. No
+weights are touched.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from engine.errors import ConfigError, ModelLoadError, RequestError
+from engine.models.plain_config import plain_config
 from engine.sampling_params import SamplingParams
 
 __all__ = ["ARCHITECTURES", "GenerationDefaults", "ModelConfig", "load_hf_config"]
@@ -144,14 +145,12 @@ def _sliding_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def load_hf_config(path: str | Path) -> Any:
-    """Read config.json through transformers, refusing checkpoints that want to run code of their own.
+    """Read config.json as transformers does, refusing checkpoints that want to run code of their own.
 
     Raises:
         ConfigError: if the directory or its config.json does not exist.
         ModelLoadError: if it is malformed, names remote code, or is of an unknown kind.
     """
-    from transformers import AutoConfig  # slow to import
-
     directory = Path(path)
     if not directory.is_dir():
         raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
@@ -165,9 +164,23 @@ def load_hf_config(path: str | Path) -> Any:
         if raw.get("quantization_config"):
             method = raw["quantization_config"].get("quant_method", "unknown")
             raise ModelLoadError(f"model '{path}' is quantised ({method}); give the checkpoint in bf16, fp16 or fp32")
+    except (OSError, ValueError, AttributeError) as error:
+        raise _unreadable(path, error) from error
+    return plain_config(raw) or _read_with_transformers(directory)
+
+
+def _read_with_transformers(directory: Path) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig  # slow to import
+
+    try:
         return AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise ModelLoadError(f"config.json of '{path}' could not be read: {str(error).splitlines()[0]}") from error
+        raise _unreadable(directory, error) from error
+
+
+def _unreadable(path: str | Path, error: Exception) -> ModelLoadError:
+    return ModelLoadError(f"config.json of '{path}' could not be read: {str(error).splitlines()[0]}")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from kernels.cpu.linear import WeightKind
 
 __all__ = ["load_decoder"]
 
+logger = logging.getLogger(__name__)
+
 _KINDS = {torch.float32: WeightKind.FLOAT32, torch.bfloat16: WeightKind.BFLOAT16}
 
 
@@ -35,11 +39,16 @@ def load_decoder(
     max_model_len: int,
     parallel: TensorParallel,
     quantization: str | None = None,
+    show_progress: bool = False,
 ) -> Decoder | CpuDecoder:
     """Build the model that ``hf_config`` describes and fill it from the directory's safetensors.
 
-    On a CPU it is one for the C kernels where they are to be had, and with ``quantization`` of ``int8`` the weights of
-    its linear layers are quantized on their way.
+    Args:
+        quantization: ``int8`` quantizes the weights of linear layers on their way.
+        show_progress: with a bar on stderr, if that is a terminal.
+
+    Returns:
+        On a CPU the model for the C kernels where they are to be had, else torch's.
 
     Raises:
         ModelLoadError: if tensors are missing, left over or of another shape than the config says.
@@ -50,16 +59,23 @@ def load_decoder(
     with torch.device("meta"), _Uninitialised():
         model = Decoder(config, rope, parallel)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    started = perf_counter()
     with open_checkpoint(path) as checkpoint:
-        weights = read_weights(checkpoint, shapes, config, parallel, dtype=dtype, device=device)
+        weights = read_weights(
+            checkpoint, shapes, config, parallel, dtype=dtype, device=device, show_progress=show_progress
+        )
         kind = WeightKind.INT8 if quantization == "int8" else _KINDS.get(dtype)
         if kind is not None and cpu_kernels_can_run(config, dtype, kind, device):
-            return _pack(CpuDecoder(config, rope, parallel, dtype, kind), weights)
+            packed = CpuDecoder(config, rope, parallel, dtype, kind)
+            _pack(packed, weights)
+            logger.info("Loading weights took %.2f seconds", perf_counter() - started)
+            return packed
         model.rope = rope.to(device)
         _fill(model, weights)
-        if quantization == "int8":
-            quantize_linears(model)
-        return model.eval()
+    if quantization == "int8":
+        quantize_linears(model)
+    logger.info("Loading weights took %.2f seconds", perf_counter() - started)
+    return model.eval()
 
 
 def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -68,10 +84,9 @@ def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
 
 
-def _pack(model: CpuDecoder, weights: Iterable[tuple[str, torch.Tensor]]) -> CpuDecoder:
+def _pack(model: CpuDecoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     for name, weight in weights:
         model.set_weight(name, weight)
-    return model
 
 
 class _Uninitialised(TorchFunctionMode):

@@ -10,6 +10,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -71,6 +72,7 @@ class ReadAhead:
                 self._ahead[fetched] = self._fetch(self._places[fetched])
 
     def _fetch(self, place: _Place) -> int:
-        for start in range(place.start, place.stop, CHUNK):
-            os.posix_fadvise(place.file, start, min(CHUNK, place.stop - start), os.POSIX_FADV_WILLNEED)
+        with suppress(OSError):  # it is advice, which some file systems do not take
+            for start in range(place.start, place.stop, CHUNK):
+                os.posix_fadvise(place.file, start, min(CHUNK, place.stop - start), os.POSIX_FADV_WILLNEED)
         return place.stop - place.start

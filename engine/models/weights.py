@@ -8,6 +8,7 @@ the whole model. What becomes of a parameter is the caller's business: nothing h
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class _Parameter:
     shape: list[int]  # this rank's
     parts: list[tuple[str, Shard | None]]  # stored name, and what of it is this rank's
 
+    @property
+    def is_tied_head(self) -> bool:
+        """Whether it is the embedding once more."""
+        return self.name == _HEAD and self.parts[0][0] != _HEAD
+
 
 def read_weights(
     checkpoint: Checkpoint,
@@ -44,6 +50,7 @@ def read_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    show_progress: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter's name and its tensor on the device, in the order of ``shapes``.
 
@@ -56,6 +63,7 @@ def read_weights(
         shapes: of this rank's parameters, by name.
         config: the whole model's.
         parallel: which rank's share is wanted.
+        show_progress: with a bar on stderr, if that is a terminal.
 
     Raises:
         ModelLoadError: if tensors are missing, left over or of another shape than the config says.
@@ -63,7 +71,11 @@ def read_weights(
     parameters = [_parameter(name, list(shape), config, parallel) for name, shape in shapes.items()]
     _require_match(checkpoint, parameters, config)
     checkpoint.expect(name for parameter in parameters for name, _ in parameter.parts)
-    return _read_each(checkpoint, parameters, dtype, device)
+    weights = _read_each(checkpoint, parameters, dtype, device)
+    if show_progress:
+        sizes = {one.name: 0 if one.is_tied_head else math.prod(one.shape) * dtype.itemsize for one in parameters}
+        weights = _with_progress(weights, sizes)
+    return weights
 
 
 def _parameter(name: str, shape: list[int], config: ModelConfig, parallel: TensorParallel) -> _Parameter:
@@ -101,18 +113,32 @@ def _require_match(checkpoint: Checkpoint, parameters: Iterable[_Parameter], con
 
 
 def _read_each(
-    checkpoint: Checkpoint, parameters: Iterable[_Parameter], dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, parameters: Sequence[_Parameter], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    read: dict[str, torch.Tensor] = {}  # the embedding, for a head that is tied to it
+    is_tied = any(parameter.is_tied_head for parameter in parameters)
+    embedding: torch.Tensor | None = None
     for parameter in parameters:
-        source = parameter.parts[0][0]
-        weight = read.get(source)
-        if weight is None:
-            weight = _assemble(checkpoint, parameter, dtype, device)
-        if parameter.name == _EMBEDDING:
-            read[source] = weight
+        if parameter.is_tied_head and embedding is not None:
+            yield parameter.name, embedding
+            continue
+        weight = _assemble(checkpoint, parameter, dtype, device)
+        if is_tied and parameter.name == _EMBEDDING:
+            embedding = weight  # held for the head
         yield parameter.name, weight
         del weight  # or the next one would be read while this one is still held
+
+
+def _with_progress(
+    weights: Iterator[tuple[str, torch.Tensor]], sizes: dict[str, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass the weights on and show how many of their bytes the caller has dealt with."""
+    from tqdm import tqdm
+
+    with tqdm(total=sum(sizes.values()), desc="Loading weights", unit="B", unit_scale=True, disable=None) as bar:
+        for name, weight in weights:
+            yield name, weight
+            del weight
+            bar.update(sizes[name])
 
 
 def _assemble(checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

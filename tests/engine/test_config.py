@@ -32,6 +32,7 @@ from engine.errors import ConfigError
         ({"long_prefill_threshold": -1}, "long_prefill_threshold=-1"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 .*at least 1"),
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' names one GPU, but tensor_parallel_size=2"),
+        ({"use_tqdm_on_load": 1}, "use_tqdm_on_load=1 must be true or false"),
         ({"enforce_eager": "yes"}, "enforce_eager='yes' must be true or false"),
         ({"max_queued_requests": 0}, "max_queued_requests=0 .*at least 1"),
         ({"max_queued_prefill_tokens": 1.5}, "max_queued_prefill_tokens=1.5 .*at least 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from pathlib import Path
 
 import pytest
@@ -37,13 +38,25 @@ def test_the_log_says_blocks_tokens_gib_and_full_length_requests(
     caplog.set_level(logging.INFO, logger="engine.model_runner")
     config = EngineConfig(model=qwen3.path, device="cpu", block_size=16, num_blocks=24, max_model_len=128)
     runner = ModelRunner(config)
-    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("KV cache:")]
+    lines = [record.getMessage() for record in caplog.records]
     size = runner.workers.local.kv_cache.num_bytes / 2**30
-    assert line == (
-        f"KV cache: 24 blocks of 16 tokens, 384 tokens in {size:.2f} GiB; room for 3.00 requests of 128 tokens"
-    )
+    assert lines[-2:] == [
+        f"CPU KV cache size: 384 tokens, 24 blocks of 16 in {size:.2f} GiB",
+        "Maximum concurrency for 128 tokens per request: 3.00x",
+    ]
     assert runner.workers.local.kv_cache.bytes_per_block == runner.workers.local.bytes_per_block
     assert runner.workers.local.kv_cache.num_host_blocks == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what a process holds")
+def test_a_start_touches_nothing_of_the_pool_on_a_cpu(qwen3: SavedModel) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    runner = ModelRunner(EngineConfig(model=qwen3.path, device="cpu", kv_cache_memory="1GiB", max_num_seqs=10**6))
+    assert runner.workers.local.kv_cache.num_bytes > 2**29
+    assert resident() - before < 2**27
 
 
 def test_the_host_pool_takes_the_swap_space_and_not_more(monkeypatch: pytest.MonkeyPatch) -> None:

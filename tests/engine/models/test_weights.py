@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
 from engine.distributed.tensor_parallel import TensorParallel
 from engine.errors import ModelLoadError
@@ -20,6 +23,7 @@ from engine.models.checkpoint import Checkpoint, open_checkpoint
 from engine.models.config import ModelConfig, load_hf_config
 from engine.models.loader import load_decoder
 from engine.models.read_ahead import ReadAhead
+from engine.models.sharding import Shard
 from engine.models.weights import read_weights
 from tests.engine.conftest import SavedModel
 
@@ -104,9 +108,9 @@ def test_a_weight_that_nobody_keeps_is_gone_before_the_next_one_is_read(qwen3: S
     with open_checkpoint(qwen3.path) as checkpoint:
         reads = checkpoint.read
 
-        def read(*args: object) -> torch.Tensor:
+        def read(name: str, shard: Shard | None = None) -> torch.Tensor:
             assert last is None or last() is None
-            return reads(*args)  # type: ignore[arg-type]
+            return reads(name, shard)
 
         checkpoint.read = read  # type: ignore[method-assign]
         for name, weight in weights_of(checkpoint, qwen3.path, torch.bfloat16):
@@ -145,3 +149,51 @@ def test_what_comes_next_is_fetched_once_as_far_as_the_window_goes(
         ahead.reached("a")  # nothing is left to fetch, and reading again does no harm
     end = (tmp_path / "weights.safetensors").stat().st_size
     assert sorted(fetched) == [(end - 138, 10), (end - 128, 128)]  # behind a's bytes, up to the end of the file
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only Linux reads ahead")
+def test_a_file_system_that_takes_no_advice_is_read_all_the_same(
+    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError("no advice, please")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    with open_checkpoint(qwen3.path) as checkpoint:
+        assert len(dict(weights_of(checkpoint, qwen3.path))) == len(shapes_of(qwen3.path))
+
+
+def bars_of(path: str, show_progress: bool, monkeypatch: pytest.MonkeyPatch) -> list[tqdm[NoReturn]]:
+    """Return the progress bars that a load makes."""
+    bars: list[tqdm[NoReturn]] = []
+
+    class Recorded(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            bars.append(self)
+
+    monkeypatch.setattr("tqdm.tqdm", Recorded)
+    load_decoder(
+        path, load_hf_config(path), dtype=torch.bfloat16, device=CPU, max_model_len=64, parallel=TensorParallel(),
+        show_progress=show_progress,
+    )  # fmt: skip
+    return bars
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_progress_bar_counts_each_byte_once_and_shows_on_a_terminal(
+    family: SavedModel, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stderr = io.StringIO()
+    stderr.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", stderr)
+    (bar,) = bars_of(family.path, True, monkeypatch)
+    stored = load_file(Path(family.path) / "model.safetensors")
+    if is_terminal:
+        assert bar.n == bar.total == sum(2 * tensor.numel() for tensor in stored.values())  # in bfloat16
+        assert "Loading weights: 100%" in stderr.getvalue()
+    assert bool(stderr.getvalue()) == is_terminal
+
+
+def test_without_progress_there_is_no_bar(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bars_of(qwen3.path, False, monkeypatch) == []
