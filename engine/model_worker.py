@@ -172,8 +172,7 @@ class ModelWorker:
     @property
     def weight_bytes(self) -> int:
         """What this rank's weights take, those that are mapped from the checkpoint included."""
-        sizes = {weight.data_ptr(): weight.nbytes for weight in self.model.parameters()}  # tied ones are one
-        return sum(sizes.values())
+        return self.model.num_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:

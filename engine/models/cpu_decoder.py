@@ -153,7 +153,8 @@ class _Layer:
         else:
             linear = {"qkv_proj": self.qkv, "o_proj": self.output, "down_proj": self.down}[module]
             if kind == "weight":
-                linear.set_weight(nn.functional.pad(weight, (0, linear.in_features - weight.shape[1])))
+                padding = linear.in_features - weight.shape[1]
+                linear.set_weight(nn.functional.pad(weight, (0, padding)) if padding else weight)
             elif module == "qkv_proj" or self._adds_bias:
                 linear.set_bias(weight)
 

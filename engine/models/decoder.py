@@ -147,6 +147,11 @@ class Decoder(nn.Module):
         self.rope: torch.Tensor
         self.register_buffer("rope", rope, persistent=False)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the weights take."""
+        return sum({weight.data_ptr(): weight.nbytes for weight in self.parameters()}.values())  # tied ones are one
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the last hidden states [num_tokens, hidden_size] of ``token_ids`` at ``positions`` [num_tokens]."""
         hidden: torch.Tensor = self.embed_tokens(token_ids)

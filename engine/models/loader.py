@@ -59,13 +59,14 @@ def load_decoder(
     with torch.device("meta"), _Uninitialised():
         model = Decoder(config, rope, parallel)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    kind = WeightKind.INT8 if quantization == "int8" else _KINDS.get(dtype)
+    has_kernels = kind is not None and cpu_kernels_can_run(config, dtype, kind, device)  # may compile them
     started = perf_counter()
     with open_checkpoint(path) as checkpoint:
         weights = read_weights(
             checkpoint, shapes, config, parallel, dtype=dtype, device=device, show_progress=show_progress
         )
-        kind = WeightKind.INT8 if quantization == "int8" else _KINDS.get(dtype)
-        if kind is not None and cpu_kernels_can_run(config, dtype, kind, device):
+        if has_kernels and kind is not None:
             packed = CpuDecoder(config, rope, parallel, dtype, kind)
             _pack(packed, weights)
             logger.info("Loading weights took %.2f seconds", perf_counter() - started)

@@ -179,21 +179,35 @@ INLINE float element(const pack_call *call, const void *row, int64_t i) {
     return call->source_is_bf16 ? bf16_to_float(((const bf16 *)row)[i]) : ((const float *)row)[i];
 }
 
+/* 16 elements from the i-th on; zeros behind the last one. */
+INLINE f32x16 elements(const pack_call *call, const void *row, int64_t i) {
+    if (i + LANES <= call->in_features)
+        return call->source_is_bf16 ? bf16_load((const bf16 *)row + i) : f32x16_load((const float *)row + i);
+    float parts[LANES] = {0};
+    for (int64_t part = 0; i + part < call->in_features; part++) parts[part] = element(call, row, i + part);
+    return f32x16_load(parts);
+}
+
 static void pack_int8(const pack_call *call, const void *row, uint32_t *lane, int64_t output) {
-    float largest = 0;
-    int32_t sum = 0;
-    for (int64_t i = 0; i < call->in_features; i++) largest = fmaxf(largest, fabsf(element(call, row, i)));
-    float inverse = largest > 0 ? 127 / largest : 0;
-    int32_t num_words = pagoda_num_words(PAGODA_INT8, call->in_features);
-    for (int64_t k = 0; k < num_words; k++) {
-        uint32_t word = 0;
-        for (int part = 0; part < 4 && 4 * k + part < call->in_features; part++) {
-            int32_t value = (int32_t)lrintf(element(call, row, 4 * k + part) * inverse);
-            sum += value;
-            word |= (uint32_t)(uint8_t)value << (8 * part);
-        }
-        lane[k * LANES] = word;
+    typedef int8_t i8x16 __attribute__((vector_size(16)));
+    f32x16 most = {0};
+    for (int64_t i = 0; i < call->in_features; i += LANES) {
+        f32x16 x = elements(call, row, i);
+        most = f32x16_max(most, f32x16_max(x, -x));
     }
+    float largest = f32x16_largest(most), inverse = largest > 0 ? 127 / largest : 0;
+    i32x16 sums = {0};
+    int32_t num_words = pagoda_num_words(PAGODA_INT8, call->in_features);
+    for (int64_t i = 0; i < call->in_features; i += LANES) {
+        /* Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits. */
+        i32x16 values = (i32x16)(elements(call, row, i) * inverse + 12582912.0f) - 0x4b400000;
+        sums += values;
+        i8x16 bytes = __builtin_convertvector(values, i8x16);
+        for (int64_t word = 0; word < LANES / 4 && i / 4 + word < num_words; word++)
+            memcpy(lane + (i / 4 + word) * LANES, (const char *)&bytes + 4 * word, 4);
+    }
+    int32_t sum = 0;
+    for (int part = 0; part < LANES; part++) sum += sums[part];
     call->scales[output] = largest / 127;
     call->sums[output] = sum;
 }
