@@ -25,8 +25,8 @@ EOS_TOKEN_ID = 2
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 48,
-    "intermediate_size": 96,
+    "hidden_size": 96,
+    "intermediate_size": 104,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
@@ -39,7 +39,7 @@ _SHAPE: dict[str, Any] = {
 # Between them the four cover: QK norm, QKV bias, every kind of RoPE scaling, a head_dim that is not hidden / heads,
 # tied and separate embeddings, full attention, a sliding window in all layers and in the upper ones only.
 FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": True, "rope_theta": 1e6}),
     "qwen2": (
         Qwen2Config,
         Qwen2ForCausalLM,

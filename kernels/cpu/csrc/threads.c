@@ -11,13 +11,10 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
-#ifdef __linux__
-#include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include <time.h>
 
 enum { PART_BITS = 24, SPINS_BEFORE_SLEEP = 20000, SPINS_BEFORE_YIELD = 2000 };
+static const double LONG_WAIT_S = 2e-4;
 static const uint64_t PART_MASK = ((uint64_t)1 << PART_BITS) - 1;
 
 static struct {
@@ -27,7 +24,7 @@ static struct {
     void *args;
     atomic_int sleepers;
     atomic_int num_threads;
-    atomic_int niceness;
+    double alone_until; /* seconds on the monotonic clock; 0: now as ever */
     int num_workers; /* threads that exist, besides the callers' */
     pthread_mutex_t use; /* held by the caller whose loop runs */
     pthread_mutex_t sleep;
@@ -60,35 +57,28 @@ static void work(int thread) {
     }
 }
 
+/* Whether there is something to do for a thread, one of those that are to compute. */
+static bool is_called(int thread) {
+    return has_parts(atomic_load(&pool.loop)) && thread < atomic_load_explicit(&pool.num_threads, memory_order_relaxed);
+}
+
 static void wait_for_loop(int thread) {
     for (int spin = 0; spin < SPINS_BEFORE_SLEEP; spin++) {
-        if (has_parts(atomic_load_explicit(&pool.loop, memory_order_acquire))) return;
+        if (is_called(thread)) return;
         relax();
     }
     pthread_mutex_lock(&pool.sleep);
     atomic_fetch_add(&pool.sleepers, 1);
-    while (!has_parts(atomic_load(&pool.loop)) || thread >= atomic_load(&pool.num_threads))
-        pthread_cond_wait(&pool.wake, &pool.sleep);
+    while (!is_called(thread)) pthread_cond_wait(&pool.wake, &pool.sleep);
     atomic_fetch_sub(&pool.sleepers, 1);
     pthread_mutex_unlock(&pool.sleep);
 }
 
-static void apply_niceness(int *present) {
-#ifdef __linux__
-    int wanted = atomic_load_explicit(&pool.niceness, memory_order_relaxed);
-    if (wanted != *present) setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), wanted);
-    *present = wanted;
-#else
-    (void)present;
-#endif
-}
-
 static void *run_worker(void *number) {
-    int thread = (int)(intptr_t)number, niceness = 0;
+    int thread = (int)(intptr_t)number;
     for (;;) {
         wait_for_loop(thread);
-        apply_niceness(&niceness);
-        if (thread < atomic_load_explicit(&pool.num_threads, memory_order_relaxed)) work(thread);
+        work(thread);
     }
     return NULL;
 }
@@ -120,12 +110,46 @@ void pagoda_set_num_threads(int count) {
 
 int pagoda_num_threads(void) { return atomic_load(&pool.num_threads); }
 
-void pagoda_set_niceness(int niceness) { atomic_store(&pool.niceness, niceness); }
+static void do_all(int64_t count, pagoda_task task, void *args) {
+    for (int64_t index = 0; index < count; index++) task(args, index, 0);
+}
+
+static double seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* Waits until the parts that others have claimed are done. A thread that has lost its processor to another program keeps
+ * everybody waiting, so on such a machine the caller goes on alone for as long as it had to wait. */
+static void wait_for_others(int64_t count) {
+    for (int spin = 0; spin < SPINS_BEFORE_YIELD; spin++) {
+        if (atomic_load_explicit(&pool.done, memory_order_acquire) == count) return;
+        relax();
+    }
+    double start = seconds();
+    while (atomic_load_explicit(&pool.done, memory_order_acquire) < count) sched_yield();
+    double end = seconds();
+    if (end - start > LONG_WAIT_S) pool.alone_until = end + (end - start);
+}
+
+/* Whether the other threads are to be left alone. */
+static bool is_alone(void) {
+    if (pool.alone_until == 0) return false;
+    if (seconds() < pool.alone_until) return true;
+    pool.alone_until = 0;
+    return false;
+}
 
 void pagoda_parallel_for(int64_t count, pagoda_task task, void *args) {
     if (count <= 1 || atomic_load_explicit(&pool.num_threads, memory_order_relaxed) == 1 ||
         pthread_mutex_trylock(&pool.use)) {
-        for (int64_t index = 0; index < count; index++) task(args, index, 0);
+        do_all(count, task, args);
+        return;
+    }
+    if (is_alone()) {
+        do_all(count, task, args);
+        pthread_mutex_unlock(&pool.use);
         return;
     }
     pool.task = task;
@@ -139,9 +163,6 @@ void pagoda_parallel_for(int64_t count, pagoda_task task, void *args) {
         pthread_mutex_unlock(&pool.sleep);
     }
     work(0);
-    for (int spin = 0; atomic_load_explicit(&pool.done, memory_order_acquire) < count; spin++) {
-        if (spin < SPINS_BEFORE_YIELD) relax();
-        else sched_yield();
-    }
+    wait_for_others(count);
     pthread_mutex_unlock(&pool.use);
 }

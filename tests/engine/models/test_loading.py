@@ -67,7 +67,7 @@ def test_a_tensor_too_many_is_named(checkpoint: Path) -> None:
 
 def test_a_wrong_shape_is_named(checkpoint: Path) -> None:
     edit_weights(checkpoint, **{"model.norm.weight": torch.zeros(5)})
-    with pytest.raises(ModelLoadError, match=r"'model\.norm\.weight'.*\[5\].*\[48\]"):
+    with pytest.raises(ModelLoadError, match=r"'model\.norm\.weight'.*\[5\].*\[96\]"):
         load(checkpoint)
 
 
