@@ -1,0 +1,73 @@
+"""What int8 weights cost in accuracy: the demo model's perplexity on questions that it was never trained on.
+
+usage: python -m benchmarks.perplexity [--out FILE]
+
+The text is every held-out phrasing, and its answer behind it. The answers are known by heart, so hardly anything can
+change them; the questions are new to the model, and there it has most to lose. A model of four million parameters says
+little about large ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe
+from demo.evaluate import MODEL_DIR, held_out_questions
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
+
+
+def logprobs_of_text(options: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the log-probability of each token of the questions and of the answers, with these engine options."""
+    llm = LLM(str(MODEL_DIR), device="cpu", enable_prefix_caching=False, **options)
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    found: dict[str, list[float]] = {"questions": [], "answers": []}
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    for far in (False, True):
+        for text, question in held_out_questions(far=far):
+            asked = tokenizer.encode_chat([{"role": "user", "content": text}])
+            prompt = asked + tokenizer.encode(question.answer)
+            rows = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].prompt_logprobs
+            assert rows is not None
+            logprobs = [one[token].logprob for token, one in zip(prompt, rows, strict=True) if one is not None]
+            found["questions"] += logprobs[: len(asked) - 1]
+            found["answers"] += logprobs[len(asked) - 1 :]
+    return found
+
+
+def perplexity(logprobs: list[float]) -> float:
+    """Return e to the mean loss."""
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def main() -> None:
+    """Print a line for each kind of weights."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
+    out: Path | None = parser.parse_args().out
+    result: dict[str, Any] = {"machine": describe(torch.device("cpu"))}
+    for name, options in VARIANTS.items():
+        found = logprobs_of_text(options)
+        result[name] = {kind: {"tokens": len(one), "perplexity": perplexity(one)} for kind, one in found.items()}
+        for kind, figures in result[name].items():
+            ratio = figures["perplexity"] / result["float32"][kind]["perplexity"]
+            print(f"{name:10s} {kind:10s} perplexity {figures['perplexity']:8.4f}, {ratio:.4f} x float32")
+    if out is not None:
+        out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
