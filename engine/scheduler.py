@@ -20,6 +20,7 @@ from collections.abc import Sequence as Sequence_
 
 from engine.beam_search import Candidates
 from engine.block_manager import BlockManager, Growth, PrefixMatch
+from engine.recording import append_tokens, fail_searches, record_logprobs
 from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from engine.step import SampledTokens, SchedulerOutput
 
@@ -159,10 +160,10 @@ class Scheduler:
         for group, logprobs in sampled.prompt_logprobs:
             group.prompt_logprobs += logprobs
         if sampled.failed and sampled.beams:
-            _fail_searches(output.sampling, sampled)
+            fail_searches(output.sampling, sampled)
         if sampled.logprobs is not None:
-            _record_logprobs(output.sampling, sampled)
-        for sequence in _append_tokens(output.sampling, sampled):
+            record_logprobs(output.sampling, sampled)
+        for sequence in append_tokens(output.sampling, sampled):
             self._leave(sequence)
         got_token = self._advance_beams(output.sampling, sampled.beams) if sampled.beams else output.sampling
         self._forget_if_idle()
@@ -478,45 +479,3 @@ class Scheduler:
         for beam in beams:
             self._leave(beam)
             beam.finish(FinishReason.STOP)
-
-
-def _append_tokens(sampling: list[Sequence], sampled: SampledTokens) -> list[Sequence]:
-    """Give every sequence its token, but beams; return those that have ended."""
-    ended = []
-    drawn = zip(sampling, sampled.token_ids, strict=True)
-    if sampled.failed or sampled.beams:
-        others = sampled.failed.keys() | sampled.beams.keys()
-        drawn = (pair for position, pair in enumerate(drawn) if position not in others)  # type: ignore[assignment]
-        for position, why in sampled.failed.items():
-            sampling[position].fail(why)
-            ended.append(sampling[position])
-    for sequence, token_id in drawn:
-        token_ids = sequence.token_ids
-        token_ids.append(token_id)
-        if (
-            token_id in sequence.stop_token_ids
-            or len(token_ids) >= sequence.max_total_tokens
-            or sequence.grammar is not None
-        ):
-            sequence.check_end(token_id)
-            if sequence.is_finished:
-                ended.append(sequence)
-    return ended
-
-
-def _record_logprobs(sampling: list[Sequence], sampled: SampledTokens) -> None:
-    assert sampled.logprobs is not None
-    for position, (sequence, one) in enumerate(zip(sampling, sampled.logprobs, strict=True)):
-        if one is not None and position not in sampled.failed:
-            sequence.cumulative_logprob += next(iter(one.values())).logprob  # the sampled token comes first
-            if sequence.params.logprobs is not None:
-                sequence.logprobs.append(one)
-
-
-def _fail_searches(sampling: list[Sequence], sampled: SampledTokens) -> None:
-    """Let a search whose beams have no token to go on with fail as a whole."""
-    reasons = {sampling[position].group: why for position, why in sampled.failed.items()}
-    for position in list(sampled.beams):
-        if why := reasons.get(sampling[position].group):
-            sampled.failed[position] = why
-            del sampled.beams[position]
