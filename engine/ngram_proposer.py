@@ -31,13 +31,17 @@ class NgramIndex:
     def continuation(self, token_ids: list[int], limit: int) -> list[int]:
         """Return the up to ``limit`` tokens that followed the latest earlier occurrence of the last tokens.
 
-        Of those that occurred before, the longest n-gram counts. Occurrences may overlap.
+        Of those that occurred before, the longest n-gram counts. Where its occurrence overlaps the last tokens or ends
+        where they begin, the sequence repeats itself, and goes on to.
         """
         self._extend(token_ids)
         for length, ends in self._ends.items():
             last = token_ids[-length:]
             end = ends.get(hash(tuple(last)))
             if end is not None and token_ids[end - length : end] == last:
+                period = len(token_ids) - end
+                if limit > period <= length:
+                    return [token_ids[end + place % period] for place in range(limit)]
                 return token_ids[end : end + limit]
         return []
 

@@ -19,7 +19,13 @@ def plain_search(token_ids: list[int], shortest: int, longest: int, limit: int) 
     for length in range(min(longest, len(token_ids) - 1), shortest - 1, -1):
         for start in range(len(token_ids) - length - 1, -1, -1):
             if token_ids[start : start + length] == token_ids[-length:]:
-                return token_ids[start + length : start + length + limit]
+                end = start + length
+                copied = list(token_ids)
+                for place in range(end, end + limit):
+                    if place >= len(token_ids) and end + length < len(token_ids):
+                        break  # it copies from what it has copied only if the two occurrences touch
+                    copied.append(copied[place])
+                return copied[len(token_ids) :]
     return []
 
 
@@ -38,7 +44,11 @@ def make_sequence(token_ids: list[int]) -> Sequence:
         ([1, 2, 3, 4, 5, 1, 2, 3], 9, [4, 5, 1, 2, 3]),
         ([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1, [8]),  # the latest
         ([5, 1, 2, 3, 7, 6, 1, 2, 3, 8, 5, 1, 2, 3], 1, [7]),  # the longest goes before the latest
-        ([4, 4, 4, 4], 5, [4]),  # it may overlap
+        ([4, 4, 4, 4], 5, [4, 4, 4, 4, 4]),  # what overlaps goes on
+        ([9, 1, 2, 1, 2, 1], 5, [2, 1, 2, 1, 2]),
+        ([9, 1, 2, 1, 2, 1], 1, [2]),
+        ([1, 2, 3, 4, 1, 2, 3, 4], 7, [1, 2, 3, 4, 1, 2, 3]),  # so does what touches
+        ([1, 2, 3, 4, 5, 1, 2, 3, 4], 7, [5, 1, 2, 3, 4]),
         ([1, 2, 3, 4, 5, 2, 3], 5, []),  # two tokens are too few
         ([1, 2, 3], 5, []),
         ([1], 5, []),
