@@ -47,16 +47,11 @@ class NgramIndex:
 
     def _extend(self, token_ids: list[int]) -> None:
         """Take in all n-grams but those that end with the last token, which are what is looked for."""
-        known, stop = self._num_indexed, len(token_ids) - 1
+        known, last = self._num_indexed, len(token_ids) - 1
         for length, ends in self._ends.items():
-            first = max(0, known + 1 - length)
-            if stop - first == length:  # one n-gram, as in nearly every step
-                ends[hash(tuple(token_ids[first:stop]))] = stop
-            elif stop - first > length:
-                shifted = (token_ids[first + offset : stop] for offset in range(length))
-                hashes = map(hash, zip(*shifted, strict=False))
-                ends.update(zip(hashes, range(first + length, stop + 1), strict=True))
-        self._num_indexed = stop
+            for end in range(max(known + 1, length), last + 1):
+                ends[hash(tuple(token_ids[end - length : end]))] = end
+        self._num_indexed = last
 
 
 class NgramProposer:

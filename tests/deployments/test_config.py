@@ -49,7 +49,7 @@ def test_a_mistake_is_one_line_with_the_remedy(args: dict[str, Any], message: st
 def test_the_options_that_the_shipped_file_leaves_out_can_be_put_in() -> None:
     text = SHIPPED.read_text()
     engine = text[text.index("      engine:") : text.index("      limits:")]
-    args = yaml.safe_load(engine.replace("        # ", "        "))
+    args = yaml.safe_load(engine.replace("\n        # ", "\n        "))
     config = AppConfig.parse({"model": "m", **args}).engine_config
     assert config.swap_space_gib == 4
     assert config.speculation is not None
