@@ -10,6 +10,8 @@ from engine.sequence import Sequence
 
 __all__ = ["NgramIndex", "NgramProposer"]
 
+MAX_TOKENS_AT_ONCE = 2048  # about a millisecond
+
 
 class NgramIndex:
     """Where the n-grams of one sequence have last occurred. Tokens may be added to the sequence, not taken back.
@@ -46,8 +48,12 @@ class NgramIndex:
         return []
 
     def _extend(self, token_ids: list[int]) -> None:
-        """Take in all n-grams but those that end with the last token, which are what is looked for."""
-        known, last = self._num_indexed, len(token_ids) - 1
+        """Take in the n-grams up to the last token, but those that end with it, which are what is looked for.
+
+        A long prompt takes several steps, so that its first one holds nobody up; until then its beginning is searched.
+        """
+        known = self._num_indexed
+        last = min(len(token_ids) - 1, known + MAX_TOKENS_AT_ONCE)
         for length, ends in self._ends.items():
             for end in range(max(known + 1, length), last + 1):
                 ends[hash(tuple(token_ids[end - length : end]))] = end

@@ -72,6 +72,15 @@ def test_a_growing_index_finds_what_a_plain_search_finds(
         assert index.continuation(token_ids, limit) == plain_search(token_ids, *lengths, limit)
 
 
+def test_a_long_prompt_is_taken_in_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_proposer, "MAX_TOKENS_AT_ONCE", 10)
+    index = NgramIndex(2, 3)
+    token_ids = [1, 2, 3, *range(10, 20), 1, 2, 4, *range(20, 25), 1, 2]
+    assert index.continuation(token_ids, 1) == [3]  # found in the first ten
+    assert index.continuation([*token_ids, 1, 2], 1) == [4]
+    assert index.continuation([*token_ids, 1, 2, 1, 2], 1) == [1]
+
+
 def test_colliding_hashes_give_no_foreign_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_proposer, "hash", lambda ngram: sum(ngram), raising=False)
     index = NgramIndex(2, 3)
