@@ -9,6 +9,8 @@ request is preempted: its blocks are swapped to the host pool, or freed (the ful
 A request's sequences run, give way and come back together. After a recomputation they begin one after the other, so
 that each finds in the prefix cache what it shares with the ones before; beams all wait until the last is there.
 
+Tokens and blocks that are left when all that is done may go to drafts: see drafter.py.
+
 Continuous batching is Orca's (Yu et al., 2022), chunked prefill Sarathi-Serve's (Agrawal et al., 2024). This module
 knows no tensors and no clock.
 """
