@@ -23,7 +23,7 @@ class ModelInput:
     token_ids: torch.Tensor  # int64 [num_tokens]
     positions: torch.Tensor  # int64 [num_tokens]
     metadata: AttentionMetadata
-    logit_rows: torch.Tensor  # int64 [num_sampled]: rows whose logits are sampled from
+    logit_rows: torch.Tensor  # int64 [num_sampled + num_draft_tokens]: rows whose logits are wanted
     prompt_rows: torch.Tensor  # int64 [num_prompt_rows]: rows whose logits give prompt logprobs
 
 
@@ -37,7 +37,7 @@ class StepPlan:
     cu_seqlens_q: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
-    logit_rows: npt.NDArray[np.int64]  # of the sequences that sample
+    logit_rows: npt.NDArray[np.int64]  # of the sequences that sample, then of their drafts
     prompt_rows: npt.NDArray[np.int64]  # of prompt tokens behind which a logprob is wanted, in batch order
     max_query_len: int
     max_seq_len: int
@@ -76,11 +76,14 @@ def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
     slots: list[int] = []
     cu_seqlens = [0]
     prompt_rows: list[int] = []
+    drafts = output.drafts
     tables = [sequence.block_table for sequence in output.sequences]
     for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
         start, table = sequence.num_computed_tokens, sequence.block_table
         first_row = len(token_ids)
         token_ids += sequence.token_ids[start : start + count]
+        if drafts and sequence in drafts:
+            token_ids += drafts[sequence]
         positions += range(start, start + count)
         # What the prefix cache already holds is not written again: its blocks may be shared.
         written = sequence.num_matched_tokens
@@ -96,6 +99,8 @@ def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
     for row, table in enumerate(tables):
         block_tables[row, : len(table)] = table
     sampled_rows = [cu_seqlens[row + 1] - 1 for row in output.sampling_rows]
+    if drafts:
+        sampled_rows = _rows_with_drafts(output, cu_seqlens)
     seq_lens = [one.num_computed_tokens + n for one, n in zip(output.sequences, output.num_new_tokens, strict=True)]
     return StepPlan(
         token_ids=np.array(token_ids, dtype=np.int64),
@@ -112,3 +117,12 @@ def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
         swap_in=output.swap_in,
         block_copies=output.block_copies,
     )
+
+
+def _rows_with_drafts(output: SchedulerOutput, cu_seqlens: list[int]) -> list[int]:
+    """Return the row of each sampling sequence's last known token, then those of the drafts, in batch order."""
+    lengths = [len(output.drafts.get(sequence, ())) for sequence in output.sequences]
+    rows = [cu_seqlens[row + 1] - 1 - lengths[row] for row in output.sampling_rows]
+    for end, length in zip(cu_seqlens[1:], lengths, strict=True):
+        rows += range(end - length, end)
+    return rows

@@ -259,6 +259,27 @@ class BlockManager:
         sequence.next_event = len(table) * size if num_tokens >= len(sequence.token_ids) else 0
         return copy
 
+    def extend(self, sequence: Sequence, num_tokens: int) -> int:
+        """Grow the table of a sequence that decodes to hold drafts too, which are never published; return by how much.
+
+        ``take_back`` is due before the next step.
+        """
+        table = sequence.block_table
+        missing = self.num_blocks_for(num_tokens) - len(table)
+        for _ in range(missing):
+            table.append(self._take_free_block().block_id)
+        return max(0, missing)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Take back what ``extend`` has given and the sequence's computed tokens do not fill."""
+        table = sequence.block_table
+        while len(table) > self.num_blocks_for(sequence.num_computed_tokens):
+            block = self.blocks[table.pop()]
+            assert block.ref_count == 1
+            assert block.block_hash is None
+            block.ref_count = 0
+            self._free.appendleft(block.block_id)  # num_released stays: there is no more room than before the step
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child``, which has the same computed tokens, share all blocks of ``parent``."""
         assert not child.block_table

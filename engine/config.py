@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.speculative_config import SpeculativeConfig
 
 __all__ = ["EngineConfig", "parse_memory"]
 
@@ -73,6 +74,9 @@ class EngineConfig:
             computed again. It is the whole engine's too.
         step_timeout_s: seconds after which a step that does not end makes AsyncEngine.check_health() fail.
         seed: of the engine's own generator, from which requests without a seed draw theirs.
+        speculative_config: guess tokens and let the model check several in one step, which makes greedy answers faster
+            where they copy what is there already, and changes none. A map of SpeculativeConfig's options, such as
+            ``{"method": "ngram", "num_speculative_tokens": 4}``; None guesses nothing.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention_backend: ``auto``, ``cpu``, ``triton`` or ``flash_attn``.
 
@@ -101,6 +105,7 @@ class EngineConfig:
     swap_space_gib: float = 0.0
     step_timeout_s: float = 300.0
     seed: int = 0
+    speculative_config: SpeculativeConfig | dict[str, Any] | None = None
     device: str = "auto"
     attention_backend: str = "auto"
 
@@ -126,8 +131,16 @@ class EngineConfig:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError(f"device={self.device!r} is unknown; choose auto, cpu, cuda or cuda:N")
         self._check_numbers()
+        if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.from_options(self.speculative_config))
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_memory(self.kv_cache_memory, "kv_cache_memory"))
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """``speculative_config``, checked."""
+        assert not isinstance(self.speculative_config, dict)
+        return self.speculative_config
 
     def _require_positive_int(self, name: str) -> None:
         value = getattr(self, name)

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from engine.admission import QueueBounds
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
+from engine.drafter import Drafter
 from engine.errors import OverloadedError, RequestError
 from engine.kv_events import KVEventBatch
 from engine.load import EngineLoad, LoadMeter
 from engine.metrics import ENGINE_INFO, OVERLOADED, EngineMetrics, MetricSink, NullSink, StepTimes
+from engine.ngram_proposer import NgramProposer
 from engine.outputs import StepOutput, step_outputs
 from engine.prefill_backlog import PrefillBacklog
 from engine.prefix_hash import root_hash
@@ -124,6 +126,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_threshold=config.long_prefill_threshold,
+            drafter=_drafter(config, self.block_manager),
         )
         self.limits = RequestLimits(
             info.model,
@@ -479,7 +482,7 @@ class Engine:
         self.metrics.step_scheduled(output)
         sampled = self.runner.run(output, times)
         got_token = self.scheduler.update(output, sampled)
-        self._meter.step_finished(output.num_tokens, len(output.sequences))
+        self._meter.step_finished(output.num_tokens - output.num_draft_tokens, len(output.sequences))
         self.metrics.step_finished(output, got_token, times)
         self._send_kv_events()
         for sequence in got_token:
@@ -488,12 +491,20 @@ class Engine:
                 self._backlog.remove(sequence.group)
                 self._num_left += 1
                 _log_sharing(sequence.group)
-        return step_outputs(got_token)
+        return step_outputs(got_token, output.num_accepted)
 
     def _send_kv_events(self) -> None:
         if self._on_kv_events is not None and (events := self.block_manager.take_events()):
             self._on_kv_events(KVEventBatch(self._generation, self._num_event_batches, events))
             self._num_event_batches += 1
+
+
+def _drafter(config: EngineConfig, block_manager: BlockManager) -> Drafter | None:
+    """Return what guesses tokens, if something does."""
+    if (options := config.speculation) is None:
+        return None
+    proposer = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
+    return Drafter(block_manager, proposer, options.num_speculative_tokens)
 
 
 def _advanced(grammar: Grammar, token_ids: Sequence_[int]) -> Grammar:

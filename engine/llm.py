@@ -286,6 +286,7 @@ class _Request:
         completion.text += text.push(step.token_ids, final=step.finish_reason is not None)
         if text.stop_string is None:
             return False
+        del completion.token_ids[text.num_tokens :]  # a step may have given some behind the stop string
         completion.finish_reason, completion.stop_reason = "stop", text.stop_string
         return step.finish_reason is None
 

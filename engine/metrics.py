@@ -91,6 +91,8 @@ REQUEST_PROMPT = Metric("request_prompt_tokens", "histogram", "Prompt tokens of 
 REQUEST_GENERATION = Metric(
     "request_generation_tokens", "histogram", "Tokens generated for a request.", (), TOKEN_BUCKETS
 )
+DRAFT_TOKENS = Metric("spec_decode_num_draft_tokens", "counter", "Tokens guessed and computed before they were known.")
+ACCEPTED_TOKENS = Metric("spec_decode_num_accepted_tokens", "counter", "Tokens that were gained by right guesses.")
 STEP_SECONDS = Metric("step_seconds", "histogram", "Time of one engine step, by phase.", ("phase",), STEP_BUCKETS)
 STEP_TOKENS = Metric("step_tokens", "histogram", "Tokens computed in one engine step.", (), TOKEN_BUCKETS)
 
@@ -183,17 +185,25 @@ class EngineMetrics:
             self._sink.increment(PREEMPTIONS, kind=kind)
 
     def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
-        """A batch was computed, and these sequences got a token each, or ended without one."""
+        """A batch was computed, and these sequences got a token each, more by a draft, or ended without one."""
         now = monotonic()
         for sequence in got_token:
             self._token_generated(sequence, now)
         if generated := sum(not sequence.has_failed for sequence in output.sampling):
             self._sink.increment(GENERATION_TOKENS, generated)
+        if output.drafts:
+            self._report_drafts(output)
         self._sink.observe(STEP_TOKENS, output.num_tokens)
         self._sink.observe(STEP_SECONDS, times.schedule, phase="schedule")
         self._sink.observe(STEP_SECONDS, times.forward, phase="forward")
         self._sink.observe(STEP_SECONDS, times.sample, phase="sample")
         self.report_state()
+
+    def _report_drafts(self, output: SchedulerOutput) -> None:
+        self._sink.increment(DRAFT_TOKENS, output.num_draft_tokens)
+        if accepted := sum(output.num_accepted.values()):
+            self._sink.increment(ACCEPTED_TOKENS, accepted)
+            self._sink.increment(GENERATION_TOKENS, accepted)
 
     def report_state(self) -> None:
         """Report the gauges: sequences and blocks by state."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
-from itertools import islice
+from itertools import islice, takewhile
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from engine.logprobs import TokenLogprobs
 from engine.memory import host_blocks_for
 from engine.metrics import StepTimes
 from engine.models.config import GenerationDefaults
-from engine.sampler import Sampler
+from engine.sampler import NO_TOKEN, Sampler
 from engine.sequence import SequenceGroup
 from engine.step import SampledTokens, SchedulerOutput
 
@@ -80,10 +80,24 @@ class ModelRunner:
         sampled = SampledTokens([])
         if logits is not None:
             grammar = (constrained, masks.result()) if masks is not None else None
-            sampled = self.sampler.sample(logits, output.sampling, grammar)
+            sampled = self._sample(logits, output, grammar)
         if prompts is not None:
             sampled.prompt_logprobs = prompts.by_group()
         times.sample = perf_counter() - started - times.forward
+        return sampled
+
+    def _sample(
+        self, logits: torch.Tensor, output: SchedulerOutput, grammar: tuple[list[int], torch.Tensor] | None
+    ) -> SampledTokens:
+        """Sample from the rows of the sequences, and find the likeliest tokens behind drafts in those that follow."""
+        if not output.drafts:
+            return self.sampler.sample(logits, output.sampling, grammar)
+        num_sampled = len(output.sampling)
+        behind = iter(self.sampler.likeliest_tokens(logits[num_sampled:]))
+        sampled = self.sampler.sample(logits[:num_sampled], output.sampling, grammar)
+        for sequence, draft in output.drafts.items():
+            found = list(islice(behind, len(draft)))
+            sampled.behind_drafts[sequence] = list(takewhile(lambda token_id: token_id != NO_TOKEN, found))
         return sampled
 
     def _start_masks(self, grammars: list[Any]) -> Future[torch.Tensor]:

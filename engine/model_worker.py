@@ -113,7 +113,7 @@ class ModelWorker:
                 before the others are computed; only rank 0 has any to give.
 
         Returns:
-            On rank 0 the logits [num_sampled, vocab_size] of the plan's ``logit_rows``, if there are any.
+            On rank 0 the logits [rows, vocab_size] of the plan's ``logit_rows``, if there are any.
         """
         self._use_device()
         self._copy_blocks(plan)
@@ -160,6 +160,11 @@ class ModelWorker:
         if asked is not None and asked > longest:
             raise ConfigError(f"max_model_len={asked} exceeds the model's {longest} positions; lower it")
         return asked or longest
+
+    @property
+    def _longest_draft(self) -> int:
+        speculation = self.config.speculation
+        return speculation.num_speculative_tokens if speculation is not None else 0
 
     def _backend_name(self) -> str:
         """Return the configured backend, or where it is left open and flash-attn cannot compute float32, Triton's."""
@@ -235,7 +240,8 @@ class ModelWorker:
             max_query_len=length,
             max_seq_len=length,
         )
-        rows = torch.arange(min(self.config.max_num_seqs, num_tokens), device=self.device)
+        num_sampled = min(self.config.max_num_seqs, num_tokens)
+        rows = torch.arange(min(num_sampled * (1 + self._longest_draft), num_tokens), device=self.device)
         sampler = Sampler(self.model_config.vocab_size, self.device)
 
         def take(logits: torch.Tensor) -> None:
@@ -246,6 +252,9 @@ class ModelWorker:
         torch.cuda.reset_peak_memory_stats(self.device)
         hidden = self._forward(model_input, self._make_cache(width))
         self._compute_prompt_logits(hidden, prompt_rows, take)
-        if self.model.compute_logits(hidden[rows]) is not None:
-            sampler.warm_up(len(rows))
+        if (logits := self.model.compute_logits(hidden[rows])) is not None:
+            behind_drafts = logits[num_sampled:].clone()  # beside which the others are sampled from
+            del logits
+            sampler.warm_up(num_sampled)
+            del behind_drafts
         torch.cuda.synchronize(self.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,8 @@ class StepOutput:
 
     request_id: str
     index: int  # of the answer
-    token_ids: list[int]  # one new token; all of them, at the end, where the best answers are known only then
+    # One new token, more where a draft was right; all of them, at the end, where the best answers are known only then.
+    token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     num_cached_tokens: int
@@ -30,15 +31,18 @@ class StepOutput:
     cumulative_logprob: float | None = None  # of the whole answer so far, if logprobs are computed
 
 
-def step_outputs(got_token: Iterable[Sequence]) -> list[StepOutput]:
-    """Return the outputs of a step after which these sequences have a new token or have ended."""
+def step_outputs(got_token: Iterable[Sequence], num_accepted: Mapping[Sequence, int] | None = None) -> list[StepOutput]:
+    """Return the outputs of a step after which these sequences have a new token or have ended.
+
+    ``num_accepted`` tells of some of them how many more tokens they have got from a draft.
+    """
     outputs: list[StepOutput] = []
     last: dict[SequenceGroup, int] = {}  # of the groups that have ended, where their last output is
     for sequence in got_token:
         group = sequence.group
         has_ended = sequence.is_finished and group.is_finished
         if not group.holds_back:
-            outputs.append(_new_token(sequence))
+            outputs.append(_new_tokens(sequence, 1 + num_accepted.get(sequence, 0) if num_accepted else 1))
         elif has_ended and group not in last:
             outputs += _best_answers(group)
         if has_ended:
@@ -48,19 +52,19 @@ def step_outputs(got_token: Iterable[Sequence]) -> list[StepOutput]:
     return outputs
 
 
-def _new_token(sequence: Sequence) -> StepOutput:
+def _new_tokens(sequence: Sequence, count: int) -> StepOutput:
     params = sequence.params
     num_told = sequence.num_output_tokens - sequence.group.num_resumed_tokens
-    is_first = num_told == (0 if sequence.has_failed else 1)
+    is_first = num_told == (0 if sequence.has_failed else count)
     tells_prompt = params.prompt_logprobs is not None and sequence.index == 0 and is_first
     return StepOutput(
         sequence.group.request_id,
         sequence.index,
-        [] if sequence.has_failed else [sequence.token_ids[-1]],
+        [] if sequence.has_failed else sequence.token_ids[-count:],
         sequence.finish_reason,
         sequence.stop_reason,
         sequence.num_cached_tokens,
-        logprobs=sequence.logprobs[-1:] if params.logprobs is not None and not sequence.has_failed else None,
+        logprobs=sequence.logprobs[-count:] if params.logprobs is not None and not sequence.has_failed else None,
         prompt_logprobs=sequence.group.prompt_logprobs if tells_prompt else None,
         cumulative_logprob=sequence.cumulative_logprob if params.needs_logprobs else None,
     )

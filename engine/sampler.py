@@ -91,6 +91,14 @@ class Sampler:
         index = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
         return gather_logprobs(logits.log_softmax(dim=1), index, counts)
 
+    @torch.inference_mode()
+    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
+        """Return the likeliest token of each row of ``logits`` [rows, vocab_size], as ``sample`` takes it where nothing
+        changes the logits; -1 where there is none."""
+        best, token_ids = logits.max(dim=1)
+        found: list[int] = token_ids.masked_fill_(~best.isfinite(), NO_TOKEN).tolist()
+        return found
+
     def warm_up(self, num_rows: int) -> None:
         """Sample once with everything that takes memory in each of ``num_rows`` rows."""
         # Equal logits, and more tokens allowed than top-p looks at, so that it has to sort.

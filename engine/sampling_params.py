@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from engine.errors import RequestError
@@ -334,6 +335,18 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken, without drawing: logits are divided by a float32 temperature."""
         return self.temperature <= _ROUNDS_TO_ZERO
+
+    @cached_property
+    def takes_likeliest(self) -> bool:
+        """Whether each token is simply the likeliest by the model's own logits, and nobody wants to see those."""
+        return (
+            self.is_greedy
+            and self.num_sequences == 1
+            and not (self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+            and not (self.logit_bias or self.allowed_token_ids or self.bad_words or self.bad_words_token_ids)
+            and not (self.uses_beam_search or self.needs_logprobs)
+            and self.structured_outputs is None
+        )
 
     @property
     def uses_beam_search(self) -> bool:

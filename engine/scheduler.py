@@ -9,6 +9,8 @@ request is preempted: its blocks are swapped to the host pool, or freed (the ful
 A request's sequences run, give way and come back together. After a recomputation they begin one after the other, so
 that each finds in the prefix cache what it shares with the ones before; beams all wait until the last is there.
 
+Tokens and blocks that are left when all that is done may go to drafts: see drafter.py.
+
 Continuous batching is Orca's (Yu et al., 2022), chunked prefill Sarathi-Serve's (Agrawal et al., 2024). This module
 knows no tensors and no clock.
 """
@@ -20,6 +22,8 @@ from collections.abc import Sequence as Sequence_
 
 from engine.beam_search import Candidates
 from engine.block_manager import BlockManager, Growth, PrefixMatch
+from engine.drafter import Drafter, Room
+from engine.recording import append_tokens, fail_searches, record_logprobs
 from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from engine.step import SampledTokens, SchedulerOutput
 
@@ -41,6 +45,7 @@ class Scheduler:
         max_num_seqs: sequences in one step, at most.
         max_num_batched_tokens: tokens in one step, at most.
         long_prefill_threshold: tokens of one sequence in one step, at most; 0 sets no such limit.
+        drafter: adds guessed tokens to the batches; None does without.
     """
 
     def __init__(
@@ -50,10 +55,12 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         long_prefill_threshold: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
+        self.drafter = drafter
         self.waiting: list[SequenceGroup] = []  # by rank, the next one last
         self.num_swapped = 0  # of those that wait
         self.running: list[Sequence] = []  # by rank, the first one first; a group's sequences together
@@ -108,9 +115,20 @@ class Scheduler:
         partial: set[int] = set()  # places in the batch of those that sample nothing yet
         spare = self._schedule_running(output, counts, partial)
         if self.waiting and not output.preempted:  # else blocks are short already
-            self._admit(output, counts, partial, spare)
+            spare = self._admit(output, counts, partial, spare)
+        if self.drafter is not None and not output.preempted:
+            self._draft(self.drafter, output, counts, partial, spare)
         self._fill(output, counts, partial)
         return output
+
+    def _draft(
+        self, drafter: Drafter, output: SchedulerOutput, counts: list[int], partial: set[int], spare: int
+    ) -> None:
+        """Add drafts where tokens and blocks are left that nobody in the batch needs in its next step either."""
+        if spare > 0:
+            reserved = self._most_blocks_due(counts, partial)
+            room = Room(spare, self.block_manager.num_free_blocks - reserved, self._chunk_limit - 1)
+            output.drafts = drafter.draft(self.running, counts, partial, room)
 
     def _fill(self, output: SchedulerOutput, counts: list[int], partial: set[int]) -> None:
         """Write the batch into ``output``, and fork the groups whose prompt is complete with this step."""
@@ -159,10 +177,13 @@ class Scheduler:
         for group, logprobs in sampled.prompt_logprobs:
             group.prompt_logprobs += logprobs
         if sampled.failed and sampled.beams:
-            _fail_searches(output.sampling, sampled)
+            fail_searches(output.sampling, sampled)
         if sampled.logprobs is not None:
-            _record_logprobs(output.sampling, sampled)
-        for sequence in _append_tokens(output.sampling, sampled):
+            record_logprobs(output.sampling, sampled)
+        ended = append_tokens(output.sampling, sampled)
+        if self.drafter is not None and output.drafts:
+            ended += self.drafter.settle(output, sampled)
+        for sequence in ended:
             self._leave(sequence)
         got_token = self._advance_beams(output.sampling, sampled.beams) if sampled.beams else output.sampling
         self._forget_if_idle()
@@ -319,24 +340,22 @@ class Scheduler:
 
     # --- waiting ------------------------------------------------------------------------------------------------
 
-    def _admit(self, output: SchedulerOutput, counts: list[int], partial: set[int], spare: int) -> None:
-        """Start waiting groups in order of rank while tokens, places and blocks last."""
+    def _admit(self, output: SchedulerOutput, counts: list[int], partial: set[int], spare: int) -> int:
+        """Start waiting groups in order of rank while tokens, places and blocks last; return the tokens left."""
         blocks = self.block_manager
-        # Blocks that those in the batch still need for their known tokens and the next one; at first, at most.
-        due = len(self.running) + self._blocks_due([self.running[i] for i in partial], [counts[i] for i in partial])
-        is_exact = False
+        due, is_exact = self._most_blocks_due(counts, partial), False
         while self.waiting and spare >= 1:
             group = self.waiting[-1]
             if group.num_places > min(spare, self.max_num_running - self._num_places):
-                return
+                return spare
             if self.running and self._is_still_refused(group):
-                return
+                return spare
             needed = self._blocks_to_start(group)
             if not is_exact and needed + due + self._watermark > blocks.num_free_blocks:
                 due, is_exact = self._blocks_due(self.running, counts), True
             if self.running and needed + due + self._watermark > blocks.num_free_blocks:
                 self._refused = (group, blocks.num_released, blocks.awaited_hash(group.unfinished[0]))
-                return
+                return spare
             members = group.unfinished
             if group.status is SequenceStatus.SWAPPED:
                 output.swap_in += blocks.swap_in(members)
@@ -346,13 +365,14 @@ class Scheduler:
                 # Colliding hashes hid what it takes; alone it has room for the one sequence that begins.
                 assert self.running, "add() let in what cannot fit"
                 assert group.status is SequenceStatus.WAITING, "a swapped request found no room"
-                return
+                return spare
             self.waiting.pop()
             place = self._enter(group, members, counts, partial)
             places = range(place, place + len(members))
             spare = self._grow(growths, places, counts, partial, spare - group.num_places, output)
             due += self._blocks_due(members, counts[place : place + len(members)])
             output.admitted.append(group)
+        return spare
 
     def _is_still_refused(self, group: SequenceGroup) -> bool:
         """Whether nothing has changed since a group found no room: spares a look-up in every step of a long wait."""
@@ -394,6 +414,10 @@ class Scheduler:
             return sum(blocks.num_blocks_for(one.num_tokens) for one in members)
         full = {one.block_hash(index, size) for one in members for index in range(one.num_tokens // size)}
         return len(full) + sum(one.num_tokens % size > 0 for one in members)
+
+    def _most_blocks_due(self, counts: list[int], partial: set[int]) -> int:
+        """Return the blocks that those in the batch still need for their known tokens and the next one, at most."""
+        return len(self.running) + self._blocks_due([self.running[i] for i in partial], [counts[i] for i in partial])
 
     def _blocks_due(self, sequences: list[Sequence], counts: list[int]) -> int:
         due = 0
@@ -478,45 +502,3 @@ class Scheduler:
         for beam in beams:
             self._leave(beam)
             beam.finish(FinishReason.STOP)
-
-
-def _append_tokens(sampling: list[Sequence], sampled: SampledTokens) -> list[Sequence]:
-    """Give every sequence its token, but beams; return those that have ended."""
-    ended = []
-    drawn = zip(sampling, sampled.token_ids, strict=True)
-    if sampled.failed or sampled.beams:
-        others = sampled.failed.keys() | sampled.beams.keys()
-        drawn = (pair for position, pair in enumerate(drawn) if position not in others)  # type: ignore[assignment]
-        for position, why in sampled.failed.items():
-            sampling[position].fail(why)
-            ended.append(sampling[position])
-    for sequence, token_id in drawn:
-        token_ids = sequence.token_ids
-        token_ids.append(token_id)
-        if (
-            token_id in sequence.stop_token_ids
-            or len(token_ids) >= sequence.max_total_tokens
-            or sequence.grammar is not None
-        ):
-            sequence.check_end(token_id)
-            if sequence.is_finished:
-                ended.append(sequence)
-    return ended
-
-
-def _record_logprobs(sampling: list[Sequence], sampled: SampledTokens) -> None:
-    assert sampled.logprobs is not None
-    for position, (sequence, one) in enumerate(zip(sampling, sampled.logprobs, strict=True)):
-        if one is not None and position not in sampled.failed:
-            sequence.cumulative_logprob += next(iter(one.values())).logprob  # the sampled token comes first
-            if sequence.params.logprobs is not None:
-                sequence.logprobs.append(one)
-
-
-def _fail_searches(sampling: list[Sequence], sampled: SampledTokens) -> None:
-    """Let a search whose beams have no token to go on with fail as a whole."""
-    reasons = {sampling[position].group: why for position, why in sampled.failed.items()}
-    for position in list(sampled.beams):
-        if why := reasons.get(sampling[position].group):
-            sampled.failed[position] = why
-            del sampled.beams[position]

@@ -17,6 +17,7 @@ from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.logprobs import TokenLogprobs
+    from engine.ngram_proposer import NgramIndex
     from engine.structured_outputs.grammar import Grammar  # imports torch
 
 __all__ = ["FinishReason", "Sequence", "SequenceGroup", "SequenceStatus"]
@@ -66,6 +67,7 @@ class Sequence:
         "logprobs",
         "max_total_tokens",
         "next_event",
+        "ngrams",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_matched_tokens",
@@ -96,6 +98,7 @@ class Sequence:
         self.stop_reason: int | str | None = None  # the id of stop_token_ids that ended it; None for the model's EOS
         self.has_failed = False  # it ended for want of a token to go on with
         self.grammar: Grammar | None = None
+        self.ngrams: NgramIndex | None = None  # where drafts are looked up, once there was need for it
         self.logprobs: list[TokenLogprobs] = []  # of the tokens generated, where the request asks for them
         self.cumulative_logprob = 0.0
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache served when the sequence first ran
@@ -137,6 +140,12 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether each further token is the model's likeliest, since none is forbidden in order not to end it yet."""
+        params = self.params
+        return params.takes_likeliest and (not self.stop_token_ids or self.num_output_tokens >= params.min_tokens)
 
     @property
     def is_finished(self) -> bool:

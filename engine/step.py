@@ -25,6 +25,9 @@ class SchedulerOutput:
 
     sequences: list[Sequence] = field(default_factory=list)  # in batch order
     num_new_tokens: list[int] = field(default_factory=list)  # that each of them computes, from num_computed_tokens on
+    # Guessed tokens that some of them compute behind their last one, in batch order; num_new_tokens counts them too.
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    num_accepted: dict[Sequence, int] = field(default_factory=dict)  # tokens that each draft gained, after the step
     sampling: list[Sequence] = field(default_factory=list)  # those that get a new token
     sampling_rows: Sequence_[int] = ()  # for each of them, whose logits it samples from: an index into sequences
     forks: list[Sequence] = field(default_factory=list)  # those of ``sampling`` that join the batch after this step
@@ -45,6 +48,11 @@ class SchedulerOutput:
         """Tokens computed in the step."""
         return sum(self.num_new_tokens)
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """Those of them that are guesses."""
+        return sum(map(len, self.drafts.values()))
+
 
 @dataclass(slots=True)
 class SampledTokens:
@@ -55,3 +63,5 @@ class SampledTokens:
     beams: dict[int, Candidates] = field(default_factory=dict)  # by position in ``sampling``
     failed: dict[int, str] = field(default_factory=dict)  # positions without a token to sample, and why
     prompt_logprobs: list[tuple[SequenceGroup, list[TokenLogprobs]]] = field(default_factory=list)
+    # The likeliest token behind each token of a draft; cut short where there is none.
+    behind_drafts: dict[Sequence, list[int]] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Sequence_
 from operator import attrgetter, itemgetter
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.sampling.choice import build_choosers
@@ -41,6 +42,8 @@ class SamplingBatch:
         self._note_tokens(list(map(_token_ids, sequences)))
         self.filters = build_filters(sequences, vocab_size, device)
         self.choosers = build_choosers(sequences, vocab_size, device, num_candidates)
+        # Rows with columns that depend on their tokens or how many there are; drafts give only the others several.
+        self._counted = np.array([not one.takes_likeliest for one in sequences], dtype=bool)
         self._needs_history = any(one.needs_history for one in self.filters)
         params = [sequence.params for sequence in sequences]
         self.ranked_rows = [row for row, p in enumerate(params) if p.needs_logprobs]
@@ -58,6 +61,7 @@ class SamplingBatch:
 
     def advance(self, sequences: Sequence_[Sequence]) -> bool:
         """Step on if these are the same sequences, each with one more token; False if the batch must be built anew.
+        Those that take the likeliest token whatever came before may have got several.
 
         The new token is read from the sequence, so it need not be the one that was sampled. That the tokens before it
         are the same is checked by their number and, where it matters, the last of them: a sequence whose earlier tokens
@@ -67,9 +71,11 @@ class SamplingBatch:
             return False
         token_ids = list(map(_token_ids, sequences))
         lengths = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
-        if not np.array_equal(lengths, self._lengths + 1) or list(map(_constants, sequences)) != self._constants:
+        if list(map(_constants, sequences)) != self._constants:
             return False
-        if self._needs_history and list(map(itemgetter(-2), token_ids)) != self._last_ids:
+        if not np.array_equal(lengths, self._lengths + 1) and not self._is_by_drafts(lengths):
+            return False
+        if self._needs_history and not self._follows(token_ids):
             return False
         self._note_tokens(token_ids)
         new_ids = column(self._last_ids if self._needs_history else [], torch.int64, self._device)
@@ -80,3 +86,16 @@ class SamplingBatch:
         if self.beam_min_tokens is not None:
             self.beam_min_tokens.advance(new_ids)
         return True
+
+    def _is_by_drafts(self, lengths: npt.NDArray[np.int64]) -> bool:
+        """Whether all have grown, and only those by several tokens to whom it makes no difference."""
+        grown = lengths - self._lengths
+        return bool((grown > 0).all() and (grown[self._counted] == 1).all())
+
+    def _follows(self, token_ids: list[list[int]]) -> bool:
+        """Whether what came before the new tokens is what was there, in the rows to which it matters."""
+        before = list(map(itemgetter(-2), token_ids))
+        if before == self._last_ids:
+            return True
+        rows = zip(before, self._last_ids, self._counted.tolist(), strict=True)
+        return all(token_id == last for token_id, last, counts in rows if counts)

@@ -34,6 +34,7 @@ def _write(tmp_path: Path, document: Any) -> Path:
         ({"model": "m", "engine": {"max_num_seq": 1}}, "option 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ({"model": "m", "engine": {"max_num_seqs": 0}}, "max_num_seqs=0"),
         ({"model": "m", "engine": {"skip_tokenizer_init": True}}, "skip_tokenizer_init"),
+        ({"model": "m", "engine": {"speculative_config": {"method": "eagle", "num_speculative_tokens": 4}}}, "'eagle'"),
         ({"model": "m", "router": {"load_bound": 0.5}}, "args.router.load_bound=0.5"),
         ({"model": "m", "autoscaling": {"max_replicas": 2, "min_replicas": 2}}, "num_engine_replicas=1 must lie"),
     ],
@@ -43,6 +44,16 @@ def test_a_mistake_is_one_line_with_the_remedy(args: dict[str, Any], message: st
         AppConfig.parse(args)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_options_that_the_shipped_file_leaves_out_can_be_put_in() -> None:
+    text = SHIPPED.read_text()
+    engine = text[text.index("      engine:") : text.index("      limits:")]
+    args = yaml.safe_load(engine.replace("\n        # ", "\n        "))
+    config = AppConfig.parse({"model": "m", **args}).engine_config
+    assert config.swap_space_gib == 4
+    assert config.speculation is not None
+    assert (config.speculation.method, config.speculation.num_speculative_tokens) == ("ngram", 4)
 
 
 def test_a_relative_model_starts_at_the_checkout() -> None:

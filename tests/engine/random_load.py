@@ -21,7 +21,7 @@ from engine.prefix_hash import pack_tokens, root_hash
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from engine.step import SampledTokens, SchedulerOutput
-from tests.engine.shadow import check_integrity, make_engine, next_token, token_logprob
+from tests.engine.shadow import ShadowProposer, check_integrity, make_engine, next_token, token_logprob
 
 NO_CHOICE = "there is no token to go on with"
 
@@ -53,12 +53,17 @@ class RandomLoad:
     """An engine under load.
 
     Args:
+        num_draft_tokens: guess so many tokens of a greedy request, at most; 0 guesses none.
         twins_share: check that what equal prompts of one step can share is shared (colliding hashes prevent it).
         options: of ``make_engine``.
     """
 
-    def __init__(self, *, twins_share: bool = True, **options: object) -> None:
+    def __init__(self, *, num_draft_tokens: int = 0, twins_share: bool = True, **options: object) -> None:
+        if num_draft_tokens:
+            options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": num_draft_tokens}
         self.engine, self.runner = make_engine(**options)  # type: ignore[arg-type]
+        if (drafter := self.engine.scheduler.drafter) is not None:
+            drafter.proposer = ShadowProposer(self.runner.ids)  # n-grams would hardly ever be right
         self.engine.runner = self
         self.requests: dict[str, Expected] = {}
         self.counts: Counter[str] = Counter()  # what has happened, and how often
@@ -133,6 +138,7 @@ class RandomLoad:
             self.counts["steps without a batch"] += 1
             assert self._num_begun() != begun_before, "a step computes nothing"
         for output in outputs:
+            self.counts["tokens from drafts"] += max(0, len(output.token_ids) - 1) * self._is_told_at_once(output)
             self._hear(output)
         check_integrity(self.engine)
         self._check_published()
@@ -169,6 +175,7 @@ class RandomLoad:
         if self._twins_share and self.engine.config.enable_prefix_caching:
             self._check_twins(output)
         self._check_writes(output)
+        self._check_drafts(output)
         self._count(output)
         sampled = self.runner.run(output, times)
         if self._fail_next is not None and output.sampling:
@@ -198,7 +205,7 @@ class RandomLoad:
         """Assert that sequences which begin in this step share the full blocks that they have in common."""
         size = self.engine.info.block_size
         begun = [
-            (one, count)
+            (one, count - len(output.drafts.get(one, ())))
             for one, count in zip(output.sequences, output.num_new_tokens, strict=True)
             if one not in self._settled and not one.group.wants_prompt_logprobs
         ]
@@ -232,6 +239,19 @@ class RandomLoad:
                     ]
                     complete = all(one.num_matched_tokens >= (index + 1) * size for one in others)
                     assert complete, f"block {block_id} is written while others hold it"
+
+    def _check_drafts(self, output: SchedulerOutput) -> None:
+        """Assert that drafts are only where they belong, and take from nobody."""
+        assert list(output.drafts) == [one for one in output.sequences if one in output.drafts]
+        if output.drafts:
+            assert not output.preempted, "somebody gives way to a draft"
+            assert self.engine.block_manager.num_free_blocks >= 0
+        for sequence, draft in output.drafts.items():
+            params = sequence.params
+            assert params.takes_likeliest, "a draft for a sequence that draws"
+            assert 0 < len(draft) <= self.engine.scheduler.drafter.num_tokens  # type: ignore[union-attr]
+            assert sequence.num_tokens + len(draft) < sequence.max_total_tokens, "a draft goes beyond the answer's end"
+            self.counts["tokens drafted"] += len(draft)
 
     def _watch_free(self, sequence: Sequence) -> None:
         """Free, and assert that prefixes will be evicted after what follows them."""
@@ -310,6 +330,9 @@ class RandomLoad:
             if is_stopped or len(tokens) >= group.max_total_tokens:
                 return tokens[len(prompt) :]
             prefix = self.runner.ids.chain(prefix, tokens[-1:])[0]
+
+    def _is_told_at_once(self, output: StepOutput) -> bool:
+        return not self.requests[output.request_id].group.holds_back
 
     def _hear(self, output: StepOutput) -> None:
         expected = self.requests[output.request_id]
@@ -412,7 +435,8 @@ def random_params(rng: random.Random) -> SamplingParams:
         )  # fmt: skip
     n = rng.randint(2, 4) if kind < 0.45 else 1
     return SamplingParams(
-        n=n, best_of=rng.randint(n, 4) if kind < 0.3 else None, prompt_logprobs=0 if rng.random() < 0.1 else None,
+        temperature=0 if n == 1 and kind >= 0.6 else 1, n=n, best_of=rng.randint(n, 4) if kind < 0.3 else None,
+        prompt_logprobs=0 if rng.random() < 0.1 else None,
         min_tokens=0 if common["max_tokens"] is None else rng.randint(0, common["max_tokens"]), **common,
     )  # fmt: skip
 
@@ -439,12 +463,15 @@ def random_options(rng: random.Random) -> dict[str, object]:
         "max_num_seqs": rng.choice([1, 4, 8, 12]),
         "enable_prefix_caching": rng.random() < 0.75,
         "long_prefill_threshold": rng.choice([0, 0, 3]),
+        "num_draft_tokens": rng.choice([0, 1, 4, 20]),
     }
 
 
 def lone_arrival(rng: random.Random) -> Arrival:
     """Draw a request for one answer."""
-    return replace(random_arrival(rng), params=SamplingParams(max_tokens=rng.choice([1, 5, 10, 20, 40, None])))
+    return replace(
+        random_arrival(rng), params=SamplingParams(temperature=0, max_tokens=rng.choice([1, 5, 10, 20, 40, None]))
+    )
 
 
 def drive(

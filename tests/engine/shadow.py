@@ -36,12 +36,17 @@ class PrefixIds:
         parent: object = salt
         ids = []
         for token_id in token_ids:
-            end = (parent, token_id)
-            parent = self._ids.setdefault(end, len(self._ids))
-            if parent == len(self.ends):
-                self.ends.append(end)
+            parent = self.follow(parent, token_id)
             ids.append(parent)
         return ids
+
+    def follow(self, parent: object, token_id: int) -> int:
+        """Return the identity of the prefix ``parent``, or of an empty one with this salt, and a token behind it."""
+        end = (parent, token_id)
+        prefix = self._ids.setdefault(end, len(self._ids))
+        if prefix == len(self.ends):
+            self.ends.append(end)
+        return prefix
 
 
 def mix(number: int) -> int:
@@ -84,7 +89,8 @@ class ShadowRunner:
         self._copy("swap_out", output.swap_out, self.slots, self.host_slots)
         self._copy("swap_in", output.swap_in, self.host_slots, self.slots)
         self._copy("copy", output.block_copies, self.slots, self.slots)
-        chains = [self.ids.chain(one.cache_salt, one.token_ids) for one in output.sequences]
+        drafts = output.drafts
+        chains = [self.ids.chain(one.cache_salt, one.token_ids + drafts.get(one, [])) for one in output.sequences]
         written: set[int] = set()
         for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
             assert count >= 1, "a scheduled sequence has an empty query"
@@ -121,12 +127,15 @@ class ShadowRunner:
         sampled = SampledTokens([])
         for position, (sequence, row) in enumerate(zip(output.sampling, output.sampling_rows, strict=True)):
             computed = output.sequences[row]
-            end = computed.num_computed_tokens + output.num_new_tokens[row]
+            num_drafted = len(output.drafts.get(computed, ()))
+            end = computed.num_computed_tokens + output.num_new_tokens[row] - num_drafted
             assert end == computed.num_tokens == sequence.num_tokens, (
                 "a sequence samples before its tokens are computed"
             )
             assert computed.token_ids == sequence.token_ids, "a fork samples from a foreign row"
-            prefix = chains[row][-1]
+            prefix = chains[row][end - 1]
+            if num_drafted:
+                sampled.behind_drafts[sequence] = [next_token(one, sequence.index) for one in chains[row][end:]]
             if sequence.params.beam_width is None:
                 sampled.token_ids.append(next_token(prefix, sequence.index))
             else:
@@ -182,6 +191,23 @@ def num_candidates(params: SamplingParams, stop_token_ids: frozenset[int]) -> in
     return params.beam_width + len(stop_token_ids)
 
 
+class ShadowProposer:
+    """Guesses what the shadow runner will say, every now and then wrongly or for fewer tokens than it might."""
+
+    def __init__(self, ids: PrefixIds) -> None:
+        self._ids = ids
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        """Return up to ``limit`` tokens."""
+        prefix = self._ids.chain(sequence.cache_salt, sequence.token_ids)[-1]
+        draft: list[int] = []
+        while len(draft) < limit and mix(5 * prefix + 1) % 8:
+            is_wrong = mix(7 * prefix + 3) % 4 == 0
+            draft.append((next_token(prefix, sequence.index) + is_wrong) % VOCAB_SIZE)
+            prefix = self._ids.follow(prefix, draft[-1])
+        return draft
+
+
 def make_engine(
     *,
     num_blocks: int = 64,
@@ -232,6 +258,11 @@ def check_integrity(engine: Engine) -> None:
         assert group.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
     assert scheduler.num_swapped == sum(group.status is SequenceStatus.SWAPPED for group in scheduler.waiting)
     assert not any(sequence.block_table for sequence in waiting)
+    for sequence in scheduler.running:
+        filled = max(sequence.num_computed_tokens, sequence.num_matched_tokens)
+        held = engine.block_manager.num_blocks_for(filled)
+        assert len(sequence.block_table) == held, "a sequence holds blocks that it does not fill"
+        assert sequence.num_computed_tokens <= sequence.num_tokens, "tokens are computed that are not there"
     assert all(not one.host_table for one in waiting if one.status is SequenceStatus.WAITING)
     if not engine.has_unfinished:
         assert engine.block_manager.num_free_blocks == len(engine.block_manager.blocks)

@@ -9,6 +9,8 @@ import pytest
 from engine.config import EngineConfig, parse_memory
 from engine.errors import ConfigError
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -39,6 +41,29 @@ from engine.errors import ConfigError
         ({"step_timeout_s": 0}, "step_timeout_s=0 .*above 0"),
         ({"step_timeout_s": float("inf")}, "step_timeout_s=inf"),
         ({"seed": 1.5}, "seed=1.5"),
+        ({"speculative_config": "ngram"}, "speculative_config='ngram' must be a map; give, say, {'method': 'ngram'"),
+        ({"speculative_config": {}}, "speculative_config={} lacks method; give, say"),
+        ({"speculative_config": {"method": "ngram"}}, "lacks num_speculative_tokens; give, say"),
+        (
+            {"speculative_config": {"method": "eagle", "num_speculative_tokens": 1}},
+            "method='eagle'; the only .* 'ngram'",
+        ),
+        ({"speculative_config": NGRAM | {"num_speculative_tokens": 0}}, "num_speculative_tokens=0; .* of 1 to 128"),
+        ({"speculative_config": NGRAM | {"num_speculative_tokens": True}}, "num_speculative_tokens=True; give"),
+        (
+            {"speculative_config": NGRAM | {"prompt_lookup_max": 2.5}},
+            "prompt_lookup_max=2.5; give an integer of 1 to 64",
+        ),
+        ({"speculative_config": NGRAM | {"prompt_lookup_min": None}}, "prompt_lookup_min=None; give"),
+        (
+            {"speculative_config": NGRAM | {"prompt_lookup_min": 3, "prompt_lookup_max": 2}},
+            "prompt_lookup_min=3, more than prompt_lookup_max=2; lower it",
+        ),
+        (
+            {"speculative_config": NGRAM | {"prompt_lookup_mn": 3}},
+            "'prompt_lookup_mn'; did you mean 'prompt_lookup_min'",
+        ),
+        ({"speculative_config": NGRAM | {"frobnicate": 3}}, "'frobnicate'; known ones: method, num_speculative"),
     ],
 )
 def test_a_bad_option_is_refused(options: dict[Any, Any], message: str) -> None:
@@ -56,3 +81,24 @@ def test_memory_sizes(text: int | str, size: int) -> None:
 def test_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         EngineConfig(model="m").dtype = "float32"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({}, (3, 5)),
+        ({"prompt_lookup_max": 2}, (2, 2)),
+        ({"prompt_lookup_max": 9}, (3, 9)),
+        ({"prompt_lookup_min": 7}, (7, 7)),
+        ({"prompt_lookup_min": 1, "prompt_lookup_max": 4}, (1, 4)),
+    ],
+)
+def test_the_lengths_that_speculation_looks_up(options: dict[str, int], lengths: tuple[int, int]) -> None:
+    speculation = EngineConfig.from_options("model", {"speculative_config": NGRAM | options}).speculation
+    assert speculation is not None
+    assert (speculation.prompt_lookup_min, speculation.prompt_lookup_max) == lengths
+    assert speculation.num_speculative_tokens == 4
+
+
+def test_nothing_is_guessed_by_default() -> None:
+    assert EngineConfig(model="m").speculation is None

@@ -25,9 +25,11 @@ def draws(draw: st.DrawFn) -> SamplingParams:
     """Parameters of a request for one answer, or several."""
     max_tokens = draw(MAX_TOKENS)
     n = draw(st.integers(1, 4))
+    best_of = draw(st.none() | st.integers(n, 4))
     return SamplingParams(
+        temperature=draw(st.sampled_from([0, 1])) if n == 1 and best_of in (None, 1) else 1,
         n=n,
-        best_of=draw(st.none() | st.integers(n, 4)),
+        best_of=best_of,
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, max_tokens or 10)),
         stop_token_ids=draw(STOP_TOKEN_IDS),
@@ -54,7 +56,7 @@ def searches(draw: st.DrawFn) -> SamplingParams:
 ARRIVALS = st.builds(
     Arrival,
     tokens=st.lists(st.integers(0, 1), min_size=1, max_size=40),
-    params=st.builds(SamplingParams, max_tokens=MAX_TOKENS) | draws() | searches(),
+    params=st.builds(SamplingParams, temperature=st.sampled_from([0, 1]), max_tokens=MAX_TOKENS) | draws() | searches(),
     extends=st.none() | st.integers(0, 29),
     salt=st.sampled_from(["", "a"]),
     priority=st.integers(-1, 1),
@@ -75,6 +77,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 8),
         enable_prefix_caching=st.booleans(),
         long_prefill_threshold=st.sampled_from([0, 3]),
+        num_draft_tokens=st.sampled_from([0, 1, 4, 20]),
     )
     def start(self, **options: object) -> None:
         self.load = RandomLoad(**options)
@@ -148,6 +151,8 @@ LEAST = {
     "aborted": 200,
     "answers ended from outside": 200,
     "failed": 50,
+    "tokens drafted": 5000,
+    "tokens from drafts": 2000,
 }
 
 

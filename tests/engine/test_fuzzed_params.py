@@ -156,6 +156,7 @@ async def test_fuzzed_requests_of_the_async_engine_all_end(qwen3: SavedModel) ->
     config = EngineConfig(
         model=qwen3.path, dtype="float32", device="cpu", skip_tokenizer_init=True, block_size=4, num_blocks=160,
         max_num_seqs=70, swap_space_gib=0.0005,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
     )  # fmt: skip
     engine = AsyncEngine.from_config(config)
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from engine.drafter import Drafter
 from engine.errors import ConfigError, PromptTooLongError, RequestError
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from engine.step import SampledTokens, SchedulerOutput
 from tests.engine.checkpoints import build_model, save_checkpoint, save_tokenizer
 from tests.engine.conftest import SavedModel
 
@@ -98,6 +101,33 @@ def test_a_stop_string_ends_the_text_and_the_sequence(llm: LLM) -> None:
     assert stopped.text == free.text[: free.text.index(stop)]
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
     assert llm.engine.stats().num_used_blocks == 0
+
+
+def test_what_a_right_draft_gives_behind_a_stop_string_is_not_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in which the text stops has computed more tokens; the answer is the one without drafts."""
+    gained: list[int] = []
+    settle = Drafter.settle
+
+    def noting(drafter: Drafter, output: SchedulerOutput, sampled: SampledTokens) -> list[Sequence]:
+        ended = settle(drafter, output, sampled)
+        gained.extend(output.num_accepted.values())
+        return ended
+
+    monkeypatch.setattr(Drafter, "settle", noting)
+    speculation = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 1}
+    drafting = LLM(llm.config.model, speculative_config=speculation, **OPTIONS)
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    text = llm.generate(["the"], SamplingParams(**greedy), use_tqdm=False)[0].outputs[0].text  # 33hehehehe...
+    num_cut = 0
+    for end in range(4, 40, 2):
+        for more in ({}, {"min_tokens": 9, "include_stop_str_in_output": True}):
+            params = SamplingParams(**greedy, stop=[text[2:end]], **more)  # type: ignore[arg-type]
+            expected = llm.generate(["the"], params, use_tqdm=False)[0].outputs[0]
+            gained.clear()
+            got = drafting.generate(["the"], params, use_tqdm=False)[0].outputs[0]
+            assert got == expected
+            num_cut += gained[-1:] > [0] and got.finish_reason == "stop"
+    assert num_cut > 9
 
 
 def test_after_an_interrupt_nothing_is_left_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

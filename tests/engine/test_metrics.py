@@ -13,7 +13,7 @@ from engine.errors import RequestError
 from engine.metrics import METRICS, EngineMetrics, Metric
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason
-from tests.engine.shadow import make_engine, run_to_end
+from tests.engine.shadow import ShadowProposer, make_engine, run_to_end
 
 
 class RecordingSink:
@@ -137,6 +137,27 @@ def test_blocks_and_sequences_by_state() -> None:
     run_to_end(engine)
     assert sink.gauges[m.REQUESTS_RUNNING] == sink.gauges[m.REQUESTS_WAITING] == sink.gauges[m.KV_USAGE] == 0
     assert sink.gauges[m.KV_CACHED] == sink.gauges[m.KV_BLOCKS, "cached"] / 10 > 0
+
+
+def test_guessed_tokens_and_those_gained_by_them() -> None:
+    engine, sink = start(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    engine.add_request("a", [1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
+    run_to_end(engine)
+    assert not sink.counters.keys() & {m.DRAFT_TOKENS, m.ACCEPTED_TOKENS}  # its tokens are new
+    assert engine.scheduler.drafter is not None
+    engine.scheduler.drafter.proposer = ShadowProposer(engine.runner.ids)  # type: ignore[attr-defined]
+    steps = len(sink.histograms[m.STEP_TOKENS])
+    told = 0
+    engine.add_request("b", [1], SamplingParams(temperature=0, max_tokens=100))
+    while engine.has_unfinished:
+        told += sum(len(output.token_ids) for output in engine.step())
+    steps = len(sink.histograms[m.STEP_TOKENS]) - steps
+    assert told == 100
+    assert sink.counters[m.ACCEPTED_TOKENS] == told - steps > 10
+    assert sink.counters[m.DRAFT_TOKENS] > sink.counters[m.ACCEPTED_TOKENS]
+    assert sink.counters[m.GENERATION_TOKENS] == 109
+    names = {f"pagoda_{metric.name}_total" for metric in (m.DRAFT_TOKENS, m.ACCEPTED_TOKENS)}
+    assert names == {"pagoda_spec_decode_num_draft_tokens_total", "pagoda_spec_decode_num_accepted_tokens_total"}
 
 
 def test_preemptions_evictions_and_prompts_counted_once() -> None:

@@ -17,6 +17,8 @@ from engine.sampling_params import SamplingParams
 from engine.step import SchedulerOutput
 from tests.engine.conftest import SavedModel
 
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+
 
 def test_a_step_without_tokens_still_copies_its_blocks(qwen3: SavedModel) -> None:
     """A request that gives way when nothing else runs is swapped out by a step that computes nothing."""
@@ -67,3 +69,41 @@ def test_the_warm_up_measures_a_slice_of_prompt_logprobs(qwen3: SavedModel, monk
     worker._warm_up()
     assert sizes == [PROMPT_ROWS_AT_ONCE, 5]
     assert reduced == [PROMPT_ROWS_AT_ONCE]
+
+
+@pytest.mark.parametrize(("max_num_batched_tokens", "num_rows"), [(2048, 5 * 4), (12, 12), (3, 3)])
+def test_the_warm_up_measures_the_logits_behind_drafts(
+    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int, num_rows: int
+) -> None:
+    config = EngineConfig(
+        model=qwen3.path, device="cpu", dtype="float32", num_blocks=8, max_num_seqs=5,
+        max_num_batched_tokens=max_num_batched_tokens, speculative_config=NGRAM,
+    )  # fmt: skip
+    worker = ModelRunner(config).workers.local
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    sizes = watch_logits(worker, monkeypatch)
+    sampled: list[int] = []
+    monkeypatch.setattr(Sampler, "warm_up", lambda self, rows: sampled.append(rows))
+    worker._warm_up()
+    assert sizes == [min(PROMPT_ROWS_AT_ONCE, max_num_batched_tokens), num_rows]
+    assert sampled == [min(5, max_num_batched_tokens)]
+
+
+def test_a_nan_behind_a_guess_ends_the_draft_and_no_answer(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The likeliest token is kept by where it was said; a row in between that cannot be sampled is computed again."""
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "skip_tokenizer_init": True}
+    prompt: Any = {"prompt_token_ids": [7, 8, 9, 10] * 8}
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    expected = LLM(qwen3.path, **options).generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+    llm = LLM(qwen3.path, speculative_config=NGRAM | {"prompt_lookup_min": 1}, **options)
+    likeliest, found = Sampler.likeliest_tokens, []
+
+    def spoil(sampler: Sampler, logits: torch.Tensor) -> list[int]:
+        logits[1:2] = torch.nan
+        found.append(likeliest(sampler, logits))
+        return found[-1]
+
+    monkeypatch.setattr(Sampler, "likeliest_tokens", spoil)
+    assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+    assert any(one[1:2] == [-1] for one in found)

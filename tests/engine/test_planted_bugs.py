@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 
 from engine import block_manager as block_manager_module
+from engine import drafter as drafter_module
 from engine import sequence as sequence_module
 from engine.block_manager import Block, BlockManager, BlockPair, PrefixMatch
+from engine.drafter import Drafter, confirmed_tokens
 from engine.prefix_hash import packed_block_hash
 from engine.request_limits import RequestLimits
 from engine.scheduler import Scheduler
@@ -269,3 +271,89 @@ def test_a_fork_shares_blocks_without_counting_itself() -> None:
         child.num_computed_tokens = parent.num_computed_tokens
 
     assert_found(lambda patch: patch.setattr(BlockManager, "fork", fork), "tables list it")
+
+
+# --- drafts ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_guess_too_many_is_taken_for_right() -> None:
+    def confirmed_and_one_more(token_id: int, draft: list[int], behind: list[int]) -> list[int]:
+        confirmed = list(confirmed_tokens(token_id, draft, behind))
+        return confirmed + behind[len(confirmed) : len(confirmed) + 1]
+
+    assert_found(
+        lambda patch: patch.setattr(drafter_module, "confirmed_tokens", confirmed_and_one_more),
+        "answers|reads foreign KV",
+    )
+
+
+def test_the_model_is_not_asked_what_it_says_behind_the_last_guess() -> None:
+    """The token that follows is taken from the guesses: as if what is right so far made the next one right."""
+
+    def guesses(token_id: int, draft: list[int], behind: list[int]) -> list[int]:
+        num_right = len(list(confirmed_tokens(token_id, draft, behind)))
+        return draft[1 : 1 + num_right]
+
+    assert_found(lambda patch: patch.setattr(drafter_module, "confirmed_tokens", guesses), "answers|reads foreign KV")
+
+
+def test_tokens_come_behind_the_end_of_an_answer() -> None:
+    def go_on(sequence: Sequence, draft: list[int], behind: list[int]) -> int:
+        confirmed = list(confirmed_tokens(sequence.token_ids[-1], draft, behind))
+        sequence.token_ids += confirmed
+        for token_id in confirmed[-1:]:
+            sequence.check_end(token_id)
+        return len(confirmed)
+
+    assert_found(lambda patch: patch.setattr(drafter_module, "_append_confirmed", go_on), "answers|goes on|ends at")
+
+
+def test_blocks_of_wrong_guesses_are_published() -> None:
+    """With the tokens that the sequence gets in their place: their slots hold K and V of others."""
+    take_back = BlockManager.take_back
+
+    def publish_then_take_back(manager: BlockManager, sequence: Sequence) -> None:
+        if manager.enable_prefix_caching:
+            manager._publish_full(sequence, min(sequence.num_tokens, len(sequence.block_table) * manager.block_size))
+        take_back(manager, sequence)
+
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "take_back", publish_then_take_back), "published with foreign content"
+    )
+
+
+def test_wrong_guesses_count_as_computed() -> None:
+    append_confirmed = drafter_module._append_confirmed
+
+    def append_and_count_all(sequence: Sequence, draft: list[int], behind: list[int]) -> int:
+        append_confirmed(sequence, draft, behind)
+        return len(draft)
+
+    assert_found(
+        lambda patch: patch.setattr(drafter_module, "_append_confirmed", append_and_count_all),
+        "answers|tokens are computed that are not there|published with foreign content",
+    )
+
+
+def test_a_draft_keeps_blocks_that_it_has_not_filled() -> None:
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "take_back", lambda manager, sequence: None),
+        "holds blocks that it does not fill",
+    )
+
+
+def test_a_draft_takes_from_the_budget_of_others() -> None:
+    draft = Drafter.draft
+
+    def draft_without_limit(drafter: Drafter, *args: Any) -> dict[Sequence, list[int]]:
+        args[-1].num_tokens = drafter.num_tokens
+        return draft(drafter, *args)
+
+    assert_found(lambda patch: patch.setattr(Drafter, "draft", draft_without_limit), "the budget is exceeded")
+
+
+def test_a_sequence_that_draws_gets_a_draft() -> None:
+    assert_found(
+        lambda patch: patch.setattr(Sequence, "takes_likeliest", property(lambda sequence: sequence.is_alone)),
+        "a draft for a sequence that draws",
+    )
