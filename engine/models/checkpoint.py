@@ -1,13 +1,14 @@
 """Checkpoint: the tensors of a directory of safetensors files, single or sharded, read one at a time.
 
-Only safetensors are read: pickled weights can run code when they are loaded. The files are mapped into memory, not
-copied: a whole tensor is a view of its file, of which only what is touched is ever read, and it keeps the file mapped
-however long it lives.
+Only safetensors are read: pickled weights can run code when they are loaded. The files are mapped into memory: a whole
+tensor is a view of its file, of which only what is touched is ever read, and it keeps the file mapped however long it
+lives. What is to be copied anyway is read, not mapped, so that it is held only once.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,10 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelLoadError
-from engine.models.read_ahead import ReadAhead
 from engine.models.sharding import Shard
+from engine.models.tensor_files import TensorFiles
 
 __all__ = ["Checkpoint", "open_checkpoint"]
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class Checkpoint:
@@ -28,22 +31,22 @@ class Checkpoint:
 
     Args:
         path: the directory, for messages.
-        files: each tensor's open safetensors file, by the tensor's name.
-        read_ahead: told what will be read.
+        mapped: each tensor's open safetensors file, by the tensor's name.
+        files: the same files once more.
     """
 
-    def __init__(self, path: Path, files: dict[str, Any], read_ahead: ReadAhead) -> None:
+    def __init__(self, path: Path, mapped: dict[str, Any], files: TensorFiles) -> None:
         self.path = path
+        self._mapped = mapped
         self._files = files
-        self._read_ahead = read_ahead
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._mapped
 
     @property
     def names(self) -> list[str]:
         """Names of all the tensors, sorted."""
-        return sorted(self._files)
+        return sorted(self._mapped)
 
     def require(self, name: str, shape: list[int]) -> None:
         """Look at what the file's header says of a tensor, and read nothing.
@@ -51,27 +54,43 @@ class Checkpoint:
         Raises:
             ModelLoadError: if the checkpoint does not have the tensor or it is of another shape.
         """
-        if name not in self._files:
+        if name not in self._mapped:
             raise ModelLoadError(f"checkpoint '{self.path}' lacks the tensor '{name}'; it is incomplete")
-        stored = self._files[name].get_slice(name).get_shape()
+        stored = self._mapped[name].get_slice(name).get_shape()
         if stored != shape:
             raise ModelLoadError(f"'{name}' of '{self.path}' has shape {stored}, but its config says {shape}")
 
     def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
         """Return one tensor, or only the ``shard`` of it, on the CPU and in the checkpoint's own dtype."""
-        self._read_ahead.reached(name)
+        self._files.reached(name)
         tensor: torch.Tensor
         if shard is None or shard.is_whole:
-            tensor = self._files[name].get_tensor(name)
+            tensor = self._mapped[name].get_tensor(name)
         else:
             part = slice(shard.start, shard.stop)
-            stored = self._files[name].get_slice(name)
+            stored = self._mapped[name].get_slice(name)
             tensor = stored[part] if shard.dim == 0 else stored[:, part]
         return tensor
 
+    def read_into(self, out: torch.Tensor, name: str, shard: Shard) -> None:
+        """Fill ``out``, contiguous and on any device, with a ``shard`` of a tensor, converted to its dtype.
+
+        Raises:
+            ModelLoadError: if the file cannot be read to the end of the tensor.
+        """
+        if out.device.type != "cpu" or self._files.dtype(name) != _DTYPES.get(out.dtype) or shard.dim != 0:
+            out.copy_(self.read(name, shard))
+            return
+        self._files.reached(name)
+        row_bytes = math.prod(out.shape[1:]) * out.itemsize
+        try:
+            self._files.read_into(out.flatten().view(torch.uint8).numpy().data, name, shard.start * row_bytes)
+        except OSError as error:
+            raise ModelLoadError(f"'{name}' of '{self.path}' could not be read: {error}") from error
+
     def expect(self, names: Iterable[str]) -> None:
         """Announce the order in which tensors will be read, so that the disk can be ahead of whoever reads them."""
-        self._read_ahead.expect(names)
+        self._files.expect(names)
 
 
 @contextmanager
@@ -83,16 +102,16 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
     """
     directory = Path(path)
     with ExitStack() as stack:
-        files: dict[str, Any] = {}
-        read_ahead = stack.enter_context(ReadAhead())
+        mapped: dict[str, Any] = {}
+        files = stack.enter_context(TensorFiles())
         for file in _weight_files(directory):
             try:
                 handle: Any = stack.enter_context(safe_open(str(file), framework="pt"))
-                read_ahead.open(file)
+                files.open(file)
             except (SafetensorError, OSError) as error:
                 raise ModelLoadError(f"'{file}' is no readable safetensors file: {error}") from error
-            files |= dict.fromkeys(handle.keys(), handle)
-        yield Checkpoint(directory, files, read_ahead)
+            mapped |= dict.fromkeys(handle.keys(), handle)
+        yield Checkpoint(directory, mapped, files)
 
 
 def _weight_files(directory: Path) -> list[Path]:

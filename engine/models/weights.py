@@ -147,16 +147,12 @@ def _assemble(checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype,
         weight = checkpoint.read(*parameter.parts[0])
         if list(weight.shape) == parameter.shape:
             return weight.to(device=device, dtype=dtype)
-        return _fill(parameter.shape, [weight], dtype, device)  # a last rank's part of the vocabulary, to be padded
-    return _fill(parameter.shape, (checkpoint.read(*part) for part in parameter.parts), dtype, device)
-
-
-def _fill(shape: list[int], parts: Iterable[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor with the ``parts`` one below the other, each converted on its way, and zeros below them."""
-    weight = torch.empty(shape, dtype=dtype, device=device)
+    weight = torch.empty(parameter.shape, dtype=dtype, device=device)
     rows = 0
-    for part in parts:
-        weight[rows : rows + len(part)].copy_(part)
-        rows += len(part)
-    weight[rows:].zero_()
+    for name, shard in parameter.parts:
+        assert shard is not None  # whatever is fused or padded is shared out
+        count = shard.stop - shard.start
+        checkpoint.read_into(weight[rows : rows + count], name, shard)
+        rows += count
+    weight[rows:].zero_()  # a last rank's part of the vocabulary is padded
     return weight

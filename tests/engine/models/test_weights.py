@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from engine.distributed.tensor_parallel import TensorParallel
 from engine.errors import ModelLoadError
-from engine.models import read_ahead as read_ahead_module
+from engine.models import tensor_files as module
 from engine.models.checkpoint import Checkpoint, open_checkpoint
 from engine.models.config import ModelConfig, load_hf_config
 from engine.models.loader import load_decoder
-from engine.models.read_ahead import ReadAhead
-from engine.models.sharding import Shard
+from engine.models.sharding import Shard, shard_of
+from engine.models.tensor_files import TensorFiles
 from engine.models.weights import read_weights
 from tests.engine.conftest import SavedModel
 
@@ -103,6 +103,31 @@ def test_a_tied_head_is_the_embedding_itself(qwen3: SavedModel, dtype: torch.dty
     assert weights["lm_head.weight"].data_ptr() == weights["embed_tokens.weight"].data_ptr()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_ranks_rows_are_read_as_they_are_mapped(family: SavedModel, dtype: torch.dtype) -> None:
+    config = ModelConfig.from_hf(load_hf_config(family.path))
+    num_checked = 0
+    with open_checkpoint(family.path) as checkpoint:
+        for name in checkpoint.names:
+            for rank in range(2):
+                shard = shard_of(name, config, rank, 2)
+                if shard is not None:
+                    mapped = checkpoint.read(name, shard)
+                    filled = torch.empty(mapped.shape, dtype=dtype)
+                    checkpoint.read_into(filled, name, shard)
+                    assert torch.equal(filled, mapped.to(dtype)), name
+                    num_checked += 1
+    assert num_checked >= 2 * (1 + 7 * 2)  # the embedding, and the matrices of two layers
+
+
+def test_a_file_that_has_become_shorter_is_an_error(qwen3: SavedModel, tmp_path: Path) -> None:
+    path = shutil.copytree(qwen3.path, tmp_path / "checkpoint")
+    with open_checkpoint(path) as checkpoint:
+        os.truncate(path / "model.safetensors", 50_000)
+        with pytest.raises(ModelLoadError, match=r"could not be read: the file ends inside 'model\.layers"):
+            checkpoint.read_into(torch.empty(96, 48), "model.layers.1.mlp.up_proj.weight", Shard(0, 96, 0, 96))
+
+
 def test_a_weight_that_nobody_keeps_is_gone_before_the_next_one_is_read(qwen3: SavedModel) -> None:
     last: weakref.ref[torch.Tensor] | None = None
     with open_checkpoint(qwen3.path) as checkpoint:
@@ -136,9 +161,9 @@ def test_what_comes_next_is_fetched_once_as_far_as_the_window_goes(
     save_file(tensors, tmp_path / "weights.safetensors")
     fetched: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda file, start, length, advice: fetched.append((start, length)))
-    monkeypatch.setattr(read_ahead_module, "CHUNK", 128)
-    monkeypatch.setattr(read_ahead_module, "WINDOW", 100)
-    with ReadAhead() as ahead:
+    monkeypatch.setattr(module, "CHUNK", 128)
+    monkeypatch.setattr(module, "WINDOW", 100)
+    with TensorFiles() as ahead:
         ahead.open(tmp_path / "weights.safetensors")
         ahead.expect(["a", "c", "b"])
         ahead.reached("a")
