@@ -55,6 +55,9 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed in one step, at most; longer prompts are chunked.
         long_prefill_threshold: tokens of one prompt computed in one step, at most, so that others get their turn; 0
             sets no such limit.
+        max_decode_slowdown: how many times longer than with its decodes alone a step may take, about, for what it
+            computes of prompts beside them; None sets no such limit. It is for CPUs, where a token of a prompt costs
+            nearly as much time as a step of decodes, and has no effect on a GPU.
         max_queued_requests: requests that may wait in an AsyncEngine, at most, besides those that the next step has
             places for; another one is refused, or a waiting one of lower priority gives way. None sets no such
             limit; ``LLM`` queues whatever it is given.
@@ -91,6 +94,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     long_prefill_threshold: int = 0
+    max_decode_slowdown: float | None = 1.4
     max_queued_requests: int | None = None
     max_queued_prefill_tokens: int | None = None
     block_size: int | None = None
@@ -162,6 +166,11 @@ class EngineConfig:
         limit = self.step_timeout_s
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit) or limit <= 0:
             raise ConfigError(f"step_timeout_s={limit!r} must be a finite number above 0")
+        slowdown = self.max_decode_slowdown
+        if slowdown is not None and (
+            isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not 1 <= slowdown < math.inf
+        ):
+            raise ConfigError(f"max_decode_slowdown={slowdown!r} must be a finite number of at least 1, or null")
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ConfigError(
                 f"device='{self.device}' names one GPU, but tensor_parallel_size={self.tensor_parallel_size} takes "

@@ -30,6 +30,7 @@ from engine.metrics import ENGINE_INFO, OVERLOADED, EngineMetrics, MetricSink, N
 from engine.ngram_proposer import NgramProposer
 from engine.outputs import StepOutput, step_outputs
 from engine.prefill_backlog import PrefillBacklog
+from engine.prefill_pace import PrefillPace
 from engine.prefix_hash import root_hash
 from engine.request_limits import RequestLimits
 from engine.sampling_params import SamplingParams
@@ -65,6 +66,7 @@ class EngineInfo:
     attention_backend: str
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, Any]  # what generation_config.json sets of temperature, top_p, top_k, min_p
+    free_tokens: int | None = None  # that a step computes in about the time of one, where that was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_threshold=config.long_prefill_threshold,
+            pace=_pace(config, info),
             drafter=_drafter(config, self.block_manager),
         )
         self.limits = RequestLimits(
@@ -188,6 +191,7 @@ class Engine:
             attention_backend=runner.backend.name,
             eos_token_ids=runner.generation_defaults.eos_token_ids,
             default_sampling=runner.generation_defaults.sampling,
+            free_tokens=runner.free_tokens,
         )
         engine = cls(config, runner, info, sink, on_kv_events)
         logger.info("init engine took %.2f seconds", perf_counter() - started)
@@ -505,6 +509,13 @@ def _drafter(config: EngineConfig, block_manager: BlockManager) -> Drafter | Non
         return None
     proposer = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
     return Drafter(block_manager, proposer, options.num_speculative_tokens)
+
+
+def _pace(config: EngineConfig, info: EngineInfo) -> PrefillPace | None:
+    slowdown = config.max_decode_slowdown
+    if slowdown is None or info.free_tokens is None:
+        return None
+    return PrefillPace(info.free_tokens, slowdown)
 
 
 def _advanced(grammar: Grammar, token_ids: Sequence_[int]) -> Grammar:

@@ -53,6 +53,7 @@ class ModelRunner:
         self.device, self.dtype, self.backend = worker.device, worker.dtype, worker.backend
         self.model_config = worker.model_config
         self.max_model_len, self.block_size = worker.max_model_len, worker.block_size
+        self.free_tokens = worker.free_tokens
         self.sampler = Sampler(self.model_config.vocab_size, self.device)
         self._mask_builder: MaskBuilder | None = None
         try:

@@ -102,6 +102,11 @@ class ModelWorker:
             show_progress=self.config.use_tqdm_on_load and self.rank == 0,
         )  # fmt: skip
 
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens that a step computes in about the time of one, where that is known: on a CPU, by the C kernels."""
+        return self.model.free_tokens if isinstance(self.model, CpuDecoder) else None
+
     @torch.inference_mode()
     def execute(
         self, plan: StepPlan, on_prompt_logits: Callable[[torch.Tensor], None] | None = None

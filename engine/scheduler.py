@@ -23,6 +23,7 @@ from collections.abc import Sequence as Sequence_
 from engine.beam_search import Candidates
 from engine.block_manager import BlockManager, Growth, PrefixMatch
 from engine.drafter import Drafter, Room
+from engine.prefill_pace import PrefillPace
 from engine.recording import append_tokens, fail_searches, record_logprobs
 from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from engine.step import SampledTokens, SchedulerOutput
@@ -45,6 +46,7 @@ class Scheduler:
         max_num_seqs: sequences in one step, at most.
         max_num_batched_tokens: tokens in one step, at most.
         long_prefill_threshold: tokens of one sequence in one step, at most; 0 sets no such limit.
+        pace: limits prefills beside decodes; None sets no such limit.
         drafter: adds guessed tokens to the batches; None does without.
     """
 
@@ -55,6 +57,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         long_prefill_threshold: int = 0,
+        pace: PrefillPace | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         self.block_manager = block_manager
@@ -65,6 +68,8 @@ class Scheduler:
         self.num_swapped = 0  # of those that wait
         self.running: list[Sequence] = []  # by rank, the first one first; a group's sequences together
         self._chunk_limit = long_prefill_threshold or max_num_batched_tokens
+        self._pace = pace
+        self._num_prefilling = 0  # of the running ones, those that did not sample in the last step
         self._num_places = 0  # that the running groups take
         self._due: list[Sequence] = []  # see _due_sequences
         self._has_groups = False  # whether groups of several sequences may run
@@ -119,6 +124,7 @@ class Scheduler:
         if self.drafter is not None and not output.preempted:
             self._draft(self.drafter, output, counts, partial, spare)
         self._fill(output, counts, partial)
+        self._num_prefilling = len(partial)
         return output
 
     def _draft(
@@ -196,7 +202,7 @@ class Scheduler:
 
         Most sequences decode within their last block: for them the 1 that ``counts`` holds already is all.
         """
-        spare = self.max_num_batched_tokens - self._num_places  # beyond one token for each
+        spare = self._step_tokens() - self._num_places  # beyond one token for each
         running, blocks = self.running, self.block_manager
         planned: SequenceGroup | None = None
         for sequence in self._due_sequences():
@@ -219,6 +225,13 @@ class Scheduler:
                 spare = self._grow(growths, places, counts, partial, spare, output)
         del counts[len(running) :]
         return spare
+
+    def _step_tokens(self) -> int:
+        """Return the most tokens of the next step: the budget, or less so that prefills do not slow decodes down."""
+        num_decodes = len(self.running) - self._num_prefilling
+        if self._pace is None or num_decodes <= 0:
+            return self.max_num_batched_tokens
+        return min(self.max_num_batched_tokens, max(self._pace.step_tokens(num_decodes), self._num_places + 1))
 
     def _due_sequences(self) -> list[Sequence]:
         """Return by rank the running sequences that the block manager, or a plan for a group, has something to do for.
@@ -344,9 +357,11 @@ class Scheduler:
         """Start waiting groups in order of rank while tokens, places and blocks last; return the tokens left."""
         blocks = self.block_manager
         due, is_exact = self._most_blocks_due(counts, partial), False
+        # A request for several answers may come in though decodes leave it less than its places, or it never might.
+        withheld = self.max_num_batched_tokens - self._step_tokens()
         while self.waiting and spare >= 1:
             group = self.waiting[-1]
-            if group.num_places > min(spare, self.max_num_running - self._num_places):
+            if group.num_places > min(spare + withheld, self.max_num_running - self._num_places):
                 return spare
             if self.running and self._is_still_refused(group):
                 return spare
@@ -360,7 +375,7 @@ class Scheduler:
             if group.status is SequenceStatus.SWAPPED:
                 output.swap_in += blocks.swap_in(members)
                 self.num_swapped -= 1
-            growths = self._plan(members, spare - group.num_places)
+            growths = self._plan(members, max(0, spare - group.num_places))
             if blocks.num_blocks_to_grow(growths) > blocks.num_free_blocks:
                 # Colliding hashes hid what it takes; alone it has room for the one sequence that begins.
                 assert self.running, "add() let in what cannot fit"

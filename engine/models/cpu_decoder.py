@@ -6,6 +6,9 @@ have something to do; the residual stream is float32, and so are norms, rotation
 
 from __future__ import annotations
 
+from functools import cached_property
+from time import perf_counter
+
 import torch
 from torch import nn
 
@@ -20,6 +23,8 @@ from kernels.cpu.linear import PackedLinear, WeightKind, has_int8
 __all__ = ["CpuDecoder", "can_run"]
 
 _PANEL = 16  # outputs of a linear layer that the kernels compute together
+_MANY_ROWS = 64  # with so many, computing takes longer than reading weights on any processor
+_FEWEST_FREE, _MOST_FREE = 8, 256
 _CACHE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -82,6 +87,22 @@ class CpuDecoder:
         """Bytes that the packed weights take."""
         return self.lm_head.num_bytes + sum(layer.num_bytes for layer in self.layers)
 
+    @cached_property
+    def free_tokens(self) -> int:
+        """Tokens that a step computes in about the time of one: as long as reading the weights takes longer.
+
+        Measured once, on the largest weights there are: what the caches hold would seem to be read in no time.
+        """
+        times = []
+        for rows in (1, _MANY_ROWS):
+            hidden = torch.ones(rows, self.config.hidden_size)
+            self._compute_own_logits(hidden)  # what is measured finds everything as a later step does
+            started = perf_counter()
+            self._compute_own_logits(hidden)
+            times.append(perf_counter() - started)
+        measured = round(_MANY_ROWS * times[0] / times[1])
+        return min(max(measured, _FEWEST_FREE), _MOST_FREE)
+
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the hidden states before the last norm, float32 [num_tokens, hidden_size]."""
         hidden: torch.Tensor = self.embed_tokens(token_ids).float()
@@ -100,13 +121,16 @@ class CpuDecoder:
 
         They stay valid until the next call.
         """
+        gathered = self.parallel.gather_columns(self._compute_own_logits(hidden))
+        return None if gathered is None else gathered[:, : self.config.vocab_size]
+
+    def _compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this rank's columns."""
         rows = hidden.shape[0]
         if self._logits.shape[0] < rows:
             self._logits = torch.empty(rows, self.lm_head.out_features)
-        own = self._logits[:rows]
-        logits(own, hidden, self.norm, self.config.rms_norm_eps, self.lm_head, self._scratch)
-        gathered = self.parallel.gather_columns(own)
-        return None if gathered is None else gathered[:, : self.config.vocab_size]
+        logits(self._logits, hidden, self.norm, self.config.rms_norm_eps, self.lm_head, self._scratch)
+        return self._logits[:rows]
 
     def _add(self, hidden: torch.Tensor, partial: torch.Tensor | None) -> None:
         """Add the sum of all ranks' parts."""

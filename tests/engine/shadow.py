@@ -217,6 +217,7 @@ def make_engine(
     sink: MetricSink | None = None,
     on_kv_events: Callable[[KVEventBatch], None] | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    free_tokens: int | None = None,
     **options: object,
 ) -> tuple[Engine, ShadowRunner]:
     """Return a real engine around a shadow runner."""
@@ -234,6 +235,7 @@ def make_engine(
         attention_backend="none",
         eos_token_ids=eos_token_ids,
         default_sampling={},
+        free_tokens=free_tokens,
     )
     return Engine(config, runner, info, sink, on_kv_events), runner
 
