@@ -85,6 +85,11 @@ class Rates:
     weights_gb_s: float
     gflop_s: dict[int, float]
 
+    @classmethod
+    def from_json(cls, rates: dict[str, Any]) -> Rates:
+        """Return what ``dataclasses.asdict`` made JSON of, whose keys are text."""
+        return cls(rates["weights_gb_s"], {int(rows): rate for rows, rate in rates["gflop_s"].items()})
+
     def gflop_s_at(self, rows: int) -> float:
         """Return the rate at this number of rows."""
         known = sorted(self.gflop_s)
