@@ -120,6 +120,16 @@ def _summary(measured: dict[str, Any], offline: list[float], engine_s: list[floa
     }
 
 
+def _print_generators(measured: dict[str, Any]) -> None:
+    for name in ("guidellm", "aiperf"):
+        if one := measured.get(name):
+            print(
+                f"{name}: {one['output_tokens_per_s']:.1f} tokens/s, first token p50 {one['ttft_p50_ms']:.0f} and p99 "
+                f"{one['ttft_p99_ms']:.0f} ms, between tokens p50 {one['itl_p50_ms']:.1f} and p99 "
+                f"{one['itl_p99_ms']:.1f} ms; {one['requests']} requests, {one['failed']} failed"
+            )
+
+
 def _print(summary: dict[str, Any]) -> None:
     print(
         f"w16: {summary['http_tokens_per_s']:.1f} tokens/s through HTTP, {summary['offline_tokens_per_s']:.1f} "
@@ -167,6 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
     offline += [offline_tokens_per_s(parsed, make("w16")) for _ in range(half)]
     summary = _summary(measured, offline, engine_s)
     _print(summary)
+    _print_generators(measured)
     if parsed.out:
         document: dict[str, Any] = {"machine": describe(torch.device("cpu")), "model": Path(parsed.model).name}
         document |= {"options": engine_options(parsed), "summary": summary, "offline_tokens_per_s": offline}
