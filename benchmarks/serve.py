@@ -87,7 +87,8 @@ def _setting(arguments: argparse.Namespace) -> Callable[[dict[str, Any]], None]:
 
 def _measure_server(server: Server, arguments: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
     async def run() -> dict[str, Any]:
-        await http_first_tokens(server.url, [random_ids(random.Random(-1), len(prompts[0])) for _ in range(3)])  # warm
+        warm_up = random.Random(12345)
+        await http_first_tokens(server.url, [random_ids(warm_up, len(prompts[0])) for _ in range(3)])
         first = await http_first_tokens(server.url, prompts)
         # Other ids each time, so that nothing is cached; 0 is what the offline LLM gets.
         rates = [await http_tokens_per_s(server.url, make("w16").shifted(turn)) for turn in range(arguments.repeats)]
