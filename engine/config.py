@@ -47,6 +47,8 @@ class EngineConfig:
     Attributes:
         model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer).
         dtype: of weights and KV cache; ``auto`` takes the checkpoint's.
+        quantization: ``int8`` keeps the weights of linear layers as int8, quantized while they are loaded, on a CPU;
+            None keeps them in ``dtype``.
         max_model_len: context length in tokens; None takes the model's.
         max_num_seqs: sequences that run in one step, at most.
         max_num_batched_tokens: tokens computed in one step, at most; longer prompts are chunked.
@@ -79,6 +81,7 @@ class EngineConfig:
 
     model: str
     dtype: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -116,6 +119,8 @@ class EngineConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
+        if self.quantization not in (None, "int8"):
+            raise ConfigError(f"quantization={self.quantization!r} is unknown; choose int8, or leave it out")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError(f"device={self.device!r} is unknown; choose auto, cpu, cuda or cuda:N")
         self._check_numbers()

@@ -18,6 +18,7 @@ from engine.forward_context import ForwardContext
 from engine.kv_cache import KVCache
 from engine.memory import blocks_that_fit, gpu_memory_for_cache, host_memory_for_cache
 from engine.models.config import ModelConfig, load_hf_config
+from engine.models.cpu_decoder import CpuDecoder
 from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
 from engine.sampler import Sampler
@@ -55,7 +56,7 @@ class ModelWorker:
         ModelLoadError: if the checkpoint cannot be served.
     """
 
-    model: Decoder  # after load()
+    model: Decoder | CpuDecoder  # after load()
     kv_cache: KVCache  # after allocate()
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
@@ -66,6 +67,10 @@ class ModelWorker:
         self.model_config = ModelConfig.from_hf(self.hf_config)
         self.share = self.model_config.shard(config.tensor_parallel_size)
         self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        if config.quantization is not None and self.device.type != "cpu":
+            raise ConfigError(
+                f"quantization={config.quantization!r} is for CPUs, and the device is {self.device}; leave it out"
+            )
         self.max_model_len = self._context_length()
         try:
             self.backend = select_backend(self.device, self._backend_name())
@@ -85,7 +90,7 @@ class ModelWorker:
         self.parallel = TensorParallel.join(self.rank, self.config.tensor_parallel_size, self.device, rendezvous)
         self.model = load_decoder(
             self.config.model, self.hf_config, dtype=self.dtype, device=self.device,
-            max_model_len=self.max_model_len, parallel=self.parallel,
+            max_model_len=self.max_model_len, parallel=self.parallel, quantization=self.config.quantization,
         )  # fmt: skip
 
     @torch.inference_mode()

@@ -16,6 +16,7 @@ from engine.sampling.logit_filters import column
 from engine.sampling.noise import as_uint64, gumbel_noise, noise_keys
 from engine.sampling.ranking import likeliest
 from engine.sequence import Sequence
+from kernels.argmax import argmax_rows
 
 __all__ = ["Chooser", "Draw", "Greedy", "TruncatedDraw", "build_choosers"]
 
@@ -55,8 +56,7 @@ class Greedy(Chooser):
     """The likeliest token."""
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        token_ids = logits.argmax(dim=1)
-        return logits.gather(1, token_ids[:, None]).squeeze(1), token_ids
+        return argmax_rows(logits)
 
 
 class Draw(Chooser):

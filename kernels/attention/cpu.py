@@ -1,4 +1,7 @@
-"""Paged attention on a CPU with torch's own operators: gather the keys and values of a sequence, then SDPA.
+"""Paged attention on a CPU: the C kernel where there is one, else torch's own operators.
+
+The C kernel (kernels/cpu/attention.py) reads the cache in place. Without a compiler, and for what it does not support,
+the keys and values of a sequence are gathered and given to SDPA.
 
 torch's CPU SDPA is a FlashAttention-2 kernel (Dao, 2023) that keeps scores and sums in float32. Query heads that share
 a KV head are given to it as one longer query (decode) or as a broadcast view (prefill), so no head is ever copied.
@@ -15,15 +18,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.base import AttentionBackend, AttentionMetadata
 from kernels.attention.cpu_plan import QUERIES_PER_TILE, CpuPlan, DecodeGroup, Prefill, make_plan
+from kernels.cpu.attention import is_supported, paged_attention
 
 
 class CpuBackend(AttentionBackend):
-    """The backend of a machine without a GPU: float32, bfloat16 and float16, any block size. Used by one thread."""
+    """The backend of a machine without a GPU: float32, bfloat16 and float16, any block size. Used by one thread.
+
+    With `use_c_kernel` False everything is computed by torch's operators.
+    """
 
     name: ClassVar[str] = "cpu"
     default_block_size: ClassVar[int] = 16
 
-    def __init__(self) -> None:
+    def __init__(self, *, use_c_kernel: bool = True) -> None:
+        self._use_c_kernel = use_c_kernel
         # A step's layers share a plan unless they differ in their sliding window; it lives as long as the metadata.
         self._plans: WeakKeyDictionary[AttentionMetadata, dict[tuple[int, int | None], CpuPlan]] = WeakKeyDictionary()
         self._gathered = _GatherBuffers()
@@ -34,6 +42,22 @@ class CpuBackend(AttentionBackend):
             raise ValueError(f"block_size={block_size} holds no token; the cpu attention backend needs 1 or more")
 
     def forward(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        if self._use_c_kernel and is_supported(key_cache.dtype, key_cache.shape[3]):
+            return paged_attention(query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window)
+        return self._forward_in_torch(
+            query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window
+        )
+
+    def _forward_in_torch(
         self,
         query: torch.Tensor,
         key_cache: torch.Tensor,

@@ -1,4 +1,4 @@
-"""The CPU backend against the reference."""
+"""The CPU backend against the reference: with the C kernel, and with torch's operators alone."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.kernels.paged_batches import (
 )
 
 
-@pytest.fixture
-def backend() -> CpuBackend:
-    return CpuBackend()
+@pytest.fixture(params=[True, False], ids=["c kernel", "torch"])
+def backend(request: pytest.FixtureRequest) -> CpuBackend:
+    return CpuBackend(use_c_kernel=request.param)
 
 
 @pytest.mark.parametrize("sliding_window", WINDOWS)
@@ -65,21 +65,22 @@ def test_short_decodes_are_not_padded_to_a_long_one() -> None:
     assert sorted(group.slots.shape[0] for group in plan.decode_groups) == [3 * 32, 1000]
 
 
+@pytest.mark.parametrize("use_c_kernel", [True, False])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_random_mixed_batches(data: st.DataObject) -> None:
+def test_random_mixed_batches(use_c_kernel: bool, data: st.DataObject) -> None:
     sequence = st.integers(1, 70).flatmap(lambda seq_len: st.tuples(st.integers(1, seq_len), st.just(seq_len)))
     lengths = data.draw(st.lists(sequence | st.just(PADDING), min_size=1, max_size=6))
     num_kv_heads = data.draw(st.integers(1, 3))
     shape = Shape(
         num_heads=num_kv_heads * data.draw(st.integers(1, 4)),
         num_kv_heads=num_kv_heads,
-        head_dim=data.draw(st.sampled_from([8, 12, 32])),
+        head_dim=data.draw(st.sampled_from([8, 12, 16, 32])),
         block_size=data.draw(st.sampled_from([1, 4, 16, 256])),
     )
     sliding_window = data.draw(st.none() | st.integers(1, 80))
     batch = make_batch(lengths, shape, seed=data.draw(st.integers(0, 1000)))
-    assert_matches(batch.run(CpuBackend(), sliding_window), batch.expected(sliding_window))
+    assert_matches(batch.run(CpuBackend(use_c_kernel=use_c_kernel), sliding_window), batch.expected(sliding_window))
 
 
 def test_padding_that_claims_one_token_yields_zeros(backend: CpuBackend) -> None:

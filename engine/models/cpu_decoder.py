@@ -1,0 +1,166 @@
+"""CpuDecoder: the decoder of decoder.py, computed by the C kernels on packed weights.
+
+It computes the same function with the same interface. A layer is two calls, between which only tensor-parallel ranks
+have something to do; the residual stream is float32, and so are norms, rotations and sums, whatever the weights are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from engine.distributed.tensor_parallel import TensorParallel
+from engine.forward_context import ForwardContext
+from engine.models.config import ModelConfig
+from engine.models.decoder import VocabParallelEmbedding
+from kernels.cpu.layer import CLayer, CpuStep, Scratch, attention_half, logits, mlp_half
+from kernels.cpu.library import library, set_num_threads
+from kernels.cpu.linear import PackedLinear, WeightKind, has_int8
+
+__all__ = ["CpuDecoder", "can_run"]
+
+_PANEL = 16  # outputs of a linear layer that the kernels compute together
+_CACHE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def can_run(config: ModelConfig, dtype: torch.dtype, kind: WeightKind, device: torch.device) -> bool:
+    """Return whether the kernels compute this model on this device, and are to be had on this machine."""
+    fits = dtype in _CACHE_DTYPES and config.head_dim % 16 == 0 and config.head_dim <= 256
+    if device.type != "cpu" or not fits or library() is None:
+        return False
+    return kind is not WeightKind.INT8 or has_int8()
+
+
+class CpuDecoder:
+    """A decoder-only language model on a CPU.
+
+    Args:
+        config: the whole model's shape.
+        rope: cosines and sines of every position it may see, float32 [length, 2, head_dim // 2].
+        parallel: which rank's share this is.
+        dtype: of the KV cache, float32 or bfloat16.
+        kind: how the weights of linear layers are kept.
+    """
+
+    def __init__(
+        self, config: ModelConfig, rope: torch.Tensor, parallel: TensorParallel, dtype: torch.dtype, kind: WeightKind
+    ) -> None:
+        self.config, self.parallel, self.rope = config, parallel, rope.contiguous()
+        own = config.shard(parallel.size)
+        with torch.device("meta"):
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
+        self.layers = [_Layer(own, index, parallel, dtype, kind) for index in range(config.num_layers)]
+        self.norm = torch.empty(0)
+        self.lm_head = PackedLinear(kind, config.hidden_size, self.embed_tokens.num_embeddings)
+        self._scratch = Scratch(
+            kind,
+            width=max(config.hidden_size, own.num_heads * own.head_dim, self.layers[0].intermediate_size),
+            outputs=max(self.layers[0].qkv.out_features, self.layers[0].intermediate_size),
+            attention_width=own.num_heads * own.head_dim,
+            cache_dtype=dtype,
+        )
+        self._logits = torch.empty(0)
+        set_num_threads(torch.get_num_threads())
+
+    def set_weight(self, name: str, weight: torch.Tensor) -> None:
+        """Take one parameter, by its name in decoder.py's Decoder; the tensor is not needed afterwards, but the
+        embedding's, which stays as it is."""
+        match name.split("."):
+            case ["embed_tokens", "weight"]:
+                self.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
+            case ["norm", "weight"]:
+                self.norm = weight.float().contiguous()
+            case ["lm_head", "weight"]:
+                self.lm_head.set_weight(weight)
+            case ["layers", index, *_, module, kind]:
+                self.layers[int(index)].set_weight(module, kind, weight)
+            case _:
+                raise AssertionError(f"no parameter is called {name}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the packed weights take."""
+        return self.lm_head.num_bytes + sum(layer.num_bytes for layer in self.layers)
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Return the hidden states before the last norm, float32 [num_tokens, hidden_size]."""
+        hidden: torch.Tensor = self.embed_tokens(token_ids).float()
+        partial = torch.empty_like(hidden) if self.parallel.size > 1 else None
+        block_size = context.kv_cache.block_size
+        step = CpuStep(hidden, positions, self.rope, context.metadata, block_size, self._scratch, partial)
+        for layer, (key_cache, value_cache) in zip(self.layers, context.kv_cache.layers, strict=True):
+            attention_half(layer.c_layer, step, key_cache, value_cache)
+            self._add(hidden, partial)
+            mlp_half(layer.c_layer, step)
+            self._add(hidden, partial)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return float32 logits [rows, vocab_size] of the hidden states [rows, hidden_size]; only rank 0 has them.
+
+        They stay valid until the next call.
+        """
+        rows = hidden.shape[0]
+        if self._logits.shape[0] < rows:
+            self._logits = torch.empty(rows, self.lm_head.out_features)
+        own = self._logits[:rows]
+        logits(own, hidden, self.norm, self.config.rms_norm_eps, self.lm_head, self._scratch)
+        gathered = self.parallel.gather_columns(own)
+        return None if gathered is None else gathered[:, : self.config.vocab_size]
+
+    def _add(self, hidden: torch.Tensor, partial: torch.Tensor | None) -> None:
+        """Add the sum of all ranks' parts."""
+        if partial is not None:
+            hidden += self.parallel.all_reduce(partial)
+
+
+class _Layer:
+    """One layer's weights, and the structure that tells the kernels where they are."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, parallel: TensorParallel, dtype: torch.dtype, kind: WeightKind
+    ) -> None:
+        self._config, self._adds_bias = config, parallel.rank == 0  # what ranks compute is summed
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        hidden = config.hidden_size
+        self.intermediate_size = -(-config.intermediate_size // _PANEL) * _PANEL
+        self.qkv = PackedLinear(kind, hidden, (heads + 2 * kv_heads) * head_dim, has_bias=config.qkv_bias)
+        self.output = PackedLinear(kind, heads * head_dim, hidden, has_bias=config.output_bias)
+        self.gate_up = PackedLinear(kind, hidden, 2 * self.intermediate_size, has_bias=config.mlp_bias)
+        self.down = PackedLinear(kind, self.intermediate_size, hidden, has_bias=config.mlp_bias)
+        self._norms: dict[str, torch.Tensor] = {}
+        self.c_layer = CLayer(
+            self.qkv.c_weight, self.output.c_weight, self.gate_up.c_weight, self.down.c_weight,
+            num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, hidden_size=hidden,
+            intermediate_size=self.intermediate_size, sliding_window=config.sliding_windows[index] or 0,
+            is_bf16=dtype == torch.bfloat16, eps=config.rms_norm_eps, scale=head_dim**-0.5,
+        )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.num_bytes for one in (self.qkv, self.output, self.gate_up, self.down))
+
+    def set_weight(self, module: str, kind: str, weight: torch.Tensor) -> None:
+        if module in _NORMS:
+            self._norms[module] = weight.float().contiguous()  # the structure has its address only
+            setattr(self.c_layer, _NORMS[module], self._norms[module].data_ptr())
+        elif module == "gate_up_proj":
+            for offset, half in enumerate(weight.chunk(2)):
+                if kind == "weight":
+                    self.gate_up.set_weight(half, every=2, offset=offset)
+                else:
+                    self.gate_up.set_bias(half, every=2, offset=offset)
+        else:
+            linear = {"qkv_proj": self.qkv, "o_proj": self.output, "down_proj": self.down}[module]
+            if kind == "weight":
+                linear.set_weight(nn.functional.pad(weight, (0, linear.in_features - weight.shape[1])))
+            elif module == "qkv_proj" or self._adds_bias:
+                linear.set_bias(weight)
+
+
+_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "q_norm": "query_norm",
+    "k_norm": "key_norm",
+}

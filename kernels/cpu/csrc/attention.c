@@ -1,0 +1,233 @@
+/* See attention.h. The cache is PagedAttention's (Kwon et al., 2023) and is read in place; the softmax is taken as the
+ * keys go by (FlashAttention-2, Dao, 2023). A long context is divided into spans, whose results the thread that
+ * finishes last merges, so a single decode keeps every thread busy. Few rows or many: see attention_in_place.h and
+ * attention_packed.h.
+ */
+#include "attention.h"
+
+#include "attention_in_place.h"
+#include "attention_item.h"
+#include "attention_packed.h"
+#include "attention_plan.h"
+#include "scratch.h"
+#include "threads.h"
+
+static void *take(char *start, size_t *used, size_t bytes) {
+    size_t at = *used;
+    *used += (bytes + 63) / 64 * 64;
+    return start ? start + at : NULL;
+}
+
+/* Points the work's arrays into memory from `start` on; returns how much they take. With NULL it only measures. */
+static size_t lay_out(attention_work *work, char *start) {
+    size_t rows = (size_t)work->padded_rows, all_rows = rows * (size_t)work->item->num_heads;
+    size_t head_dim = (size_t)work->call->head_dim, words = (size_t)work->padded_words;
+    size_t panels = (head_dim + BLOCK_LANES - 1) / BLOCK_LANES;
+    size_t used = 0;
+    work->query = take(start, &used, all_rows * words * sizeof(uint32_t));
+    work->sums = take(start, &used, all_rows * head_dim * sizeof(float));
+    work->totals = take(start, &used, all_rows * LANES * sizeof(float));
+    work->largest = take(start, &used, all_rows * sizeof(float));
+    work->factors = take(start, &used, rows * sizeof(float));
+    work->positions = take(start, &used, rows * sizeof(int32_t));
+    work->weights = take(start, &used, rows * KEYS_PER_TILE * sizeof(uint32_t));
+    work->keys = take(start, &used, words * KEYS_PER_TILE * sizeof(uint32_t));
+    work->values = take(start, &used, panels * KEYS_PER_TILE * BLOCK_LANES * sizeof(uint32_t));
+    return used;
+}
+
+INLINE void copy_query(const int kind, const attention_work *work, uint32_t *to, const char *from) {
+    int word = 0;
+    for (; word < work->words; word += LANES) {
+        u32x16 words = load_some_words(kind, from, word, work->words);
+        memcpy(to + word, &words, sizeof words);
+    }
+}
+
+INLINE void load_queries(const int kind, attention_work *work) {
+    const pagoda_attention_call *call = work->call;
+    int group = group_size(call);
+    size_t row_bytes = (size_t)call->head_dim * element_size(kind);
+    for (int head = 0; head < work->item->num_heads; head++) {
+        uint32_t *to = work->query + (size_t)(head * work->padded_rows * work->padded_words);
+        for (int row = 0; row < work->rows; row++, to += work->padded_words) {
+            size_t token = (size_t)(work->item->first_token + row / group);
+            size_t query_head = (size_t)((work->item->first_head + head) * group + row % group);
+            copy_query(kind, work, to,
+                       (const char *)call->query + (token * (size_t)call->num_heads + query_head) * row_bytes);
+        }
+        memset(to, 0, (size_t)(work->padded_rows - work->rows) * (size_t)work->padded_words * sizeof *to);
+    }
+}
+
+INLINE attention_work begin(const int kind, const attention_plan *plan, const attention_item *item) {
+    const pagoda_attention_call *call = plan->call;
+    attention_work work = {.call = call, .item = item, .rows = rows_of(call, item)};
+    work.padded_rows = (work.rows + ROWS_OF_REST - 1) / ROWS_OF_REST * ROWS_OF_REST;
+    work.words = words_of(kind, call->head_dim);
+    work.padded_words = whole_vectors(work.words);
+    work.head_bytes = (size_t)call->head_dim * element_size(kind);
+    work.token_bytes = work.head_bytes * (size_t)call->num_kv_heads;
+    attention_work measured = work;
+    lay_out(&work, pagoda_scratch(SCRATCH_ATTENTION_WORK, lay_out(&measured, NULL)));
+    load_queries(kind, &work);
+    int all_rows = work.padded_rows * item->num_heads, group = group_size(call);
+    memset(work.sums, 0, (size_t)all_rows * (size_t)call->head_dim * sizeof *work.sums);
+    memset(work.totals, 0, (size_t)all_rows * LANES * sizeof *work.totals);
+    for (int row = 0; row < all_rows; row++) work.largest[row] = -INFINITY;
+    for (int row = 0; row < work.padded_rows; row++)
+        work.positions[row] = item->first_position + (row < work.rows ? row : work.rows - 1) / group;
+    return work;
+}
+
+/* Finds where up to `count` keys lie in the caches, in bytes; repeats the last. Returns how many there are. */
+static int locate(const attention_work *work, int key, int count, size_t *offsets) {
+    int block_size = work->call->block_size, left = work->item->end_key - key;
+    int num_keys = left < count ? left : count;
+    if (num_keys <= 0) return 0;
+    int block = key / block_size, within = key % block_size;
+    for (int i = 0; i < num_keys; block++, within = 0) {
+        size_t at = ((size_t)work->item->block_table[block] * (size_t)block_size + (size_t)within) * work->token_bytes;
+        for (; within < block_size && i < num_keys; within++, at += work->token_bytes) offsets[i++] = at;
+    }
+    for (int i = num_keys; i < count; i++) offsets[i] = offsets[num_keys - 1];
+    return num_keys;
+}
+
+/* Block tables are random to the processor, so it is told what will be read: the KV heads of some tokens. */
+static void fetch(const attention_work *work, const size_t *offsets, int first, int end) {
+    size_t start = (size_t)work->item->first_head * work->head_bytes;
+    size_t bytes = (size_t)work->item->num_heads * work->head_bytes;
+    for (int i = first; i < end; i++) {
+        const char *keys = (const char *)work->call->key_cache + offsets[i] + start;
+        const char *values = (const char *)work->call->value_cache + offsets[i] + start;
+        for (size_t line = 0; line < bytes; line += 64) {
+            __builtin_prefetch(keys + line, 0, 2);
+            __builtin_prefetch(values + line, 0, 2);
+        }
+    }
+}
+
+INLINE void attend(const int kind, attention_work *work, int head, int key, int num_keys, const size_t *offsets) {
+    switch (work->rows) {
+    case 1: attend_in_place(kind, 1, work, head, key, num_keys, offsets); break;
+    case 2: attend_in_place(kind, 2, work, head, key, num_keys, offsets); break;
+    case 3: attend_in_place(kind, 3, work, head, key, num_keys, offsets); break;
+    case 4: attend_in_place(kind, 4, work, head, key, num_keys, offsets); break;
+    case 5: attend_in_place(kind, 5, work, head, key, num_keys, offsets); break;
+    case 6: attend_in_place(kind, 6, work, head, key, num_keys, offsets); break;
+    case 7: attend_in_place(kind, 7, work, head, key, num_keys, offsets); break;
+    case 8: attend_in_place(kind, 8, work, head, key, num_keys, offsets); break;
+    default: attend_packed(kind, work, head, key, num_keys, offsets);
+    }
+}
+
+INLINE void attend_all(const int kind, attention_work *work) {
+    const attention_item *item = work->item;
+    size_t offsets[2][KEYS_PER_TILE];
+    int count = work->rows <= MOST_ROWS_IN_PLACE ? KEYS_PER_STRIP : KEYS_PER_TILE, now = 0;
+    int num_keys = locate(work, item->first_key, count, offsets[now]);
+    for (int key = item->first_key; key < item->end_key; key += count, now = !now) {
+        int num_next = locate(work, key + count, count, offsets[!now]);
+        for (int head = 0; head < item->num_heads; head++) {
+            fetch(work, offsets[!now], num_next * head / item->num_heads, num_next * (head + 1) / item->num_heads);
+            attend(kind, work, head, key, num_keys, offsets[now]);
+        }
+        num_keys = num_next;
+    }
+}
+
+INLINE char *output_row(const int kind, const pagoda_attention_call *call, const attention_item *item, int head,
+                        int row) {
+    int group = group_size(call);
+    size_t token = (size_t)(item->first_token + row / group);
+    size_t query_head = (size_t)((item->first_head + head) * group + row % group);
+    return (char *)call->output +
+           (token * (size_t)call->num_heads + query_head) * (size_t)call->head_dim * element_size(kind);
+}
+
+/* A row that saw no key has a total of 0 and is zero. */
+INLINE float reciprocal(float total) { return total == 0.0f ? 0.0f : 1.0f / total; }
+
+INLINE void write_outputs(const int kind, const attention_work *work) {
+    int head_dim = work->call->head_dim;
+    for (int head = 0; head < work->item->num_heads; head++)
+        for (int row = 0; row < work->rows; row++) {
+            int index = head * work->padded_rows + row;
+            float factor = reciprocal(f32x16_sum(f32x16_load(work->totals + index * LANES)));
+            char *output = output_row(kind, work->call, work->item, head, row);
+            for (int dim = 0; dim < head_dim; dim += LANES)
+                store_output(kind, output, dim, f32x16_load(work->sums + index * head_dim + dim) * factor);
+        }
+}
+
+static void write_partial(const attention_work *work, float *to) {
+    size_t head_dim = (size_t)work->call->head_dim;
+    for (int head = 0; head < work->item->num_heads; head++)
+        for (int row = 0; row < work->rows; row++, to += partial_row(work->call)) {
+            size_t index = (size_t)(head * work->padded_rows + row);
+            memcpy(to, work->sums + index * head_dim, head_dim * sizeof *to);
+            to[head_dim] = f32x16_sum(f32x16_load(work->totals + index * LANES));
+            to[head_dim + 1] = work->largest[index];
+        }
+}
+
+/* One row of a unit's output from its partial results, which lie `stride` floats apart. */
+INLINE void merge_row(const int kind, const float *partials, size_t stride, int num_partials, int head_dim,
+                      char *output) {
+    float largest = -INFINITY, total = 0.0f;
+    for (int i = 0; i < num_partials; i++) largest = fmaxf(largest, partials[(size_t)i * stride + head_dim + 1]);
+    f32x16 sums[256 / LANES] = {0};
+    for (int i = 0; i < num_partials; i++) {
+        const float *partial = partials + (size_t)i * stride;
+        float factor = partial[head_dim + 1] == -INFINITY ? 0.0f : exp2f(partial[head_dim + 1] - largest);
+        total += partial[head_dim] * factor;
+        for (int dim = 0; dim < head_dim; dim += LANES) sums[dim / LANES] += f32x16_load(partial + dim) * factor;
+    }
+    for (int dim = 0; dim < head_dim; dim += LANES)
+        store_output(kind, output, dim, sums[dim / LANES] * reciprocal(total));
+}
+
+INLINE void merge(const int kind, const attention_plan *plan, const attention_unit *unit) {
+    const pagoda_attention_call *call = plan->call;
+    int rows = rows_of(call, &unit->whole);
+    size_t stride = partial_row(call) * (size_t)(rows * unit->whole.num_heads);
+    const float *partials = plan->partials + plan->items[unit->first_item].partial;
+    for (int head = 0; head < unit->whole.num_heads; head++)
+        for (int row = 0; row < rows; row++, partials += partial_row(call))
+            merge_row(kind, partials, stride, unit->num_items, call->head_dim,
+                      output_row(kind, call, &unit->whole, head, row));
+}
+
+INLINE void compute(const int kind, const attention_plan *plan, const attention_item *item) {
+    attention_work work = begin(kind, plan, item);
+    attend_all(kind, &work);
+    if (item->partial < 0) {
+        write_outputs(kind, &work);
+        return;
+    }
+    write_partial(&work, plan->partials + item->partial);
+    attention_unit *unit = &plan->units[item->unit];
+    if (atomic_fetch_sub_explicit(&unit->unfinished, 1, memory_order_acq_rel) == 1) merge(kind, plan, unit);
+}
+
+static void compute_float32(void *args, int64_t index, int thread) {
+    const attention_plan *plan = args;
+    (void)thread; /* two callers may both be thread 0: scratch belongs to the system's threads instead */
+    compute(FLOAT32, plan, plan->items + index);
+}
+
+static void compute_bfloat16(void *args, int64_t index, int thread) {
+    const attention_plan *plan = args;
+    (void)thread;
+    compute(BFLOAT16, plan, plan->items + index);
+}
+
+void pagoda_attention(const pagoda_attention_call *call) {
+    attention_plan plan = pagoda_plan_attention(call, pagoda_num_threads());
+    pagoda_task task = call->is_bf16 ? compute_bfloat16 : compute_float32;
+    if (pagoda_plan_is_small(&plan))
+        for (int64_t item = 0; item < plan.num_items; item++) task(&plan, item, 0);
+    else
+        pagoda_parallel_for(plan.num_items, task, &plan);
+}

@@ -1,0 +1,94 @@
+/* A piece of one call that one thread computes: some queries of a sequence, some KV heads, a span of keys. */
+#ifndef PAGODA_ATTENTION_ITEM_H
+#define PAGODA_ATTENTION_ITEM_H
+
+#include "attention.h"
+#include "attention_words.h"
+
+/* The queries that share a KV head are its rows: query by query, and of each the heads of the group. */
+typedef struct {
+    const int32_t *block_table;
+    int64_t partial;        /* where an unfinished result goes, in floats; -1: the item sees all of its keys */
+    int32_t first_token;   /* row of call->query and call->output */
+    int32_t num_queries;
+    int32_t first_position; /* of the first query in its sequence */
+    int32_t first_head, num_heads; /* KV heads */
+    int32_t first_key, end_key;
+    int32_t unit;          /* whose spans are merged; see attention.c */
+} attention_item;
+
+enum {
+    KEYS_PER_TILE = 64,
+    KEYS_PER_STRIP = 32, /* of rows that read the cache in place: the next strip is fetched to L2 meanwhile */
+    MOST_ROWS = 256,     /* of an item: its sums, 128 KiB at 128 dimensions, stay in L2 */
+    MOST_ROWS_IN_PLACE = 8,
+    BLOCK_VECTORS = 4,   /* that one row of a block has in registers */
+    BLOCK_LANES = BLOCK_VECTORS * LANES,
+};
+
+/* What a thread keeps while it computes an item. Words and sums have one line per row, and all rows of a KV head lie
+ * together. */
+typedef struct {
+    const pagoda_attention_call *call;
+    const attention_item *item;
+    int rows, padded_rows; /* of one KV head */
+    int words, padded_words; /* of one row */
+    size_t token_bytes, head_bytes; /* of the cache */
+    uint32_t *query;       /* [num_heads, padded_rows, padded_words] */
+    float *sums;           /* [num_heads, padded_rows, head_dim]: weights times values */
+    float *totals;         /* [num_heads, padded_rows, 16]: of weights; their sum is the softmax's denominator */
+    float *largest;        /* [num_heads, padded_rows]: score so far, in powers of 2 */
+    float *factors;        /* [padded_rows]: what the sums so far shrink by */
+    int32_t *positions;    /* [padded_rows] */
+    uint32_t *weights;     /* [padded_rows, KEYS_PER_TILE words at most] */
+    uint32_t *keys;        /* [padded_words, KEYS_PER_TILE]: a tile's keys, transposed */
+    uint32_t *values;      /* [head_dim / 64, words of keys, 64]: a tile's values, interleaved */
+} attention_work;
+
+/* A tile's keys of one head: those a row sees have first <= index < end. */
+typedef struct {
+    int first, end;
+} key_range;
+
+INLINE key_range visible_keys(const attention_work *work, int row, int tile_key, int num_keys) {
+    int64_t behind = (int64_t)work->positions[row] - tile_key; /* a position in the tile; int64: it may be far away */
+    int64_t first = work->call->sliding_window ? behind - work->call->sliding_window + 1 : 0;
+    key_range range = {first < 0 ? 0 : first > num_keys ? num_keys : (int)first,
+                       behind < 0 ? 0 : behind >= num_keys ? num_keys : (int)behind + 1};
+    return range;
+}
+
+/* Softmax over `vectors` times 16 more keys of one row, as FlashAttention-2 does it (Dao, 2023): turns the products
+ * into weights relative to the largest score so far, and returns what the row's earlier sums must be multiplied by. */
+INLINE float weigh(const int kind, const int vectors, const f32x16 *products, float scale, key_range visible,
+                   float *largest, float *total, uint32_t *weights) {
+    const f32x16 nothing = f32x16_set(-INFINITY);
+    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    f32x16 scores[BLOCK_VECTORS + 1], most = nothing;
+    for (int v = 0; v < vectors; v++) scores[v] = products[v] * scale;
+    if (visible.first > 0 || visible.end < vectors * LANES)
+        for (int v = 0; v < vectors; v++) {
+            i32x16 key = lane + v * LANES;
+            scores[v] = f32x16_select((key >= visible.first) & (key < visible.end), scores[v], nothing);
+        }
+    for (int v = 0; v < vectors; v++) most = f32x16_max(most, scores[v]);
+    float before = *largest, now = f32x16_largest(most), factor = 1.0f;
+    f32x16 sum = f32x16_load(total);
+    if (now > before) {
+        factor = exp2_of(f32x16_set(before - now))[0];
+        sum *= factor;
+        *largest = now;
+    } else {
+        now = before == -INFINITY ? 0.0f : before; /* nothing seen yet: every weight is 0 */
+    }
+    for (int v = 0; v < vectors; v++) {
+        scores[v] = exp2_of(scores[v] - now);
+        sum += scores[v];
+    }
+    f32x16_store(total, sum);
+    scores[vectors] = (f32x16){0}; /* an odd vector's pair */
+    for (int v = 0; v < vectors; weights += LANES) v += store_weights(kind, weights, scores + v);
+    return factor;
+}
+
+#endif

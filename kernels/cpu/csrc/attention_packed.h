@@ -1,0 +1,133 @@
+/* Attention of many rows (prefills): limited by multiplication. FlashAttention-2 (Dao, 2023) on tiles of rows and keys.
+ *
+ * A tile's keys are transposed and its values interleaved once, into memory that stays in the first cache, and then
+ * multiplied with blocks of rows whose results stay in registers: scores become weights before they are ever stored.
+ */
+#ifndef PAGODA_ATTENTION_PACKED_H
+#define PAGODA_ATTENTION_PACKED_H
+
+#include "attention_item.h"
+
+enum { ROWS_PER_BLOCK = 6, ROWS_OF_REST = 2 };
+
+/* sums += left [rows, words] times right [words, 64], of which `vectors` times 16 columns count. */
+INLINE void multiply_block(const int kind, const int rows, const int vectors, f32x16 sums[][BLOCK_VECTORS],
+                           const uint32_t *left, size_t left_stride, const uint32_t *right, int words) {
+    for (int word = 0; word < words; word++, right += BLOCK_LANES) {
+        u32x16 columns[BLOCK_VECTORS];
+        for (int v = 0; v < vectors; v++) columns[v] = u32x16_load(right + v * LANES);
+        for (int row = 0; row < rows; row++) {
+            u32x16 value = u32x16_set(left[(size_t)row * left_stride + (size_t)word]);
+            for (int v = 0; v < vectors; v++) sums[row][v] = dot(kind, sums[row][v], value, columns[v]);
+        }
+    }
+}
+
+/* Weighs the first `vectors` times 16 keys of the tile for a block of rows. */
+INLINE void weigh_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
+                        int tile_key, int num_keys) {
+    f32x16 products[ROWS_PER_BLOCK][BLOCK_VECTORS] = {0};
+    int index = head * work->padded_rows + row;
+    multiply_block(kind, rows, vectors, products, work->query + (size_t)index * (size_t)work->padded_words,
+                   (size_t)work->padded_words, work->keys, work->words);
+    for (int i = 0; i < rows; i++)
+        work->factors[row + i] =
+            weigh(kind, vectors, products[i], work->call->scale * 1.44269504f,
+                  visible_keys(work, row + i, tile_key, num_keys), work->largest + index + i,
+                  work->totals + (index + i) * LANES, work->weights + (row + i) * KEYS_PER_TILE);
+}
+
+/* Adds the weighted values of `words` words of keys to `vectors` times 16 dimensions of a block of rows. */
+INLINE void add_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
+                      int dim, int words) {
+    size_t head_dim = (size_t)work->call->head_dim;
+    float *to = work->sums + (size_t)(head * work->padded_rows + row) * head_dim + dim;
+    const uint32_t *values = work->values + (size_t)dim * (KEYS_PER_TILE / keys_per_word(kind));
+    f32x16 sums[ROWS_PER_BLOCK][BLOCK_VECTORS];
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < vectors; v++)
+            sums[i][v] = f32x16_load(to + (size_t)i * head_dim + v * LANES) * work->factors[row + i];
+    multiply_block(kind, rows, vectors, sums, work->weights + row * KEYS_PER_TILE, KEYS_PER_TILE, values, words);
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < vectors; v++) f32x16_store(to + (size_t)i * head_dim + v * LANES, sums[i][v]);
+}
+
+/* One function for each size of block, so that all of it lives in registers. */
+#define FOR_VECTORS(function, kind, rows, vectors, ...)                \
+    switch (vectors) {                                                 \
+    case 4: function(kind, rows, 4, __VA_ARGS__); break;               \
+    case 3: function(kind, rows, 3, __VA_ARGS__); break;               \
+    case 2: function(kind, rows, 2, __VA_ARGS__); break;               \
+    case 1: function(kind, rows, 1, __VA_ARGS__); break;               \
+    default: break;                                                    \
+    }
+
+/* How many vectors of a tile's keys a block of rows needs: none where causality or the window hides all. */
+INLINE int block_vectors(const attention_work *work, int row, int rows, int tile_key, int num_keys) {
+    int last = row + rows - 1 < work->rows ? row + rows - 1 : work->rows - 1;
+    key_range of_first = visible_keys(work, row, tile_key, num_keys);
+    key_range of_last = visible_keys(work, last, tile_key, num_keys);
+    return of_first.first >= num_keys ? 0 : whole_vectors(of_last.end) / LANES;
+}
+
+INLINE int rows_of_block(const attention_work *work, int row) {
+    return row + ROWS_PER_BLOCK <= work->padded_rows ? ROWS_PER_BLOCK : ROWS_OF_REST;
+}
+
+INLINE void pack_keys(const int kind, attention_work *work, const char *cache, const size_t *offsets) {
+    for (int word = 0; word < work->words; word += LANES)
+        for (int key = 0; key < KEYS_PER_TILE; key += LANES) {
+            u32x16 rows[LANES];
+            for (int i = 0; i < LANES; i++)
+                rows[i] = load_some_words(kind, cache + offsets[key + i], word, work->words);
+            store_transposed(work->keys + (size_t)word * KEYS_PER_TILE + key, KEYS_PER_TILE, rows);
+        }
+}
+
+INLINE void pack_values(const int kind, attention_work *work, const char *cache, const size_t *offsets) {
+    const int per_word = keys_per_word(kind), words = KEYS_PER_TILE / per_word;
+    for (int word = 0; word < words; word++) {
+        const char *first = cache + offsets[word * per_word], *second = cache + offsets[word * per_word + per_word - 1];
+        for (int dim = 0; dim < work->call->head_dim;) {
+            u32x16 values[2];
+            const int vectors = dim + 2 * LANES <= work->call->head_dim ? 2 : 1;
+            if (vectors == 2) load_values(kind, 2, values, first, second, dim);
+            else load_values(kind, 1, values, first, second, dim);
+            int panel = dim / BLOCK_LANES * BLOCK_LANES;
+            uint32_t *to = work->values + (size_t)panel * (size_t)words + word * BLOCK_LANES + (dim - panel);
+            memcpy(to, values, (size_t)vectors * sizeof *values);
+            dim += vectors * LANES;
+        }
+    }
+}
+
+/* One KV head's rows with one tile of keys; offsets past the tile's end repeat its last key. */
+INLINE void attend_packed(const int kind, attention_work *work, int head, int tile_key, int num_keys,
+                          const size_t *offsets) {
+    const pagoda_attention_call *call = work->call;
+    size_t cache_head = (size_t)(work->item->first_head + head) * work->head_bytes;
+    pack_keys(kind, work, (const char *)call->key_cache + cache_head, offsets);
+    pack_values(kind, work, (const char *)call->value_cache + cache_head, offsets);
+    for (int row = 0, rows; row < work->padded_rows; row += rows) {
+        rows = rows_of_block(work, row);
+        int vectors = block_vectors(work, row, rows, tile_key, num_keys);
+        if (rows == ROWS_PER_BLOCK)
+            FOR_VECTORS(weigh_block, kind, ROWS_PER_BLOCK, vectors, work, head, row, tile_key, num_keys)
+        else
+            FOR_VECTORS(weigh_block, kind, ROWS_OF_REST, vectors, work, head, row, tile_key, num_keys)
+    }
+    for (int dim = 0; dim < call->head_dim; dim += BLOCK_LANES) {
+        int left = call->head_dim - dim, dim_vectors = left < BLOCK_LANES ? left / LANES : BLOCK_VECTORS;
+        for (int row = 0, rows; row < work->padded_rows; row += rows) {
+            rows = rows_of_block(work, row);
+            int words = block_vectors(work, row, rows, tile_key, num_keys) * LANES / keys_per_word(kind);
+            if (!words) continue;
+            if (rows == ROWS_PER_BLOCK)
+                FOR_VECTORS(add_block, kind, ROWS_PER_BLOCK, dim_vectors, work, head, row, dim, words)
+            else
+                FOR_VECTORS(add_block, kind, ROWS_OF_REST, dim_vectors, work, head, row, dim, words)
+        }
+    }
+}
+
+#endif

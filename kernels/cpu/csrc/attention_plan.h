@@ -1,0 +1,40 @@
+/* How a call is divided among threads. */
+#ifndef PAGODA_ATTENTION_PLAN_H
+#define PAGODA_ATTENTION_PLAN_H
+
+#include <stdatomic.h>
+
+#include "attention_item.h"
+
+/* Queries of one sequence with all the keys they see: one item, or several, each with a span of the keys. */
+typedef struct {
+    attention_item whole;
+    int64_t cost;
+    int32_t first_item, num_items;
+    atomic_int unfinished; /* items */
+} attention_unit;
+
+typedef struct {
+    const pagoda_attention_call *call;
+    attention_unit *units;
+    attention_item *items;
+    float *partials;
+    int64_t num_units, num_items, cost;
+    size_t num_partials; /* floats */
+} attention_plan;
+
+INLINE int group_size(const pagoda_attention_call *call) { return call->num_heads / call->num_kv_heads; }
+INLINE int rows_of(const pagoda_attention_call *call, const attention_item *item) {
+    return item->num_queries * group_size(call);
+}
+
+/* Floats that one row of a partial result takes: its sums, the total of its weights, its largest score. */
+INLINE size_t partial_row(const pagoda_attention_call *call) { return (size_t)call->head_dim + 2; }
+
+/* Divides the call for `num_threads` threads; the plan's memory is the calling thread's scratch. */
+attention_plan pagoda_plan_attention(const pagoda_attention_call *call, int num_threads);
+
+/* Whether the plan is worth waking other threads for. */
+int pagoda_plan_is_small(const attention_plan *plan);
+
+#endif

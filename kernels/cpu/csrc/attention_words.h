@@ -1,0 +1,188 @@
+/* Rows of a cache as 32-bit words, 16 at a time, and what attention does with such vectors.
+ *
+ * A product over head_dim takes words of a row as they lie in memory; a product over keys takes words across rows:
+ *
+ *   float32                  a word is a float
+ *   bfloat16, paired         a word is two bfloat16, multiplied by one instruction: two dimensions, or two keys
+ *   bfloat16, widened        a word is a float, for processors without that instruction
+ *
+ * Every function takes the kind of cache as a constant, and is compiled for that kind alone.
+ */
+#ifndef PAGODA_ATTENTION_WORDS_H
+#define PAGODA_ATTENTION_WORDS_H
+
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "vector.h"
+
+enum { FLOAT32, BFLOAT16 };
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+enum { PAIRS_BFLOAT16 = 1 };
+#else
+enum { PAIRS_BFLOAT16 = 0 };
+#endif
+
+#if defined(__AVX512BW__)
+typedef uint16_t u16x32 __attribute__((vector_size(64)));
+#endif
+
+INLINE bool is_paired(const int kind) { return kind == BFLOAT16 && PAIRS_BFLOAT16; }
+INLINE size_t element_size(const int kind) { return kind == BFLOAT16 ? sizeof(bf16) : sizeof(float); }
+INLINE int keys_per_word(const int kind) { return is_paired(kind) ? 2 : 1; }
+INLINE int words_of(const int kind, int head_dim) { return is_paired(kind) ? head_dim / 2 : head_dim; }
+INLINE int whole_vectors(int words) { return (words + LANES - 1) / LANES * LANES; }
+
+INLINE f32x16 dot(const int kind, f32x16 sum, u32x16 a, u32x16 b) {
+    return is_paired(kind) ? pagoda_dot_bf16(sum, a, b) : pagoda_dot_f32(sum, a, b);
+}
+
+/* 16 words of a row, from `word` on. */
+INLINE u32x16 load_words(const int kind, const char *row, int word) {
+    if (kind == BFLOAT16 && !is_paired(kind)) return (u32x16)bf16_load((const bf16 *)row + word);
+    return u32x16_load(row + sizeof(uint32_t) * (size_t)word);
+}
+
+/* The last 8 words of a row whose head_dim is not a multiple of 32, then zeros. Only pairs leave such a rest. */
+INLINE u32x16 load_last_words(const char *row, int word) {
+    const char *from = row + sizeof(uint32_t) * (size_t)word;
+#if defined(__AVX512F__)
+    return (u32x16)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)from));
+#else
+    u32x16 value = {0};
+    memcpy(&value, from, sizeof value / 2);
+    return value;
+#endif
+}
+
+INLINE u32x16 load_some_words(const int kind, const char *row, int word, int words) {
+    return word + LANES <= words ? load_words(kind, row, word) : load_last_words(row, word);
+}
+
+/* `vectors` times 16 dimensions of a word of keys: of one row, or of two rows interleaved. */
+INLINE void load_values(const int kind, const int vectors, u32x16 *values, const char *first, const char *second,
+                        int dim) {
+    if (!is_paired(kind)) {
+        for (int v = 0; v < vectors; v++) values[v] = load_words(kind, first, dim + v * LANES);
+        return;
+    }
+    first += sizeof(bf16) * (size_t)dim;
+    second += sizeof(bf16) * (size_t)dim;
+#if defined(__AVX512BW__)
+    const u16x32 low = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
+                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    for (int v = 0; v + 1 < vectors; v += 2) {
+        __m512i a = _mm512_loadu_si512(first + 32 * v), b = _mm512_loadu_si512(second + 32 * v);
+        values[v] = (u32x16)_mm512_permutex2var_epi16(a, (__m512i)low, b);
+        values[v + 1] = (u32x16)_mm512_permutex2var_epi16(a, (__m512i)(low + 16), b);
+    }
+    if (vectors % 2) {
+        __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(first + 32 * (vectors - 1))));
+        __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(second + 32 * (vectors - 1))));
+        values[vectors - 1] = (u32x16)_mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+    }
+#endif
+}
+
+/* Rounds 16 or 32 weights of consecutive keys to words; returns how many vectors of weights it took. */
+INLINE int store_weights(const int kind, uint32_t *to, const f32x16 *weights) {
+#if defined(__AVX512BF16__)
+    if (is_paired(kind)) {
+        __m512bh words = _mm512_cvtne2ps_pbh((__m512)weights[1], (__m512)weights[0]);
+        memcpy(to, &words, sizeof words);
+        return 2;
+    }
+#endif
+    (void)kind;
+    memcpy(to, weights, sizeof *weights);
+    return 1;
+}
+
+INLINE void store_output(const int kind, char *row, int dim, f32x16 value) {
+    if (kind == BFLOAT16) bf16_store((bf16 *)row + dim, value);
+    else f32x16_store((float *)row + dim, value);
+}
+
+/* 2^x for x < 127, to a float's precision; 0 for anything below -150, minus infinity included. */
+INLINE f32x16 exp2_of(f32x16 x) {
+    x = f32x16_max(f32x16_set(-200.0f), x); /* in this order a NaN stays one */
+#if defined(__AVX512F__)
+    f32x16 whole = (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    f32x16 whole = x + 12582912.0f - 12582912.0f; /* 1.5 * 2^23 rounds to an integer */
+#endif
+    f32x16 rest = x - whole;
+    /* The polynomial of least relative error on [-1/2, 1/2]. */
+    f32x16 p = f32x16_set(1.3276472e-3f);
+    p = p * rest + 9.6755410e-3f;
+    p = p * rest + 0.055507131f;
+    p = p * rest + 0.24022120f;
+    p = p * rest + 0.69314694f;
+    p = p * rest + 1.0000001f;
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+    i32x16 is_normal = whole > -126.0f;
+    u32x16 exponent = (u32x16)__builtin_convertvector(whole, i32x16) + 127;
+    return (f32x16)(is_normal & (i32x16)(p * (f32x16)(exponent << 23)));
+#endif
+}
+
+/* Of four vectors: each quarter of the result holds four lanes that add up, over the quarters, to the four sums. */
+INLINE f32x16 add_lanes_of_4(const f32x16 *sums) {
+#if defined(__AVX512F__)
+    __m512 a = (__m512)sums[0], b = (__m512)sums[1], c = (__m512)sums[2], d = (__m512)sums[3];
+    __m512d ab = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512d cd = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    return (f32x16)_mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+#else
+    return (f32x16){f32x16_sum(sums[0]), f32x16_sum(sums[1]), f32x16_sum(sums[2]), f32x16_sum(sums[3])};
+#endif
+}
+
+/* The 16 sums of four results of add_lanes_of_4, in order. */
+INLINE f32x16 join_sums(const f32x16 *quads) {
+#if defined(__AVX512F__)
+    __m512 a = (__m512)quads[0], b = (__m512)quads[1], c = (__m512)quads[2], d = (__m512)quads[3];
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+    return (f32x16)_mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+#else
+    f32x16 joined;
+    for (int quad = 0; quad < 4; quad++) memcpy((float *)&joined + 4 * quad, &quads[quad], 4 * sizeof(float));
+    return joined;
+#endif
+}
+
+/* Turns 16 vectors of 16 words about the diagonal and stores them `stride` words apart. */
+INLINE void store_transposed(uint32_t *to, size_t stride, u32x16 *rows) {
+#if defined(__AVX512F__)
+    __m512i pairs[LANES], quads[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4) { /* quads[i + k]: word 4q + k of rows i..i+3, in quarter q */
+        quads[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+        quads[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+        quads[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+        quads[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+    }
+    for (int k = 0; k < 4; k++) {
+        __m512i even = _mm512_shuffle_i32x4(quads[k], quads[k + 4], 0x88);
+        __m512i odd = _mm512_shuffle_i32x4(quads[k], quads[k + 4], 0xdd);
+        __m512i even_behind = _mm512_shuffle_i32x4(quads[k + 8], quads[k + 12], 0x88);
+        __m512i odd_behind = _mm512_shuffle_i32x4(quads[k + 8], quads[k + 12], 0xdd);
+        _mm512_storeu_si512(to + stride * (size_t)k, _mm512_shuffle_i32x4(even, even_behind, 0x88));
+        _mm512_storeu_si512(to + stride * (size_t)(k + 4), _mm512_shuffle_i32x4(odd, odd_behind, 0x88));
+        _mm512_storeu_si512(to + stride * (size_t)(k + 8), _mm512_shuffle_i32x4(even, even_behind, 0xdd));
+        _mm512_storeu_si512(to + stride * (size_t)(k + 12), _mm512_shuffle_i32x4(odd, odd_behind, 0xdd));
+    }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int word = 0; word < LANES; word++) to[stride * (size_t)word + (size_t)i] = rows[i][word];
+#endif
+}
+
+#endif

@@ -1,0 +1,54 @@
+/* See layer.h. */
+#include "layer.h"
+
+#include <stddef.h>
+
+#include "attention.h"
+#include "rows.h"
+
+/* Multiplies rows into the residual stream, or into this rank's part of what is to be added to it. */
+static void add_to_hidden(const pagoda_layer *layer, const pagoda_step *step, const pagoda_rows *rows,
+                          const pagoda_weight *weight) {
+    if (step->partial) pagoda_linear(step->partial, layer->hidden_size, rows, weight, PAGODA_STORE);
+    else pagoda_linear(step->hidden, layer->hidden_size, rows, weight, PAGODA_ADD);
+}
+
+void pagoda_attention_half(const pagoda_layer *layer, const pagoda_step *step, void *key_cache, void *value_cache) {
+    pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
+    pagoda_pack_rows(&rows, step->hidden, 0, layer->qkv.kind, layer->hidden_size, layer->input_norm, layer->eps);
+    pagoda_linear(step->wide, layer->qkv.out_features, &rows, &layer->qkv, PAGODA_STORE);
+    pagoda_rope_call rope = {
+        .query = step->query, .key_cache = key_cache, .value_cache = value_cache, .qkv = step->wide,
+        .rope = step->rope, .query_norm = layer->query_norm, .key_norm = layer->key_norm,
+        .positions = step->positions, .slot_mapping = step->slot_mapping, .num_tokens = step->num_tokens,
+        .num_heads = layer->num_heads, .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim,
+        .is_bf16 = layer->is_bf16, .eps = layer->eps,
+    };
+    pagoda_rope_and_store(&rope);
+    pagoda_attention_call attention = {
+        .output = step->attended, .query = step->query, .key_cache = key_cache, .value_cache = value_cache,
+        .cu_seqlens_q = step->cu_seqlens_q, .seq_lens = step->seq_lens, .block_tables = step->block_tables,
+        .num_seqs = step->num_seqs, .max_blocks = step->max_blocks, .num_heads = layer->num_heads,
+        .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim, .block_size = step->block_size,
+        .sliding_window = layer->sliding_window, .is_bf16 = layer->is_bf16, .scale = layer->scale,
+    };
+    pagoda_attention(&attention);
+    pagoda_pack_rows(&rows, step->attended, layer->is_bf16, layer->output.kind, layer->output.in_features, NULL, 0);
+    add_to_hidden(layer, step, &rows, &layer->output);
+}
+
+void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step) {
+    pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
+    pagoda_pack_rows(&rows, step->hidden, 0, layer->gate_up.kind, layer->hidden_size, layer->post_attention_norm,
+                     layer->eps);
+    pagoda_linear(step->wide, layer->intermediate_size, &rows, &layer->gate_up, PAGODA_SILU_MUL);
+    pagoda_pack_rows(&rows, step->wide, 0, layer->down.kind, layer->down.in_features, NULL, 0);
+    add_to_hidden(layer, step, &rows, &layer->down);
+}
+
+void pagoda_logits(float *logits, const float *hidden, int32_t num_rows, const float *norm, float eps,
+                   const pagoda_weight *head, uint32_t *words, float *row_scales) {
+    pagoda_rows rows = {words, row_scales, num_rows};
+    pagoda_pack_rows(&rows, hidden, 0, head->kind, head->in_features, norm, eps);
+    pagoda_linear(logits, head->out_features, &rows, head, PAGODA_STORE);
+}

@@ -1,0 +1,54 @@
+/* The two halves of a decoder layer, each as one call: between its kernels no Python runs.
+ *
+ * `hidden`, the residual stream, is float32. Nothing here allocates: the caller's scratch buffers hold what a step of
+ * num_tokens tokens needs.
+ */
+#ifndef PAGODA_LAYER_H
+#define PAGODA_LAYER_H
+
+#include <stdint.h>
+
+#include "linear.h"
+
+typedef struct {
+    pagoda_weight qkv, output, gate_up, down; /* gate_up: panels alternate between the gate's and up's */
+    const float *input_norm;                  /* [hidden_size] */
+    const float *post_attention_norm;         /* [hidden_size] */
+    const float *query_norm;                  /* [head_dim], or NULL */
+    const float *key_norm;
+    int32_t num_heads, num_kv_heads, head_dim, hidden_size;
+    int32_t intermediate_size; /* a multiple of 16: padded with zeros */
+    int32_t sliding_window;    /* 0: none */
+    int32_t is_bf16;           /* the KV cache; else float32 */
+    float eps, scale;
+} pagoda_layer;
+
+typedef struct {
+    float *hidden;  /* [num_tokens, hidden_size] */
+    float *partial; /* the same: takes the result of a tensor-parallel rank; NULL: it is added to hidden */
+    const float *rope;
+    const int64_t *positions;
+    const int64_t *slot_mapping;
+    const int32_t *cu_seqlens_q;
+    const int32_t *seq_lens;
+    const int32_t *block_tables;
+    int32_t num_tokens, num_seqs, max_blocks, block_size;
+    /* Scratch. */
+    uint32_t *words;   /* [num_tokens, the widest row's words] */
+    float *row_scales; /* [num_tokens] */
+    float *wide;       /* [num_tokens, the widest linear's outputs] */
+    void *query;       /* [num_tokens, num_heads, head_dim], the cache's type */
+    void *attended;
+} pagoda_step;
+
+/* hidden += output(attention(qkv(norm(hidden)))), storing the step's keys and values on the way. */
+void pagoda_attention_half(const pagoda_layer *layer, const pagoda_step *step, void *key_cache, void *value_cache);
+
+/* hidden += down(silu(gate(norm(hidden))) * up(norm(hidden))). */
+void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step);
+
+/* logits [num_rows, out_features] = head(norm(hidden)), float32. */
+void pagoda_logits(float *logits, const float *hidden, int32_t num_rows, const float *norm, float eps,
+                   const pagoda_weight *head, uint32_t *words, float *row_scales);
+
+#endif

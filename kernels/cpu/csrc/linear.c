@@ -1,0 +1,249 @@
+/* See linear.h. */
+#include "linear.h"
+
+#include <math.h>
+#include <stdbool.h>
+
+#include "threads.h"
+#include "vector.h"
+
+enum { MAX_PANELS_AT_ONCE = 4, BYTES_PER_PART = 256 * 1024 };
+
+int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
+
+int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
+    int32_t per_word = kind == PAGODA_INT8 ? 4 : kind == PAGODA_BF16 ? 2 : 1;
+    return (in_features + per_word - 1) / per_word;
+}
+
+/* --- the inner loops ------------------------------------------------------------------------------------------- */
+
+/* How many words ahead weights are fetched: panels that are read together need less each. Measured on Zen 4. */
+#define WORDS_AHEAD(PANELS) ((PANELS) == 4 ? 8 : (PANELS) == 2 ? 32 : 64)
+
+/* Sums of ROWS rows with PANELS panels, as [PANELS][ROWS][16]: everything stays in registers until the end. */
+#define DEFINE_TILE(NAME, SUM, DOT, ROWS, PANELS)                                                                     \
+    static void NAME##_##ROWS##_##PANELS(void *sums, const uint32_t *rows, const uint32_t *weights,                   \
+                                         int64_t num_words) {                                                         \
+        const int64_t panel = num_words * LANES;                                                                      \
+        SUM sum[PANELS][ROWS];                                                                                        \
+        _Pragma("GCC unroll 16") for (int p = 0; p < PANELS; p++)                                                     \
+            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) sum[p][r] = (SUM){0};                             \
+        for (int64_t k = 0; k < num_words; k++, rows += ROWS, weights += LANES) {                                     \
+            u32x16 weight[PANELS];                                                                                    \
+            _Pragma("GCC unroll 16") for (int p = 0; p < PANELS; p++) {                                               \
+                weight[p] = u32x16_load(weights + p * panel);                                                         \
+                __builtin_prefetch(weights + p * panel + WORDS_AHEAD(PANELS) * LANES);                                 \
+            }                                                                                                         \
+            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) {                                                 \
+                u32x16 row = u32x16_set(rows[r]);                                                                     \
+                _Pragma("GCC unroll 16") for (int p = 0; p < PANELS; p++) sum[p][r] = DOT(sum[p][r], row, weight[p]); \
+            }                                                                                                         \
+        }                                                                                                             \
+        _Pragma("GCC unroll 16") for (int p = 0; p < PANELS; p++)                                                     \
+            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                                   \
+                memcpy((char *)sums + (p * ROWS + r) * sizeof(SUM), &sum[p][r], sizeof(SUM));                         \
+    }
+
+#define DEFINE_TILES(NAME, SUM, DOT)                                                                                  \
+    DEFINE_TILE(NAME, SUM, DOT, 1, 4) DEFINE_TILE(NAME, SUM, DOT, 2, 4) DEFINE_TILE(NAME, SUM, DOT, 3, 4)             \
+    DEFINE_TILE(NAME, SUM, DOT, 4, 4) DEFINE_TILE(NAME, SUM, DOT, 5, 4) DEFINE_TILE(NAME, SUM, DOT, 6, 4)             \
+    DEFINE_TILE(NAME, SUM, DOT, 7, 2) DEFINE_TILE(NAME, SUM, DOT, 8, 2) DEFINE_TILE(NAME, SUM, DOT, 9, 2)             \
+    DEFINE_TILE(NAME, SUM, DOT, 10, 2) DEFINE_TILE(NAME, SUM, DOT, 11, 2) DEFINE_TILE(NAME, SUM, DOT, 12, 2)          \
+    DEFINE_TILE(NAME, SUM, DOT, 13, 2) DEFINE_TILE(NAME, SUM, DOT, 14, 2) DEFINE_TILE(NAME, SUM, DOT, 15, 1)          \
+    DEFINE_TILE(NAME, SUM, DOT, 16, 1)                                                                                \
+    static const tile_function NAME[ROWS_PER_TILE + 1] = {                                                            \
+        NULL,       NAME##_1_4,  NAME##_2_4,  NAME##_3_4,  NAME##_4_4,  NAME##_5_4,  NAME##_6_4,  NAME##_7_2,         \
+        NAME##_8_2, NAME##_9_2,  NAME##_10_2, NAME##_11_2, NAME##_12_2, NAME##_13_2, NAME##_14_2, NAME##_15_1,        \
+        NAME##_16_1};
+
+typedef void (*tile_function)(void *sums, const uint32_t *rows, const uint32_t *weights, int64_t num_words);
+
+DEFINE_TILES(f32_tiles, f32x16, pagoda_dot_f32)
+DEFINE_TILES(bf16_tiles, f32x16, pagoda_dot_bf16)
+#if PAGODA_HAS_INT8
+DEFINE_TILES(int8_tiles, i32x16, pagoda_dot_int8)
+#endif
+
+static int panels_at_once(int num_rows) { return num_rows <= 6 ? 4 : num_rows <= 14 ? 2 : 1; }
+
+static tile_function tile_for(int kind, int num_rows) {
+#if PAGODA_HAS_INT8
+    if (kind == PAGODA_INT8) return int8_tiles[num_rows];
+#endif
+    return kind == PAGODA_BF16 ? bf16_tiles[num_rows] : f32_tiles[num_rows];
+}
+
+/* --- what becomes of the sums ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    float *output;
+    int64_t stride;
+    const pagoda_rows *rows;
+    const pagoda_weight *weight;
+    pagoda_epilogue epilogue;
+    int64_t num_words, num_panels, panels_per_part;
+} linear_call;
+
+/* The product of a row with a panel, from their sum. */
+INLINE f32x16 product(const linear_call *call, const void *sum, int64_t row, int64_t panel) {
+    const pagoda_weight *weight = call->weight;
+    f32x16 value = f32x16_load(sum);
+    if (weight->kind == PAGODA_INT8) {
+        i32x16 offset, total;
+        memcpy(&total, sum, sizeof total);
+        memcpy(&offset, weight->sums + panel * LANES, sizeof offset);
+        value = __builtin_convertvector(total - 128 * offset, f32x16); /* the rows are offset by 128 */
+        value *= f32x16_load(weight->scales + panel * LANES) * call->rows->scales[row];
+    }
+    return weight->bias ? value + f32x16_load(weight->bias + panel * LANES) : value;
+}
+
+/* The lanes beyond the last output are nobody's. */
+INLINE void put(float *to, f32x16 value, int64_t count, bool is_added) {
+    if (count >= LANES) {
+        f32x16_store(to, is_added ? f32x16_load(to) + value : value);
+        return;
+    }
+    float parts[LANES];
+    f32x16_store(parts, value);
+    for (int64_t i = 0; i < count; i++) to[i] = is_added ? to[i] + parts[i] : parts[i];
+}
+
+static void finish(const linear_call *call, const float *sums, int64_t first_row, int num_rows, int64_t panel,
+                   int num_panels) {
+    int64_t width = call->weight->out_features;
+    for (int p = 0; p < num_panels; p++)
+        for (int r = 0; r < num_rows; r++) {
+            const float *sum = sums + (p * num_rows + r) * LANES;
+            float *row = call->output + (first_row + r) * call->stride;
+            f32x16 value = product(call, sum, first_row + r, panel + p);
+            if (call->epilogue != PAGODA_SILU_MUL) {
+                put(row + (panel + p) * LANES, value, width - (panel + p) * LANES, call->epilogue == PAGODA_ADD);
+            } else if (p % 2 == 0) { /* this panel is the gate, the next one what it lets through */
+                f32x16 up = product(call, sum + num_rows * LANES, first_row + r, panel + p + 1);
+                int64_t column = (panel + p) / 2 * LANES;
+                put(row + column, value / (1 + f32x16_exp(-value)) * up, width / 2 - column, false);
+            }
+        }
+}
+
+/* --- the loops around them ------------------------------------------------------------------------------------- */
+
+static void multiply_panels(const linear_call *call, int64_t panel, int num_panels) {
+    _Alignas(64) float sums[MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES];
+    int64_t num_words = call->num_words;
+    for (int64_t row = 0; row < call->rows->num_rows; row += ROWS_PER_TILE) {
+        int64_t left = call->rows->num_rows - row;
+        int num_rows = left < ROWS_PER_TILE ? (int)left : ROWS_PER_TILE;
+        int step = panels_at_once(num_rows);
+        tile_function tile = tile_for(call->weight->kind, num_rows);
+        const uint32_t *rows = call->rows->words + row * num_words;
+        const uint32_t *words = call->weight->words + panel * LANES * num_words;
+        for (int p = 0; p < num_panels; p += step)
+            tile(sums + p * num_rows * LANES, rows, words + p * LANES * num_words, num_words);
+        finish(call, sums, row, num_rows, panel, num_panels);
+    }
+}
+
+static void multiply_part(void *args, int64_t index, int thread) {
+    (void)thread;
+    const linear_call *call = args;
+    int64_t panel = index * call->panels_per_part, end = panel + call->panels_per_part;
+    if (end > call->num_panels) end = call->num_panels;
+    for (; panel < end; panel += MAX_PANELS_AT_ONCE) multiply_panels(call, panel, MAX_PANELS_AT_ONCE);
+}
+
+void pagoda_linear(float *output, int64_t stride, const pagoda_rows *rows, const pagoda_weight *weight,
+                   pagoda_epilogue epilogue) {
+    linear_call call = {output, stride, rows, weight, epilogue, 0, 0, 0};
+    call.num_words = pagoda_num_words(weight->kind, weight->in_features);
+    call.num_panels = (weight->out_features + LANES - 1) / LANES;
+    int64_t group_bytes = MAX_PANELS_AT_ONCE * LANES * call.num_words * 4;
+    int64_t groups = BYTES_PER_PART / group_bytes;
+    call.panels_per_part = (groups < 1 ? 1 : groups) * MAX_PANELS_AT_ONCE;
+    pagoda_parallel_for((call.num_panels + call.panels_per_part - 1) / call.panels_per_part, multiply_part, &call);
+}
+
+/* --- packing --------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    uint32_t *words;
+    float *scales;
+    int32_t *sums;
+    const void *source;
+    int32_t source_is_bf16, kind, num_rows, in_features, first_output, panel_step, panel_offset;
+} pack_call;
+
+INLINE float element(const pack_call *call, const void *row, int64_t i) {
+    return call->source_is_bf16 ? bf16_to_float(((const bf16 *)row)[i]) : ((const float *)row)[i];
+}
+
+static void pack_int8(const pack_call *call, const void *row, uint32_t *lane, int64_t output) {
+    float largest = 0;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < call->in_features; i++) largest = fmaxf(largest, fabsf(element(call, row, i)));
+    float inverse = largest > 0 ? 127 / largest : 0;
+    int32_t num_words = pagoda_num_words(PAGODA_INT8, call->in_features);
+    for (int64_t k = 0; k < num_words; k++) {
+        uint32_t word = 0;
+        for (int part = 0; part < 4 && 4 * k + part < call->in_features; part++) {
+            int32_t value = (int32_t)lrintf(element(call, row, 4 * k + part) * inverse);
+            sum += value;
+            word |= (uint32_t)(uint8_t)value << (8 * part);
+        }
+        lane[k * LANES] = word;
+    }
+    call->scales[output] = largest / 127;
+    call->sums[output] = sum;
+}
+
+static void pack_floats(const pack_call *call, const void *row, uint32_t *lane) {
+    int32_t num_words = pagoda_num_words(call->kind, call->in_features);
+    for (int64_t k = 0; k < num_words; k++) {
+        uint32_t word;
+        if (call->kind == PAGODA_BF16) {
+            float second = 2 * k + 1 < call->in_features ? element(call, row, 2 * k + 1) : 0;
+            word = bf16_from(element(call, row, 2 * k)) | (uint32_t)bf16_from(second) << 16;
+        } else {
+            float value = element(call, row, k);
+            memcpy(&word, &value, sizeof word);
+        }
+        lane[k * LANES] = word;
+    }
+}
+
+/* 16 rows of bfloat16 into a whole panel, word by word as they are: what nearly all packing is. */
+static void copy_panel(const uint16_t *source, int64_t in_features, uint32_t *panel) {
+    for (int64_t k = 0; k < in_features / 2; k++)
+        for (int lane = 0; lane < LANES; lane++) memcpy(panel + k * LANES + lane, source + lane * in_features + 2 * k, 4);
+}
+
+static void pack_part(void *args, int64_t index, int thread) {
+    (void)thread;
+    const pack_call *call = args;
+    int64_t first = index * LANES, end = first + LANES < call->num_rows ? first + LANES : call->num_rows;
+    int64_t row_bytes = (int64_t)call->in_features * (call->source_is_bf16 ? 2 : 4);
+    int64_t num_words = pagoda_num_words(call->kind, call->in_features);
+    for (int64_t row = first; row < end; row++) {
+        int64_t output = call->first_output + row;
+        int64_t panel = output / LANES * call->panel_step + call->panel_offset;
+        uint32_t *words = call->words + panel * LANES * num_words;
+        const char *source = (const char *)call->source + row * row_bytes;
+        bool is_whole = output % LANES == 0 && row + LANES <= end && call->in_features % 2 == 0;
+        if (is_whole && call->kind == PAGODA_BF16 && call->source_is_bf16) {
+            copy_panel((const uint16_t *)source, call->in_features, words);
+            return;
+        }
+        if (call->kind == PAGODA_INT8) pack_int8(call, source, words + output % LANES, panel * LANES + output % LANES);
+        else pack_floats(call, source, words + output % LANES);
+    }
+}
+
+void pagoda_pack_weight(uint32_t *words, float *scales, int32_t *sums, const void *source, int32_t source_is_bf16,
+                        int32_t kind, int32_t num_rows, int32_t in_features, int32_t first_output,
+                        int32_t panel_step, int32_t panel_offset) {
+    pack_call call = {words,    scales,      sums,         source,     source_is_bf16, kind,
+                      num_rows, in_features, first_output, panel_step, panel_offset};
+    pagoda_parallel_for((num_rows + LANES - 1) / LANES, pack_part, &call);
+}

@@ -1,0 +1,58 @@
+/* Linear layers: activations [rows, in_features] times packed weights.
+ *
+ * Both operands are packed as words (see vector.h), so that one inner loop serves float32, bfloat16 and int8:
+ *
+ *     weights      [panels, num_words, 16]   a panel is 16 outputs; a load gives all of them the same word
+ *     activations  tiles of up to 16 rows, each [num_words, rows of the tile]; a load is broadcast to 16 outputs
+ *
+ * int8 weights have a scale per output, activations one per row, and both are symmetric; activations are kept as
+ * unsigned bytes, offset by 128, because that is what the processor's instruction multiplies.
+ */
+#ifndef PAGODA_LINEAR_H
+#define PAGODA_LINEAR_H
+
+#include <stdint.h>
+
+enum { PAGODA_F32 = 0, PAGODA_BF16 = 1, PAGODA_INT8 = 2 };
+enum { ROWS_PER_TILE = 16 };
+
+typedef struct {
+    const uint32_t *words; /* [panels, num_words, 16] */
+    const float *scales;   /* [panels * 16]; int8 only */
+    const int32_t *sums;   /* [panels * 16], of each output's int8 weights; int8 only */
+    const float *bias;     /* [panels * 16], or NULL */
+    int32_t kind;
+    int32_t in_features;
+    int32_t out_features;
+} pagoda_weight;
+
+typedef struct {
+    uint32_t *words;
+    float *scales; /* [rows]; int8 only */
+    int32_t num_rows;
+} pagoda_rows;
+
+typedef enum {
+    PAGODA_STORE,    /* output [rows, out_features] = product */
+    PAGODA_ADD,      /* output += product */
+    PAGODA_SILU_MUL, /* output [rows, out_features / 2] = silu(even panels) * odd panels */
+} pagoda_epilogue;
+
+/* Whether this processor has the instruction that PAGODA_INT8 takes; nothing may be of that kind if not. */
+int32_t pagoda_has_int8(void);
+
+/* Words of one row of in_features elements. */
+int32_t pagoda_num_words(int32_t kind, int32_t in_features);
+
+/* Packs rows [num_rows, in_features] of a weight matrix as outputs first_output and following; output i goes to panel
+ * (i / 16) * panel_step + panel_offset. For int8, scales and sums are written as well. The source is float32 or
+ * bfloat16; lanes of a panel that get no row must have been zeroed. */
+void pagoda_pack_weight(uint32_t *words, float *scales, int32_t *sums, const void *source, int32_t source_is_bf16,
+                        int32_t kind, int32_t num_rows, int32_t in_features, int32_t first_output,
+                        int32_t panel_step, int32_t panel_offset);
+
+/* Multiplies; output is float32 with `stride` elements from one row to the next. */
+void pagoda_linear(float *output, int64_t stride, const pagoda_rows *rows, const pagoda_weight *weight,
+                   pagoda_epilogue epilogue);
+
+#endif

@@ -1,0 +1,157 @@
+/* See rows.h. */
+#include "rows.h"
+
+#include <math.h>
+#include <stdbool.h>
+
+#include "threads.h"
+#include "vector.h"
+
+enum { FEW_ELEMENTS = 1 << 14 }; /* below this, waking other threads costs more than they save */
+
+typedef struct {
+    pagoda_rows *rows;
+    const void *source;
+    const float *norm;
+    int32_t source_is_bf16, kind, width;
+    float eps;
+} pack_call;
+
+static f32x16 load_some(const void *source, bool is_bf16, int64_t at, int64_t count) {
+    if (count >= LANES) return is_bf16 ? bf16_load((const bf16 *)source + at) : f32x16_load((const float *)source + at);
+    float parts[LANES] = {0};
+    for (int64_t i = 0; i < count; i++)
+        parts[i] = is_bf16 ? bf16_to_float(((const bf16 *)source)[at + i]) : ((const float *)source)[at + i];
+    return f32x16_load(parts);
+}
+
+/* The factor that RMSNorm multiplies a row by, before its weights. */
+static float norm_factor(const void *source, bool is_bf16, int64_t width, float eps) {
+    f32x16 squares = {0};
+    for (int64_t i = 0; i < width; i += LANES) {
+        f32x16 x = load_some(source, is_bf16, i, width - i);
+        squares += x * x;
+    }
+    return 1 / sqrtf(f32x16_sum(squares) / (float)width + eps);
+}
+
+/* A row as floats, padded with zeros to whole vectors. */
+static void read_row(const pack_call *call, const void *source, float *row) {
+    float factor = call->norm ? norm_factor(source, call->source_is_bf16, call->width, call->eps) : 1;
+    for (int64_t i = 0; i < call->width; i += LANES) {
+        f32x16 x = load_some(source, call->source_is_bf16, i, call->width - i);
+        if (call->norm) x = x * factor * load_some(call->norm, false, i, call->width - i);
+        f32x16_store(row + i, x);
+    }
+}
+
+/* The words of a row, one after the other. */
+static void make_words(const pack_call *call, const float *row, uint32_t *words, float *scale) {
+    int64_t width = call->width;
+    if (call->kind == PAGODA_F32) {
+        memcpy(words, row, (size_t)width * sizeof *row);
+    } else if (call->kind == PAGODA_BF16) {
+        for (int64_t i = 0; i < width; i += LANES) bf16_store((bf16 *)words + i, f32x16_load(row + i));
+    } else {
+        f32x16 largest = {0};
+        for (int64_t i = 0; i < width; i += LANES) {
+            f32x16 x = f32x16_load(row + i);
+            largest = f32x16_max(largest, f32x16_max(x, -x));
+        }
+        float most = f32x16_largest(largest);
+        float inverse = most > 0 ? 127 / most : 0;
+        typedef uint8_t u8x16 __attribute__((vector_size(16)));
+        for (int64_t i = 0; i < width; i += LANES) {
+            /* Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits. */
+            f32x16 shifted = f32x16_load(row + i) * inverse + 12582912.0f;
+            u8x16 bytes = __builtin_convertvector((u32x16)shifted + 128, u8x16);
+            memcpy((uint8_t *)words + i, &bytes, sizeof bytes);
+        }
+        *scale = most / 127;
+    }
+}
+
+static void pack_tile(void *args, int64_t index, int thread) {
+    (void)thread;
+    const pack_call *call = args;
+    int64_t width = call->width, padded = (width + LANES - 1) / LANES * LANES;
+    int64_t num_words = pagoda_num_words(call->kind, call->width);
+    int64_t first = index * ROWS_PER_TILE, left = call->rows->num_rows - first;
+    int64_t num_rows = left < ROWS_PER_TILE ? left : ROWS_PER_TILE;
+    uint32_t *tile = call->rows->words + first * num_words;
+    _Alignas(64) float row[padded];
+    _Alignas(64) uint32_t words[padded];
+    for (int64_t r = 0; r < num_rows; r++) {
+        const char *source = (const char *)call->source + (first + r) * width * (call->source_is_bf16 ? 2 : 4);
+        read_row(call, source, row);
+        make_words(call, row, words, call->kind == PAGODA_INT8 ? call->rows->scales + first + r : NULL);
+        for (int64_t k = 0; k < num_words; k++) tile[k * num_rows + r] = words[k];
+    }
+}
+
+void pagoda_pack_rows(pagoda_rows *rows, const void *source, int32_t source_is_bf16, int32_t kind, int32_t width,
+                      const float *norm, float eps) {
+    pack_call call = {rows, source, norm, source_is_bf16, kind, width, eps};
+    pagoda_parallel_for((rows->num_rows + ROWS_PER_TILE - 1) / ROWS_PER_TILE, pack_tile, &call);
+}
+
+/* --- rotary embedding and slot writes -------------------------------------------------------------------------- */
+
+static void write(void *to, bool is_bf16, int64_t at, f32x16 value, int64_t count) {
+    if (count >= LANES) {
+        if (is_bf16) bf16_store((bf16 *)to + at, value);
+        else f32x16_store((float *)to + at, value);
+        return;
+    }
+    float parts[LANES];
+    f32x16_store(parts, value);
+    for (int64_t i = 0; i < count; i++) {
+        if (is_bf16) ((bf16 *)to)[at + i] = bf16_from(parts[i]);
+        else ((float *)to)[at + i] = parts[i];
+    }
+}
+
+/* Normalizes and rotates one head into element `at` of `to`. */
+static void rotate(const pagoda_rope_call *call, const float *head, const float *norm, const float *cosines, void *to,
+                   int64_t at) {
+    int64_t half = call->head_dim / 2;
+    const float *sines = cosines + half;
+    float factor = norm ? norm_factor(head, false, call->head_dim, call->eps) : 1;
+    for (int64_t i = 0; i < half; i += LANES) {
+        int64_t count = half - i;
+        f32x16 first = load_some(head, false, i, count), second = load_some(head, false, half + i, count);
+        f32x16 cosine = load_some(cosines, false, i, count), sine = load_some(sines, false, i, count);
+        if (norm) {
+            first *= factor * load_some(norm, false, i, count);
+            second *= factor * load_some(norm, false, half + i, count);
+        }
+        write(to, call->is_bf16, at + i, first * cosine - second * sine, count);
+        write(to, call->is_bf16, at + half + i, second * cosine + first * sine, count);
+    }
+}
+
+static void rope_token(void *args, int64_t token, int thread) {
+    (void)thread;
+    const pagoda_rope_call *call = args;
+    int64_t width = call->head_dim;
+    const float *head = call->qkv + token * (call->num_heads + 2 * call->num_kv_heads) * width;
+    const float *cosines = call->rope + call->positions[token] * width;
+    for (int64_t i = 0; i < call->num_heads; i++, head += width)
+        rotate(call, head, call->query_norm, cosines, call->query, (token * call->num_heads + i) * width);
+    int64_t slot = call->slot_mapping[token];
+    if (slot < 0) return;
+    for (int64_t i = 0; i < call->num_kv_heads; i++, head += width)
+        rotate(call, head, call->key_norm, cosines, call->key_cache, (slot * call->num_kv_heads + i) * width);
+    int64_t size = call->num_kv_heads * width;
+    for (int64_t i = 0; i < size; i += LANES)
+        write(call->value_cache, call->is_bf16, slot * size + i, load_some(head, false, i, size - i), size - i);
+}
+
+void pagoda_rope_and_store(const pagoda_rope_call *call) {
+    int64_t elements = (int64_t)call->num_tokens * (call->num_heads + 2 * call->num_kv_heads) * call->head_dim;
+    if (elements >= FEW_ELEMENTS) {
+        pagoda_parallel_for(call->num_tokens, rope_token, (void *)call);
+        return;
+    }
+    for (int64_t token = 0; token < call->num_tokens; token++) rope_token((void *)call, token, 0);
+}

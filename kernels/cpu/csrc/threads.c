@@ -1,0 +1,147 @@
+/* See threads.h.
+ *
+ * A loop is published as one 64-bit word: its generation, its number of parts, and the part to be done next. Threads
+ * claim parts by adding 1, so a claim tells which loop it belongs to, a thread that comes late claims nothing, and
+ * nobody waits for a thread that has nothing to do: on a busy machine a loop takes no longer than its slowest part.
+ */
+#define _GNU_SOURCE
+#include "threads.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#ifdef __linux__
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+enum { PART_BITS = 24, SPINS_BEFORE_SLEEP = 20000, SPINS_BEFORE_YIELD = 2000 };
+static const uint64_t PART_MASK = ((uint64_t)1 << PART_BITS) - 1;
+
+static struct {
+    _Alignas(64) atomic_uint_fast64_t loop; /* generation << 48 | number of parts << 24 | next part */
+    _Alignas(64) atomic_int_fast64_t done;
+    _Alignas(64) pagoda_task task;
+    void *args;
+    atomic_int sleepers;
+    atomic_int num_threads;
+    atomic_int niceness;
+    int num_workers; /* threads that exist, besides the callers' */
+    pthread_mutex_t use; /* held by the caller whose loop runs */
+    pthread_mutex_t sleep;
+    pthread_cond_t wake;
+} pool = {
+    .num_threads = 1,
+    .use = PTHREAD_MUTEX_INITIALIZER,
+    .sleep = PTHREAD_MUTEX_INITIALIZER,
+    .wake = PTHREAD_COND_INITIALIZER,
+};
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static inline bool has_parts(uint64_t loop) { return (loop & PART_MASK) < ((loop >> PART_BITS) & PART_MASK); }
+
+/* Does parts of the present loop until none is left. */
+static void work(int thread) {
+    while (has_parts(atomic_load_explicit(&pool.loop, memory_order_acquire))) {
+        uint64_t claim = atomic_fetch_add_explicit(&pool.loop, 1, memory_order_acq_rel);
+        if (!has_parts(claim)) return;
+        /* Until this part is done its loop is not, so task and args are this loop's. */
+        pool.task(pool.args, (int64_t)(claim & PART_MASK), thread);
+        atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
+    }
+}
+
+static void wait_for_loop(int thread) {
+    for (int spin = 0; spin < SPINS_BEFORE_SLEEP; spin++) {
+        if (has_parts(atomic_load_explicit(&pool.loop, memory_order_acquire))) return;
+        relax();
+    }
+    pthread_mutex_lock(&pool.sleep);
+    atomic_fetch_add(&pool.sleepers, 1);
+    while (!has_parts(atomic_load(&pool.loop)) || thread >= atomic_load(&pool.num_threads))
+        pthread_cond_wait(&pool.wake, &pool.sleep);
+    atomic_fetch_sub(&pool.sleepers, 1);
+    pthread_mutex_unlock(&pool.sleep);
+}
+
+static void apply_niceness(int *present) {
+#ifdef __linux__
+    int wanted = atomic_load_explicit(&pool.niceness, memory_order_relaxed);
+    if (wanted != *present) setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), wanted);
+    *present = wanted;
+#else
+    (void)present;
+#endif
+}
+
+static void *run_worker(void *number) {
+    int thread = (int)(intptr_t)number, niceness = 0;
+    for (;;) {
+        wait_for_loop(thread);
+        apply_niceness(&niceness);
+        if (thread < atomic_load_explicit(&pool.num_threads, memory_order_relaxed)) work(thread);
+    }
+    return NULL;
+}
+
+static void forget_workers(void) { /* a forked child has none of its parent's threads */
+    pool.num_workers = 0;
+    atomic_store(&pool.num_threads, 1);
+    atomic_store(&pool.sleepers, 0);
+    atomic_store(&pool.loop, 0);
+    pthread_mutex_init(&pool.use, NULL);
+    pthread_mutex_init(&pool.sleep, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+}
+
+void pagoda_set_num_threads(int count) {
+    static bool is_registered = false;
+    pthread_mutex_lock(&pool.use);
+    if (!is_registered) is_registered = !pthread_atfork(NULL, NULL, forget_workers);
+    count = count < 1 ? 1 : count > PAGODA_MAX_THREADS ? PAGODA_MAX_THREADS : count;
+    while (pool.num_workers < count - 1) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, run_worker, (void *)(intptr_t)(pool.num_workers + 1))) break;
+        pthread_detach(thread);
+        pool.num_workers++;
+    }
+    atomic_store(&pool.num_threads, count < pool.num_workers + 1 ? count : pool.num_workers + 1);
+    pthread_mutex_unlock(&pool.use);
+}
+
+int pagoda_num_threads(void) { return atomic_load(&pool.num_threads); }
+
+void pagoda_set_niceness(int niceness) { atomic_store(&pool.niceness, niceness); }
+
+void pagoda_parallel_for(int64_t count, pagoda_task task, void *args) {
+    if (count <= 1 || atomic_load_explicit(&pool.num_threads, memory_order_relaxed) == 1 ||
+        pthread_mutex_trylock(&pool.use)) {
+        for (int64_t index = 0; index < count; index++) task(args, index, 0);
+        return;
+    }
+    pool.task = task;
+    pool.args = args;
+    atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
+    uint64_t generation = (atomic_load_explicit(&pool.loop, memory_order_relaxed) >> (2 * PART_BITS)) + 1;
+    atomic_store(&pool.loop, generation << (2 * PART_BITS) | (uint64_t)count << PART_BITS);
+    if (atomic_load(&pool.sleepers)) {
+        pthread_mutex_lock(&pool.sleep);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.sleep);
+    }
+    work(0);
+    for (int spin = 0; atomic_load_explicit(&pool.done, memory_order_acquire) < count; spin++) {
+        if (spin < SPINS_BEFORE_YIELD) relax();
+        else sched_yield();
+    }
+    pthread_mutex_unlock(&pool.use);
+}

@@ -1,0 +1,23 @@
+/* The pool of compute threads: one loop at a time is divided among them. */
+#ifndef PAGODA_THREADS_H
+#define PAGODA_THREADS_H
+
+#include <stdint.h>
+
+/* Does part `index` of a loop on thread `thread`, 0 <= thread < pagoda_num_threads(). */
+typedef void (*pagoda_task)(void *args, int64_t index, int thread);
+
+enum { PAGODA_MAX_THREADS = 256 };
+
+/* Sets how many threads compute, the caller's own among them. Not while a loop runs. */
+void pagoda_set_num_threads(int count);
+int pagoda_num_threads(void);
+
+/* Lowers the scheduling priority of the pool's threads: a niceness of 0 to 19, where the system knows such a thing. */
+void pagoda_set_niceness(int niceness);
+
+/* Calls task(args, i, thread) for 0 <= i < count < 2^24, on whichever threads are free, and returns when all are done.
+ * The calling thread takes part, and does everything itself if another caller has the pool. */
+void pagoda_parallel_for(int64_t count, pagoda_task task, void *args);
+
+#endif

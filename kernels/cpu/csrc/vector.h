@@ -1,0 +1,151 @@
+/* Vectors of 16 floats in GCC's and clang's own notation, which compiles for any processor.
+ *
+ * A "word" is 32 bits of one weight row or activation row along the dimension that a product sums over: a float, two
+ * bfloat16 or four int8. pagoda_dot_* adds the products of 16 words with 16 others, lane by lane.
+ */
+#ifndef PAGODA_VECTOR_H
+#define PAGODA_VECTOR_H
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+enum { LANES = 16 };
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint16_t bf16; /* the upper half of a float's bits */
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE f32x16 f32x16_set(float value) { return value - (f32x16){0}; }
+INLINE u32x16 u32x16_set(uint32_t value) { return value - (u32x16){0}; }
+
+INLINE f32x16 f32x16_load(const float *from) {
+    f32x16 value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+INLINE void f32x16_store(float *to, f32x16 value) { memcpy(to, &value, sizeof value); }
+INLINE u32x16 u32x16_load(const void *from) {
+    u32x16 value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+/* Lane by lane `a` where the mask (a comparison's result) is set, else `b`. */
+INLINE f32x16 f32x16_select(i32x16 mask, f32x16 a, f32x16 b) {
+    return (f32x16)((mask & (i32x16)a) | (~mask & (i32x16)b));
+}
+INLINE f32x16 f32x16_max(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return f32x16_select(a > b, a, b);
+#endif
+}
+
+INLINE float f32x16_sum(f32x16 value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)value);
+#else
+    float parts[LANES];
+    f32x16_store(parts, value);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    return parts[0];
+#endif
+}
+INLINE float f32x16_largest(f32x16 value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)value);
+#else
+    float parts[LANES];
+    f32x16_store(parts, value);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
+    return parts[0];
+#endif
+}
+
+/* 16 bfloat16 in memory as floats, and floats rounded to nearest-even. */
+INLINE f32x16 bf16_load(const bf16 *from) {
+    u16x16 half;
+    memcpy(&half, from, sizeof half);
+    return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
+}
+INLINE u32x16 bf16_round(f32x16 value) { /* in the lower halves; a NaN stays one */
+    u32x16 bits = (u32x16)value;
+    u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    u32x16 is_number = (u32x16)(value == value);
+    return (is_number & rounded) | (~is_number & 0x7fc0);
+}
+INLINE void bf16_store(bf16 *to, f32x16 value) {
+#if defined(__AVX512BF16__)
+    __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+#else
+    u16x16 half = __builtin_convertvector(bf16_round(value), u16x16);
+#endif
+    memcpy(to, &half, sizeof half);
+}
+INLINE bf16 bf16_from(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (value != value) return 0x7fc0;
+    return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+INLINE float bf16_to_float(bf16 value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+/* sum + a * b over the words' parts. */
+INLINE f32x16 pagoda_dot_f32(f32x16 sum, u32x16 a, u32x16 b) { return sum + (f32x16)a * (f32x16)b; }
+
+INLINE f32x16 pagoda_dot_bf16(f32x16 sum, u32x16 a, u32x16 b) {
+#if defined(__AVX512BF16__)
+    return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum += (f32x16)(a << 16) * (f32x16)(b << 16);
+    return sum + (f32x16)(a & 0xffff0000u) * (f32x16)(b & 0xffff0000u);
+#endif
+}
+
+#if defined(__AVX512VNNI__)
+#define PAGODA_HAS_INT8 1
+/* `a` holds unsigned bytes, `b` signed ones. */
+INLINE i32x16 pagoda_dot_int8(i32x16 sum, u32x16 a, u32x16 b) {
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+}
+#else
+#define PAGODA_HAS_INT8 0
+#endif
+
+/* e^x to about one unit in the last place for -87 < x < 88, 0 below and e^88 above. */
+INLINE f32x16 f32x16_exp(f32x16 x) {
+    const f32x16 low = f32x16_set(-87.3f), high = f32x16_set(88.0f);
+    i32x16 is_zero = x < low;
+    x = f32x16_select(x > high, high, f32x16_max(x, low));
+    /* x = n ln 2 + r: 1.5 * 2^23 rounds to an integer, and ln 2 in two parts keeps r exact. */
+    f32x16 shifted = x * 1.44269504f + 12582912.0f;
+    f32x16 n = shifted - 12582912.0f;
+    f32x16 r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    f32x16 p = f32x16_set(1.9875691500e-4f); /* the minimax polynomial of Cephes' expf (Moshier, 1992) */
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    f32x16 scale = (f32x16)(((u32x16)shifted - 0x4b400000u + 127) << 23);
+    f32x16 result = p * scale;
+    return (f32x16)(~is_zero & (i32x16)result);
+}
+
+#endif

@@ -1,0 +1,169 @@
+"""A decoder layer's two halves and the logits as calls of the C kernels (csrc/layer.h)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kernels.attention import AttentionMetadata
+from kernels.cpu.library import library
+from kernels.cpu.linear import CWeight, PackedLinear, WeightKind, words_per_row
+
+__all__ = ["CLayer", "CpuStep", "attention_half", "logits", "mlp_half"]
+
+
+class CLayer(ctypes.Structure):
+    """``pagoda_layer``."""
+
+    _fields_ = (
+        ("qkv", CWeight),
+        ("output", CWeight),
+        ("gate_up", CWeight),
+        ("down", CWeight),
+        ("input_norm", ctypes.c_void_p),
+        ("post_attention_norm", ctypes.c_void_p),
+        ("query_norm", ctypes.c_void_p),
+        ("key_norm", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("hidden_size", ctypes.c_int32),
+        ("intermediate_size", ctypes.c_int32),
+        ("sliding_window", ctypes.c_int32),
+        ("is_bf16", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
+class CStep(ctypes.Structure):
+    """``pagoda_step``."""
+
+    _fields_ = (
+        ("hidden", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("rope", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("slot_mapping", ctypes.c_void_p),
+        ("cu_seqlens_q", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("max_blocks", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("words", ctypes.c_void_p),
+        ("row_scales", ctypes.c_void_p),
+        ("wide", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
+        ("attended", ctypes.c_void_p),
+    )
+
+
+class Scratch:
+    """Memory for what lives within a layer: kept from step to step, since fresh memory costs its page faults.
+
+    Args:
+        kind: of the weights.
+        width: elements of the widest row that a linear layer of the model reads.
+        outputs: elements of the widest row that one writes.
+        attention_width: elements of a token's queries.
+        cache_dtype: of keys and values, and so of queries.
+    """
+
+    def __init__(
+        self, kind: WeightKind, *, width: int, outputs: int, attention_width: int, cache_dtype: torch.dtype
+    ) -> None:
+        self._num_words = words_per_row(kind, width)
+        self._outputs, self._attention_width, self._cache_dtype = outputs, attention_width, cache_dtype
+        self._capacity = 0
+        self.reserve(16)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for a step of ``num_tokens``."""
+        if num_tokens <= self._capacity:
+            return
+        self._capacity = num_tokens
+        self.words = torch.empty(num_tokens * self._num_words, dtype=torch.int32)
+        self.row_scales = torch.empty(num_tokens)
+        self.wide = torch.empty(num_tokens * self._outputs)
+        self.query, self.attended = (
+            torch.empty(num_tokens * self._attention_width, dtype=self._cache_dtype) for _ in range(2)
+        )
+
+
+class CpuStep:
+    """One step's batch for the kernels.
+
+    Args:
+        hidden: float32 [num_tokens, hidden_size], the residual stream, which the halves add to.
+        positions: int64 [num_tokens].
+        rope: float32 [length, 2, head_dim // 2].
+        metadata: the step's attention.
+        block_size: tokens in a KV block.
+        scratch: with room for as many tokens.
+        partial: like ``hidden``; where it is given, the halves write what is to be added there instead.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        rope: torch.Tensor,
+        metadata: AttentionMetadata,
+        block_size: int,
+        scratch: Scratch,
+        partial: torch.Tensor | None = None,
+    ) -> None:
+        scratch.reserve(hidden.shape[0])
+        block_tables = metadata.block_tables
+        assert hidden.is_contiguous()
+        assert block_tables.is_contiguous()
+        assert block_tables.dtype == metadata.cu_seqlens_q.dtype == metadata.seq_lens.dtype == torch.int32
+        assert positions.dtype == metadata.slot_mapping.dtype == torch.int64
+        # The structure holds addresses only: whatever they lead to must live as long.
+        self._kept = (hidden, positions, rope, metadata, partial)
+        self.c_step = CStep(
+            hidden.data_ptr(), None if partial is None else partial.data_ptr(), rope.data_ptr(), positions.data_ptr(),
+            metadata.slot_mapping.data_ptr(), metadata.cu_seqlens_q.data_ptr(), metadata.seq_lens.data_ptr(),
+            block_tables.data_ptr(), hidden.shape[0], len(metadata.seq_lens), block_tables.shape[1], block_size,
+            scratch.words.data_ptr(), scratch.row_scales.data_ptr(), scratch.wide.data_ptr(),
+            scratch.query.data_ptr(), scratch.attended.data_ptr(),
+        )  # fmt: skip
+
+
+def attention_half(layer: CLayer, step: CpuStep, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Add a layer's attention to the hidden states, storing the step's keys and values on the way.
+
+    The caches are [num_blocks, block_size, num_kv_heads, head_dim].
+    """
+    _require().pagoda_attention_half(
+        ctypes.byref(layer), ctypes.byref(step.c_step),
+        ctypes.c_void_p(key_cache.data_ptr()), ctypes.c_void_p(value_cache.data_ptr()),
+    )  # fmt: skip
+
+
+def mlp_half(layer: CLayer, step: CpuStep) -> None:
+    """Add a layer's feed-forward to the hidden states."""
+    _require().pagoda_mlp_half(ctypes.byref(layer), ctypes.byref(step.c_step))
+
+
+def logits(
+    output: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor, eps: float, head: PackedLinear, scratch: Scratch
+) -> None:
+    """Write the float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size] to ``output``."""
+    assert hidden.is_contiguous()
+    assert hidden.dtype == torch.float32
+    scratch.reserve(hidden.shape[0])
+    _require().pagoda_logits(
+        ctypes.c_void_p(output.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), ctypes.c_int32(hidden.shape[0]),
+        ctypes.c_void_p(norm.data_ptr()), ctypes.c_float(eps), ctypes.byref(head.c_weight),
+        ctypes.c_void_p(scratch.words.data_ptr()), ctypes.c_void_p(scratch.row_scales.data_ptr()),
+    )  # fmt: skip
+
+
+def _require() -> ctypes.CDLL:
+    loaded = library()
+    assert loaded is not None, "callers ask for the library before they make a layer"
+    return loaded

@@ -1,0 +1,161 @@
+"""PackedLinear: a linear layer's weights as the C kernels read them, and the product with them.
+
+csrc/linear.h draws the layout. A weight is packed once, part by part, and the tensors it came from are not needed
+afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+
+import torch
+
+from kernels.cpu.library import library
+
+__all__ = ["CWeight", "PackedLinear", "WeightKind", "has_int8", "linear", "pack_rows", "words_per_row"]
+
+LANES = 16
+_PANELS_AT_ONCE = 4  # the kernels read panels in fours: what lies behind the last one must be there
+
+
+class WeightKind(IntEnum):
+    """How weights are kept, and activations multiplied with them."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2  # per output, symmetric; activations are quantized row by row
+
+
+class CWeight(ctypes.Structure):
+    """``pagoda_weight``."""
+
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+        ("in_features", ctypes.c_int32),
+        ("out_features", ctypes.c_int32),
+    )
+
+
+class CRows(ctypes.Structure):
+    """``pagoda_rows``."""
+
+    _fields_ = (("words", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("num_rows", ctypes.c_int32))
+
+
+def words_per_row(kind: WeightKind, in_features: int) -> int:
+    """Return how many 32-bit words one row of ``in_features`` elements takes."""
+    return -(-in_features // {WeightKind.FLOAT32: 1, WeightKind.BFLOAT16: 2, WeightKind.INT8: 4}[kind])
+
+
+def has_int8() -> bool:
+    """Return whether this machine multiplies int8 by the kernels: it takes AVX-512 VNNI."""
+    return bool(_require().pagoda_has_int8())
+
+
+class PackedLinear:
+    """Packed weights [out_features, in_features], zero until they are set.
+
+    Args:
+        kind: how the weights are kept.
+        in_features: elements of a row.
+        out_features: rows.
+        has_bias: whether there is a bias, float32 here.
+    """
+
+    def __init__(self, kind: WeightKind, in_features: int, out_features: int, *, has_bias: bool = False) -> None:
+        self.kind, self.in_features, self.out_features = kind, in_features, out_features
+        panels = -(-out_features // (LANES * _PANELS_AT_ONCE)) * _PANELS_AT_ONCE
+        self.num_words = words_per_row(kind, in_features)
+        # Zeroed memory that nobody has touched costs nothing, and only the last panels' lanes stay as they are.
+        self._words = torch.zeros(panels * self.num_words * LANES, dtype=torch.int32)
+        is_int8 = kind is WeightKind.INT8
+        self._scales = torch.zeros(panels * LANES) if is_int8 else None
+        self._sums = torch.zeros(panels * LANES, dtype=torch.int32) if is_int8 else None
+        self._bias = torch.zeros(panels * LANES) if has_bias else None
+        self.c_weight = CWeight(
+            _address(self._words), _address(self._scales), _address(self._sums), _address(self._bias),
+            kind, in_features, out_features,
+        )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the weights take."""
+        return self._words.nbytes
+
+    def set_weight(self, weight: torch.Tensor, *, first_output: int = 0, every: int = 1, offset: int = 0) -> None:
+        """Pack rows [n, in_features] of the weights, float32 or bfloat16 (others are converted).
+
+        Args:
+            weight: the rows.
+            first_output: which output the first of them is.
+            every: with ``offset``, panel i of 16 outputs becomes panel ``i * every + offset``, so that two matrices
+                can be interleaved.
+            offset: see ``every``.
+        """
+        assert weight.shape[1] == self.in_features
+        if weight.dtype not in (torch.float32, torch.bfloat16):
+            weight = weight.float()
+        weight = weight.contiguous()
+        _require().pagoda_pack_weight(
+            ctypes.c_void_p(self.c_weight.words), ctypes.c_void_p(self.c_weight.scales),
+            ctypes.c_void_p(self.c_weight.sums), ctypes.c_void_p(weight.data_ptr()),
+            ctypes.c_int32(weight.dtype == torch.bfloat16), ctypes.c_int32(self.kind),
+            ctypes.c_int32(weight.shape[0]), ctypes.c_int32(self.in_features),
+            ctypes.c_int32(first_output), ctypes.c_int32(every), ctypes.c_int32(offset),
+        )  # fmt: skip
+
+    def set_bias(self, bias: torch.Tensor, *, every: int = 1, offset: int = 0) -> None:
+        """Take a bias [n] for the outputs; ``every`` and ``offset`` as for the weights."""
+        assert self._bias is not None
+        index = torch.arange(len(bias))
+        self._bias[(index // LANES * every + offset) * LANES + index % LANES] = bias.float()
+
+
+def pack_rows(
+    x: torch.Tensor, kind: WeightKind, norm: torch.Tensor | None = None, eps: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows [num_rows, width], float32 or bfloat16, as a linear layer reads them, and their scales.
+
+    Args:
+        x: the rows.
+        kind: of the layer's weights.
+        norm: float32 [width], the weights of an RMSNorm to apply first.
+        eps: what that adds to the mean square.
+    """
+    assert x.is_contiguous()
+    words = torch.empty(x.shape[0] * words_per_row(kind, x.shape[1]), dtype=torch.int32)
+    scales = torch.empty(x.shape[0])
+    rows = CRows(words.data_ptr(), scales.data_ptr(), x.shape[0])
+    _require().pagoda_pack_rows(
+        ctypes.byref(rows), ctypes.c_void_p(x.data_ptr()), ctypes.c_int32(x.dtype == torch.bfloat16),
+        ctypes.c_int32(kind), ctypes.c_int32(x.shape[1]),
+        ctypes.c_void_p(None if norm is None else norm.data_ptr()), ctypes.c_float(eps),
+    )  # fmt: skip
+    return words, scales
+
+
+def linear(x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
+    """Return x W^T + b, float32 [num_rows, out_features], for ``x`` [num_rows, in_features]."""
+    words, scales = pack_rows(x.contiguous(), weight.kind)
+    rows = CRows(words.data_ptr(), scales.data_ptr(), x.shape[0])
+    output = torch.empty(x.shape[0], weight.out_features)
+    _require().pagoda_linear(
+        ctypes.c_void_p(output.data_ptr()), ctypes.c_int64(weight.out_features), ctypes.byref(rows),
+        ctypes.byref(weight.c_weight), ctypes.c_int(0),
+    )  # fmt: skip
+    return output
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _require() -> ctypes.CDLL:
+    loaded = library()
+    assert loaded is not None, "callers ask for the library before they pack anything"
+    return loaded

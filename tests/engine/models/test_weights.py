@@ -1,0 +1,147 @@
+"""Weights one at a time: what is yielded in which order, what is mapped and what is copied, and what is read ahead."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.distributed.tensor_parallel import TensorParallel
+from engine.errors import ModelLoadError
+from engine.models import read_ahead as read_ahead_module
+from engine.models.checkpoint import Checkpoint, open_checkpoint
+from engine.models.config import ModelConfig, load_hf_config
+from engine.models.loader import load_decoder
+from engine.models.read_ahead import ReadAhead
+from engine.models.weights import read_weights
+from tests.engine.conftest import SavedModel
+
+CPU = torch.device("cpu")
+
+
+def shapes_of(path: str) -> dict[str, torch.Size]:
+    model = load_decoder(
+        path, load_hf_config(path), dtype=torch.float32, device=CPU, max_model_len=64, parallel=TensorParallel()
+    )
+    return {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def weights_of(
+    checkpoint: Checkpoint, path: str, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, torch.Tensor]]:
+    config = ModelConfig.from_hf(load_hf_config(path))
+    return read_weights(checkpoint, shapes_of(path), config, TensorParallel(), dtype=dtype, device=CPU)
+
+
+def mapped_file(tensor: torch.Tensor) -> str:
+    """Return the file that the tensor's memory is mapped from, or nothing."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, *rest = line.split(maxsplit=5)
+        start, stop = (int(part, 16) for part in area.split("-"))
+        if start <= address < stop:
+            return rest[-1] if len(rest) == 5 else ""
+    return ""
+
+
+def test_every_parameter_comes_once_in_the_models_order_as_the_checkpoint_has_it(family: SavedModel) -> None:
+    with open_checkpoint(family.path) as checkpoint:
+        weights = dict(weights_of(checkpoint, family.path))
+    assert list(weights) == list(shapes_of(family.path))
+    stored = load_file(Path(family.path) / "model.safetensors")
+    attention, mlp = "layers.1.self_attn", "layers.1.mlp"
+    fused = [stored[f"model.{attention}.{part}_proj.weight"] for part in "qkv"]
+    assert torch.equal(weights[f"{attention}.qkv_proj.weight"], torch.cat(fused))
+    fused = [stored[f"model.{mlp}.{part}_proj.weight"] for part in ("gate", "up")]
+    assert torch.equal(weights[f"{mlp}.gate_up_proj.weight"], torch.cat(fused))
+    assert torch.equal(weights[f"{mlp}.down_proj.weight"], stored[f"model.{mlp}.down_proj.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_another_dtype_are_converted_as_torch_does(family: SavedModel, dtype: torch.dtype) -> None:
+    with open_checkpoint(family.path) as checkpoint:
+        as_stored = dict(weights_of(checkpoint, family.path))
+        for name, weight in weights_of(checkpoint, family.path, dtype):
+            assert torch.equal(weight, as_stored[name].to(dtype)), name
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at Linux's map of the process")
+def test_what_needs_no_change_is_a_view_of_the_file_that_outlives_the_open_checkpoint(qwen3: SavedModel) -> None:
+    with open_checkpoint(qwen3.path) as checkpoint:
+        weights = dict(weights_of(checkpoint, qwen3.path))
+    file = str(Path(qwen3.path) / "model.safetensors")
+    for name in ("embed_tokens.weight", "layers.0.mlp.down_proj.weight", "norm.weight"):
+        assert mapped_file(weights[name]) == file
+    assert mapped_file(weights["layers.0.self_attn.qkv_proj.weight"]) != file
+    assert torch.equal(weights["embed_tokens.weight"], load_file(file)["model.embed_tokens.weight"])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at Linux's map of the process")
+def test_the_embedding_of_a_loaded_model_is_the_file(qwen3: SavedModel) -> None:
+    model = load_decoder(
+        qwen3.path, load_hf_config(qwen3.path), dtype=torch.float32, device=CPU, max_model_len=64,
+        parallel=TensorParallel(),
+    )  # fmt: skip
+    assert mapped_file(model.embed_tokens.weight).endswith("model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_head_is_the_embedding_itself(qwen3: SavedModel, dtype: torch.dtype) -> None:
+    with open_checkpoint(qwen3.path) as checkpoint:
+        weights = dict(weights_of(checkpoint, qwen3.path, dtype))
+    assert weights["lm_head.weight"].data_ptr() == weights["embed_tokens.weight"].data_ptr()
+
+
+def test_a_weight_that_nobody_keeps_is_gone_before_the_next_one_is_read(qwen3: SavedModel) -> None:
+    last: weakref.ref[torch.Tensor] | None = None
+    with open_checkpoint(qwen3.path) as checkpoint:
+        reads = checkpoint.read
+
+        def read(*args: object) -> torch.Tensor:
+            assert last is None or last() is None
+            return reads(*args)  # type: ignore[arg-type]
+
+        checkpoint.read = read  # type: ignore[method-assign]
+        for name, weight in weights_of(checkpoint, qwen3.path, torch.bfloat16):
+            last = weakref.ref(weight) if name != "embed_tokens.weight" else None
+            del weight
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_read(qwen3: SavedModel, tmp_path: Path) -> None:
+    path = shutil.copytree(qwen3.path, tmp_path / "checkpoint")
+    file = path / "model.safetensors"
+    shapes = shapes_of(qwen3.path)
+    save_file(load_file(file) | {"model.norm.weight": torch.zeros(5)}, file, {"format": "pt"})
+    config = ModelConfig.from_hf(load_hf_config(path))
+    with open_checkpoint(path) as checkpoint, pytest.raises(ModelLoadError, match=r"'model\.norm\.weight'"):
+        read_weights(checkpoint, shapes, config, TensorParallel(), dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only Linux reads ahead")
+def test_what_comes_next_is_fetched_once_as_far_as_the_window_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in {"a": 300, "b": 10, "c": 128}.items()}
+    save_file(tensors, tmp_path / "weights.safetensors")
+    fetched: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, length, advice: fetched.append((start, length)))
+    monkeypatch.setattr(read_ahead_module, "CHUNK", 128)
+    monkeypatch.setattr(read_ahead_module, "WINDOW", 100)
+    with ReadAhead() as ahead:
+        ahead.open(tmp_path / "weights.safetensors")
+        ahead.expect(["a", "c", "b"])
+        ahead.reached("a")
+        assert [length for _, length in fetched] == [128]  # c, which fills the window; a is read right now
+        ahead.reached("c")
+        assert [length for _, length in fetched] == [128, 10]
+        ahead.reached("b")
+        ahead.reached("a")  # nothing is left to fetch, and reading again does no harm
+    end = (tmp_path / "weights.safetensors").stat().st_size
+    assert sorted(fetched) == [(end - 138, 10), (end - 128, 128)]  # behind a's bytes, up to the end of the file

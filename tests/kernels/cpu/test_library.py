@@ -1,0 +1,116 @@
+"""Building the library: cached, shared by processes that start together, and done without where it cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu import build as building
+from kernels.cpu.build import BuildError, build
+from kernels.cpu.library import library
+from kernels.cpu.linear import PackedLinear, WeightKind, linear
+
+
+def test_a_second_build_finds_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path))
+    first = build()
+    assert first.parent == tmp_path
+    assert list(tmp_path.iterdir()) == [first]  # nothing unfinished is left
+    monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("it was built already"))
+    assert build() == first
+
+
+def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "one.c").write_text("int one(void) { return 1; }\n")
+    monkeypatch.setattr(building, "SOURCES", sources)
+    monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path / "cache"))
+    first = build()
+    (sources / "one.c").write_text("int one(void) { return 2; }\n")
+    assert build() != first
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [("CC", "no-such-compiler", "no C compiler"), ("PAGODA_CACHE_DIR", "/proc/nowhere", "cannot be written")],
+)
+def test_what_is_missing_is_named(
+    variable: str, value: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(BuildError, match=reason):
+        build()
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "broken.c").write_text("this is not C\n")
+    monkeypatch.setattr(building, "SOURCES", sources)
+    monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(BuildError, match="error"):
+        build()
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_machine_without_a_compiler_is_told_and_does_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert library() is None
+        assert "no C compiler" in caplog.text
+    finally:
+        library.cache_clear()
+
+
+def test_two_engines_may_compute_at_the_same_time(num_threads: int) -> None:
+    weight = torch.randn(512, 256)
+    packed = PackedLinear(WeightKind.FLOAT32, 256, 512)
+    packed.set_weight(weight)
+    inputs = [torch.randn(3, 256) for _ in range(4)]
+    wrong: list[int] = []
+
+    def compute(index: int) -> None:
+        for _ in range(200):
+            if not torch.allclose(linear(inputs[index], packed), inputs[index] @ weight.t(), atol=1e-4):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=compute, args=(index,)) for index in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_forked_child_computes_without_its_parents_threads(num_threads: int) -> None:
+    if not hasattr(os, "fork"):
+        pytest.skip("this system does not fork")
+    program = """
+import os, torch
+from kernels.cpu.library import set_num_threads
+from kernels.cpu.linear import PackedLinear, WeightKind, linear
+set_num_threads(3)
+packed = PackedLinear(WeightKind.FLOAT32, 256, 2048)
+packed.set_weight(torch.ones(2048, 256))
+assert linear(torch.ones(2, 256), packed).eq(256).all()
+child = os.fork()
+if child == 0:
+    set_num_threads(2)
+    os._exit(0 if linear(torch.ones(2, 256), packed).eq(256).all() else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=Path(__file__).parents[3])

@@ -1,0 +1,114 @@
+"""Packed linear layers against torch's, in every kind of weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.models.int8_linear import Int8Linear
+from kernels.cpu.linear import PackedLinear, WeightKind, has_int8, linear
+
+# Of the largest result: float32 sums in another order, bfloat16 has 8 bits of mantissa, and of int8 compared with int8
+# an element that lies between two steps may be rounded to either.
+TOLERANCES = {WeightKind.FLOAT32: 2e-6, WeightKind.BFLOAT16: 6e-3, WeightKind.INT8: 2e-3}
+
+
+def expected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind) -> torch.Tensor:
+    if kind is WeightKind.INT8:
+        return Int8Linear(weight, bias)(x)
+    product = x.double() @ weight.double().t()
+    return (product if bias is None else product + bias).float()
+
+
+def check(num_rows: int, in_features: int, out_features: int, kind: WeightKind, *, has_bias: bool = False) -> None:
+    if kind is WeightKind.INT8 and not has_int8():
+        pytest.skip("this processor has no instruction for int8")
+    generator = torch.Generator().manual_seed(num_rows * 7919 + in_features * 31 + out_features)
+    x = torch.randn(num_rows, in_features, generator=generator)
+    weight = torch.randn(out_features, in_features, generator=generator) * in_features**-0.5
+    bias = torch.randn(out_features, generator=generator) if has_bias else None
+    packed = PackedLinear(kind, in_features, out_features, has_bias=has_bias)
+    packed.set_weight(weight)
+    if bias is not None:
+        packed.set_bias(bias)
+    wanted = expected(x, weight, bias, kind)
+    assert (linear(x, packed) - wanted).abs().max() <= TOLERANCES[kind] * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("kind", WeightKind)
+@pytest.mark.parametrize("num_rows", range(1, 18))
+def test_every_number_of_rows_in_a_tile(num_rows: int, kind: WeightKind) -> None:
+    check(num_rows, 96, 160, kind)
+
+
+@pytest.mark.parametrize("kind", WeightKind)
+@pytest.mark.parametrize(("in_features", "out_features"), [(1, 1), (3, 5), (30, 17), (33, 64), (128, 1000), (5, 2049)])
+def test_odd_sizes(in_features: int, out_features: int, kind: WeightKind) -> None:
+    check(20, in_features, out_features, kind, has_bias=True)
+
+
+@pytest.mark.parametrize("kind", WeightKind)
+def test_every_number_of_threads(num_threads: int, kind: WeightKind) -> None:
+    check(37, 512, 3000, kind, has_bias=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(1, 70),
+    in_features=st.integers(1, 200),
+    out_features=st.integers(1, 300),
+    kind=st.sampled_from([WeightKind.FLOAT32, WeightKind.BFLOAT16]),
+    has_bias=st.booleans(),
+)
+def test_any_shape(num_rows: int, in_features: int, out_features: int, kind: WeightKind, has_bias: bool) -> None:
+    check(num_rows, in_features, out_features, kind, has_bias=has_bias)
+
+
+@pytest.mark.parametrize("kind", WeightKind)
+def test_weights_packed_in_parts_equal_weights_packed_at_once(kind: WeightKind) -> None:
+    weight, x = torch.randn(100, 64), torch.randn(5, 64)
+    whole, parts = (PackedLinear(kind, 64, 100) for _ in range(2))
+    whole.set_weight(weight)
+    for first, end in ((0, 7), (7, 48), (48, 100)):
+        parts.set_weight(weight[first:end], first_output=first)
+    if kind is not WeightKind.INT8 or has_int8():
+        assert torch.equal(linear(x, parts), linear(x, whole))
+
+
+def test_interleaved_panels() -> None:
+    even, odd, x = torch.randn(32, 64), torch.randn(32, 64), torch.randn(3, 64)
+    packed = PackedLinear(WeightKind.FLOAT32, 64, 64)
+    packed.set_weight(even, every=2, offset=0)
+    packed.set_weight(odd, every=2, offset=1)
+    panels = torch.cat((even[:16], odd[:16], even[16:], odd[16:]))
+    assert torch.allclose(linear(x, packed), x @ panels.t(), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stored_bfloat16_is_packed_bit_by_bit_and_float16_through_float32(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(48, 64).to(dtype), torch.randn(3, 64)
+    packed = PackedLinear(WeightKind.FLOAT32, 64, 48)
+    packed.set_weight(weight)
+    assert torch.allclose(linear(x, packed), x @ weight.float().t(), atol=1e-5)
+
+
+def test_rows_that_are_zero_are_no_trouble_to_int8() -> None:
+    if not has_int8():
+        pytest.skip("this processor has no instruction for int8")
+    packed = PackedLinear(WeightKind.INT8, 64, 32)
+    packed.set_weight(torch.zeros(32, 64))
+    assert not linear(torch.zeros(2, 64), packed).any()
+
+
+def test_a_row_of_nan_spoils_itself_alone() -> None:
+    x, weight = torch.randn(18, 64), torch.randn(32, 64)
+    packed = PackedLinear(WeightKind.BFLOAT16, 64, 32)
+    packed.set_weight(weight)
+    clean = linear(x, packed)
+    x[3] = torch.nan
+    spoilt = linear(x, packed)
+    assert spoilt[3].isnan().all()
+    assert torch.equal(spoilt[:3], clean[:3])
+    assert torch.equal(spoilt[4:], clean[4:])
