@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.runner import MAX_NUM_BATCHED_TOKENS
-from benchmarks.workloads import Workload, make
+from benchmarks.workloads import SHAPES, Workload, make
 
 __all__ = ["Limit", "ModelShape", "Rates", "Roofline"]
 
@@ -197,30 +197,34 @@ def main(arguments: list[str] | None = None) -> None:
 def _print_limits(model: Path, out: Path | None) -> None:
     import torch  # late: whoever only computes with rates needs none of it
 
-    from benchmarks.linear_rates import measure_rates, measure_read_gb_s
+    from benchmarks.linear_rates import TORCH, linears, measure_rates, measure_read_gb_s
     from benchmarks.machine import describe
 
     shape = ModelShape.from_checkpoint(model)
-    read_gb_s, rates = measure_read_gb_s(), measure_rates(shape)
-    print(f"reading a large buffer: {read_gb_s:.1f} GB/s; weights at one row: {rates.weights_gb_s:.1f} GB/s")
-    print(f"{'rows':>6} {'GFLOP/s':>9}")
-    for rows, rate in rates.gflop_s.items():
-        print(f"{rows:6} {rate:9.0f}")
-    roofline = Roofline(shape, rates)
-    limits = {name: roofline.limit(make(name)) for name in ("w1", "w16", "wshare")}
+    read_gb_s = measure_read_gb_s()
+    rates = {name: measure_rates(shape, *packing) for name, packing in linears().items()}
+    print(f"reading a large buffer: {read_gb_s:.1f} GB/s")
+    _print_rates(rates)
+    roofline = Roofline(shape, rates[TORCH])
+    limits = {name: roofline.limit(make(name)) for name in SHAPES}
     print(f"\n{'workload':10} {'tokens/s':>9} {'linears only':>13}    prefill + decode + KV, s")
     for name, limit in limits.items():
         times = f"{limit.prefill_s:.2f} + {limit.decode_s:.2f} + {limit.kv_s:.2f}"
         print(f"{name:10} {limit.tokens_per_s:9.1f} {limit.linear_tokens_per_s:13.1f}    {times}")
     if out:
         document: dict[str, Any] = {
-            "machine": describe(torch.device("cpu")),
-            "model": model.name,
-            "read_gb_s": read_gb_s,
-            "rates": asdict(rates),
+            "machine": describe(torch.device("cpu")), "model": model.name, "read_gb_s": read_gb_s,
+            "rates": asdict(rates[TORCH]), "rates_by_linear": {name: asdict(one) for name, one in rates.items()},
             "limits": {name: limit.to_json() for name, limit in limits.items()},
-        }
+        }  # fmt: skip
         out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _print_rates(rates: dict[str, Rates]) -> None:
+    print(f"{'':>14}" + "".join(f"{name:>13}" for name in rates))
+    print(f"{'weights, GB/s':>14}" + "".join(f"{one.weights_gb_s:13.1f}" for one in rates.values()))
+    for rows in next(iter(rates.values())).gflop_s:
+        print(f"{f'GFLOP/s at {rows}':>14}" + "".join(f"{one.gflop_s[rows]:13.0f}" for one in rates.values()))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import kv_cache_curves, latency, throughput
 from benchmarks.engine_options import add_engine_arguments, engine_options
-from benchmarks.linear_rates import measure_rates
+from benchmarks.linear_rates import linears, measure_rates
 from benchmarks.peers import runner
 from benchmarks.roofline import ModelShape
 from benchmarks.workloads import Request, Workload
@@ -90,6 +90,8 @@ def test_engine_options_are_yaml() -> None:
 def test_rates_of_small_linears_are_measured() -> None:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this machine has no bf16 linears")
-    rates = measure_rates(ModelShape(64, 128, 1, 4, 2, 16, 256), rows=(1, 4), min_weights=1 << 16)
-    assert rates.weights_gb_s > 0
-    assert set(rates.gflop_s) == {1, 4}
+    shape = ModelShape(64, 128, 1, 4, 2, 16, 256)
+    for pack, weight_bytes in linears().values():
+        rates = measure_rates(shape, pack, weight_bytes, rows=(1, 4), min_weights=1 << 16)
+        assert rates.weights_gb_s > 0
+        assert set(rates.gflop_s) == {1, 4}
