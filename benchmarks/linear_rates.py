@@ -56,10 +56,11 @@ def measure_rates(
 def linears() -> dict[str, tuple[Pack, int]]:
     """Return what packs weights on this machine, and the bytes of one packed weight, by name."""
     found: dict[str, tuple[Pack, int]] = {TORCH: (_torch_linear, 2)}
-    from kernels.cpu.library import library
+    from kernels.cpu.library import library, set_num_threads
     from kernels.cpu.linear import WeightKind, has_int8
 
     if library() is not None:
+        set_num_threads(torch.get_num_threads())
         found["pagoda bf16"] = (partial(_pagoda_linear, WeightKind.BFLOAT16), 2)
         if has_int8():
             found["pagoda int8"] = (partial(_pagoda_linear, WeightKind.INT8), 1)
