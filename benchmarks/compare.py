@@ -130,16 +130,16 @@ def summarize(
 def table(summary: dict[str, dict[str, dict[str, Any]]], limits: dict[str, float]) -> str:
     """Return the summary as text, a line for each workload and engine."""
     lines = [
-        f"{'workload':10} {'engine':10} {'tok/s':>8} {'lowest':>8} {'highest':>8} {'limit %':>8} {'ours/it':>8} load s"
+        f"{'workload':10} {'engine':12} {'tok/s':>8} {'lowest':>8} {'highest':>8} {'limit %':>8} {'ours/it':>8} load s"
     ]
     for workload, engines in summary.items():
         for name, one in engines.items():
             ratio = "-" if one["ours_over_this"] is None else f"{one['ours_over_this']:.2f}"
             lines.append(
-                f"{workload:10} {name:10} {one['output_tokens_per_s']:8.1f} {one['lowest']:8.1f} {one['highest']:8.1f} "
+                f"{workload:10} {name:12} {one['output_tokens_per_s']:8.1f} {one['lowest']:8.1f} {one['highest']:8.1f} "
                 f"{100 * one['share_of_limit']:8.1f} {ratio:>8} {one['load_s']:6.1f}"
             )
-        lines.append(f"{workload:10} {'limit':10} {limits[workload]:8.1f}")
+        lines.append(f"{workload:10} {'limit':12} {limits[workload]:8.1f}")
     return "\n".join(lines)
 
 
@@ -149,12 +149,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("workloads", nargs="*", help="names or files; default: w1 w16 wshare")
     add_engine_arguments(parser)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON[,MODEL]", help=" | ".join(PEERS))
+    parser.add_argument("--int8", action="store_true", help="let ours with int8 weights take part as well")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     try:
         workloads = [load_workload(one) for one in options.workloads or SHAPES]
         contestants = [_ours(options), *(parse_peer(one, options.model) for one in options.peer)]
+        if options.int8:
+            contestants.insert(1, Contestant("pagoda int8", [*_ours(options).command, "--quantization", "int8"]))
     except ValueError as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory(prefix="pg-compare") as directory:
