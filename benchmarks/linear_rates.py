@@ -29,6 +29,7 @@ TORCH = "torch bf16"
 
 ROWS = (1, 4, 8, 16, 64, 256)
 MIN_WEIGHTS = 1 << 30  # bytes of distinct weights that one pass reads
+MAX_LAYERS = 128  # of a tiny model, which then fits into a cache: its rates are of no use, but are had in no time
 READ_BYTES = 1 << 30
 
 
@@ -43,8 +44,8 @@ def measure_rates(
     """
     head = (shape.vocab_size, shape.hidden_size)
     layer_bytes = WEIGHT_BYTES * sum(outputs * inputs for outputs, inputs in shape.layer_linears)
-    layers = max(1, math.ceil((min_weights - WEIGHT_BYTES * math.prod(head)) / layer_bytes))
-    sizes = [head, *(shape.layer_linears * layers)]
+    layers = math.ceil((min_weights - WEIGHT_BYTES * math.prod(head)) / layer_bytes)
+    sizes = [head, *(shape.layer_linears * min(MAX_LAYERS, max(1, layers)))]
     parameters = sum(outputs * inputs for outputs, inputs in sizes)
     seconds = {count: _pass_seconds(sizes, count, pack) for count in rows}
     return Rates(
