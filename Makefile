@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 CONFIG ?= serve_config.yaml
+BENCH_MODEL ?= build/qwen3-0.6b
 
 .PHONY: serve test lint bench clean
 .DELETE_ON_ERROR:
@@ -22,10 +23,22 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict engine kernels deployments
 
-bench: $(VENV)/.installed-test
+# On a model with random weights, which it writes first (1.2 GB), or on yours: make bench BENCH_MODEL=DIR. What is
+# measured, and how to set peers beside it, is in benchmarks/README.md.
+bench: $(VENV)/.installed-bench $(BENCH_MODEL)/config.json
 	@mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.gpu.check --out benchmarks/results/check.json
 	$(BIN)/python -m benchmarks.kv_utilization --out benchmarks/results/kv_utilization.json
+	$(BIN)/python -m benchmarks.roofline --model $(BENCH_MODEL) --out benchmarks/results/roofline.json
+	$(BIN)/python -m benchmarks.throughput --model $(BENCH_MODEL) w1 w16 wshare --out benchmarks/results/throughput.json
+	$(BIN)/python -m benchmarks.latency --model $(BENCH_MODEL) --out benchmarks/results/latency.json
+	$(BIN)/python -m benchmarks.startup --model $(BENCH_MODEL) --out benchmarks/results/startup.json
+	$(BIN)/python -m benchmarks.kv_cache_curves --model $(BENCH_MODEL) --out benchmarks/results/kv_cache_curves.json \
+	  --plot benchmarks/results/kv_cache_curves.png
+	$(BIN)/python -m benchmarks.serve --model $(BENCH_MODEL) --out benchmarks/results/serve.json
+
+build/qwen3-0.6b/config.json: | $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.checkpoints $(@D)
 
 clean:
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache
@@ -43,3 +56,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-bench: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,bench]'
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-test

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +24,7 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""
+    arrivals_s: list[float] = field(default_factory=list)  # of each event with tokens
 
     @property
     def succeeded(self) -> bool:
@@ -51,8 +52,9 @@ def _read(event: dict[str, Any], outcome: Outcome) -> None:
     if "error" in event:
         outcome.error = str(event["error"]["code"])
     for choice in event.get("choices", ()):
-        if choice["token_ids"] and not outcome.tokens:
-            outcome.first_token_s = perf_counter() - outcome.sent
+        if choice["token_ids"]:
+            outcome.arrivals_s.append(perf_counter() - outcome.sent)
+            outcome.first_token_s = outcome.arrivals_s[0]
         outcome.tokens += len(choice["token_ids"])
     if usage := event.get("usage"):
         outcome.prompt_tokens = usage["prompt_tokens"]

@@ -1,0 +1,89 @@
+"""Checkpoints with random weights, so that whoever measures needs no download.
+
+    python -m benchmarks.checkpoints DIR                    # the shape of Qwen3-0.6B, bfloat16, 1.2 GB
+    python -m benchmarks.checkpoints DIR --shape tiny       # for trying a benchmark out
+
+Weights are N(0, 0.02) with a fixed seed. Speed does not depend on what the weights are; answers are noise. The
+tokenizer is a byte-level BPE of 2,048 tokens, learnt from the standard library's source; the rest of the vocabulary
+has no text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+__all__ = ["SHAPES", "write_checkpoint"]
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    },
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+LEARNT_TOKENS = 2048
+SOURCE_FILES = 60  # of the standard library
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_checkpoint(directory: Path, shape: dict[str, Any], *, seed: int = 0) -> int:
+    """Write config, safetensors and tokenizer; returns the number of parameters."""
+    config = Qwen3Config(
+        **shape, rope_theta=1_000_000, rms_norm_eps=1e-6, tie_word_embeddings=True,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, architectures=["Qwen3ForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    _tokenizer().save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=LEARNT_TOKENS,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _texts() -> Iterator[str]:
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:SOURCE_FILES]:
+        yield path.read_text(errors="ignore")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write a checkpoint."""
+    parser = argparse.ArgumentParser(description="Write a checkpoint with random weights.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    options = parser.parse_args(arguments)
+    parameters = write_checkpoint(options.directory, SHAPES[options.shape])
+    print(f"{options.directory}: {options.shape}, {parameters / 1e6:.1f} M parameters, bfloat16, random")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Our engine and its peers on the same workloads, in turn, in one sitting.
+
+    python -m benchmarks.compare --model DIR --peer vllm=PYTHON --peer openvino=PYTHON,EXPORTED_DIR \\
+        --peer llamacpp=PYTHON,MODEL.gguf --repeats 3 --out result.json
+
+Every measured run is a fresh process that loads the engine and runs each workload once. Engines alternate (A B C A B C
+...), so that what the machine does meanwhile hits all alike; the median of the repeats counts. The limit is measured
+before the first run. A peer is named with the Python of a virtual environment that has it, and with its own form of the
+checkpoint if it needs one; without it, it gets ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_options import add_engine_arguments
+from benchmarks.roofline import ModelShape, Rates, Roofline
+from benchmarks.workloads import SHAPES, Workload
+from benchmarks.workloads import load as load_workload
+
+__all__ = ["PEERS", "Contestant", "compare", "main", "parse_peer", "parse_results", "summarize", "table"]
+
+OURS = "pagoda"
+PEERS = ("vllm", "openvino", "llamacpp")
+TIMEOUT_S = 1800.0  # of one process: a peer may compile for minutes
+ROOT = Path(__file__).resolve().parent.parent
+
+Result = dict[str, Any]  # what a runner prints for a workload
+Run = Callable[["Contestant", list[str]], list[Result]]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An engine and the command that runs it; workloads' files are appended."""
+
+    name: str
+    command: list[str]
+
+
+def parse_peer(text: str, model: str) -> Contestant:
+    """Return the peer of NAME=PYTHON or NAME=PYTHON,MODEL.
+
+    Raises:
+        ValueError: if that is not its form, or there is no runner for it.
+    """
+    name, _, rest = text.partition("=")
+    python, _, own_model = rest.partition(",")
+    if name not in PEERS or not python:
+        raise ValueError(f"--peer {text!r} is no NAME=PYTHON[,MODEL] with a NAME of {', '.join(PEERS)}")
+    return Contestant(name, [python, "-m", f"benchmarks.peers.{name}", own_model or model])
+
+
+def parse_results(output: str) -> list[Result]:
+    """Return the results among the lines that a runner printed; engines print lines of their own too."""
+    results = []
+    for line in output.splitlines():
+        if line.startswith("{") and "output_tokens_per_s" in line:
+            results.append(json.loads(line))
+    return results
+
+
+def run(contestant: Contestant, files: list[str]) -> list[Result]:
+    """Run the workloads in a fresh process.
+
+    Raises:
+        RuntimeError: if it fails; the message has the end of what it said.
+    """
+    done = subprocess.run(
+        contestant.command + files, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    results = parse_results(done.stdout)
+    if done.returncode != 0 or len(results) != len(files):
+        raise RuntimeError(f"{contestant.name} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
+    return results
+
+
+def compare(
+    contestants: list[Contestant], files: list[str], repeats: int, run: Run = run
+) -> dict[str, list[list[Result]]]:
+    """Return every engine's runs. One that fails is left out from then on, and said so; the others go on."""
+    runs: dict[str, list[list[Result]]] = {one.name: [] for one in contestants}
+    failed: set[str] = set()
+    for repeat in range(repeats):
+        for contestant in contestants:
+            if contestant.name in failed:
+                continue
+            try:
+                results = run(contestant, files)
+            except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+                failed.add(contestant.name)
+                print(f"{contestant.name} is left out: {error}", file=sys.stderr)
+                continue
+            runs[contestant.name].append(results)
+            rates = ", ".join(f"{one['workload']} {one['output_tokens_per_s']:.1f}" for one in results)
+            print(f"run {repeat + 1} of {repeats}, {contestant.name}: {rates}", flush=True)
+    return {name: many for name, many in runs.items() if many and name not in failed}
+
+
+def summarize(
+    runs: dict[str, list[list[Result]]], workloads: list[Workload], roofline: Roofline
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return, by workload and engine, the median rate, the spread, the share of the limit and what ours is of it."""
+    summary: dict[str, dict[str, dict[str, Any]]] = {}
+    for place, workload in enumerate(workloads):
+        rates = {name: [many[place]["output_tokens_per_s"] for many in all_runs] for name, all_runs in runs.items()}
+        medians = {name: statistics.median(many) for name, many in rates.items()}
+        summary[workload.name] = {
+            name: {
+                "output_tokens_per_s": median,
+                "lowest": min(rates[name]),
+                "highest": max(rates[name]),
+                "share_of_limit": round(roofline.share(workload, median), 3),
+                "ours_over_this": round(medians[OURS] / median, 3) if OURS in medians else None,
+                "load_s": statistics.median(many[place]["load_s"] for many in runs[name]),
+            }
+            for name, median in medians.items()
+        }
+    return summary
+
+
+def table(summary: dict[str, dict[str, dict[str, Any]]], limits: dict[str, float]) -> str:
+    """Return the summary as text, a line for each workload and engine."""
+    lines = [
+        f"{'workload':10} {'engine':12} {'tok/s':>8} {'lowest':>8} {'highest':>8} {'limit %':>8} {'ours/it':>8} load s"
+    ]
+    for workload, engines in summary.items():
+        for name, one in engines.items():
+            ratio = "-" if one["ours_over_this"] is None else f"{one['ours_over_this']:.2f}"
+            lines.append(
+                f"{workload:10} {name:12} {one['output_tokens_per_s']:8.1f} {one['lowest']:8.1f} {one['highest']:8.1f} "
+                f"{100 * one['share_of_limit']:8.1f} {ratio:>8} {one['load_s']:6.1f}"
+            )
+        lines.append(f"{workload:10} {'limit':12} {limits[workload]:8.1f}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print the table, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(description="Our engine beside its peers.")
+    parser.add_argument("workloads", nargs="*", help="names or files; default: w1 w16 wshare")
+    add_engine_arguments(parser)
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON[,MODEL]", help=" | ".join(PEERS))
+    parser.add_argument("--int8", action="store_true", help="let ours with int8 weights take part as well")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    try:
+        workloads = [load_workload(one) for one in options.workloads or SHAPES]
+        contestants = [_ours(options), *(parse_peer(one, options.model) for one in options.peer)]
+        if options.int8:
+            contestants.insert(1, Contestant("pagoda int8", [*_ours(options).command, "--quantization", "int8"]))
+    except ValueError as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory(prefix="pg-compare") as directory:
+        rates = _measured_rates(options.model, Path(directory) / "rates.json")
+        shape = ModelShape.from_checkpoint(options.model)
+        roofline = Roofline(shape, Rates.from_json(rates["rates"]), options.max_num_batched_tokens)
+        files = [str(_written(one, Path(directory))) for one in workloads]
+        runs = compare(contestants, files, options.repeats)
+    summary = summarize(runs, workloads, roofline)
+    limits = {one.name: roofline.limit(one) for one in workloads}
+    print("\n" + table(summary, {name: limit.tokens_per_s for name, limit in limits.items()}))
+    if options.out:
+        document = {"machine": rates["machine"], "model": Path(options.model).name, "repeats": options.repeats}
+        document |= {"rates": rates["rates"], "read_gb_s": rates["read_gb_s"], "summary": summary, "runs": runs}
+        document |= {"limits": {name: limit.to_json() for name, limit in limits.items()}}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _ours(options: argparse.Namespace) -> Contestant:
+    command = [sys.executable, "-m", "benchmarks.throughput", "--json-lines", "--model", options.model]
+    command += ["--dtype", options.dtype, "--max-model-len", str(options.max_model_len)]
+    command += ["--max-num-seqs", str(options.max_num_seqs)]
+    command += ["--max-num-batched-tokens", str(options.max_num_batched_tokens)]
+    command += ["--quantization", options.quantization] if options.quantization else []
+    return Contestant(OURS, command + [f"--engine-option={one}" for one in options.engine_option])
+
+
+def _measured_rates(model: str, out: Path) -> dict[str, Any]:
+    """Measure in a process of its own, which gives its memory back."""
+    command = [sys.executable, "-m", "benchmarks.roofline", "--model", model, "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, check=True)
+    rates: dict[str, Any] = json.loads(out.read_text())
+    return rates
+
+
+def _written(workload: Workload, directory: Path) -> Path:
+    path = directory / f"{workload.name}.json"
+    workload.write(path)
+    return path
+
+
+if __name__ == "__main__":
+    main()

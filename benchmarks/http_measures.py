@@ -1,0 +1,129 @@
+"""What a client of a server sees: throughput of requests sent at once, first tokens, and gaps between tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import aclosing
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from benchmarks.requests import Outcome, complete
+from benchmarks.workloads import VOCABULARY, Workload
+from engine.async_engine import AsyncEngine
+from engine.sampling_params import SamplingParams
+
+__all__ = [
+    "MODEL_NAME", "Gaps", "engine_first_tokens", "gaps_of", "http_first_tokens", "http_gaps", "http_tokens_per_s",
+    "random_ids",
+]  # fmt: skip
+
+MODEL_NAME = "benchmark"
+STREAM_PROMPT = 64  # tokens
+LONG_PROMPT_AFTER = 16  # tokens of a stream beside the running ones
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """What lies between two events with tokens, over all running streams, in milliseconds."""
+
+    streams: int
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    calm_p50_ms: float  # of the gaps outside the long prompt's prefill
+    long_ttft_s: float
+    failed: int
+
+
+# --- throughput -------------------------------------------------------------------------------------------------
+
+
+async def http_tokens_per_s(url: str, workload: Workload) -> float:
+    """Send all requests at once and return the rate until the last answer is whole.
+
+    Raises:
+        RuntimeError: if one fails.
+    """
+    started = perf_counter()
+    async with _session() as session:
+        outcomes = await asyncio.gather(
+            *(complete(session, url, _body(request.prompt, request.out)) for request in workload.requests)
+        )
+    seconds = perf_counter() - started
+    if failed := [one for one in outcomes if not one.succeeded]:
+        raise RuntimeError(f"{len(failed)} requests failed, one with status {failed[0].status} {failed[0].error}")
+    return sum(one.tokens for one in outcomes) / seconds
+
+
+# --- the first token --------------------------------------------------------------------------------------------
+
+
+async def http_first_tokens(url: str, prompts: list[list[int]]) -> list[float]:
+    """Return the seconds to the first token of one request after the other."""
+    async with _session() as session:
+        return [(await complete(session, url, _body(prompt, 1))).first_token_s for prompt in prompts]
+
+
+async def engine_first_tokens(engine: AsyncEngine, prompts: list[list[int]]) -> list[float]:
+    """Return the same without a server."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    seconds = []
+    for number, prompt in enumerate(prompts):
+        started = perf_counter()
+        async with aclosing(engine.generate(str(number), prompt, params)) as batches:  # type: ignore[type-var]
+            async for _ in batches:
+                seconds.append(perf_counter() - started)
+    return seconds
+
+
+# --- gaps -------------------------------------------------------------------------------------------------------
+
+
+async def http_gaps(url: str, streams: int, num_tokens: int, long_prompt: int) -> Gaps:
+    """Run streams, send a prompt of ``long_prompt`` tokens when all are under way, and return the streams' gaps."""
+    rng = random.Random(streams)
+    async with _session() as session:
+        running = [
+            asyncio.create_task(complete(session, url, _body(random_ids(rng, STREAM_PROMPT), num_tokens)))
+            for _ in range(streams)
+        ]
+        under_way = await complete(
+            session, url, _body(random_ids(rng, STREAM_PROMPT), LONG_PROMPT_AFTER)
+        )  # one beside them tells when
+        long = await complete(session, url, _body(random_ids(rng, long_prompt), 1))
+        outcomes = list(await asyncio.gather(*running))
+    return gaps_of([*outcomes], long, failed=sum(not one.succeeded for one in [*outcomes, long, under_way]))
+
+
+def gaps_of(outcomes: list[Outcome], long: Outcome, failed: int = 0) -> Gaps:
+    """Return the gaps of streams, told apart by whether the long prompt was being computed meanwhile."""
+    gaps, calm = [], []
+    for one in outcomes:
+        for earlier, later in zip(one.arrivals_s, one.arrivals_s[1:], strict=False):
+            gaps.append(1e3 * (later - earlier))
+            ended_before = one.sent + later < long.sent
+            if ended_before or one.sent + earlier > long.sent + long.first_token_s:
+                calm.append(gaps[-1])
+    p50, p99 = np.percentile(gaps, (50, 99))
+    return Gaps(
+        len(outcomes), round(float(p50), 2), round(float(p99), 2), round(max(gaps), 2),
+        round(float(np.median(calm)), 2) if calm else float("nan"), round(long.first_token_s, 3), failed,
+    )  # fmt: skip
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+
+
+def _body(prompt: list[int], num_tokens: int) -> dict[str, Any]:
+    return {"model": MODEL_NAME, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+
+
+def random_ids(rng: random.Random, count: int) -> list[int]:
+    """Draw token ids as the workloads do."""
+    return [rng.randrange(*VOCABULARY) for _ in range(count)]

@@ -1,0 +1,115 @@
+"""One stream: the time to the first token of prompts of several lengths, and the time of each further token there.
+
+    python -m benchmarks.latency --model DIR --context 64 1024 8192 --tokens 64 --out result.json
+
+The engine is stepped by hand and every step is timed, so there is neither a server nor a thread in between. GB/s is
+what a token must read, weights once and the keys and values of its context once, divided by the median time: compare it
+with the rate of weights that `python -m benchmarks.roofline` measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from benchmarks.engine_options import add_engine_arguments, engine_options
+from benchmarks.machine import describe
+from benchmarks.roofline import ModelShape
+from benchmarks.workloads import VOCABULARY
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.sampling_params import SamplingParams
+
+__all__ = ["Latency", "measure"]
+
+WARM_UP_PROMPT, WARM_UP_TOKENS = [5, 6, 7], 8
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One stream behind a prompt of ``context`` tokens."""
+
+    context: int
+    ttft_s: float
+    tpot_median_ms: float
+    tpot_p99_ms: float
+    read_gb_s: float  # at the median
+
+
+def measure(engine: Engine, context: int, num_tokens: int, shape: ModelShape, weight_bytes: float) -> Latency:
+    """Run one request by itself; its prompt is random, so that nothing of it is cached.
+
+    Args:
+        num_tokens: tokens behind the prompt, of which the first is TTFT's.
+        weight_bytes: of one weight.
+    """
+    rng = random.Random(context)
+    seconds = _step_seconds(engine, [rng.randrange(*VOCABULARY) for _ in range(context)], num_tokens)
+    decodes = 1e3 * np.array(seconds[1:])
+    median = float(np.median(decodes))
+    mean_context = context + num_tokens / 2
+    read = (shape.layer_parameters + shape.head_parameters) * weight_bytes + shape.kv_bytes_per_token * mean_context
+    return Latency(
+        context, round(seconds[0], 4), round(median, 3), round(float(np.percentile(decodes, 99)), 3),
+        round(read / median / 1e6, 2),
+    )  # fmt: skip
+
+
+def _step_seconds(engine: Engine, prompt: list[int], num_tokens: int) -> list[float]:
+    """Return the seconds until the first token and between each and the next."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    seconds, started = [], perf_counter()
+    engine.add_request("stream", prompt, params)
+    while engine.has_unfinished:
+        if engine.step():  # steps that compute a part of the prompt give no token
+            now = perf_counter()
+            seconds.append(now - started)
+            started = now
+    return seconds
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print a table, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(description="Latency of one stream.")
+    add_engine_arguments(parser)
+    parser.add_argument("--context", type=int, nargs="+", default=[64, 1024, 8192], help="tokens of the prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to answer with, at least 3")
+    parser.add_argument("--out", type=Path)
+    parser.set_defaults(max_model_len=0)
+    options = parser.parse_args(arguments)
+    options.max_model_len = options.max_model_len or max(options.context) + options.tokens
+    try:
+        chosen = engine_options(options)
+    except ValueError as error:
+        parser.error(str(error))
+    engine = Engine.from_config(EngineConfig.from_options(options.model, chosen))
+    _step_seconds(engine, WARM_UP_PROMPT, WARM_UP_TOKENS)
+    shape = ModelShape.from_checkpoint(options.model)
+    weight_bytes = 1.0 if options.quantization == "int8" else float(getattr(torch, engine.info.dtype).itemsize)
+    results = []
+    print(f"{'context':>8} {'TTFT s':>8} {'TPOT ms, median':>16} {'p99':>8} {'GB/s':>7}")
+    for context in options.context:
+        one = measure(engine, context, options.tokens, shape, weight_bytes)
+        results.append(asdict(one))
+        print(
+            f"{context:8} {one.ttft_s:8.3f} {one.tpot_median_ms:16.2f} {one.tpot_p99_ms:8.2f} {one.read_gb_s:7.2f}",
+            flush=True,
+        )
+    engine.close()
+    if options.out:
+        document = {
+            "machine": describe(torch.device("cpu")), "model": Path(options.model).name, "options": chosen,
+            "tokens": options.tokens, "results": results,
+        }  # fmt: skip
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What packed linears and plain reading do on this machine, measured.
+
+The linears are torch's own in bf16 (oneDNN, weights reordered for the number of rows) and, where they can be compiled,
+those of kernels/cpu, in a model's shapes, with so many distinct weights that no cache helps. The best of several passes
+counts, since a limit is what can be reached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.roofline import WEIGHT_BYTES, ModelShape, Rates
+
+if TYPE_CHECKING:
+    from kernels.cpu.linear import WeightKind
+
+__all__ = ["ROWS", "TORCH", "linears", "measure_rates", "measure_read_gb_s"]
+
+Run = Callable[[torch.Tensor], object]  # multiplies bf16 [rows, inputs] with a weight
+Pack = Callable[[torch.Tensor, int], Run]  # from a bf16 weight [outputs, inputs], for so many rows
+
+TORCH = "torch bf16"
+
+ROWS = (1, 4, 8, 16, 64, 256)
+MIN_WEIGHTS = 1 << 30  # bytes of distinct weights that one pass reads
+MAX_LAYERS = 128  # of a tiny model, which then fits into a cache: its rates are of no use, but are had in no time
+READ_BYTES = 1 << 30
+
+
+def measure_rates(
+    shape: ModelShape, pack: Pack, weight_bytes: int, rows: tuple[int, ...] = ROWS, min_weights: int = MIN_WEIGHTS
+) -> Rates:
+    """Measure linears of the model's shapes: the one before the logits once, then as many layers as it takes.
+
+    Args:
+        pack: makes one of a weight.
+        weight_bytes: what it then reads of each weight.
+    """
+    head = (shape.vocab_size, shape.hidden_size)
+    layer_bytes = WEIGHT_BYTES * sum(outputs * inputs for outputs, inputs in shape.layer_linears)
+    layers = math.ceil((min_weights - WEIGHT_BYTES * math.prod(head)) / layer_bytes)
+    sizes = [head, *(shape.layer_linears * min(MAX_LAYERS, max(1, layers)))]
+    parameters = sum(outputs * inputs for outputs, inputs in sizes)
+    seconds = {count: _pass_seconds(sizes, count, pack) for count in rows}
+    return Rates(
+        parameters * weight_bytes / seconds[1] / 1e9,
+        {count: 2 * parameters * count / one / 1e9 for count, one in seconds.items()},
+    )
+
+
+def linears() -> dict[str, tuple[Pack, int]]:
+    """Return what packs weights on this machine, and the bytes of one packed weight, by name."""
+    found: dict[str, tuple[Pack, int]] = {TORCH: (_torch_linear, 2)}
+    from kernels.cpu.library import library, set_num_threads
+    from kernels.cpu.linear import WeightKind, has_int8
+
+    if library() is not None:
+        set_num_threads(torch.get_num_threads())
+        found["pagoda bf16"] = (partial(_pagoda_linear, WeightKind.BFLOAT16), 2)
+        if has_int8():
+            found["pagoda int8"] = (partial(_pagoda_linear, WeightKind.INT8), 1)
+    return found
+
+
+def _torch_linear(weight: torch.Tensor, rows: int) -> Run:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def _pagoda_linear(kind: WeightKind, weight: torch.Tensor, rows: int) -> Run:
+    from kernels.cpu.linear import PackedLinear, linear
+
+    packed = PackedLinear(kind, weight.shape[1], weight.shape[0])
+    packed.set_weight(weight)
+    return lambda x: linear(x, packed)
+
+
+def _pass_seconds(sizes: list[tuple[int, int]], rows: int, pack: Pack) -> float:
+    """Return the least time of one pass through packed weights of these sizes."""
+    runs = []
+    for outputs, inputs in sizes:  # one after the other: they are large
+        weight = torch.randn(inputs).to(torch.bfloat16).repeat(outputs, 1)
+        runs.append((pack(weight, rows), inputs))
+    inputs_by_size = {size: torch.randn(rows, size).to(torch.bfloat16) for _, size in sizes}
+
+    def run() -> None:
+        for one, size in runs:
+            one(inputs_by_size[size])
+
+    return _least_seconds(run)
+
+
+def measure_read_gb_s(num_bytes: int = READ_BYTES) -> float:
+    """Return the bytes a second that summing a large buffer reads."""
+    buffer = torch.ones(num_bytes // 4)
+    return buffer.nbytes / _least_seconds(buffer.sum) / 1e9
+
+
+@torch.inference_mode()
+def _least_seconds(run: Callable[[], object], repeats: int = 7) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        started = perf_counter()
+        run()
+        times.append(perf_counter() - started)
+    return min(times)

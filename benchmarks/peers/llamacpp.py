@@ -1,0 +1,117 @@
+"""llama.cpp through llama-cpp-python: `PYTHON -m benchmarks.peers.llamacpp MODEL.gguf WORKLOAD ...`.
+
+The high-level API answers one prompt at a time, so batches are made here as llama.cpp's own server makes them: in each
+step one token of every running sequence, then as much of the waiting prompts as the batch still holds. Prefixes are
+computed for every sequence anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from benchmarks.peers import runner
+from benchmarks.workloads import Request, Workload
+
+UBATCH = 512  # tokens that llama.cpp computes at once, its default
+SPARE_SLOTS = 32  # of the KV cache, for each sequence
+
+
+class _Sequence:
+    """One request: what is written of it, and what is still to come."""
+
+    def __init__(self, number: int, request: Request) -> None:
+        self.number, self.prompt, self.remaining = number, request.prompt, request.out
+        self.num_written = 0  # tokens in the KV cache
+        self.last_token: int | None = None  # none until the prompt is computed
+
+
+class _Batch:
+    """llama_batch: as many tokens as one decode call takes, and which of them have logits that are wanted."""
+
+    def __init__(self, lib: Any) -> None:
+        self._batch = lib.llama_batch_init(runner.MAX_NUM_BATCHED_TOKENS, 0, 1)
+        self.wanted: list[tuple[int, _Sequence]] = []
+
+    @property
+    def native(self) -> Any:
+        return self._batch
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._batch.n_tokens == runner.MAX_NUM_BATCHED_TOKENS)
+
+    def clear(self) -> None:
+        self._batch.n_tokens = 0
+        self.wanted = []
+
+    def put(self, sequence: _Sequence, token_id: int, *, is_last: bool) -> None:
+        """Add a sequence's next token; the logits of the last one that is known are wanted."""
+        batch, place = self._batch, self._batch.n_tokens
+        batch.token[place], batch.pos[place] = token_id, sequence.num_written
+        batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence.number
+        batch.logits[place] = int(is_last)
+        batch.n_tokens = place + 1
+        sequence.num_written += 1
+        if is_last:
+            self.wanted.append((place, sequence))
+
+
+def _fill(batch: _Batch, sequences: list[_Sequence]) -> None:
+    batch.clear()
+    for one in sequences:
+        if one.last_token is not None:
+            batch.put(one, one.last_token, is_last=True)
+    for one in sequences:
+        while one.last_token is None and one.num_written < len(one.prompt) and not batch.is_full:
+            batch.put(one, one.prompt[one.num_written], is_last=one.num_written == len(one.prompt) - 1)
+
+
+def load(model: str, workloads: list[Workload]) -> runner.Generate:
+    """Load a bf16 GGUF with a KV cache that holds the largest workload."""
+    import llama_cpp as lib
+    import numpy as np
+
+    lib.llama_backend_init()
+    silent = lib.llama_log_callback(lambda *_: None)
+    lib.llama_log_set(silent, ctypes.c_void_p(0))
+    weights = lib.llama_model_load_from_file(model.encode(), lib.llama_model_default_params())
+    context = lib.llama_init_from_model(weights, _context_params(lib, workloads))
+    if not context:
+        raise RuntimeError(f"llama.cpp could not load {model}")
+    vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights))
+    batch = _Batch(lib)
+
+    def argmax(place: int) -> int:
+        return int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, place), (vocabulary,)).argmax())
+
+    def generate(requests: list[Request], _keep: object = silent) -> int:
+        running = [_Sequence(number, request) for number, request in enumerate(requests)]
+        num_tokens = 0
+        while running:
+            _fill(batch, running)
+            if lib.llama_decode(context, batch.native) != 0:
+                raise RuntimeError("llama_decode failed; the KV cache may be too small")
+            for place, one in batch.wanted:
+                one.last_token, one.remaining = argmax(place), one.remaining - 1
+            num_tokens += len(batch.wanted)
+            running = [one for one in running if one.remaining]
+        lib.llama_memory_clear(lib.llama_get_memory(context), False)
+        return num_tokens
+
+    return generate
+
+
+def _context_params(lib: Any, workloads: list[Workload]) -> Any:
+    params = lib.llama_context_default_params()
+    spare = [SPARE_SLOTS * len(one.requests) for one in workloads]
+    params.n_ctx = max(one.input_tokens + one.output_tokens + more for one, more in zip(workloads, spare, strict=True))
+    params.n_batch, params.n_ubatch = runner.MAX_NUM_BATCHED_TOKENS, UBATCH
+    params.n_seq_max = min(runner.MAX_NUM_SEQS, max(2, *(len(one.requests) for one in workloads)))
+    params.n_threads = params.n_threads_batch = runner.num_cores()
+    params.kv_unified = True
+    return params
+
+
+if __name__ == "__main__":
+    runner.main("llamacpp", load)

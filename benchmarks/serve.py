@@ -1,0 +1,190 @@
+"""What HTTP, Ray Serve and the ingress cost around one engine: throughput, time to first token, gaps between tokens.
+
+    python -m benchmarks.serve --model DIR --out result.json
+
+- throughput: the requests of w16, each from a client of its own, all at once, beside the offline LLM on the same
+  requests. The LLM runs before the server starts and after it has ended.
+- first token: one request at a time to an idle server, beside an AsyncEngine in this process with the same prompts.
+- gaps: what the readers of running streams see between two events while a long prompt arrives and is computed.
+
+Client and server share this machine, so the client's own work counts against the server. The engine gets as many
+threads as there are cores: OMP_NUM_THREADS reaches the replica through the environment. Where it is unset, Ray sets it
+to the replica's ``cpus_per_engine``, rounded down, at least 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.compare import parse_results
+from benchmarks.engine_options import add_engine_arguments, engine_options
+from benchmarks.http_measures import (
+    MODEL_NAME,
+    engine_first_tokens,
+    http_first_tokens,
+    http_gaps,
+    http_tokens_per_s,
+    random_ids,
+)
+from benchmarks.load_generators import run_aiperf, run_guidellm
+from benchmarks.machine import describe
+from benchmarks.peers.runner import num_cores
+from benchmarks.server import ROOT, Server, serve
+from benchmarks.workloads import Workload, make
+from engine.async_engine import AsyncEngine
+from engine.config import EngineConfig
+
+__all__ = ["main"]
+
+FIRST_TOKEN_REQUESTS = 20
+
+
+def offline_tokens_per_s(arguments: argparse.Namespace, workload: Workload) -> float:
+    """Run the workload with the offline LLM in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.throughput", workload.name, "--json-lines", "--model", arguments.model]
+    command += [f"--engine-option={name}={json.dumps(value)}" for name, value in engine_options(arguments).items()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"the offline LLM ended with code {done.returncode}:\n{done.stderr[-2000:]}")
+    return float(parse_results(done.stdout)[0]["output_tokens_per_s"])
+
+
+def in_process_first_tokens(config: EngineConfig, prompts: list[list[int]]) -> list[float]:
+    """Load an engine for the prompts and let it go again."""
+
+    async def run() -> list[float]:
+        engine = AsyncEngine.from_config(config)
+        await engine_first_tokens(engine, prompts[:3])  # warm
+        await engine.reset_prefix_cache()
+        seconds = await engine_first_tokens(engine, prompts)
+        await engine.shutdown()
+        return seconds
+
+    return asyncio.run(run())
+
+
+def _setting(arguments: argparse.Namespace) -> Callable[[dict[str, Any]], None]:
+    def change(args: dict[str, Any]) -> None:
+        args["model"], args["model_name"] = str(Path(arguments.model).resolve()), MODEL_NAME
+        args["replicas"] |= {"num_engine_replicas": 1, "cpus_per_engine": 1, "cpus_per_ingress": 0.2}
+        args["engine"] = engine_options(arguments)
+
+    return change
+
+
+def _measure_server(server: Server, arguments: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
+    async def run() -> dict[str, Any]:
+        warm_up = random.Random(12345)
+        await http_first_tokens(server.url, [random_ids(warm_up, len(prompts[0])) for _ in range(3)])
+        first = await http_first_tokens(server.url, prompts)
+        # Other ids each time, so that nothing is cached; 0 is what the offline LLM gets.
+        rates = [await http_tokens_per_s(server.url, make("w16").shifted(turn)) for turn in range(arguments.repeats)]
+        gaps = [
+            await http_gaps(server.url, streams, arguments.gap_tokens, arguments.long_prompt)
+            for streams in arguments.streams
+        ]
+        return {"first_token_s": first, "tokens_per_s": rates, "gaps": [asdict(one) for one in gaps]}
+
+    measured = asyncio.run(run())
+    load = {"url": server.url, "model": str(Path(arguments.model).resolve()), "model_name": MODEL_NAME}
+    if arguments.guidellm:
+        measured["guidellm"] = run_guidellm(arguments.guidellm, **load)
+    if arguments.aiperf:
+        measured["aiperf"] = run_aiperf(arguments.aiperf, **load)
+    return measured
+
+
+def _summary(measured: dict[str, Any], offline: list[float], engine_s: list[float]) -> dict[str, Any]:
+    http, alone = statistics.median(measured["tokens_per_s"]), statistics.median(offline)
+    first, engine = statistics.median(measured["first_token_s"]), statistics.median(engine_s)
+    return {
+        "http_tokens_per_s": round(http, 2),
+        "offline_tokens_per_s": round(alone, 2),
+        "http_over_offline": round(http / alone, 3),
+        "http_ttft_ms": round(1e3 * first, 2),
+        "engine_ttft_ms": round(1e3 * engine, 2),
+        "ttft_difference_ms": round(1e3 * (first - engine), 2),
+        "gaps": measured["gaps"],
+    }
+
+
+def _print_generators(measured: dict[str, Any]) -> None:
+    for name in ("guidellm", "aiperf"):
+        if one := measured.get(name):
+            print(
+                f"{name}: {one['output_tokens_per_s']:.1f} tokens/s, first token p50 {one['ttft_p50_ms']:.0f} and p99 "
+                f"{one['ttft_p99_ms']:.0f} ms, between tokens p50 {one['itl_p50_ms']:.1f} and p99 "
+                f"{one['itl_p99_ms']:.1f} ms; {one['requests']} requests, {one['failed']} failed"
+            )
+
+
+def _print(summary: dict[str, Any]) -> None:
+    print(
+        f"w16: {summary['http_tokens_per_s']:.1f} tokens/s through HTTP, {summary['offline_tokens_per_s']:.1f} "
+        f"offline: {summary['http_over_offline']:.3f}"
+    )
+    print(
+        f"first token: {summary['http_ttft_ms']:.1f} ms through HTTP, {summary['engine_ttft_ms']:.1f} in the process: "
+        f"{summary['ttft_difference_ms']:.1f} ms more"
+    )
+    print(
+        f"\n{'streams':>8} {'gap ms p50':>11} {'p99':>9} {'max':>9} {'calm p50':>9} {'long TTFT s':>12} {'failed':>7}"
+    )
+    for one in summary["gaps"]:
+        print(
+            f"{one['streams']:8} {one['p50_ms']:11.1f} {one['p99_ms']:9.1f} {one['max_ms']:9.1f} "
+            f"{one['calm_p50_ms']:9.1f} {one['long_ttft_s']:12.2f} {one['failed']:7}"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="What HTTP, Ray Serve and the ingress cost around one engine.")
+    add_engine_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=3, help="of the throughput, through HTTP and offline")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="of the requests whose first token is timed")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="that run when the long prompt arrives")
+    parser.add_argument("--gap-tokens", type=int, default=128, help="of each of them")
+    parser.add_argument("--long-prompt", type=int, default=2048, help="tokens")
+    parser.add_argument("--guidellm", metavar="PATH", help="run GuideLLM against the server too")
+    parser.add_argument("--aiperf", metavar="PATH", help="run AIPerf against the server too")
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print and keep the figures."""
+    parsed = _parser().parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_cores()))
+    rng = random.Random(0)
+    prompts = [random_ids(rng, parsed.prompt_tokens) for _ in range(FIRST_TOKEN_REQUESTS)]
+    half = parsed.repeats // 2
+    offline = [offline_tokens_per_s(parsed, make("w16")) for _ in range(parsed.repeats - half)]
+    engine_s = in_process_first_tokens(EngineConfig.from_options(parsed.model, engine_options(parsed)), prompts)
+    with serve(_setting(parsed)) as server:
+        measured = _measure_server(server, parsed, prompts)
+    offline += [offline_tokens_per_s(parsed, make("w16")) for _ in range(half)]
+    summary = _summary(measured, offline, engine_s)
+    _print(summary)
+    _print_generators(measured)
+    if parsed.out:
+        document: dict[str, Any] = {"machine": describe(torch.device("cpu")), "model": Path(parsed.model).name}
+        document |= {"options": engine_options(parsed), "summary": summary, "offline_tokens_per_s": offline}
+        document |= {"engine_first_token_s": engine_s, "measured": measured}
+        parsed.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

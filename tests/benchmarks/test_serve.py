@@ -1,0 +1,63 @@
+"""What is computed from the times that clients saw, and the commands of stock load generators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.http_measures import gaps_of
+from benchmarks.load_generators import aiperf_command, aiperf_figures, guidellm_command, guidellm_figures
+from benchmarks.requests import Outcome
+
+TARGET = ("program", "http://host:1", "model-dir", "name")
+
+
+def _stream(sent: float, arrivals: list[float]) -> Outcome:
+    return Outcome(200, sent, arrivals_s=arrivals, tokens=len(arrivals))
+
+
+def test_gaps_during_the_long_prompt_are_told_apart() -> None:
+    long = Outcome(200, sent=10.0, first_token_s=1.0)  # computed from 10 to 11
+    streams = [_stream(9.0, [0.1, 0.2, 0.3, 2.0, 2.1, 2.2]), _stream(9.0, [0.5, 0.6, 1.9, 2.0])]
+    gaps = gaps_of(streams, long)
+    assert (gaps.streams, gaps.long_ttft_s, gaps.failed) == (2, 1.0, 0)
+    assert (gaps.p50_ms, gaps.calm_p50_ms) == (100.0, 100.0)
+    assert gaps.max_ms == 1700.0
+
+
+def test_calm_gaps_may_be_missing() -> None:
+    gaps = gaps_of([_stream(10.2, [0.1, 0.2])], Outcome(200, sent=10.0, first_token_s=1.0))
+    assert gaps.p50_ms == 100.0
+    assert gaps.calm_p50_ms != gaps.calm_p50_ms  # not a number
+
+
+def _distribution(p50: float, p99: float) -> dict[str, Any]:
+    return {"successful": {"mean": 0.0, "percentiles": {"p50": p50, "p99": p99}}}
+
+
+def test_reports_of_both_generators_give_the_same_figures() -> None:
+    metrics = {
+        "output_tokens_per_second": {"successful": {"mean": 12.345}},
+        "time_to_first_token_ms": _distribution(1.0, 2.0),
+        "inter_token_latency_ms": _distribution(3.0, 4.0),
+        "request_totals": {"successful": 5, "errored": 1, "incomplete": 1},
+    }
+    figures = guidellm_figures({"benchmarks": [{"metrics": metrics}]})
+    other = {
+        "output_token_throughput": {"avg": 12.345},
+        "time_to_first_token": {"p50": 1.0, "p99": 2.0},
+        "inter_token_latency": {"p50": 3.0, "p99": 4.0},
+        "request_count": {"avg": 5.0},
+        "error_request_count": {"avg": 2.0},
+    }
+    assert figures == aiperf_figures(other)
+    assert figures["output_tokens_per_s"] == pytest.approx(12.35, abs=0.01)
+
+
+def test_commands_name_server_model_and_tokenizer() -> None:
+    for command in (guidellm_command(*TARGET, Path("r.json")), aiperf_command(*TARGET, Path("dir"))):
+        line = " ".join(command)
+        assert line.startswith("program ")
+        assert all(part in line for part in ("http://host:1", "model-dir", "name"))

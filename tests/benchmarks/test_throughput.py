@@ -1,0 +1,97 @@
+"""What measures our own engine, on the demo model and on workloads that take no time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import kv_cache_curves, latency, throughput
+from benchmarks.engine_options import add_engine_arguments, engine_options
+from benchmarks.linear_rates import linears, measure_rates
+from benchmarks.peers import runner
+from benchmarks.roofline import ModelShape
+from benchmarks.workloads import Request, Workload
+
+MODEL = str(Path(__file__).parents[2] / "demo" / "model")
+SMALL = ["--model", MODEL, "--max-model-len", "256", "--engine-option", "kv_cache_memory=4MiB", "--dtype", "float32"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_throughput_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "small.json", tmp_path / "result.json"
+    Workload("small", [Request([5, 6, 7], 3), Request([8, 9], 2)]).write(file)
+    throughput.main([str(file), str(file), *SMALL, "--json-lines", "--out", str(out)])
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    kept = json.loads(out.read_text())
+    assert kept["results"] == printed
+    assert [(one["workload"], one["input_tokens"], one["output_tokens"]) for one in printed] == [("small", 5, 5)] * 2
+    assert kept["options"]["kv_cache_memory"] == "4MiB"
+    assert "quantization" not in kept["options"]
+
+
+def test_latency_times_each_decode_step(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    latency.main([*SMALL, "--context", "8", "100", "--tokens", "4", "--out", str(out)])
+    results = json.loads(out.read_text())["results"]
+    assert [one["context"] for one in results] == [8, 100]
+    assert all(one["ttft_s"] > 0 and 0 < one["tpot_median_ms"] <= one["tpot_p99_ms"] for one in results)
+
+
+def test_the_curves_have_a_time_for_every_token(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    kv_cache_curves.main([*SMALL, "--prompt-tokens", "8", "--tokens", "9", "--stride", "4", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert len(result["with_cache_s"]) == len(result["without_cache_s"]) == 9
+    assert set(result["ratio_by_tokens"]) == {"9"}
+
+
+def test_workloads_of_one_process_get_other_ids() -> None:
+    seen: list[list[int]] = []
+
+    def load(model: str, workloads: list[Workload]) -> runner.Generate:
+        def generate(requests: list[Request]) -> int:
+            seen.append(requests[0].prompt)
+            return sum(request.out for request in requests)
+
+        return generate
+
+    results = list(runner.run_workloads("fake", "model", load, [Workload("a", [Request([10, 11], 2)])] * 2))
+    assert seen == [runner.WARM_UP[0].prompt, [10, 11], [11, 12]]
+    assert [one["engine"] for one in results] == ["fake", "fake"]
+
+
+def test_an_engine_that_stops_early_is_no_result() -> None:
+    with pytest.raises(RuntimeError, match="x: 1 tokens came and 2 were asked for"):
+        runner.measure(lambda requests: 1, Workload("x", [Request([1], 2)]))
+
+
+def test_engine_options_are_yaml() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    given = ["--model", "m", "--quantization", "int8", "--engine-option", "enable_prefix_caching=false"]
+    options = engine_options(parser.parse_args(given))
+    assert (options["quantization"], options["enable_prefix_caching"]) == ("int8", False)
+    with pytest.raises(ValueError, match="is no KEY=VALUE"):
+        engine_options(parser.parse_args(["--model", "m", "--engine-option", "seed"]))
+
+
+def test_rates_of_small_linears_are_measured() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this machine has no bf16 linears")
+    shape = ModelShape(64, 128, 1, 4, 2, 16, 256)
+    for pack, weight_bytes in linears().values():
+        rates = measure_rates(shape, pack, weight_bytes, rows=(1, 4), min_weights=1 << 16)
+        assert rates.weights_gb_s > 0
+        assert set(rates.gflop_s) == {1, 4}
