@@ -45,6 +45,12 @@ typedef struct {
     uint32_t *values;      /* [head_dim / 64, words of keys, 64]: a tile's values, interleaved */
 } attention_work;
 
+/* Block tables are random to the processor, so it is told what will be read: little by little, as a burst would fill its
+ * queue of misses and stop it until memory has answered. */
+INLINE void fetch_ahead(const char *from, size_t bytes) {
+    for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
+}
+
 /* A tile's keys of one head: those a row sees have first <= index < end. */
 typedef struct {
     int first, end;
