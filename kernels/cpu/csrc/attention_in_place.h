@@ -9,7 +9,7 @@
 #include "attention_item.h"
 
 /* products[row] = the products of 16 keys with each of `rows` (at most 4) rows. */
-INLINE void multiply_16_keys(const int kind, const int rows, const attention_work *work, const uint32_t *query,
+SPECIALIZED void multiply_16_keys(const int kind, const int rows, const attention_work *work, const uint32_t *query,
                              const char *cache, const size_t *offsets, const size_t *next, f32x16 *products,
                              size_t stride) {
     f32x16 quads[4][4];
@@ -31,7 +31,7 @@ INLINE void multiply_16_keys(const int kind, const int rows, const attention_wor
 }
 
 /* sums[row] = sums[row] * factors[row] + the weighted values, for `vectors` times 16 dimensions from `dim` on. */
-INLINE void add_values(const int kind, const int rows, const int vectors, const attention_work *work, float *sums,
+SPECIALIZED void add_values(const int kind, const int rows, const int vectors, const attention_work *work, float *sums,
                        int dim, const char *cache, const size_t *offsets, const size_t *next, int num_keys) {
     const int per_word = keys_per_word(kind), words = (num_keys + per_word - 1) / per_word;
     f32x16 added[MOST_ROWS_IN_PLACE][BLOCK_VECTORS]; /* a variable length would keep it out of registers */
@@ -58,7 +58,7 @@ INLINE void add_values(const int kind, const int rows, const int vectors, const 
 
 /* One KV head's rows with one strip of keys; offsets past the strip's end repeat its last key. `next` are the offsets of
  * the strip that comes after this one. */
-INLINE void attend_in_place(const int kind, const int rows, attention_work *work, int head, int strip_key,
+SPECIALIZED void attend_in_place(const int kind, const int rows, attention_work *work, int head, int strip_key,
                             int num_keys, const size_t *offsets, const size_t *next) {
     enum { VECTORS = KEYS_PER_STRIP / LANES };
     const pagoda_attention_call *call = work->call;

@@ -11,7 +11,7 @@
 enum { ROWS_PER_BLOCK = 6, ROWS_OF_REST = 2 };
 
 /* sums += left [rows, words] times right [words, 64], of which `vectors` times 16 columns count. */
-INLINE void multiply_block(const int kind, const int rows, const int vectors, f32x16 sums[][BLOCK_VECTORS],
+SPECIALIZED void multiply_block(const int kind, const int rows, const int vectors, f32x16 sums[][BLOCK_VECTORS],
                            const uint32_t *left, size_t left_stride, const uint32_t *right, int words) {
     for (int word = 0; word < words; word++, right += BLOCK_LANES) {
         u32x16 columns[BLOCK_VECTORS];
@@ -24,7 +24,7 @@ INLINE void multiply_block(const int kind, const int rows, const int vectors, f3
 }
 
 /* Weighs the first `vectors` times 16 keys of the tile for a block of rows. */
-INLINE void weigh_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
+SPECIALIZED void weigh_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
                         int tile_key, int num_keys) {
     f32x16 products[ROWS_PER_BLOCK][BLOCK_VECTORS] = {0};
     int index = head * work->padded_rows + row;
@@ -38,7 +38,7 @@ INLINE void weigh_block(const int kind, const int rows, const int vectors, atten
 }
 
 /* Adds the weighted values of `words` words of keys to `vectors` times 16 dimensions of a block of rows. */
-INLINE void add_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
+SPECIALIZED void add_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
                       int dim, int words) {
     size_t head_dim = (size_t)work->call->head_dim;
     float *to = work->sums + (size_t)(head * work->padded_rows + row) * head_dim + dim;
@@ -74,7 +74,7 @@ INLINE int rows_of_block(const attention_work *work, int row) {
     return row + ROWS_PER_BLOCK <= work->padded_rows ? ROWS_PER_BLOCK : ROWS_OF_REST;
 }
 
-INLINE void pack_keys(const int kind, attention_work *work, const char *cache, const size_t *offsets,
+SPECIALIZED void pack_keys(const int kind, attention_work *work, const char *cache, const size_t *offsets,
                       const size_t *next) {
     for (int word = 0; word < work->words; word += LANES)
         for (int key = 0; key < KEYS_PER_TILE; key += LANES) {
@@ -87,7 +87,7 @@ INLINE void pack_keys(const int kind, attention_work *work, const char *cache, c
         }
 }
 
-INLINE void pack_values(const int kind, attention_work *work, const char *cache, const size_t *offsets,
+SPECIALIZED void pack_values(const int kind, attention_work *work, const char *cache, const size_t *offsets,
                       const size_t *next) {
     const int per_word = keys_per_word(kind), words = KEYS_PER_TILE / per_word;
     for (int word = 0; word < words; word++) {
@@ -107,7 +107,7 @@ INLINE void pack_values(const int kind, attention_work *work, const char *cache,
 }
 
 /* One KV head's rows with one tile of keys; offsets past the tile's end repeat its last key. */
-INLINE void attend_packed(const int kind, attention_work *work, int head, int tile_key, int num_keys,
+SPECIALIZED void attend_packed(const int kind, attention_work *work, int head, int tile_key, int num_keys,
                           const size_t *offsets, const size_t *next) {
     const pagoda_attention_call *call = work->call;
     size_t cache_head = (size_t)(work->item->first_head + head) * work->head_bytes;
