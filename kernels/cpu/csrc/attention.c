@@ -94,31 +94,18 @@ static int locate(const attention_work *work, int key, int count, size_t *offset
     return num_keys;
 }
 
-/* Block tables are random to the processor, so it is told what will be read: the KV heads of some tokens. */
-static void fetch(const attention_work *work, const size_t *offsets, int first, int end) {
-    size_t start = (size_t)work->item->first_head * work->head_bytes;
-    size_t bytes = (size_t)work->item->num_heads * work->head_bytes;
-    for (int i = first; i < end; i++) {
-        const char *keys = (const char *)work->call->key_cache + offsets[i] + start;
-        const char *values = (const char *)work->call->value_cache + offsets[i] + start;
-        for (size_t line = 0; line < bytes; line += 64) {
-            __builtin_prefetch(keys + line, 0, 2);
-            __builtin_prefetch(values + line, 0, 2);
-        }
-    }
-}
-
-INLINE void attend(const int kind, attention_work *work, int head, int key, int num_keys, const size_t *offsets) {
+INLINE void attend(const int kind, attention_work *work, int head, int key, int num_keys, const size_t *offsets,
+                   const size_t *next) {
     switch (work->rows) {
-    case 1: attend_in_place(kind, 1, work, head, key, num_keys, offsets); break;
-    case 2: attend_in_place(kind, 2, work, head, key, num_keys, offsets); break;
-    case 3: attend_in_place(kind, 3, work, head, key, num_keys, offsets); break;
-    case 4: attend_in_place(kind, 4, work, head, key, num_keys, offsets); break;
-    case 5: attend_in_place(kind, 5, work, head, key, num_keys, offsets); break;
-    case 6: attend_in_place(kind, 6, work, head, key, num_keys, offsets); break;
-    case 7: attend_in_place(kind, 7, work, head, key, num_keys, offsets); break;
-    case 8: attend_in_place(kind, 8, work, head, key, num_keys, offsets); break;
-    default: attend_packed(kind, work, head, key, num_keys, offsets);
+    case 1: attend_in_place(kind, 1, work, head, key, num_keys, offsets, next); break;
+    case 2: attend_in_place(kind, 2, work, head, key, num_keys, offsets, next); break;
+    case 3: attend_in_place(kind, 3, work, head, key, num_keys, offsets, next); break;
+    case 4: attend_in_place(kind, 4, work, head, key, num_keys, offsets, next); break;
+    case 5: attend_in_place(kind, 5, work, head, key, num_keys, offsets, next); break;
+    case 6: attend_in_place(kind, 6, work, head, key, num_keys, offsets, next); break;
+    case 7: attend_in_place(kind, 7, work, head, key, num_keys, offsets, next); break;
+    case 8: attend_in_place(kind, 8, work, head, key, num_keys, offsets, next); break;
+    default: attend_packed(kind, work, head, key, num_keys, offsets, next);
     }
 }
 
@@ -129,10 +116,8 @@ INLINE void attend_all(const int kind, attention_work *work) {
     int num_keys = locate(work, item->first_key, count, offsets[now]);
     for (int key = item->first_key; key < item->end_key; key += count, now = !now) {
         int num_next = locate(work, key + count, count, offsets[!now]);
-        for (int head = 0; head < item->num_heads; head++) {
-            fetch(work, offsets[!now], num_next * head / item->num_heads, num_next * (head + 1) / item->num_heads);
-            attend(kind, work, head, key, num_keys, offsets[now]);
-        }
+        for (int head = 0; head < item->num_heads; head++)
+            attend(kind, work, head, key, num_keys, offsets[now], offsets[num_next ? !now : now]);
         num_keys = num_next;
     }
 }

@@ -11,7 +11,7 @@
 enum { ROWS_PER_BLOCK = 6, ROWS_OF_REST = 2 };
 
 /* sums += left [rows, words] times right [words, 64], of which `vectors` times 16 columns count. */
-INLINE void multiply_block(const int kind, const int rows, const int vectors, f32x16 sums[][BLOCK_VECTORS],
+SPECIALIZED void multiply_block(const int kind, const int rows, const int vectors, f32x16 sums[][BLOCK_VECTORS],
                            const uint32_t *left, size_t left_stride, const uint32_t *right, int words) {
     for (int word = 0; word < words; word++, right += BLOCK_LANES) {
         u32x16 columns[BLOCK_VECTORS];
@@ -24,7 +24,7 @@ INLINE void multiply_block(const int kind, const int rows, const int vectors, f3
 }
 
 /* Weighs the first `vectors` times 16 keys of the tile for a block of rows. */
-INLINE void weigh_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
+SPECIALIZED void weigh_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
                         int tile_key, int num_keys) {
     f32x16 products[ROWS_PER_BLOCK][BLOCK_VECTORS] = {0};
     int index = head * work->padded_rows + row;
@@ -38,7 +38,7 @@ INLINE void weigh_block(const int kind, const int rows, const int vectors, atten
 }
 
 /* Adds the weighted values of `words` words of keys to `vectors` times 16 dimensions of a block of rows. */
-INLINE void add_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
+SPECIALIZED void add_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
                       int dim, int words) {
     size_t head_dim = (size_t)work->call->head_dim;
     float *to = work->sums + (size_t)(head * work->padded_rows + row) * head_dim + dim;
@@ -74,20 +74,25 @@ INLINE int rows_of_block(const attention_work *work, int row) {
     return row + ROWS_PER_BLOCK <= work->padded_rows ? ROWS_PER_BLOCK : ROWS_OF_REST;
 }
 
-INLINE void pack_keys(const int kind, attention_work *work, const char *cache, const size_t *offsets) {
+SPECIALIZED void pack_keys(const int kind, attention_work *work, const char *cache, const size_t *offsets,
+                      const size_t *next) {
     for (int word = 0; word < work->words; word += LANES)
         for (int key = 0; key < KEYS_PER_TILE; key += LANES) {
             u32x16 rows[LANES];
             for (int i = 0; i < LANES; i++)
                 rows[i] = load_some_words(kind, cache + offsets[key + i], word, work->words);
+            for (int i = 0; i < LANES; i++)
+                fetch_ahead(cache + next[key + i] + sizeof(uint32_t) * (size_t)word, LANES * element_size(kind));
             store_transposed(work->keys + (size_t)word * KEYS_PER_TILE + key, KEYS_PER_TILE, rows);
         }
 }
 
-INLINE void pack_values(const int kind, attention_work *work, const char *cache, const size_t *offsets) {
+SPECIALIZED void pack_values(const int kind, attention_work *work, const char *cache, const size_t *offsets,
+                      const size_t *next) {
     const int per_word = keys_per_word(kind), words = KEYS_PER_TILE / per_word;
     for (int word = 0; word < words; word++) {
         const char *first = cache + offsets[word * per_word], *second = cache + offsets[word * per_word + per_word - 1];
+        for (int i = 0; i < per_word; i++) fetch_ahead(cache + next[word * per_word + i], work->head_bytes);
         for (int dim = 0; dim < work->call->head_dim;) {
             u32x16 values[2];
             const int vectors = dim + 2 * LANES <= work->call->head_dim ? 2 : 1;
@@ -102,12 +107,12 @@ INLINE void pack_values(const int kind, attention_work *work, const char *cache,
 }
 
 /* One KV head's rows with one tile of keys; offsets past the tile's end repeat its last key. */
-INLINE void attend_packed(const int kind, attention_work *work, int head, int tile_key, int num_keys,
-                          const size_t *offsets) {
+SPECIALIZED void attend_packed(const int kind, attention_work *work, int head, int tile_key, int num_keys,
+                          const size_t *offsets, const size_t *next) {
     const pagoda_attention_call *call = work->call;
     size_t cache_head = (size_t)(work->item->first_head + head) * work->head_bytes;
-    pack_keys(kind, work, (const char *)call->key_cache + cache_head, offsets);
-    pack_values(kind, work, (const char *)call->value_cache + cache_head, offsets);
+    pack_keys(kind, work, (const char *)call->key_cache + cache_head, offsets, next);
+    pack_values(kind, work, (const char *)call->value_cache + cache_head, offsets, next);
     for (int row = 0, rows; row < work->padded_rows; row += rows) {
         rows = rows_of_block(work, row);
         int vectors = block_vectors(work, row, rows, tile_key, num_keys);

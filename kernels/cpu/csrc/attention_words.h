@@ -17,6 +17,14 @@
 
 #include "vector.h"
 
+/* A function that is compiled once for each of its constants, so that its results stay in registers. A processor whose
+ * registers are too few gets one function that serves all: it would only be slow to compile. */
+#if defined(__AVX512F__)
+#define SPECIALIZED INLINE
+#else
+#define SPECIALIZED static __attribute__((noinline, noclone, unused))
+#endif
+
 enum { FLOAT32, BFLOAT16 };
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 enum { PAIRS_BFLOAT16 = 1 };

@@ -1,0 +1,157 @@
+"""The C attention kernel where its shapes are odd: tails of words, strips, tiles and spans, and several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.cpu.attention import is_supported, paged_attention
+from kernels.cpu.library import library, set_num_threads
+from tests.kernels.paged_batches import (
+    PADDING,
+    Batch,
+    Shape,
+    assert_matches,
+    make_batch,
+    with_padding_of_length_one,
+    without_blocks_behind,
+)
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
+
+DTYPES = [torch.float32, torch.bfloat16]
+MIXED = [(1, 130), (40, 90), PADDING, (3, 3), (1, 1), (70, 70), (2, 65)]
+LONG = [(1, 4100), (4, 2000), (9, 1500), (130, 700)]  # several spans where there are several threads
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    set_num_threads(request.param)
+    yield request.param
+    set_num_threads(1)
+
+
+def run(batch: Batch, sliding_window: int | None = None) -> torch.Tensor:
+    return paged_attention(
+        batch.query,
+        batch.key_cache,
+        batch.value_cache,
+        batch.metadata,
+        scale=batch.scale,
+        sliding_window=sliding_window,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128, 256])
+def test_head_dims_and_groups(head_dim: int, group_size: int, dtype: torch.dtype) -> None:
+    batch = make_batch(MIXED, Shape(2 * group_size, 2, head_dim, dtype=dtype))
+    assert_matches(run(batch), batch.expected())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 7, 16, 256])
+@pytest.mark.parametrize("sliding_window", [None, 1, 15, 64, 1000])
+def test_block_sizes_and_windows(sliding_window: int | None, block_size: int, dtype: torch.dtype) -> None:
+    batch = make_batch(MIXED, Shape(4, 2, 48, block_size, dtype))
+    assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
+
+
+@pytest.mark.parametrize("query_len", range(1, 18))
+def test_few_queries_over_a_context(query_len: int) -> None:
+    batch = make_batch([(query_len, 200), (query_len, query_len)], Shape(2, 1, 64, dtype=torch.bfloat16))
+    assert_matches(run(batch), batch.expected())
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sliding_window", [None, 300])
+def test_spans_of_long_contexts_are_merged(sliding_window: int | None, dtype: torch.dtype) -> None:
+    batch = make_batch(LONG, Shape(4, 2, 128, dtype=dtype))
+    assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
+
+
+@pytest.mark.usefixtures("num_threads")
+def test_a_long_prompt_of_many_heads_beside_decodes() -> None:
+    batch = make_batch([(600, 600), (1, 900), (1, 20)], Shape(8, 4, 64, dtype=torch.bfloat16))
+    assert_matches(run(batch), batch.expected())
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 8.0])
+def test_scores_far_from_zero(magnitude: float) -> None:
+    batch = make_batch([(1, 300), (33, 100)], Shape(4, 2, 64))
+    batch = replace(batch, query=batch.query * magnitude)
+    assert_matches(run(batch), batch.expected())
+
+
+def test_padding_that_claims_a_token_is_zero() -> None:
+    batch = with_padding_of_length_one(make_batch([PADDING, (1, 20), PADDING, (40, 50)], Shape(dtype=torch.bfloat16)))
+    output = run(batch)
+    assert_matches(output, batch.expected())
+    assert not output[[0, 2]].any()
+
+
+@pytest.mark.parametrize("sliding_window", [1, 70, 150])
+def test_blocks_behind_the_window_are_never_read(sliding_window: int) -> None:
+    whole = make_batch([(1, 400), (3, 500), (90, 300)], Shape(4, 2, 64, 7, torch.bfloat16))
+    freed = without_blocks_behind(whole, sliding_window)
+    assert (freed.metadata.block_tables != whole.metadata.block_tables).any()
+    assert_matches(run(freed, sliding_window), whole.expected(sliding_window))
+
+
+def test_rows_behind_the_last_sequence_are_left_alone() -> None:
+    batch = make_batch([(1, 20), (4, 10)], Shape())
+    rows = torch.cat([batch.query, torch.full_like(batch.query, torch.nan)])
+    output = run(replace(batch, query=rows))
+    assert_matches(output[: len(batch.query)], batch.expected())
+
+
+@pytest.mark.usefixtures("num_threads")
+def test_several_threads_may_call_at_once() -> None:
+    batches = [make_batch(LONG, Shape(4, 2, 64, dtype=dtype), seed=seed) for seed in range(2) for dtype in DTYPES]
+    expected = [run(batch) for batch in batches]
+    together = threading.Barrier(len(batches))
+
+    def repeat(index: int) -> list[torch.Tensor]:
+        together.wait()
+        return [run(batches[index]) for _ in range(10)]
+
+    with ThreadPoolExecutor(len(batches)) as threads:
+        outputs = list(threads.map(repeat, range(len(batches))))
+    for index, repeated in enumerate(outputs):
+        for output in repeated:  # how a context is divided does not depend on who computes it
+            assert torch.equal(output, expected[index])
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_random_batches(data: st.DataObject) -> None:
+    set_num_threads(data.draw(st.integers(1, 3)))
+    sequence = st.integers(1, 300).flatmap(lambda seq_len: st.tuples(st.integers(1, seq_len), st.just(seq_len)))
+    lengths = data.draw(st.lists(sequence | st.just(PADDING), min_size=1, max_size=5))
+    num_kv_heads = data.draw(st.integers(1, 3))
+    shape = Shape(
+        num_heads=num_kv_heads * data.draw(st.integers(1, 9)),
+        num_kv_heads=num_kv_heads,
+        head_dim=16 * data.draw(st.integers(1, 9)),
+        block_size=data.draw(st.sampled_from([1, 3, 16, 64])),
+        dtype=data.draw(st.sampled_from(DTYPES)),
+    )
+    sliding_window = data.draw(st.none() | st.integers(1, 310))
+    batch = make_batch(lengths, shape, seed=data.draw(st.integers(0, 1000)))
+    assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
+
+
+def test_what_is_left_to_torch() -> None:
+    assert is_supported(torch.bfloat16, 128)
+    assert not is_supported(torch.float16, 128)
+    assert not is_supported(torch.float32, 72)
+    assert not is_supported(torch.float32, 272)
