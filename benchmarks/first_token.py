@@ -14,7 +14,7 @@ import time
 __all__: list[str] = []
 
 PROMPT = [5, 6, 7]
-WEIGHTS_LOADED, CACHE_MADE = "Loading weights", "KV cache:"  # how the log messages of the engine begin
+WEIGHTS_LOADED, CACHE_MADE = "Model loading took", "KV cache size"  # what the engine's log messages say
 
 
 class _Marks(logging.Handler):
@@ -25,9 +25,9 @@ class _Marks(logging.Handler):
         self.at: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        for beginning in (WEIGHTS_LOADED, CACHE_MADE):
-            if record.getMessage().startswith(beginning):
-                self.at[beginning] = record.created
+        for words in (WEIGHTS_LOADED, CACHE_MADE):
+            if words in record.getMessage():
+                self.at[words] = record.created
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
         use_tqdm=False,
     )
     done = time.time()
-    weights, cache = (marks.at.get(beginning, loaded) for beginning in (WEIGHTS_LOADED, CACHE_MADE))
+    weights, cache = (marks.at.get(words, loaded) for words in (WEIGHTS_LOADED, CACHE_MADE))
     parts = {
         "interpreter": began - options.started,
         "imports": imported - began,

@@ -464,6 +464,7 @@ def random_options(rng: random.Random) -> dict[str, object]:
         "enable_prefix_caching": rng.random() < 0.75,
         "long_prefill_threshold": rng.choice([0, 0, 3]),
         "num_draft_tokens": rng.choice([0, 1, 4, 20]),
+        "free_tokens": rng.choice([None, 1, 4, 10]),
     }
 
 

@@ -78,6 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         long_prefill_threshold=st.sampled_from([0, 3]),
         num_draft_tokens=st.sampled_from([0, 1, 4, 20]),
+        free_tokens=st.sampled_from([None, 1, 4, 10]),
     )
     def start(self, **options: object) -> None:
         self.load = RandomLoad(**options)
