@@ -81,6 +81,7 @@ class EngineConfig:
             where they copy what is there already, and changes none. A map of SpeculativeConfig's options, such as
             ``{"method": "ngram", "num_speculative_tokens": 4}``; None guesses nothing.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        num_threads: threads that compute on a CPU; None takes OMP_NUM_THREADS, else one for each core.
         attention_backend: ``auto``, ``cpu``, ``triton`` or ``flash_attn``.
 
     Raises:
@@ -111,6 +112,7 @@ class EngineConfig:
     seed: int = 0
     speculative_config: SpeculativeConfig | dict[str, Any] | None = None
     device: str = "auto"
+    num_threads: int | None = None
     attention_backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -121,7 +123,8 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             self._require_positive_int(name)
         for name in (
-            "max_model_len", "block_size", "num_blocks", "max_queued_requests", "max_queued_prefill_tokens"
+            "max_model_len", "block_size", "num_blocks", "max_queued_requests", "max_queued_prefill_tokens",
+            "num_threads",
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 self._require_positive_int(name)

@@ -95,6 +95,8 @@ class ModelWorker:
             ModelLoadError: if the checkpoint cannot be served.
         """
         self._use_device()
+        if self.config.num_threads is not None and self.device.type == "cpu":
+            torch.set_num_threads(self.config.num_threads)
         self.parallel = TensorParallel.join(self.rank, self.config.tensor_parallel_size, self.device, rendezvous)
         self.model = load_decoder(
             self.config.model, self.hf_config, dtype=self.dtype, device=self.device,
