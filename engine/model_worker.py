@@ -183,7 +183,7 @@ class ModelWorker:
 
     @property
     def weight_bytes(self) -> int:
-        """What this rank's weights take, those that are mapped from the checkpoint included."""
+        """What this rank's weights take, without an embedding that beside packed ones stays mapped from its file."""
         return self.model.num_bytes
 
     @property

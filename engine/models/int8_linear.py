@@ -38,7 +38,7 @@ class Int8Linear(nn.Module):
         self, weight: torch.Tensor, bias: torch.Tensor | None, parallel: TensorParallel | None = None
     ) -> None:
         super().__init__()
-        self._weight, self._scales = quantize_rows(weight)
+        self._weight, self._scales = (nn.Parameter(one, requires_grad=False) for one in quantize_rows(weight))
         self._bias, self._parallel = bias, parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
