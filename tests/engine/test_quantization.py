@@ -39,12 +39,12 @@ def test_int8_answers_like_the_weights_it_was_made_of() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_int8_takes_half_the_memory_of_bfloat16() -> None:
+def test_int8_takes_less_memory_than_bfloat16() -> None:
     sizes = []
     for quantization in (None, "int8"):
         llm = LLM(str(DEMO_MODEL), device="cpu", num_blocks=64, quantization=quantization)
         sizes.append(llm.engine.runner.workers.local.weight_bytes)  # type: ignore[attr-defined]
-    assert sizes[1] < 0.65 * sizes[0]  # the embedding is not quantized
+    assert sizes[1] < 0.75 * sizes[0]  # an embedding is not quantized, and no longer the same as the head
 
 
 def test_what_is_not_offered_is_named() -> None:
