@@ -96,7 +96,7 @@ def _make_batch(
     counts = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
     shuffled = torch.randperm(sum(counts), dtype=torch.int32)
     tables = torch.full((len(lengths), max(counts)), -1, dtype=torch.int32)
-    for table, blocks in zip(tables, shuffled.split(counts), strict=True):
+    for table, blocks in zip(tables, torch.split(shuffled, counts), strict=True):
         table[: len(blocks)] = blocks
     shape = (sum(counts), BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
     keys, values = (torch.randn(shape).bfloat16() for _ in range(2))

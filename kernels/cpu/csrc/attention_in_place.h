@@ -10,8 +10,8 @@
 
 /* products[row] = the products of 16 keys with each of `rows` (at most 4) rows. */
 SPECIALIZED void multiply_16_keys(const int kind, const int rows, const attention_work *work, const uint32_t *query,
-                             const char *cache, const size_t *offsets, const size_t *next, f32x16 *products,
-                             size_t stride) {
+                                  const char *cache, const size_t *offsets, const size_t *next, f32x16 *products,
+                                  size_t stride) {
     f32x16 quads[4][4];
     for (int quad = 0; quad < 4; quad++) {
         const size_t *at = offsets + 4 * quad;
@@ -32,7 +32,7 @@ SPECIALIZED void multiply_16_keys(const int kind, const int rows, const attentio
 
 /* sums[row] = sums[row] * factors[row] + the weighted values, for `vectors` times 16 dimensions from `dim` on. */
 SPECIALIZED void add_values(const int kind, const int rows, const int vectors, const attention_work *work, float *sums,
-                       int dim, const char *cache, const size_t *offsets, const size_t *next, int num_keys) {
+                            int dim, const char *cache, const size_t *offsets, const size_t *next, int num_keys) {
     const int per_word = keys_per_word(kind), words = (num_keys + per_word - 1) / per_word;
     f32x16 added[MOST_ROWS_IN_PLACE][BLOCK_VECTORS]; /* a variable length would keep it out of registers */
     for (int row = 0; row < rows; row++)
@@ -56,10 +56,10 @@ SPECIALIZED void add_values(const int kind, const int rows, const int vectors, c
             f32x16_store(sums + row * work->call->head_dim + dim + v * LANES, added[row][v]);
 }
 
-/* One KV head's rows with one strip of keys; offsets past the strip's end repeat its last key. `next` are the offsets of
- * the strip that comes after this one. */
+/* One KV head's rows with one strip of keys; offsets past the strip's end repeat its last key. `next` are the offsets
+ * of the strip that comes after this one. */
 SPECIALIZED void attend_in_place(const int kind, const int rows, attention_work *work, int head, int strip_key,
-                            int num_keys, const size_t *offsets, const size_t *next) {
+                                 int num_keys, const size_t *offsets, const size_t *next) {
     enum { VECTORS = KEYS_PER_STRIP / LANES };
     const pagoda_attention_call *call = work->call;
     size_t cache_head = (size_t)(work->item->first_head + head) * work->head_bytes;
@@ -70,15 +70,17 @@ SPECIALIZED void attend_in_place(const int kind, const int rows, attention_work 
     f32x16 products[MOST_ROWS_IN_PLACE][VECTORS] = {0};
     for (int v = 0; v * LANES < num_keys; v++) {
         const int half = rows > 4 ? 4 : rows;
-        multiply_16_keys(kind, half, work, query, keys, offsets + v * LANES, next + v * LANES, &products[0][v], VECTORS);
-        if (rows > 4)
-            multiply_16_keys(kind, rows - 4, work, query + 4 * work->padded_words, keys, offsets + v * LANES, next + v * LANES,
-                             &products[4][v], VECTORS);
+        const size_t *at = offsets + v * LANES, *next_at = next + v * LANES;
+        multiply_16_keys(kind, half, work, query, keys, at, next_at, &products[0][v], VECTORS);
+        if (rows > 4) {
+            const uint32_t *others = query + 4 * work->padded_words;
+            multiply_16_keys(kind, rows - 4, work, others, keys, at, next_at, &products[4][v], VECTORS);
+        }
     }
     for (int row = 0; row < rows; row++) {
         int index = head * work->padded_rows + row;
         work->factors[row] =
-            weigh(kind, VECTORS, products[row], call->scale * 1.44269504f, visible_keys(work, row, strip_key, num_keys),
+            weigh(kind, VECTORS, products[row], work->scale, visible_keys(work, row, strip_key, num_keys),
                   work->largest + index, work->totals + index * LANES, work->weights + row * KEYS_PER_STRIP);
     }
     int dim = 0;

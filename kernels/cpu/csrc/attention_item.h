@@ -34,6 +34,7 @@ typedef struct {
     int rows, padded_rows; /* of one KV head */
     int words, padded_words; /* of one row */
     size_t token_bytes, head_bytes; /* of the cache */
+    float scale;           /* of a product; makes it a power of 2, which is cheaper than one of e */
     uint32_t *query;       /* [num_heads, padded_rows, padded_words] */
     float *sums;           /* [num_heads, padded_rows, head_dim]: weights times values */
     float *totals;         /* [num_heads, padded_rows, 16]: of weights; their sum is the softmax's denominator */
@@ -45,8 +46,8 @@ typedef struct {
     uint32_t *values;      /* [head_dim / 64, words of keys, 64]: a tile's values, interleaved */
 } attention_work;
 
-/* Block tables are random to the processor, so it is told what will be read: little by little, as a burst would fill its
- * queue of misses and stop it until memory has answered. */
+/* Block tables are random to the processor, so it is told what will be read: little by little, as a burst would fill
+ * its queue of misses and stop it until memory has answered. */
 INLINE void fetch_ahead(const char *from, size_t bytes) {
     for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
 }
@@ -67,7 +68,7 @@ INLINE key_range visible_keys(const attention_work *work, int row, int tile_key,
 /* Softmax over `vectors` times 16 more keys of one row, as FlashAttention-2 does it (Dao, 2023): turns the products
  * into weights relative to the largest score so far, and returns what the row's earlier sums must be multiplied by. */
 SPECIALIZED float weigh(const int kind, const int vectors, const f32x16 *products, float scale, key_range visible,
-                   float *largest, float *total, uint32_t *weights) {
+                        float *largest, float *total, uint32_t *weights) {
     const f32x16 nothing = f32x16_set(-INFINITY);
     const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     f32x16 scores[BLOCK_VECTORS + 1], most = nothing;

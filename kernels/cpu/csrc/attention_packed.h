@@ -12,7 +12,7 @@ enum { ROWS_PER_BLOCK = 6, ROWS_OF_REST = 2 };
 
 /* sums += left [rows, words] times right [words, 64], of which `vectors` times 16 columns count. */
 SPECIALIZED void multiply_block(const int kind, const int rows, const int vectors, f32x16 sums[][BLOCK_VECTORS],
-                           const uint32_t *left, size_t left_stride, const uint32_t *right, int words) {
+                                const uint32_t *left, size_t left_stride, const uint32_t *right, int words) {
     for (int word = 0; word < words; word++, right += BLOCK_LANES) {
         u32x16 columns[BLOCK_VECTORS];
         for (int v = 0; v < vectors; v++) columns[v] = u32x16_load(right + v * LANES);
@@ -25,21 +25,21 @@ SPECIALIZED void multiply_block(const int kind, const int rows, const int vector
 
 /* Weighs the first `vectors` times 16 keys of the tile for a block of rows. */
 SPECIALIZED void weigh_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
-                        int tile_key, int num_keys) {
+                             int tile_key, int num_keys) {
     f32x16 products[ROWS_PER_BLOCK][BLOCK_VECTORS] = {0};
     int index = head * work->padded_rows + row;
     multiply_block(kind, rows, vectors, products, work->query + (size_t)index * (size_t)work->padded_words,
                    (size_t)work->padded_words, work->keys, work->words);
     for (int i = 0; i < rows; i++)
         work->factors[row + i] =
-            weigh(kind, vectors, products[i], work->call->scale * 1.44269504f,
+            weigh(kind, vectors, products[i], work->scale,
                   visible_keys(work, row + i, tile_key, num_keys), work->largest + index + i,
                   work->totals + (index + i) * LANES, work->weights + (row + i) * KEYS_PER_TILE);
 }
 
 /* Adds the weighted values of `words` words of keys to `vectors` times 16 dimensions of a block of rows. */
 SPECIALIZED void add_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
-                      int dim, int words) {
+                           int dim, int words) {
     size_t head_dim = (size_t)work->call->head_dim;
     float *to = work->sums + (size_t)(head * work->padded_rows + row) * head_dim + dim;
     const uint32_t *values = work->values + (size_t)dim * (KEYS_PER_TILE / keys_per_word(kind));
@@ -75,7 +75,7 @@ INLINE int rows_of_block(const attention_work *work, int row) {
 }
 
 SPECIALIZED void pack_keys(const int kind, attention_work *work, const char *cache, const size_t *offsets,
-                      const size_t *next) {
+                           const size_t *next) {
     for (int word = 0; word < work->words; word += LANES)
         for (int key = 0; key < KEYS_PER_TILE; key += LANES) {
             u32x16 rows[LANES];
@@ -88,7 +88,7 @@ SPECIALIZED void pack_keys(const int kind, attention_work *work, const char *cac
 }
 
 SPECIALIZED void pack_values(const int kind, attention_work *work, const char *cache, const size_t *offsets,
-                      const size_t *next) {
+                             const size_t *next) {
     const int per_word = keys_per_word(kind), words = KEYS_PER_TILE / per_word;
     for (int word = 0; word < words; word++) {
         const char *first = cache + offsets[word * per_word], *second = cache + offsets[word * per_word + per_word - 1];
@@ -108,7 +108,7 @@ SPECIALIZED void pack_values(const int kind, attention_work *work, const char *c
 
 /* One KV head's rows with one tile of keys; offsets past the tile's end repeat its last key. */
 SPECIALIZED void attend_packed(const int kind, attention_work *work, int head, int tile_key, int num_keys,
-                          const size_t *offsets, const size_t *next) {
+                               const size_t *offsets, const size_t *next) {
     const pagoda_attention_call *call = work->call;
     size_t cache_head = (size_t)(work->item->first_head + head) * work->head_bytes;
     pack_keys(kind, work, (const char *)call->key_cache + cache_head, offsets, next);

@@ -5,7 +5,7 @@
 
 enum {
     ITEMS_PER_THREAD = 4,     /* so that threads which are slowed down leave their share to others */
-    COST_OF_READING = 5,      /* a key and a value, in what it costs to multiply them with one row: about 0.04 ns * dim */
+    COST_OF_READING = 5,      /* a key and a value; multiplying them with one row costs 1, about 0.04 ns a dimension */
     SMALL_COST = 500 * 1000,  /* 20 us */
     FEWEST_KEYS_OF_SPAN = 2 * KEYS_PER_TILE,
     MOST_FLOATS_OF_SUMS = 32 * 1024, /* of the rows of all KV heads, where one item does them all */
