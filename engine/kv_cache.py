@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from engine.errors import ConfigError, KVCacheError
+from kernels.cpu.memory import huge_zeros
 
 __all__ = ["KVCache"]
 
@@ -65,12 +66,9 @@ class KVCache:
         self.device = device
         self.bytes_per_block = num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
         block = (block_size, num_kv_heads, head_dim)
-        # The CPU backend reads only what was written, and memory that nobody touches costs a laptop nothing; on a GPU a
-        # NaN left by others would survive being masked.
-        make = torch.empty if device.type == "cpu" else torch.zeros
         remedy = "lower num_blocks, kv_cache_memory or gpu_memory_utilization"
         with _explained(f"{num_blocks} KV blocks on {device}", self.num_bytes, remedy):
-            self._cache = make((num_layers, 2, num_blocks, *block), dtype=dtype, device=device)
+            self._cache = _zeros((num_layers, 2, num_blocks, *block), dtype, device)
         pinned = device.type == "cuda" and num_host_blocks > 0
         with _explained(
             f"{num_host_blocks} swapped KV blocks on the host", self.num_host_bytes, "lower swap_space_gib"
@@ -177,6 +175,11 @@ class KVCache:
             twice = next(target for target in targets if targets.count(target) > 1)
             raise KVCacheError(f"{target_pool[0]} {twice} is written twice in one call; name every target once")
         return sources, targets
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros: a NaN left by others would survive being masked. On a CPU they cost nothing until they are used."""
+    return huge_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from enum import IntEnum
 import torch
 
 from kernels.cpu.library import library
+from kernels.cpu.memory import huge_zeros
 
 __all__ = ["CWeight", "PackedLinear", "WeightKind", "has_int8", "linear", "pack_rows", "words_per_row"]
 
@@ -71,8 +72,7 @@ class PackedLinear:
         self.kind, self.in_features, self.out_features = kind, in_features, out_features
         panels = -(-out_features // (LANES * _PANELS_AT_ONCE)) * _PANELS_AT_ONCE
         self.num_words = words_per_row(kind, in_features)
-        # Zeroed memory that nobody has touched costs nothing, and only the last panels' lanes stay as they are.
-        self._words = torch.zeros(panels * self.num_words * LANES, dtype=torch.int32)
+        self._words = huge_zeros((panels * self.num_words * LANES,), torch.int32)  # the last panels' lanes stay zero
         is_int8 = kind is WeightKind.INT8
         self._scales = torch.zeros(panels * LANES) if is_int8 else None
         self._sums = torch.zeros(panels * LANES, dtype=torch.int32) if is_int8 else None

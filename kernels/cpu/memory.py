@@ -1,0 +1,35 @@
+"""Large tensors on huge pages: weights and KV are streamed, and with small pages looking up addresses takes a fifth."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from contextlib import suppress
+
+import torch
+
+__all__ = ["huge_zeros"]
+
+_HUGE_PAGE = 2 * 2**20
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
+
+
+def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros, on huge pages where the system has them and the tensor fills one; untouched memory takes none.
+
+    Raises:
+        RuntimeError: if there is no such memory, as torch does.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _HUGE_PAGE or _ADVICE is None:
+        return torch.zeros(shape, dtype=dtype)
+    try:
+        # It lives as long as a tensor on it. Shared memory, Python's default, gets no huge pages.
+        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise RuntimeError(f"{size} bytes cannot be had: {error}") from error
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(_ADVICE, start, size // _HUGE_PAGE * _HUGE_PAGE)  # what is left over would waste most of one
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
