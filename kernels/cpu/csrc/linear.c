@@ -7,7 +7,7 @@
 #include "threads.h"
 #include "vector.h"
 
-enum { MAX_PANELS_AT_ONCE = 4, BYTES_PER_PART = 256 * 1024 };
+enum { MAX_PANELS_AT_ONCE = 4, BYTES_PER_PART = 256 * 1024, WORDS_IN_L1 = 128 };
 
 int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
 
@@ -21,19 +21,22 @@ int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
 /* How many words ahead weights are fetched: panels that are read together need less each. Measured on Zen 4. */
 #define WORDS_AHEAD(PANELS) ((PANELS) == 4 ? 8 : (PANELS) == 2 ? 32 : 64)
 
-/* Sums of ROWS rows with PANELS panels, as [PANELS][ROWS][16]: everything stays in registers until the end. */
+/* Sums of ROWS rows with PANELS panels, as [PANELS][ROWS][16]: everything stays in registers until the end. The panels
+ * lie `stride` words apart. With `goes_on` what `sums` holds is added to. */
 #define DEFINE_TILE(NAME, SUM, DOT, ROWS, PANELS)                                                                     \
     static void NAME##_##ROWS##_##PANELS(void *sums, const uint32_t *rows, const uint32_t *weights,                   \
-                                         int64_t num_words) {                                                         \
-        const int64_t panel = num_words * LANES;                                                                      \
+                                         int64_t num_words, int64_t stride, bool goes_on) {                           \
         SUM sum[PANELS][ROWS];                                                                                        \
         _Pragma("GCC unroll 16") for (int p = 0; p < PANELS; p++)                                                     \
-            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) sum[p][r] = (SUM){0};                             \
+            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) {                                                 \
+                if (goes_on) memcpy(&sum[p][r], (char *)sums + (p * ROWS + r) * sizeof(SUM), sizeof(SUM));            \
+                else sum[p][r] = (SUM){0};                                                                            \
+            }                                                                                                         \
         for (int64_t k = 0; k < num_words; k++, rows += ROWS, weights += LANES) {                                     \
             u32x16 weight[PANELS];                                                                                    \
             _Pragma("GCC unroll 16") for (int p = 0; p < PANELS; p++) {                                               \
-                weight[p] = u32x16_load(weights + p * panel);                                                         \
-                __builtin_prefetch(weights + p * panel + WORDS_AHEAD(PANELS) * LANES);                                 \
+                weight[p] = u32x16_load(weights + p * stride);                                                        \
+                __builtin_prefetch(weights + p * stride + WORDS_AHEAD(PANELS) * LANES);                                \
             }                                                                                                         \
             _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) {                                                 \
                 u32x16 row = u32x16_set(rows[r]);                                                                     \
@@ -57,7 +60,8 @@ int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
         NAME##_8_2, NAME##_9_2,  NAME##_10_2, NAME##_11_2, NAME##_12_2, NAME##_13_2, NAME##_14_2, NAME##_15_1,        \
         NAME##_16_1};
 
-typedef void (*tile_function)(void *sums, const uint32_t *rows, const uint32_t *weights, int64_t num_words);
+typedef void (*tile_function)(void *sums, const uint32_t *rows, const uint32_t *weights, int64_t num_words,
+                              int64_t stride, bool goes_on);
 
 DEFINE_TILES(f32_tiles, f32x16, pagoda_dot_f32)
 DEFINE_TILES(bf16_tiles, f32x16, pagoda_dot_bf16)
@@ -133,6 +137,8 @@ static void finish(const linear_call *call, const float *sums, int64_t first_row
 static void multiply_panels(const linear_call *call, int64_t panel, int num_panels) {
     _Alignas(64) float sums[MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES];
     int64_t num_words = call->num_words;
+    /* Of many rows a piece that fits L1 is used by all panels; of few, weights are best read straight through. */
+    int64_t depth = call->rows->num_rows > ROWS_PER_TILE ? WORDS_IN_L1 : num_words;
     for (int64_t row = 0; row < call->rows->num_rows; row += ROWS_PER_TILE) {
         int64_t left = call->rows->num_rows - row;
         int num_rows = left < ROWS_PER_TILE ? (int)left : ROWS_PER_TILE;
@@ -140,8 +146,12 @@ static void multiply_panels(const linear_call *call, int64_t panel, int num_pane
         tile_function tile = tile_for(call->weight->kind, num_rows);
         const uint32_t *rows = call->rows->words + row * num_words;
         const uint32_t *words = call->weight->words + panel * LANES * num_words;
-        for (int p = 0; p < num_panels; p += step)
-            tile(sums + p * num_rows * LANES, rows, words + p * LANES * num_words, num_words);
+        for (int64_t k = 0; k < num_words; k += depth) {
+            int64_t count = num_words - k < depth ? num_words - k : depth;
+            for (int p = 0; p < num_panels; p += step)
+                tile(sums + p * num_rows * LANES, rows + k * num_rows, words + (p * num_words + k) * LANES, count,
+                     num_words * LANES, k > 0);
+        }
         finish(call, sums, row, num_rows, panel, num_panels);
     }
 }
