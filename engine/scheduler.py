@@ -218,8 +218,8 @@ class Scheduler:
                 continue
             planned = group
             members = [sequence] if sequence.is_alone else [one for one in running if one.group is group]
-            growths = self._plan(members, spare)
-            if self._make_room(group, blocks.num_blocks_to_grow(growths), output):
+            growths = self._plan_with_room(members, spare, output)
+            if growths is not None:
                 first = running.index(members[0])
                 places = range(first, first + len(members))
                 spare = self._grow(growths, places, counts, partial, spare, output)
@@ -267,6 +267,21 @@ class Scheduler:
                 ready = one.remaining_tokens == 1 and one.block_table and not hold
                 growths.append(Growth(one, one.num_computed_tokens + bool(ready)))
         return growths
+
+    def _plan_with_room(self, members: list[Sequence], spare: int, output: SchedulerOutput) -> list[Growth] | None:
+        """Plan for a group's sequences what there are blocks for, preempting others; None if it had to go itself.
+
+        Whoever is preempted frees blocks that were matched, or publishes its own in their place: each time the plan is
+        made anew.
+        """
+        while True:
+            growths = self._plan(members, spare)
+            if self.block_manager.num_blocks_to_grow(growths) <= self.block_manager.num_free_blocks:
+                return growths
+            victim = self.running[-1].group
+            self._preempt(victim, output)
+            if victim is members[0].group:
+                return None
 
     def _make_room(self, group: SequenceGroup, needed: int, output: SchedulerOutput) -> bool:
         """Preempt from the lowest rank up until the group gets its blocks; False if it had to go itself."""

@@ -40,6 +40,7 @@ class CpuDecoder:
     """A decoder-only language model on a CPU.
 
     Args:
+        embed_tokens: without weights so far.
         config: the whole model's shape.
         rope: cosines and sines of every position it may see, float32 [length, 2, head_dim // 2].
         parallel: which rank's share this is.
@@ -48,12 +49,17 @@ class CpuDecoder:
     """
 
     def __init__(
-        self, config: ModelConfig, rope: torch.Tensor, parallel: TensorParallel, dtype: torch.dtype, kind: WeightKind
+        self,
+        embed_tokens: VocabParallelEmbedding,
+        config: ModelConfig,
+        rope: torch.Tensor,
+        parallel: TensorParallel,
+        dtype: torch.dtype,
+        kind: WeightKind,
     ) -> None:
+        self.embed_tokens = embed_tokens
         self.config, self.parallel, self.rope = config, parallel, rope.contiguous()
         own = config.shard(parallel.size)
-        with torch.device("meta"):
-            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
         self.layers = [_Layer(own, index, parallel, dtype, kind) for index in range(config.num_layers)]
         self.norm = torch.empty(0)
         self.lm_head = PackedLinear(kind, config.hidden_size, self.embed_tokens.num_embeddings)

@@ -67,7 +67,7 @@ def load_decoder(
             checkpoint, shapes, config, parallel, dtype=dtype, device=device, show_progress=show_progress
         )
         if has_kernels and kind is not None:
-            packed = CpuDecoder(config, rope, parallel, dtype, kind)
+            packed = CpuDecoder(model.embed_tokens, config, rope, parallel, dtype, kind)
             _pack(packed, weights)
             logger.info("Loading weights took %.2f seconds", perf_counter() - started)
             return packed

@@ -18,7 +18,9 @@ from tests.engine.shadow import check_integrity
 
 
 def make_llm(path: str, **options: Any) -> LLM:
-    return LLM(path, **{"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True} | options)
+    """Return an engine whose batches depend on nothing that is measured."""
+    fixed = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_decode_slowdown": None}
+    return LLM(path, **fixed | options)
 
 
 def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:

@@ -209,6 +209,11 @@ class RandomLoad:
             for one, count in zip(output.sequences, output.num_new_tokens, strict=True)
             if one not in self._settled and not one.group.wants_prompt_logprobs
         ]
+        # What fills a block with one generated token is published later, with others, even where it is computed again.
+        begun = [
+            (one, count) for one, count in begun
+            if count > 1 or one.num_computed_tokens + count <= one.num_prompt_tokens
+        ]  # fmt: skip
         for place, (first, num_first) in enumerate(begun):
             for second, num_second in begun[:place]:
                 if first.cache_salt != second.cache_salt:

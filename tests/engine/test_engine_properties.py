@@ -157,6 +157,15 @@ LEAST = {
 }
 
 
+@pytest.mark.parametrize(("seed", "free_tokens"), [(338, 1), (43, 4)])
+def test_blocks_that_were_matched_are_not_taken_after_a_preemption_has_replaced_them(
+    seed: int, free_tokens: int
+) -> None:
+    """Whoever gave way published its own blocks in place of cached ones that another's plan had matched."""
+    drive(seed, free_tokens=free_tokens)
+
+
+
 def test_a_hundred_thousand_random_steps() -> None:
     """All of them by the seeded driver; a failure names the seed, and ``drive(seed)`` repeats it."""
     counts: Counter[str] = Counter()

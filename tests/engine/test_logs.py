@@ -18,8 +18,8 @@ from engine.logs import LEVEL_VARIABLE, forward_logs, show_logs
 from tests.engine.conftest import SavedModel
 
 START = (
-    "Initializing an engine with config: model='.*', dtype='bfloat16', max_model_len=64, .*enable_prefix_caching=True,"
-    ".*tensor_parallel_size=1,",
+    "Initializing an engine with config: model='.*', dtype='bfloat16', .*max_model_len=64, "
+    ".*enable_prefix_caching=True,.*tensor_parallel_size=1,",
     "Using cpu attention backend on cpu, with blocks of 8 tokens",
     r"Loading weights took \d+\.\d\d seconds",
     r"Model loading took 0\.00 GiB and \d+\.\d\d seconds",

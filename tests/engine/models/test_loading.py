@@ -13,14 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from engine.distributed.tensor_parallel import TensorParallel
 from engine.errors import ConfigError, ModelLoadError
+from engine.models import loader
 from engine.models.config import GenerationDefaults, ModelConfig, load_hf_config
+from engine.models.cpu_decoder import CpuDecoder
 from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
 from tests.engine.checkpoints import build_model
 from tests.engine.conftest import SavedModel
 
 
-def load(path: Path) -> Decoder:
+def load(path: Path) -> Decoder | CpuDecoder:
     return load_decoder(
         path,
         load_hf_config(path),
@@ -48,8 +50,10 @@ def edit_weights(path: Path, **changes: torch.Tensor | None) -> None:
     save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, file, {"format": "pt"})
 
 
-def test_a_good_checkpoint_loads(checkpoint: Path) -> None:
+def test_a_good_checkpoint_loads(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
     model = load(checkpoint)
+    assert isinstance(model, Decoder)
     assert model.lm_head.weight.data_ptr() == model.embed_tokens.weight.data_ptr()  # tied: one tensor, not two
 
 
@@ -186,4 +190,4 @@ def test_sliding_windows_by_layer() -> None:
 
 def test_kv_bytes_per_token() -> None:
     config = ModelConfig.from_hf(build_model("qwen3").config)
-    assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 16 * 2  # K and V, layers, KV heads, dim, bytes
+    assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 32 * 2  # K and V, layers, KV heads, dim, bytes

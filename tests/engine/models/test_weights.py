@@ -21,6 +21,7 @@ from engine.errors import ModelLoadError
 from engine.models import tensor_files as module
 from engine.models.checkpoint import Checkpoint, open_checkpoint
 from engine.models.config import ModelConfig, load_hf_config
+from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
 from engine.models.sharding import Shard, shard_of
 from engine.models.tensor_files import TensorFiles
@@ -31,9 +32,8 @@ CPU = torch.device("cpu")
 
 
 def shapes_of(path: str) -> dict[str, torch.Size]:
-    model = load_decoder(
-        path, load_hf_config(path), dtype=torch.float32, device=CPU, max_model_len=64, parallel=TensorParallel()
-    )
+    config = ModelConfig.from_hf(load_hf_config(path))
+    model = Decoder(config, torch.zeros(1), TensorParallel())
     return {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
