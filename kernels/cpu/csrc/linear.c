@@ -170,7 +170,7 @@ void pagoda_linear(float *output, int64_t stride, const pagoda_rows *rows, const
     call.num_words = pagoda_num_words(weight->kind, weight->in_features);
     call.num_panels = (weight->out_features + LANES - 1) / LANES;
     int64_t group_bytes = MAX_PANELS_AT_ONCE * LANES * call.num_words * 4;
-    int64_t groups = BYTES_PER_PART / group_bytes;
+    int64_t groups = rows->num_rows > ROWS_PER_TILE ? 1 : BYTES_PER_PART / group_bytes; /* many rows: long parts */
     call.panels_per_part = (groups < 1 ? 1 : groups) * MAX_PANELS_AT_ONCE;
     pagoda_parallel_for((call.num_panels + call.panels_per_part - 1) / call.panels_per_part, multiply_part, &call);
 }

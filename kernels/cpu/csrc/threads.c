@@ -24,16 +24,18 @@ static struct {
     void *args;
     atomic_int sleepers;
     atomic_int num_threads;
-    double alone_until; /* seconds on the monotonic clock; 0: now as ever */
+    double alone_until; /* until when callers compute alone, in seconds on the monotonic clock; 0: they do not */
     int num_workers; /* threads that exist, besides the callers' */
     pthread_mutex_t use; /* held by the caller whose loop runs */
     pthread_mutex_t sleep;
-    pthread_cond_t wake;
+    pthread_cond_t wake;   /* for those that compute */
+    pthread_cond_t enlist; /* for those that do not at present */
 } pool = {
     .num_threads = 1,
     .use = PTHREAD_MUTEX_INITIALIZER,
     .sleep = PTHREAD_MUTEX_INITIALIZER,
     .wake = PTHREAD_COND_INITIALIZER,
+    .enlist = PTHREAD_COND_INITIALIZER,
 };
 
 static inline void relax(void) {
@@ -46,31 +48,37 @@ static inline void relax(void) {
 
 static inline bool has_parts(uint64_t loop) { return (loop & PART_MASK) < ((loop >> PART_BITS) & PART_MASK); }
 
-/* Does parts of the present loop until none is left. */
-static void work(int thread) {
+/* Does parts of the present loop until none is left; returns how many. */
+static int64_t work(int thread) {
+    int64_t num_done = 0;
     while (has_parts(atomic_load_explicit(&pool.loop, memory_order_acquire))) {
         uint64_t claim = atomic_fetch_add_explicit(&pool.loop, 1, memory_order_acq_rel);
-        if (!has_parts(claim)) return;
+        if (!has_parts(claim)) break;
         /* Until this part is done its loop is not, so task and args are this loop's. */
         pool.task(pool.args, (int64_t)(claim & PART_MASK), thread);
         atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
+        num_done++;
     }
+    return num_done;
 }
 
-/* Whether there is something to do for a thread, one of those that are to compute. */
-static bool is_called(int thread) {
-    return has_parts(atomic_load(&pool.loop)) && thread < atomic_load_explicit(&pool.num_threads, memory_order_relaxed);
+static inline bool is_enlisted(int thread) {
+    return thread < atomic_load_explicit(&pool.num_threads, memory_order_relaxed);
 }
 
 static void wait_for_loop(int thread) {
-    for (int spin = 0; spin < SPINS_BEFORE_SLEEP; spin++) {
-        if (is_called(thread)) return;
+    for (int spin = 0; spin < SPINS_BEFORE_SLEEP && is_enlisted(thread); spin++) {
+        if (has_parts(atomic_load_explicit(&pool.loop, memory_order_acquire))) return;
         relax();
     }
     pthread_mutex_lock(&pool.sleep);
-    atomic_fetch_add(&pool.sleepers, 1);
-    while (!is_called(thread)) pthread_cond_wait(&pool.wake, &pool.sleep);
-    atomic_fetch_sub(&pool.sleepers, 1);
+    for (bool is_called = false; !is_called;) {
+        while (!is_enlisted(thread)) pthread_cond_wait(&pool.enlist, &pool.sleep);
+        atomic_fetch_add(&pool.sleepers, 1); /* before the look at the loop: whoever publishes one looks afterwards */
+        is_called = has_parts(atomic_load(&pool.loop));
+        if (!is_called) pthread_cond_wait(&pool.wake, &pool.sleep);
+        atomic_fetch_sub(&pool.sleepers, 1);
+    }
     pthread_mutex_unlock(&pool.sleep);
 }
 
@@ -91,6 +99,7 @@ static void forget_workers(void) { /* a forked child has none of its parent's th
     pthread_mutex_init(&pool.use, NULL);
     pthread_mutex_init(&pool.sleep, NULL);
     pthread_cond_init(&pool.wake, NULL);
+    pthread_cond_init(&pool.enlist, NULL);
 }
 
 void pagoda_set_num_threads(int count) {
@@ -104,33 +113,19 @@ void pagoda_set_num_threads(int count) {
         pthread_detach(thread);
         pool.num_workers++;
     }
+    pthread_mutex_lock(&pool.sleep);
     atomic_store(&pool.num_threads, count < pool.num_workers + 1 ? count : pool.num_workers + 1);
+    pthread_cond_broadcast(&pool.enlist);
+    pthread_mutex_unlock(&pool.sleep);
     pthread_mutex_unlock(&pool.use);
 }
 
 int pagoda_num_threads(void) { return atomic_load(&pool.num_threads); }
 
-static void do_all(int64_t count, pagoda_task task, void *args) {
-    for (int64_t index = 0; index < count; index++) task(args, index, 0);
-}
-
 static double seconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-/* Waits until the parts that others have claimed are done. A thread that has lost its processor to another program keeps
- * everybody waiting, so on such a machine the caller goes on alone for as long as it had to wait. */
-static void wait_for_others(int64_t count) {
-    for (int spin = 0; spin < SPINS_BEFORE_YIELD; spin++) {
-        if (atomic_load_explicit(&pool.done, memory_order_acquire) == count) return;
-        relax();
-    }
-    double start = seconds();
-    while (atomic_load_explicit(&pool.done, memory_order_acquire) < count) sched_yield();
-    double end = seconds();
-    if (end - start > LONG_WAIT_S) pool.alone_until = end + (end - start);
 }
 
 /* Whether the other threads are to be left alone. */
@@ -141,28 +136,45 @@ static bool is_alone(void) {
     return false;
 }
 
-void pagoda_parallel_for(int64_t count, pagoda_task task, void *args) {
-    if (count <= 1 || atomic_load_explicit(&pool.num_threads, memory_order_relaxed) == 1 ||
-        pthread_mutex_trylock(&pool.use)) {
-        do_all(count, task, args);
-        return;
+/* Takes part in the loop and waits until the parts that others have claimed are done too. A thread that has lost its
+ * processor to another program keeps everybody waiting for longer than a part takes; on such a machine the caller goes
+ * on alone for as long as it had to wait. */
+static void finish_loop(int64_t count) {
+    double start = seconds();
+    int64_t num_done = work(0);
+    for (int spin = 0; spin < SPINS_BEFORE_YIELD; spin++) {
+        if (atomic_load_explicit(&pool.done, memory_order_acquire) == count) return;
+        relax();
     }
-    if (is_alone()) {
-        do_all(count, task, args);
-        pthread_mutex_unlock(&pool.use);
-        return;
-    }
+    double idle = seconds();
+    while (atomic_load_explicit(&pool.done, memory_order_acquire) < count) sched_yield();
+    double end = seconds(), part = (idle - start) / (double)(num_done ? num_done : 1);
+    if (end - idle > LONG_WAIT_S + 2 * part) pool.alone_until = end + (end - idle);
+}
+
+static void publish(int64_t count, int64_t first, pagoda_task task, void *args) {
     pool.task = task;
     pool.args = args;
-    atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
+    atomic_store_explicit(&pool.done, first, memory_order_relaxed);
     uint64_t generation = (atomic_load_explicit(&pool.loop, memory_order_relaxed) >> (2 * PART_BITS)) + 1;
-    atomic_store(&pool.loop, generation << (2 * PART_BITS) | (uint64_t)count << PART_BITS);
+    atomic_store(&pool.loop, generation << (2 * PART_BITS) | (uint64_t)count << PART_BITS | (uint64_t)first);
     if (atomic_load(&pool.sleepers)) {
         pthread_mutex_lock(&pool.sleep);
         pthread_cond_broadcast(&pool.wake);
         pthread_mutex_unlock(&pool.sleep);
     }
-    work(0);
-    wait_for_others(count);
+}
+
+void pagoda_parallel_for(int64_t count, pagoda_task task, void *args) {
+    int64_t first = 0;
+    if (count <= 1 || pagoda_num_threads() == 1 || pthread_mutex_trylock(&pool.use)) {
+        while (first < count) task(args, first++, 0);
+        return;
+    }
+    while (first < count && is_alone()) task(args, first++, 0);
+    if (first < count) {
+        publish(count, first, task, args);
+        finish_loop(count);
+    }
     pthread_mutex_unlock(&pool.use);
 }
