@@ -81,7 +81,8 @@ class EngineConfig:
             where they copy what is there already, and changes none. A map of SpeculativeConfig's options, such as
             ``{"method": "ngram", "num_speculative_tokens": 4}``; None guesses nothing.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        num_threads: threads that compute on a CPU; None takes OMP_NUM_THREADS, else one for each core.
+        num_threads: threads that compute on a CPU, all ranks' together; None takes OMP_NUM_THREADS, else one for each
+            core. Engines of one process share them.
         attention_backend: ``auto``, ``cpu``, ``triton`` or ``flash_attn``.
 
     Raises:

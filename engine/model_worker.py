@@ -25,6 +25,7 @@ from engine.models.loader import load_decoder
 from engine.sampler import Sampler
 from engine.sampling_params import MAX_LOGPROBS
 from kernels.attention import AttentionMetadata, select_backend
+from kernels.cpu.library import set_num_threads
 
 __all__ = ["ModelWorker", "resolve_device"]
 
@@ -95,14 +96,24 @@ class ModelWorker:
             ModelLoadError: if the checkpoint cannot be served.
         """
         self._use_device()
-        if self.config.num_threads is not None and self.device.type == "cpu":
-            torch.set_num_threads(self.config.num_threads)
+        if self.device.type == "cpu":
+            self._take_threads()
         self.parallel = TensorParallel.join(self.rank, self.config.tensor_parallel_size, self.device, rendezvous)
         self.model = load_decoder(
             self.config.model, self.hf_config, dtype=self.dtype, device=self.device,
             max_model_len=self.max_model_len, parallel=self.parallel, quantization=self.config.quantization,
-            show_progress=self.config.use_tqdm_on_load and self.rank == 0,
+            use_cpu_kernels=self.backend.name == "cpu", show_progress=self.config.use_tqdm_on_load and self.rank == 0,
         )  # fmt: skip
+
+    def _take_threads(self) -> None:
+        """Let this rank's share of the threads compute; ranks that are processes of their own begin with it."""
+        threads = self.config.num_threads or torch.get_num_threads()
+        if self.config.num_threads is not None or self.rank == 0:
+            threads = max(1, threads // self.config.tensor_parallel_size)
+        if self.config.num_threads is not None:
+            torch.set_num_threads(threads)
+        if self.backend.name == "cpu":
+            set_num_threads(threads)
 
     @property
     def free_tokens(self) -> int | None:

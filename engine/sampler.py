@@ -19,6 +19,7 @@ from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.sequence import Sequence, SequenceGroup
 from engine.step import SampledTokens
 from engine.structured_outputs.bitmask import apply_bitmask
+from kernels.argmax import argmax_rows
 
 __all__ = ["Sampler"]
 
@@ -95,7 +96,7 @@ class Sampler:
     def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
         """Return the likeliest token of each row of ``logits`` [rows, vocab_size], as ``sample`` takes it where nothing
         changes the logits; -1 where there is none."""
-        best, token_ids = logits.max(dim=1)
+        best, token_ids = argmax_rows(logits)
         found: list[int] = token_ids.masked_fill_(~best.isfinite(), NO_TOKEN).tolist()
         return found
 

@@ -69,7 +69,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank, the first one first; a group's sequences together
         self._chunk_limit = long_prefill_threshold or max_num_batched_tokens
         self._pace = pace
-        self._num_prefilling = 0  # of the running ones, those that did not sample in the last step
         self._num_places = 0  # that the running groups take
         self._due: list[Sequence] = []  # see _due_sequences
         self._has_groups = False  # whether groups of several sequences may run
@@ -124,7 +123,6 @@ class Scheduler:
         if self.drafter is not None and not output.preempted:
             self._draft(self.drafter, output, counts, partial, spare)
         self._fill(output, counts, partial)
-        self._num_prefilling = len(partial)
         return output
 
     def _draft(
@@ -228,8 +226,10 @@ class Scheduler:
 
     def _step_tokens(self) -> int:
         """Return the most tokens of the next step: the budget, or less so that prefills do not slow decodes down."""
-        num_decodes = len(self.running) - self._num_prefilling
-        if self._pace is None or num_decodes <= 0:
+        if self._pace is None:
+            return self.max_num_batched_tokens
+        num_decodes = sum(len(one.token_ids) - one.num_computed_tokens <= 1 for one in self.running)
+        if not num_decodes:
             return self.max_num_batched_tokens
         return min(self.max_num_batched_tokens, max(self._pace.step_tokens(num_decodes), self._num_places + 1))
 

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from kernels.cpu.library import library
+from kernels.cpu.library import library, pointer
 
 __all__ = ["argmax_rows"]
 
@@ -28,7 +28,7 @@ def argmax_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(len(rows))
     indices = torch.empty(len(rows), dtype=torch.int64)
     kernels.pagoda_argmax(
-        ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(indices.data_ptr()), ctypes.c_void_p(rows.data_ptr()),
+        pointer(values), pointer(indices), pointer(rows),
         ctypes.c_int64(len(rows)), ctypes.c_int64(rows.shape[1]), ctypes.c_int64(rows.stride(0)),
     )  # fmt: skip
     return values, indices

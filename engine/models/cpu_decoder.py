@@ -16,22 +16,20 @@ from engine.distributed.tensor_parallel import TensorParallel
 from engine.forward_context import ForwardContext
 from engine.models.config import ModelConfig
 from engine.models.decoder import VocabParallelEmbedding
+from kernels.cpu import attention
 from kernels.cpu.layer import CLayer, CpuStep, Scratch, attention_half, logits, mlp_half
-from kernels.cpu.library import library, set_num_threads
-from kernels.cpu.linear import PackedLinear, WeightKind, has_int8
+from kernels.cpu.linear import LANES, PackedLinear, WeightKind, has_int8
 
 __all__ = ["CpuDecoder", "can_run"]
 
-_PANEL = 16  # outputs of a linear layer that the kernels compute together
-_MANY_ROWS = 64  # with so many, computing takes longer than reading weights on any processor
-_FEWEST_FREE, _MOST_FREE = 8, 256
-_CACHE_DTYPES = (torch.float32, torch.bfloat16)
+_TIMES_MEASURED = 3
+_MANY_ROWS = 32  # with so many, computing takes longer than reading weights on any processor
+_MOST_FREE = 256
 
 
 def can_run(config: ModelConfig, dtype: torch.dtype, kind: WeightKind, device: torch.device) -> bool:
     """Return whether the kernels compute this model on this device, and are to be had on this machine."""
-    fits = dtype in _CACHE_DTYPES and config.head_dim % 16 == 0 and config.head_dim <= 256
-    if device.type != "cpu" or not fits or library() is None:
+    if device.type != "cpu" or not attention.is_supported(dtype, config.head_dim):
         return False
     return kind is not WeightKind.INT8 or has_int8()
 
@@ -71,7 +69,6 @@ class CpuDecoder:
             cache_dtype=dtype,
         )
         self._logits = torch.empty(0)
-        set_num_threads(torch.get_num_threads())
 
     def set_weight(self, name: str, weight: torch.Tensor) -> None:
         """Take one parameter, by its name in decoder.py's Decoder; the tensor is not needed afterwards, but the
@@ -99,15 +96,17 @@ class CpuDecoder:
 
         Measured once, on the largest weights there are: what the caches hold would seem to be read in no time.
         """
+        few, many = (self._seconds_of_logits(rows) for rows in (1, _MANY_ROWS))
+        return min(max(round(_MANY_ROWS * few / many), 1), _MOST_FREE)
+
+    def _seconds_of_logits(self, rows: int) -> float:
+        hidden = torch.ones(rows, self.config.hidden_size)
         times = []
-        for rows in (1, _MANY_ROWS):
-            hidden = torch.ones(rows, self.config.hidden_size)
-            self._compute_own_logits(hidden)  # what is measured finds everything as a later step does
+        for _ in range(_TIMES_MEASURED):
             started = perf_counter()
             self._compute_own_logits(hidden)
             times.append(perf_counter() - started)
-        measured = round(_MANY_ROWS * times[0] / times[1])
-        return min(max(measured, _FEWEST_FREE), _MOST_FREE)
+        return min(times)  # whatever disturbs only makes it longer
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the hidden states before the last norm, float32 [num_tokens, hidden_size]."""
@@ -153,7 +152,7 @@ class _Layer:
         self._config, self._adds_bias = config, parallel.rank == 0  # what ranks compute is summed
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         hidden = config.hidden_size
-        self.intermediate_size = -(-config.intermediate_size // _PANEL) * _PANEL
+        self.intermediate_size = -(-config.intermediate_size // LANES) * LANES
         self.qkv = PackedLinear(kind, hidden, (heads + 2 * kv_heads) * head_dim, has_bias=config.qkv_bias)
         self.output = PackedLinear(kind, heads * head_dim, hidden, has_bias=config.output_bias)
         self.gate_up = PackedLinear(kind, hidden, 2 * self.intermediate_size, has_bias=config.mlp_bias)

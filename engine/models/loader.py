@@ -39,12 +39,14 @@ def load_decoder(
     max_model_len: int,
     parallel: TensorParallel,
     quantization: str | None = None,
+    use_cpu_kernels: bool = True,
     show_progress: bool = False,
 ) -> Decoder | CpuDecoder:
     """Build the model that ``hf_config`` describes and fill it from the directory's safetensors.
 
     Args:
         quantization: ``int8`` quantizes the weights of linear layers on their way.
+        use_cpu_kernels: whether the C kernels may compute the model, attention included; they may have to be compiled.
         show_progress: with a bar on stderr, if that is a terminal.
 
     Returns:
@@ -60,13 +62,14 @@ def load_decoder(
         model = Decoder(config, rope, parallel)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     kind = WeightKind.INT8 if quantization == "int8" else _KINDS.get(dtype)
-    has_kernels = kind is not None and cpu_kernels_can_run(config, dtype, kind, device)  # may compile them
+    if not use_cpu_kernels or kind is None or not cpu_kernels_can_run(config, dtype, kind, device):
+        kind = None
     started = perf_counter()
     with open_checkpoint(path) as checkpoint:
         weights = read_weights(
             checkpoint, shapes, config, parallel, dtype=dtype, device=device, show_progress=show_progress
         )
-        if has_kernels and kind is not None:
+        if kind is not None:
             packed = CpuDecoder(model.embed_tokens, config, rope, parallel, dtype, kind)
             _pack(packed, weights)
             logger.info("Loading weights took %.2f seconds", perf_counter() - started)

@@ -7,11 +7,11 @@ library.py. ``PAGODA_CPU_CFLAGS`` adds flags, "-march=x86-64-v3" to try out what
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -34,10 +34,17 @@ class BuildError(Exception):
 
 
 def cache_directory() -> Path:
-    """Return where compiled kernels are kept: ``PAGODA_CACHE_DIR``, or ``pagoda`` in the user's cache directory."""
+    """Return where compiled kernels are kept: ``PAGODA_CACHE_DIR``, or ``pagoda`` in the user's cache directory.
+
+    Raises:
+        BuildError: if neither is there.
+    """
     if configured := os.environ.get("PAGODA_CACHE_DIR"):
         return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagoda"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagoda"
+    except RuntimeError as error:  # a user without a home directory
+        raise BuildError(f"there is no cache directory ({error}); set PAGODA_CACHE_DIR") from error
 
 
 def build() -> Path:
@@ -46,8 +53,10 @@ def build() -> Path:
     Raises:
         BuildError: if there is no compiler, it fails, or the cache directory cannot be written.
     """
-    compiler = _compiler()
+    compiler = _compiler()  # and arguments, as CC may name them
     sources = sorted(SOURCES.glob("*.c"))
+    if not sources:
+        raise BuildError(f"'{SOURCES}' holds no sources; install Pagoda from its checkout")
     library = cache_directory() / f"cpu-kernels-{_key(compiler, sources)}.so"
     if not library.is_file():
         with _only_builder(library.parent):
@@ -61,29 +70,35 @@ def build() -> Path:
 def _only_builder(directory: Path) -> Iterator[None]:
     """Let one process at a time into the block: replicas that start together would each compile the same."""
     try:
+        import fcntl
+
         directory.mkdir(parents=True, exist_ok=True)
-        with (directory / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        lock = (directory / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except ImportError as error:  # a system of another kind
+        raise BuildError(f"the kernels are not built on {platform.system()}") from error
     except OSError as error:
         raise BuildError(f"'{directory}' cannot be written ({error.strerror}); set PAGODA_CACHE_DIR") from error
+    with lock:
+        yield
 
 
 def _flags() -> list[str]:
     return [*_FLAGS, *os.environ.get("PAGODA_CPU_CFLAGS", "").split()]
 
 
-def _compiler() -> str:
+def _compiler() -> list[str]:
     names = (os.environ["CC"],) if os.environ.get("CC") else _COMPILERS
     for name in names:
-        if found := shutil.which(name):
-            return found
+        program, *arguments = shlex.split(name)
+        if found := shutil.which(program):
+            return [found, *arguments]
     raise BuildError(f"no C compiler is installed (looked for {', '.join(names)})")
 
 
-def _key(compiler: str, sources: list[Path]) -> str:
-    state = os.stat(compiler)
-    parts = [" ".join(_flags()), compiler, str(state.st_size), str(state.st_mtime_ns), platform.machine(), _features()]
+def _key(compiler: list[str], sources: list[Path]) -> str:
+    state = os.stat(compiler[0])
+    parts = [*_flags(), *compiler, str(state.st_size), str(state.st_mtime_ns), platform.machine(), _features()]
     digest = hashlib.sha256("\n".join(parts).encode())
     for file in sorted([*sources, *SOURCES.glob("*.h")]):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -99,20 +114,23 @@ def _features() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
-def _compile(compiler: str, sources: list[Path], library: Path) -> None:
+def _compile(compiler: list[str], sources: list[Path], library: Path) -> None:
     """Compile the files beside each other, and put the library in its place at once."""
     with tempfile.TemporaryDirectory(dir=library.parent) as directory, ThreadPool(os.cpu_count()) as pool:
         objects = [Path(directory) / f"{source.stem}.o" for source in sources]
         pool.starmap(
             _run,
-            [(compiler, *_flags(), "-c", source, "-o", made) for source, made in zip(sources, objects, strict=True)],
+            [(*compiler, *_flags(), "-c", source, "-o", made) for source, made in zip(sources, objects, strict=True)],
         )
         unfinished = Path(directory) / library.name
-        _run(compiler, *_flags(), "-shared", *objects, "-o", unfinished, "-lm")
+        _run(*compiler, *_flags(), "-shared", *objects, "-o", unfinished, "-lm")
         os.replace(unfinished, library)
 
 
 def _run(compiler: str, *arguments: str | Path) -> None:
-    outcome = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
+    try:
+        outcome = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{compiler} cannot be run ({error.strerror})") from error
     if outcome.returncode:
         raise BuildError(f"{compiler} failed: {outcome.stderr.strip()[-500:]}")

@@ -7,10 +7,10 @@ import ctypes
 import torch
 
 from kernels.attention import AttentionMetadata
-from kernels.cpu.library import library
+from kernels.cpu.library import pointer, require
 from kernels.cpu.linear import CWeight, PackedLinear, WeightKind, words_per_row
 
-__all__ = ["CLayer", "CpuStep", "attention_half", "logits", "mlp_half"]
+__all__ = ["CLayer", "CpuStep", "Scratch", "attention_half", "logits", "mlp_half"]
 
 
 class CLayer(ctypes.Structure):
@@ -138,15 +138,15 @@ def attention_half(layer: CLayer, step: CpuStep, key_cache: torch.Tensor, value_
 
     The caches are [num_blocks, block_size, num_kv_heads, head_dim].
     """
-    _require().pagoda_attention_half(
+    require().pagoda_attention_half(
         ctypes.byref(layer), ctypes.byref(step.c_step),
-        ctypes.c_void_p(key_cache.data_ptr()), ctypes.c_void_p(value_cache.data_ptr()),
+        pointer(key_cache), pointer(value_cache),
     )  # fmt: skip
 
 
 def mlp_half(layer: CLayer, step: CpuStep) -> None:
     """Add a layer's feed-forward to the hidden states."""
-    _require().pagoda_mlp_half(ctypes.byref(layer), ctypes.byref(step.c_step))
+    require().pagoda_mlp_half(ctypes.byref(layer), ctypes.byref(step.c_step))
 
 
 def logits(
@@ -156,14 +156,8 @@ def logits(
     assert hidden.is_contiguous()
     assert hidden.dtype == torch.float32
     scratch.reserve(hidden.shape[0])
-    _require().pagoda_logits(
-        ctypes.c_void_p(output.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), ctypes.c_int32(hidden.shape[0]),
-        ctypes.c_void_p(norm.data_ptr()), ctypes.c_float(eps), ctypes.byref(head.c_weight),
-        ctypes.c_void_p(scratch.words.data_ptr()), ctypes.c_void_p(scratch.row_scales.data_ptr()),
+    require().pagoda_logits(
+        pointer(output), pointer(hidden), ctypes.c_int32(hidden.shape[0]),
+        pointer(norm), ctypes.c_float(eps), ctypes.byref(head.c_weight),
+        pointer(scratch.words), pointer(scratch.row_scales),
     )  # fmt: skip
-
-
-def _require() -> ctypes.CDLL:
-    loaded = library()
-    assert loaded is not None, "callers ask for the library before they make a layer"
-    return loaded

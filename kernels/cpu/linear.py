@@ -11,12 +11,12 @@ from enum import IntEnum
 
 import torch
 
-from kernels.cpu.library import library
+from kernels.cpu.library import pointer, require
 from kernels.cpu.memory import huge_zeros
 
-__all__ = ["CWeight", "PackedLinear", "WeightKind", "has_int8", "linear", "pack_rows", "words_per_row"]
+__all__ = ["LANES", "CWeight", "PackedLinear", "WeightKind", "has_int8", "linear", "pack_rows", "words_per_row"]
 
-LANES = 16
+LANES = 16  # outputs that the kernels compute together, a panel
 _PANELS_AT_ONCE = 4  # the kernels read panels in fours: what lies behind the last one must be there
 
 
@@ -55,7 +55,7 @@ def words_per_row(kind: WeightKind, in_features: int) -> int:
 
 def has_int8() -> bool:
     """Return whether this machine multiplies int8 by the kernels: it takes AVX-512 VNNI."""
-    return bool(_require().pagoda_has_int8())
+    return bool(require().pagoda_has_int8())
 
 
 class PackedLinear:
@@ -71,14 +71,14 @@ class PackedLinear:
     def __init__(self, kind: WeightKind, in_features: int, out_features: int, *, has_bias: bool = False) -> None:
         self.kind, self.in_features, self.out_features = kind, in_features, out_features
         panels = -(-out_features // (LANES * _PANELS_AT_ONCE)) * _PANELS_AT_ONCE
-        self.num_words = words_per_row(kind, in_features)
-        self._words = huge_zeros((panels * self.num_words * LANES,), torch.int32)  # the last panels' lanes stay zero
+        num_words = words_per_row(kind, in_features)
+        self._words = huge_zeros((panels * num_words * LANES,), torch.int32)  # the last panels' lanes stay zero
         is_int8 = kind is WeightKind.INT8
         self._scales = torch.zeros(panels * LANES) if is_int8 else None
         self._sums = torch.zeros(panels * LANES, dtype=torch.int32) if is_int8 else None
         self._bias = torch.zeros(panels * LANES) if has_bias else None
         self.c_weight = CWeight(
-            _address(self._words), _address(self._scales), _address(self._sums), _address(self._bias),
+            pointer(self._words), pointer(self._scales), pointer(self._sums), pointer(self._bias),
             kind, in_features, out_features,
         )  # fmt: skip
 
@@ -101,9 +101,9 @@ class PackedLinear:
         if weight.dtype not in (torch.float32, torch.bfloat16):
             weight = weight.float()
         weight = weight.contiguous()
-        _require().pagoda_pack_weight(
+        require().pagoda_pack_weight(
             ctypes.c_void_p(self.c_weight.words), ctypes.c_void_p(self.c_weight.scales),
-            ctypes.c_void_p(self.c_weight.sums), ctypes.c_void_p(weight.data_ptr()),
+            ctypes.c_void_p(self.c_weight.sums), pointer(weight),
             ctypes.c_int32(weight.dtype == torch.bfloat16), ctypes.c_int32(self.kind),
             ctypes.c_int32(weight.shape[0]), ctypes.c_int32(self.in_features),
             ctypes.c_int32(first_output), ctypes.c_int32(every), ctypes.c_int32(offset),
@@ -131,10 +131,10 @@ def pack_rows(
     words = torch.empty(x.shape[0] * words_per_row(kind, x.shape[1]), dtype=torch.int32)
     scales = torch.empty(x.shape[0])
     rows = CRows(words.data_ptr(), scales.data_ptr(), x.shape[0])
-    _require().pagoda_pack_rows(
-        ctypes.byref(rows), ctypes.c_void_p(x.data_ptr()), ctypes.c_int32(x.dtype == torch.bfloat16),
+    require().pagoda_pack_rows(
+        ctypes.byref(rows), pointer(x), ctypes.c_int32(x.dtype == torch.bfloat16),
         ctypes.c_int32(kind), ctypes.c_int32(x.shape[1]),
-        ctypes.c_void_p(None if norm is None else norm.data_ptr()), ctypes.c_float(eps),
+        pointer(norm), ctypes.c_float(eps),
     )  # fmt: skip
     return words, scales
 
@@ -144,18 +144,8 @@ def linear(x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
     words, scales = pack_rows(x.contiguous(), weight.kind)
     rows = CRows(words.data_ptr(), scales.data_ptr(), x.shape[0])
     output = torch.empty(x.shape[0], weight.out_features)
-    _require().pagoda_linear(
-        ctypes.c_void_p(output.data_ptr()), ctypes.c_int64(weight.out_features), ctypes.byref(rows),
+    require().pagoda_linear(
+        pointer(output), ctypes.c_int64(weight.out_features), ctypes.byref(rows),
         ctypes.byref(weight.c_weight), ctypes.c_int(0),
     )  # fmt: skip
     return output
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _require() -> ctypes.CDLL:
-    loaded = library()
-    assert loaded is not None, "callers ask for the library before they pack anything"
-    return loaded

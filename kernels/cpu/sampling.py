@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from kernels.cpu.library import library
+from kernels.cpu.library import library, pointer, require
 
 __all__ = ["can_sample", "draw", "top_candidates", "top_k"]
 
@@ -45,8 +45,8 @@ def _top_k(
     k = min(k, width)
     scores, places = torch.empty(num_rows, k), torch.empty(num_rows, k, dtype=torch.int64)
     log_totals = torch.empty(num_rows, 1)
-    _require().pagoda_top_k(
-        _pointer(scores), _pointer(places), _pointer(log_totals), _pointer(rows), _pointer(temperatures),
+    require().pagoda_top_k(
+        pointer(scores), pointer(places), pointer(log_totals), pointer(rows), pointer(temperatures),
         ctypes.c_int64(num_rows), ctypes.c_int64(width), ctypes.c_int64(rows.stride(0)), ctypes.c_int64(k),
     )  # fmt: skip
     return scores, places, log_totals
@@ -68,18 +68,8 @@ def draw(
     """
     values, tokens = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
     assert keys.is_contiguous()
-    _require().pagoda_draw(
-        _pointer(values), _pointer(tokens), _pointer(logits), _pointer(temperatures), _pointer(floors), _pointer(keys),
+    require().pagoda_draw(
+        pointer(values), pointer(tokens), pointer(logits), pointer(temperatures), pointer(floors), pointer(keys),
         ctypes.c_int64(len(logits)), ctypes.c_int64(logits.shape[1]), ctypes.c_int64(logits.stride(0)),
     )  # fmt: skip
     return values, tokens
-
-
-def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _require() -> ctypes.CDLL:
-    loaded = library()
-    assert loaded is not None, "callers ask can_sample first"
-    return loaded

@@ -62,4 +62,4 @@ def test_a_cpu_measures_how_many_tokens_are_free() -> None:
     llm = LLM(str(DEMO_MODEL), device="cpu", num_blocks=64)
     free = llm.engine.info.free_tokens
     assert free is not None
-    assert 8 <= free <= 256
+    assert 1 <= free <= 256

@@ -80,6 +80,23 @@ def test_spans_of_long_contexts_are_merged(sliding_window: int | None, dtype: to
 
 
 @pytest.mark.usefixtures("num_threads")
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 7, 16, 256])
+@pytest.mark.parametrize("sliding_window", [None, 40, 300, 2000])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_sequences_that_begin_with_the_same_blocks(
+    query_len: int, sliding_window: int | None, block_size: int, dtype: torch.dtype
+) -> None:
+    lengths = [(query_len, seq_len) for seq_len in (700, 512, 901, 300, 257, 640)] + [(1, 520), (1, 512)]
+    batch = make_batch(lengths, Shape(num_heads=4, num_kv_heads=2, head_dim=32, block_size=block_size, dtype=dtype))
+    tables = batch.metadata.block_tables.clone()
+    for sequence, num_keys in ((1, 512), (2, 600), (4, 257), (5, 600), (6, 512), (7, 512)):  # the fourth is alone
+        tables[sequence, : num_keys // block_size] = tables[0, : num_keys // block_size]
+    batch = replace(batch, metadata=replace(batch.metadata, block_tables=tables))
+    assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
+
+
 def test_a_long_prompt_of_many_heads_beside_decodes() -> None:
     batch = make_batch([(600, 600), (1, 900), (1, 20)], Shape(8, 4, 64, dtype=torch.bfloat16))
     assert_matches(run(batch), batch.expected())

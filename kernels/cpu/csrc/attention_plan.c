@@ -8,6 +8,7 @@ enum {
     COST_OF_READING = 5,      /* a key and a value; multiplying them with one row costs 1, about 0.04 ns a dimension */
     SMALL_COST = 500 * 1000,  /* 20 us */
     FEWEST_KEYS_OF_SPAN = 2 * KEYS_PER_TILE,
+    KEYS_OF_SHARED_SPAN = 2 * KEYS_PER_TILE, /* 512 KiB of 8 heads of 128 in bfloat16: half of a core's L2 */
     MOST_FLOATS_OF_SUMS = 32 * 1024, /* of the rows of all KV heads, where one item does them all */
 };
 
@@ -111,13 +112,60 @@ static void add_spans(attention_plan *plan, int32_t index, int64_t cost_of_item)
     atomic_init(&unit->unfinished, unit->num_items);
 }
 
+/* Leading keys that two units read from the same blocks, if they are alike: both of few rows, and of as many. */
+static int32_t shared_keys(const attention_plan *plan, int32_t first, int32_t second) {
+    const attention_item *one = &plan->units[first].whole, *other = &plan->units[second].whole;
+    if (rows_of(plan->call, one) > MOST_ROWS_IN_PLACE || one->num_queries != other->num_queries) return 0;
+    if (one->first_key || other->first_key) return 0; /* of a sliding window, which begins elsewhere for each */
+    int32_t end = (int32_t)least(one->end_key, other->end_key), size = plan->call->block_size, block = 0;
+    while ((block + 1) * size <= end && one->block_table[block] == other->block_table[block]) block++;
+    return block * size;
+}
+
+/* Items for units that share their first `num_spans` spans: each span is read by all of them, while it is in the cache,
+ * before the next one. The partial results of a unit lie together all the same. */
+static void add_shared_spans(attention_plan *plan, int32_t first, int32_t end, int32_t num_spans) {
+    const attention_item *alike = &plan->units[first].whole;
+    int64_t size = (int64_t)partial_row(plan->call) * alike->num_heads * rows_of(plan->call, alike);
+    int64_t partials = (int64_t)plan->num_partials;
+    plan->num_partials += (size_t)(size * (end - first) * (num_spans + 1));
+    for (int32_t index = first; index < end; index++) {
+        attention_unit *unit = &plan->units[index];
+        unit->first_item = (int32_t)plan->num_items + index - first;
+        unit->num_items = num_spans + (unit->whole.end_key > num_spans * KEYS_OF_SHARED_SPAN);
+        atomic_init(&unit->unfinished, unit->num_items);
+    }
+    for (int32_t span = 0; span <= num_spans; span++)
+        for (int32_t index = first; index < end; index++) {
+            attention_item item = plan->units[index].whole;
+            item.unit = index;
+            item.partial = partials + size * ((int64_t)(index - first) * (num_spans + 1) + span);
+            item.first_key = span * KEYS_OF_SHARED_SPAN;
+            if (span < num_spans) item.end_key = item.first_key + KEYS_OF_SHARED_SPAN;
+            if (item.first_key < item.end_key) add_item(plan, item, 0);
+        }
+}
+
+/* Adds the items of a unit, and of those behind it that begin with the same blocks; returns the next unit. */
+static int32_t add_alike(attention_plan *plan, int32_t unit, int64_t cost_of_item) {
+    int32_t end = unit + 1, num_spans = INT32_MAX;
+    for (; end < plan->num_units; end++) {
+        int32_t spans = shared_keys(plan, unit, end) / KEYS_OF_SHARED_SPAN;
+        if (!spans) break;
+        num_spans = (int32_t)least(num_spans, spans);
+    }
+    if (end > unit + 1) add_shared_spans(plan, unit, end, num_spans);
+    else add_spans(plan, unit, cost_of_item);
+    return end;
+}
+
 attention_plan pagoda_plan_attention(const pagoda_attention_call *call, int num_threads) {
     attention_plan plan = {.call = call};
     add_sequences(&plan, 1);
     add_sequences(&plan, 0);
     int64_t cost_of_item =
         num_threads > 1 ? most(plan.cost / (ITEMS_PER_THREAD * num_threads), SMALL_COST) : INT64_MAX / 2;
-    for (int32_t unit = 0; unit < plan.num_units; unit++) add_spans(&plan, unit, cost_of_item);
+    for (int32_t unit = 0; unit < plan.num_units;) unit = add_alike(&plan, unit, cost_of_item);
     plan.partials = pagoda_scratch(SCRATCH_ATTENTION_PARTIALS, plan.num_partials * sizeof *plan.partials);
     return plan;
 }

@@ -131,9 +131,9 @@ INLINE f32x16 exp2_of(f32x16 x) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
-    i32x16 is_normal = whole > -126.0f;
-    u32x16 exponent = (u32x16)__builtin_convertvector(whole, i32x16) + 127;
-    return (f32x16)(is_normal & (i32x16)(p * (f32x16)(exponent << 23)));
+    i32x16 is_number = whole == whole, is_normal = whole > -126.0f;
+    u32x16 exponent = (u32x16)__builtin_convertvector(f32x16_select(is_number, whole, (f32x16){0}), i32x16) + 127;
+    return f32x16_select(is_number, (f32x16)(is_normal & (i32x16)(p * (f32x16)(exponent << 23))), x);
 #endif
 }
 

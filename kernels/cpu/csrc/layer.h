@@ -1,7 +1,7 @@
 /* The two halves of a decoder layer, each as one call: between its kernels no Python runs.
  *
- * `hidden`, the residual stream, is float32. Nothing here allocates: the caller's scratch buffers hold what a step of
- * num_tokens tokens needs.
+ * `hidden`, the residual stream, is float32. The caller's scratch buffers hold what a step of num_tokens tokens needs;
+ * attention and packing have memory of their own, see scratch.h.
  */
 #ifndef PAGODA_LAYER_H
 #define PAGODA_LAYER_H

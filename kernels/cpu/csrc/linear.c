@@ -117,14 +117,15 @@ INLINE void put(float *to, f32x16 value, int64_t count, bool is_added) {
 static void finish(const linear_call *call, const float *sums, int64_t first_row, int num_rows, int64_t panel,
                    int num_panels) {
     int64_t width = call->weight->out_features;
-    for (int p = 0; p < num_panels; p++)
+    const int step = call->epilogue == PAGODA_SILU_MUL ? 2 : 1; /* a panel that is a gate, and what it lets through */
+    for (int p = 0; p < num_panels; p += step)
         for (int r = 0; r < num_rows; r++) {
             const float *sum = sums + (p * num_rows + r) * LANES;
             float *row = call->output + (first_row + r) * call->stride;
             f32x16 value = product(call, sum, first_row + r, panel + p);
             if (call->epilogue != PAGODA_SILU_MUL) {
                 put(row + (panel + p) * LANES, value, width - (panel + p) * LANES, call->epilogue == PAGODA_ADD);
-            } else if (p % 2 == 0) { /* this panel is the gate, the next one what it lets through */
+            } else {
                 f32x16 up = product(call, sum + num_rows * LANES, first_row + r, panel + p + 1);
                 int64_t column = (panel + p) / 2 * LANES;
                 put(row + column, value / (1 + f32x16_exp(-value)) * up, width / 2 - column, false);
@@ -201,11 +202,14 @@ INLINE f32x16 elements(const pack_call *call, const void *row, int64_t i) {
 static void pack_int8(const pack_call *call, const void *row, uint32_t *lane, int64_t output) {
     typedef int8_t i8x16 __attribute__((vector_size(16)));
     f32x16 most = {0};
+    i32x16 is_number = ~(i32x16){0};
     for (int64_t i = 0; i < call->in_features; i += LANES) {
         f32x16 x = elements(call, row, i);
+        is_number &= x == x;
         most = f32x16_max(most, f32x16_max(x, -x));
     }
     float largest = f32x16_largest(most), inverse = largest > 0 ? 127 / largest : 0;
+    for (int lane = 0; lane < LANES; lane++) largest = is_number[lane] ? largest : NAN; /* its outputs are NaN too */
     i32x16 sums = {0};
     int32_t num_words = pagoda_num_words(PAGODA_INT8, call->in_features);
     for (int64_t i = 0; i < call->in_features; i += LANES) {

@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdbool.h>
 
+#include "scratch.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -45,6 +46,20 @@ static void read_row(const pack_call *call, const void *source, float *row) {
     }
 }
 
+/* The largest absolute value, or NaN if there is one: a row that holds it must not look sound. */
+static float largest_absolute(const float *row, int64_t width) {
+    f32x16 largest = {0};
+    i32x16 is_number = ~(i32x16){0};
+    for (int64_t i = 0; i < width; i += LANES) {
+        f32x16 x = f32x16_load(row + i);
+        is_number &= x == x;
+        largest = f32x16_max(largest, f32x16_max(x, -x));
+    }
+    float most = f32x16_largest(largest);
+    for (int lane = 0; lane < LANES; lane++) most = is_number[lane] ? most : NAN;
+    return most;
+}
+
 /* The words of a row, one after the other. */
 static void make_words(const pack_call *call, const float *row, uint32_t *words, float *scale) {
     int64_t width = call->width;
@@ -53,12 +68,7 @@ static void make_words(const pack_call *call, const float *row, uint32_t *words,
     } else if (call->kind == PAGODA_BF16) {
         for (int64_t i = 0; i < width; i += LANES) bf16_store((bf16 *)words + i, f32x16_load(row + i));
     } else {
-        f32x16 largest = {0};
-        for (int64_t i = 0; i < width; i += LANES) {
-            f32x16 x = f32x16_load(row + i);
-            largest = f32x16_max(largest, f32x16_max(x, -x));
-        }
-        float most = f32x16_largest(largest);
+        float most = largest_absolute(row, width);
         float inverse = most > 0 ? 127 / most : 0;
         typedef uint8_t u8x16 __attribute__((vector_size(16)));
         for (int64_t i = 0; i < width; i += LANES) {
@@ -79,8 +89,8 @@ static void pack_tile(void *args, int64_t index, int thread) {
     int64_t first = index * ROWS_PER_TILE, left = call->rows->num_rows - first;
     int64_t num_rows = left < ROWS_PER_TILE ? left : ROWS_PER_TILE;
     uint32_t *tile = call->rows->words + first * num_words;
-    _Alignas(64) float row[padded];
-    _Alignas(64) uint32_t words[padded];
+    float *row = pagoda_scratch(SCRATCH_ROW, 2 * (size_t)padded * sizeof *row);
+    uint32_t *words = (uint32_t *)(row + padded);
     for (int64_t r = 0; r < num_rows; r++) {
         const char *source = (const char *)call->source + (first + r) * width * (call->source_is_bf16 ? 2 : 4);
         read_row(call, source, row);

@@ -10,6 +10,7 @@ typedef enum {
     SCRATCH_ATTENTION_PARTIALS,
     SCRATCH_ATTENTION_WORK,
     SCRATCH_TOP_K,
+    SCRATCH_ROW,
     NUM_SCRATCH_USES,
 } pagoda_scratch_use;
 

@@ -131,7 +131,7 @@ INLINE i32x16 pagoda_dot_int8(i32x16 sum, u32x16 a, u32x16 b) {
 INLINE f32x16 f32x16_exp(f32x16 x) {
     const f32x16 low = f32x16_set(-87.3f), high = f32x16_set(88.0f);
     i32x16 is_zero = x < low;
-    x = f32x16_select(x > high, high, f32x16_max(x, low));
+    x = f32x16_select(x > high, high, f32x16_max(low, x)); /* in this order a NaN stays one */
     /* x = n ln 2 + r: 1.5 * 2^23 rounds to an integer, and ln 2 in two parts keeps r exact. */
     f32x16 shifted = x * 1.44269504f + 12582912.0f;
     f32x16 n = shifted - 12582912.0f;

@@ -30,8 +30,8 @@ TOLERANCES = {(torch.float32, None): 1e-5, (torch.bfloat16, None): 5e-2, (torch.
 
 @pytest.fixture(autouse=True)
 def _needs_the_library() -> None:
-    if library() is None or not has_int8():
-        pytest.skip("no C compiler is installed, or the processor has no instruction for int8")
+    if library() is None:
+        pytest.skip("no C compiler is installed")
 
 
 @pytest.fixture(params=[1, 2])
@@ -97,6 +97,8 @@ def test_equals_torch(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if quantization == "int8" and not has_int8():
+        pytest.skip("the processor has no instruction for int8")
     path = save_checkpoint(build_model(family), tmp_path)
     expected = logits_of_two_steps(load(path, Decoder, monkeypatch, dtype, quantization), dtype)
     got = logits_of_two_steps(load(path, CpuDecoder, monkeypatch, dtype, quantization), dtype)
