@@ -72,7 +72,8 @@ def generate(
     path: str, prompts: list[list[int]], *, ignore_eos: bool = False, **options: Any
 ) -> tuple[list[list[int]], LLM, int]:
     """Return our greedy tokens, the engine for inspection, and the number of prompt tokens that the cache served."""
-    llm = LLM(path, dtype="float32", device="cpu", skip_tokenizer_init=True, **options)
+    # Unpaced: how far prefills go beside decodes would depend on a measurement, and with it who must give way.
+    llm = LLM(path, dtype="float32", device="cpu", skip_tokenizer_init=True, max_decode_slowdown=None, **options)
     params = [
         SamplingParams(temperature=0.0, max_tokens=max_tokens_for(prompt), ignore_eos=ignore_eos) for prompt in prompts
     ]
