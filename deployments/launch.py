@@ -30,7 +30,7 @@ from deployments.preflight import Endpoint, check_config, require_free_port
 from deployments.processes import adopt_orphans, descendants, end
 from engine.errors import PagodaError
 
-__all__ = ["main", "serve_details"]
+__all__ = ["deploy_nothing", "main", "serve_details"]
 
 POLL_S = 0.25
 FAILURE_POLL_S = 2.0
@@ -155,7 +155,7 @@ class Server:
 
         Serve's own shutdown ends HAProxy first, and with it every stream; taking the application away does not.
         """
-        if not self._is_ready or not _deploy_nothing(self._dashboard):
+        if not self._is_ready or not deploy_nothing(self._dashboard):
             return
         num_unanswered = 0
         while self._process.poll() is None and num_unanswered < MAX_UNANSWERED:
@@ -251,7 +251,7 @@ def serve_details(dashboard: str) -> dict[str, Any]:
         return {}
 
 
-def _deploy_nothing(dashboard: str) -> bool:
+def deploy_nothing(dashboard: str) -> bool:
     """Have Serve drain and delete every application; False if it cannot be asked."""
     request = _serve_api(dashboard)
     request.method, request.data = "PUT", b'{"applications": []}'

@@ -31,7 +31,7 @@ def _drain(monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any]]) -> in
 
     monkeypatch.setattr(launch, "POLL_S", 0.0)
     monkeypatch.setattr(launch, "_told_again", Event())
-    monkeypatch.setattr(launch, "_deploy_nothing", lambda dashboard: True)
+    monkeypatch.setattr(launch, "deploy_nothing", lambda dashboard: True)
     monkeypatch.setattr(launch, "serve_details", details)
     server = Server.__new__(Server)
     server._process = Child()  # type: ignore[assignment]

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
+from deployments.launch import deploy_nothing
 from tests.e2e.conftest import Server, running_server, write_config
 from tests.e2e.load import Answer, Clients, Question, ask, new_client, questions, record
 
 ENGINES = 4
+NUM_LONG_STREAMS = 16  # that still run when all replicas have been told to go
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -103,17 +105,18 @@ async def test_a_rolling_update(server: Server, asked: list[tuple[Question, Answ
     assert _cut_streams(server) == 0
 
 
-async def test_deploying_no_application_lets_streams_end(server: Server, tmp_path: Path) -> None:
+async def test_deploying_no_application_lets_streams_end(server: Server) -> None:
     """This is how to drain a server: `serve shutdown` ends the proxy, and with it every stream, at once."""
     body = {"max_tokens": 1900, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body |= {"logprobs": 5}  # tokens alone would all have come before the deployment has begun
     async with new_client(server.url) as client:
         streams = [
             asyncio.create_task(ask(client, Question("/v1/completions", body | {"prompt": f"Tale {number}"})))
-            for number in range(8)
+            for number in range(NUM_LONG_STREAMS)
         ]
-        await asyncio.sleep(2)
-        await asyncio.to_thread(_serve_deploy, server, tmp_path / "none.yaml", {"applications": []})
+        await asyncio.sleep(1)
+        assert await asyncio.to_thread(deploy_nothing, server.dashboard)  # `serve deploy` takes seconds to start
         await _until(lambda: not server.pids("ingress"), 30)
         assert not any(stream.done() for stream in streams)
         answers = await asyncio.gather(*streams)
-    assert [len(answer.token_ids[0]) for answer in answers] == [1900] * 8
+    assert [len(answer.token_ids[0]) for answer in answers] == [1900] * NUM_LONG_STREAMS
