@@ -1,7 +1,8 @@
 """CpuDecoder: the decoder of decoder.py, computed by the C kernels on packed weights.
 
-It computes the same function with the same interface. A layer is two calls, between which only tensor-parallel ranks
-have something to do; the residual stream is float32, and so are norms, rotations and sums, whatever the weights are.
+It computes the same function with the same interface. All layers are one call; tensor-parallel ranks, which have
+something to do between the two halves of a layer, make two for each. The residual stream is float32, and so are norms,
+rotations and sums, whatever the weights are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from engine.forward_context import ForwardContext
 from engine.models.config import ModelConfig
 from engine.models.decoder import VocabParallelEmbedding
 from kernels.cpu import attention
-from kernels.cpu.layer import CLayer, CpuStep, Scratch, attention_half, logits, mlp_half
+from kernels.cpu.layer import CLayer, CpuStep, Scratch, all_layers, attention_half, logits, mlp_half
 from kernels.cpu.linear import LANES, PackedLinear, WeightKind, has_int8
 
 __all__ = ["CpuDecoder", "can_run"]
@@ -114,11 +115,14 @@ class CpuDecoder:
         partial = torch.empty_like(hidden) if self.parallel.size > 1 else None
         block_size = context.kv_cache.block_size
         step = CpuStep(hidden, positions, self.rope, context.metadata, block_size, self._scratch, partial)
+        if partial is None:
+            all_layers([layer.c_layer for layer in self.layers], step, context.kv_cache.layers)
+            return hidden
         for layer, (key_cache, value_cache) in zip(self.layers, context.kv_cache.layers, strict=True):
             attention_half(layer.c_layer, step, key_cache, value_cache)
-            self._add(hidden, partial)
+            hidden += self.parallel.all_reduce(partial)
             mlp_half(layer.c_layer, step)
-            self._add(hidden, partial)
+            hidden += self.parallel.all_reduce(partial)
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -136,11 +140,6 @@ class CpuDecoder:
             self._logits = torch.empty(rows, self.lm_head.out_features)
         logits(self._logits, hidden, self.norm, self.config.rms_norm_eps, self.lm_head, self._scratch)
         return self._logits[:rows]
-
-    def _add(self, hidden: torch.Tensor, partial: torch.Tensor | None) -> None:
-        """Add the sum of all ranks' parts."""
-        if partial is not None:
-            hidden += self.parallel.all_reduce(partial)
 
 
 class _Layer:

@@ -10,7 +10,7 @@ from kernels.attention import AttentionMetadata
 from kernels.cpu.library import pointer, require
 from kernels.cpu.linear import CWeight, PackedLinear, WeightKind, words_per_row
 
-__all__ = ["CLayer", "CpuStep", "Scratch", "attention_half", "logits", "mlp_half"]
+__all__ = ["CLayer", "CpuStep", "Scratch", "all_layers", "attention_half", "logits", "mlp_half"]
 
 
 class CLayer(ctypes.Structure):
@@ -147,6 +147,20 @@ def attention_half(layer: CLayer, step: CpuStep, key_cache: torch.Tensor, value_
 def mlp_half(layer: CLayer, step: CpuStep) -> None:
     """Add a layer's feed-forward to the hidden states."""
     require().pagoda_mlp_half(ctypes.byref(layer), ctypes.byref(step.c_step))
+
+
+def all_layers(layers: list[CLayer], step: CpuStep, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Compute both halves of every layer in one call; ``caches`` are each layer's keys and values.
+
+    A call gives the interpreter's lock away and must wait for it at the end: with one a layer, an event loop beside it
+    would hold a step up as often.
+    """
+    count = len(layers)
+    addresses = ctypes.c_void_p * count
+    require().pagoda_layers(
+        addresses(*map(ctypes.addressof, layers)), ctypes.c_int32(count), ctypes.byref(step.c_step),
+        addresses(*(keys.data_ptr() for keys, _ in caches)), addresses(*(values.data_ptr() for _, values in caches)),
+    )  # fmt: skip
 
 
 def logits(

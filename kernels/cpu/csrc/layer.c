@@ -46,6 +46,14 @@ void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step) {
     add_to_hidden(layer, step, &rows, &layer->down);
 }
 
+void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
+                   void *const *key_caches, void *const *value_caches) {
+    for (int32_t i = 0; i < num_layers; i++) {
+        pagoda_attention_half(layers[i], step, key_caches[i], value_caches[i]);
+        pagoda_mlp_half(layers[i], step);
+    }
+}
+
 void pagoda_logits(float *logits, const float *hidden, int32_t num_rows, const float *norm, float eps,
                    const pagoda_weight *head, uint32_t *words, float *row_scales) {
     pagoda_rows rows = {words, row_scales, num_rows};

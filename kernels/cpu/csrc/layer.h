@@ -47,6 +47,11 @@ void pagoda_attention_half(const pagoda_layer *layer, const pagoda_step *step, v
 /* hidden += down(silu(gate(norm(hidden))) * up(norm(hidden))). */
 void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step);
 
+/* Both halves of every layer; the caches are each layer's. In one call, so that a Python program's other threads, which
+ * run meanwhile, cannot hold up what lies between. */
+void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
+                   void *const *key_caches, void *const *value_caches);
+
 /* logits [num_rows, out_features] = head(norm(hidden)), float32. */
 void pagoda_logits(float *logits, const float *hidden, int32_t num_rows, const float *norm, float eps,
                    const pagoda_weight *head, uint32_t *words, float *row_scales);
