@@ -28,6 +28,13 @@ class PrefillPace:
     free_tokens: int
     slowdown: float
 
-    def step_tokens(self, num_decodes: int) -> int:
-        """Return the most tokens, decodes included, of a step with this many decodes (at least one)."""
-        return int(self.slowdown * max(self.free_tokens, num_decodes))
+    def step_tokens(self, num_decodes: int, num_prefills: int) -> int:
+        """Return the most tokens, decodes included, of a step.
+
+        Args:
+            num_decodes: sequences that decode, at least one.
+            num_prefills: requests whose prompts are computed or wait for that. Where they are more than those that
+                decode, they may take as many times more: a lone stream is not to hold up a crowd.
+        """
+        beside = int(self.slowdown * max(self.free_tokens, num_decodes)) - num_decodes
+        return num_decodes + beside * max(1, num_prefills // num_decodes)

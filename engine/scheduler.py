@@ -231,7 +231,9 @@ class Scheduler:
         num_decodes = sum(len(one.token_ids) - one.num_computed_tokens <= 1 for one in self.running)
         if not num_decodes:
             return self.max_num_batched_tokens
-        return min(self.max_num_batched_tokens, max(self._pace.step_tokens(num_decodes), self._num_places + 1))
+        num_prefills = len(self.running) - num_decodes + len(self.waiting)
+        paced = self._pace.step_tokens(num_decodes, num_prefills)
+        return min(self.max_num_batched_tokens, max(paced, self._num_places + 1))
 
     def _due_sequences(self) -> list[Sequence]:
         """Return by rank the running sequences that the block manager, or a plan for a group, has something to do for.

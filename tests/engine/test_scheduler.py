@@ -464,6 +464,15 @@ def test_more_decodes_leave_more_room() -> None:
     assert step_sizes(engine)["long"] == 10  # of 1.5 times 20
 
 
+def test_a_lone_stream_does_not_hold_up_a_crowd() -> None:
+    engine = paced_engine(max_num_seqs=64)
+    add(engine, "decoding", 4, max_tokens=30)
+    step_sizes(engine)
+    for i in range(10):
+        add(engine, f"prompt{i}", 30, first=i)
+    assert sum(step_sizes(engine).values()) == 1 + 10 * 14
+
+
 def test_prompts_beside_decodes_all_come_to_their_end() -> None:
     engine = paced_engine(slowdown=1.0)
     add(engine, "decoding", 4, max_tokens=400)
