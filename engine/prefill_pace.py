@@ -4,7 +4,7 @@ A step reads all weights, however few tokens it computes. While that takes longe
 cost hardly anything; beyond, a step takes as long as it has tokens. So with ``free_tokens`` at that turning point a
 step takes time in proportion to max(free_tokens, tokens), and limiting tokens limits time. On a GPU the turning point
 lies at hundreds of tokens, on a CPU at ten or so, where a prompt of 2,048 tokens in one step would hold every stream
-up for seconds. Small chunks cost no throughput there: past the turning point a token costs the same in any step.
+up for seconds. A token of a small chunk costs no more there: past the turning point it costs the same in any step.
 
 The idea of a budget that bounds the time between tokens is Sarathi-Serve's (Agrawal et al., 2024).
 """
