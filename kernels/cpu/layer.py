@@ -1,4 +1,4 @@
-"""A decoder layer's two halves and the logits as calls of the C kernels (csrc/layer.h)."""
+"""Decoder layers, all at once or a half at a time, and the logits as calls of the C kernels (csrc/layer.h)."""
 
 from __future__ import annotations
 

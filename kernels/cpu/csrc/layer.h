@@ -1,4 +1,4 @@
-/* The two halves of a decoder layer, each as one call: between its kernels no Python runs.
+/* Decoder layers: all of them in one call, or for tensor-parallel ranks each in two halves, between which they sum.
  *
  * `hidden`, the residual stream, is float32. The caller's scratch buffers hold what a step of num_tokens tokens needs;
  * attention and packing have memory of their own, see scratch.h.
