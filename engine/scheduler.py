@@ -117,9 +117,10 @@ class Scheduler:
         output = SchedulerOutput()
         counts = [1] * len(self.running)
         partial: set[int] = set()  # places in the batch of those that sample nothing yet
-        spare = self._schedule_running(output, counts, partial)
+        step_tokens = self._step_tokens()
+        spare = self._schedule_running(output, counts, partial, step_tokens - self._num_places)
         if self.waiting and not output.preempted:  # else blocks are short already
-            spare = self._admit(output, counts, partial, spare)
+            spare = self._admit(output, counts, partial, spare, self.max_num_batched_tokens - step_tokens)
         if self.drafter is not None and not output.preempted:
             self._draft(self.drafter, output, counts, partial, spare)
         self._fill(output, counts, partial)
@@ -195,12 +196,11 @@ class Scheduler:
 
     # --- running ------------------------------------------------------------------------------------------------
 
-    def _schedule_running(self, output: SchedulerOutput, counts: list[int], partial: set[int]) -> int:
-        """Schedule the running sequences by rank; return the tokens left for others.
+    def _schedule_running(self, output: SchedulerOutput, counts: list[int], partial: set[int], spare: int) -> int:
+        """Schedule the running sequences by rank, with ``spare`` tokens beyond one for each; return what is left.
 
         Most sequences decode within their last block: for them the 1 that ``counts`` holds already is all.
         """
-        spare = self._step_tokens() - self._num_places  # beyond one token for each
         running, blocks = self.running, self.block_manager
         planned: SequenceGroup | None = None
         for sequence in self._due_sequences():
@@ -370,14 +370,16 @@ class Scheduler:
 
     # --- waiting ------------------------------------------------------------------------------------------------
 
-    def _admit(self, output: SchedulerOutput, counts: list[int], partial: set[int], spare: int) -> int:
-        """Start waiting groups in order of rank while tokens, places and blocks last; return the tokens left."""
+    def _admit(self, output: SchedulerOutput, counts: list[int], partial: set[int], spare: int, withheld: int) -> int:
+        """Start waiting groups in order of rank while tokens, places and blocks last; return the tokens left.
+
+        ``withheld`` is what the pace takes off the budget.
+        """
         blocks = self.block_manager
         due, is_exact = self._most_blocks_due(counts, partial), False
-        # A request for several answers may come in though decodes leave it less than its places, or it never might.
-        withheld = self.max_num_batched_tokens - self._step_tokens()
         while self.waiting and spare >= 1:
             group = self.waiting[-1]
+            # A request for several answers comes in though the pace leaves it less than its places, or it never might.
             if group.num_places > min(spare + withheld, self.max_num_running - self._num_places):
                 return spare
             if self.running and self._is_still_refused(group):
