@@ -28,13 +28,14 @@ class PrefillPace:
     free_tokens: int
     slowdown: float
 
-    def step_tokens(self, num_decodes: int, num_prefills: int) -> int:
-        """Return the most tokens, decodes included, of a step.
+    def step_tokens(self, num_decodes: int, num_prefills: int) -> int | None:
+        """Return the most tokens, decodes included, of a step; None: as many as there are.
 
         Args:
             num_decodes: sequences that decode, at least one.
-            num_prefills: requests whose prompts are computed or wait for that. Where they are more than those that
-                decode, they may take as many times more: a lone stream is not to hold up a crowd.
+            num_prefills: requests whose prompts are computed or could be. Where they are more than those that decode,
+                nobody is protected: pacing would make the many wait several times as long as the few are held up.
         """
-        beside = int(self.slowdown * max(self.free_tokens, num_decodes)) - num_decodes
-        return num_decodes + beside * max(1, num_prefills // num_decodes)
+        if num_prefills > num_decodes:
+            return None
+        return int(self.slowdown * max(self.free_tokens, num_decodes))

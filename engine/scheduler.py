@@ -231,8 +231,10 @@ class Scheduler:
         num_decodes = sum(len(one.token_ids) - one.num_computed_tokens <= 1 for one in self.running)
         if not num_decodes:
             return self.max_num_batched_tokens
-        num_prefills = len(self.running) - num_decodes + len(self.waiting)
-        paced = self._pace.step_tokens(num_decodes, num_prefills)
+        could_start = min(len(self.waiting), self.max_num_running - self._num_places)
+        paced = self._pace.step_tokens(num_decodes, len(self.running) - num_decodes + could_start)
+        if paced is None:
+            return self.max_num_batched_tokens
         return min(self.max_num_batched_tokens, max(paced, self._num_places + 1))
 
     def _due_sequences(self) -> list[Sequence]:

@@ -469,8 +469,17 @@ def test_a_lone_stream_does_not_hold_up_a_crowd() -> None:
     add(engine, "decoding", 4, max_tokens=30)
     step_sizes(engine)
     for i in range(10):
-        add(engine, f"prompt{i}", 30, first=i)
-    assert sum(step_sizes(engine).values()) == 1 + 10 * 14
+        add(engine, f"prompt{i}", 30, first=100 + i)
+    assert step_sizes(engine) == {"decoding": 1} | {f"prompt{i}": 30 for i in range(10)}
+
+
+def test_who_waits_without_a_place_is_no_crowd() -> None:
+    engine = paced_engine(max_num_seqs=2)
+    add(engine, "decoding", 4, max_tokens=30)
+    step_sizes(engine)
+    for i in range(10):
+        add(engine, f"prompt{i}", 30, first=100 + i)
+    assert step_sizes(engine) == {"decoding": 1, "prompt0": 14}
 
 
 def test_prompts_beside_decodes_all_come_to_their_end() -> None:
