@@ -46,6 +46,8 @@ SETTINGS = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the access log is off, and errors should not wait in a buffer
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # one node: no proxy elsewhere needs half a minute's notice
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # at 0.1 the controller of an idle server takes 4% of a core
+    "RAY_task_events_report_interval_ms": "0",  # what the dashboard shows of single calls; the engine needs the core
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
