@@ -80,7 +80,6 @@ def test_spans_of_long_contexts_are_merged(sliding_window: int | None, dtype: to
 
 
 @pytest.mark.usefixtures("num_threads")
-@pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 7, 16, 256])
 @pytest.mark.parametrize("sliding_window", [None, 40, 300, 2000])
@@ -95,6 +94,24 @@ def test_sequences_that_begin_with_the_same_blocks(
         tables[sequence, : num_keys // block_size] = tables[0, : num_keys // block_size]
     batch = replace(batch, metadata=replace(batch.metadata, block_tables=tables))
     assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "num_seqs"),
+    [(Shape(4, 2, 32), 20), (Shape(2, 1, 64), 150), (Shape(16, 8, 128), 40), (Shape(6, 2, 16), 90)],
+    ids=["few", "more than an item's rows", "each head by itself", "odd groups"],
+)
+def test_many_sequences_that_begin_with_the_same_blocks(shape: Shape, num_seqs: int, dtype: torch.dtype) -> None:
+    """The last few share less, and a prefill goes before them."""
+    prefill = [(30, 90)]
+    batch = make_batch(prefill + [(1, 290 + 7 * (i % 9)) for i in range(num_seqs)], replace(shape, dtype=dtype))
+    tables = batch.metadata.block_tables.clone()
+    tables[2:, :12] = tables[1, :12]
+    tables[2:-3, :18] = tables[1, :18]
+    batch = replace(batch, metadata=replace(batch.metadata, block_tables=tables))
+    assert_matches(run(batch), batch.expected())
 
 
 def test_a_long_prompt_of_many_heads_beside_decodes() -> None:

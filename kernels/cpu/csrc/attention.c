@@ -158,31 +158,50 @@ static void write_partial(const attention_work *work, float *to) {
         }
 }
 
-/* One row of a unit's output from its partial results, which lie `stride` floats apart. */
-INLINE void merge_row(const int kind, const float *partials, size_t stride, int num_partials, int head_dim,
-                      char *output) {
-    float largest = -INFINITY, total = 0.0f;
-    for (int i = 0; i < num_partials; i++) largest = fmaxf(largest, partials[(size_t)i * stride + head_dim + 1]);
-    f32x16 sums[256 / LANES] = {0};
-    for (int i = 0; i < num_partials; i++) {
-        const float *partial = partials + (size_t)i * stride;
+/* One row of the results of several items. */
+typedef struct {
+    const float *first;
+    size_t stride; /* floats from one to the next */
+    int count;
+} row_results;
+
+INLINE float largest_of(row_results row, int head_dim, float largest) {
+    for (int i = 0; i < row.count; i++) largest = fmaxf(largest, row.first[(size_t)i * row.stride + head_dim + 1]);
+    return largest;
+}
+
+/* Adds a row's results, which are relative to their own largest scores, to sums relative to `largest`. */
+INLINE float add_results(row_results row, int head_dim, float largest, f32x16 *sums) {
+    float total = 0.0f;
+    for (int i = 0; i < row.count; i++) {
+        const float *partial = row.first + (size_t)i * row.stride;
         float factor = partial[head_dim + 1] == -INFINITY ? 0.0f : exp2f(partial[head_dim + 1] - largest);
         total += partial[head_dim] * factor;
         for (int dim = 0; dim < head_dim; dim += LANES) sums[dim / LANES] += f32x16_load(partial + dim) * factor;
     }
-    for (int dim = 0; dim < head_dim; dim += LANES)
-        store_output(kind, output, dim, sums[dim / LANES] * reciprocal(total));
+    return total;
+}
+
+INLINE row_results results_of_row(const attention_plan *plan, const partial_results *results, int head, int row) {
+    size_t at = (size_t)results->at + (size_t)head * results->head_stride + (size_t)row * partial_row(plan->call);
+    return (row_results){plan->partials + at, results->stride, results->count};
 }
 
 INLINE void merge(const int kind, const attention_plan *plan, const attention_unit *unit) {
     const pagoda_attention_call *call = plan->call;
-    int rows = rows_of(call, &unit->whole);
-    size_t stride = partial_row(call) * (size_t)(rows * unit->whole.num_heads);
-    const float *partials = plan->partials + plan->items[unit->first_item].partial;
+    const int head_dim = call->head_dim;
     for (int head = 0; head < unit->whole.num_heads; head++)
-        for (int row = 0; row < rows; row++, partials += partial_row(call))
-            merge_row(kind, partials, stride, unit->num_items, call->head_dim,
-                      output_row(kind, call, &unit->whole, head, row));
+        for (int row = 0; row < rows_of(call, &unit->whole); row++) {
+            row_results shared = results_of_row(plan, &unit->shared, head, row);
+            row_results own = results_of_row(plan, &unit->own, head, row);
+            f32x16 sums[256 / LANES] = {0};
+            float largest = largest_of(own, head_dim, largest_of(shared, head_dim, -INFINITY));
+            float total = add_results(shared, head_dim, largest, sums);
+            total += add_results(own, head_dim, largest, sums);
+            char *output = output_row(kind, call, &unit->whole, head, row);
+            for (int dim = 0; dim < head_dim; dim += LANES)
+                store_output(kind, output, dim, sums[dim / LANES] * reciprocal(total));
+        }
 }
 
 INLINE void compute(const int kind, const attention_plan *plan, const attention_item *item) {
@@ -193,8 +212,10 @@ INLINE void compute(const int kind, const attention_plan *plan, const attention_
         return;
     }
     write_partial(&work, plan->partials + item->partial);
-    attention_unit *unit = &plan->units[item->unit];
-    if (atomic_fetch_sub_explicit(&unit->unfinished, 1, memory_order_acq_rel) == 1) merge(kind, plan, unit);
+    for (int32_t i = item->first_unit; i < item->first_unit + item->num_units; i++) {
+        attention_unit *unit = &plan->units[i];
+        if (atomic_fetch_sub_explicit(&unit->unfinished, 1, memory_order_acq_rel) == 1) merge(kind, plan, unit);
+    }
 }
 
 static void compute_float32(void *args, int64_t index, int thread) {

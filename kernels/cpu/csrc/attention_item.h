@@ -14,7 +14,7 @@ typedef struct {
     int32_t first_position; /* of the first query in its sequence */
     int32_t first_head, num_heads; /* KV heads */
     int32_t first_key, end_key;
-    int32_t unit;          /* whose spans are merged; see attention.c */
+    int32_t first_unit, num_units; /* whose rows these are, in order: several share the keys they have in common */
 } attention_item;
 
 enum {

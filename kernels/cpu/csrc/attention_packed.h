@@ -100,7 +100,7 @@ SPECIALIZED void pack_values(const int kind, attention_work *work, const char *c
             else load_values(kind, 1, values, first, second, dim);
             int panel = dim / BLOCK_LANES * BLOCK_LANES;
             uint32_t *to = work->values + (size_t)panel * (size_t)words + word * BLOCK_LANES + (dim - panel);
-            memcpy(to, values, (size_t)vectors * sizeof *values);
+            for (int v = 0; v < vectors; v++) memcpy(to + v * LANES, &values[v], sizeof values[v]);
             dim += vectors * LANES;
         }
     }

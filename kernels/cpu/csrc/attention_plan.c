@@ -8,7 +8,7 @@ enum {
     COST_OF_READING = 5,      /* a key and a value; multiplying them with one row costs 1, about 0.04 ns a dimension */
     SMALL_COST = 500 * 1000,  /* 20 us */
     FEWEST_KEYS_OF_SPAN = 2 * KEYS_PER_TILE,
-    KEYS_OF_SHARED_SPAN = 2 * KEYS_PER_TILE, /* 512 KiB of 8 heads of 128 in bfloat16: half of a core's L2 */
+    FEWEST_SHARED_KEYS = KEYS_PER_TILE, /* that are worth a result of their own, which must be merged */
     MOST_FLOATS_OF_SUMS = 32 * 1024, /* of the rows of all KV heads, where one item does them all */
 };
 
@@ -16,16 +16,20 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+static int64_t cost_of(const pagoda_attention_call *call, const attention_item *item) {
+    int64_t num_keys = most(0, item->end_key - item->first_key);
+    return num_keys * item->num_heads * call->head_dim * (COST_OF_READING + rows_of(call, item));
+}
+
 static void add_unit(attention_plan *plan, attention_item whole) {
     const pagoda_attention_call *call = plan->call;
     int64_t window = call->sliding_window ? call->sliding_window : INT32_MAX;
     whole.first_key = (int32_t)most(0, whole.first_position - window + 1);
     whole.end_key = whole.first_position + whole.num_queries;
-    int64_t num_keys = most(0, whole.end_key - whole.first_key);
-    int64_t cost = num_keys * whole.num_heads * call->head_dim * (COST_OF_READING + rows_of(call, &whole));
+    whole.first_unit = (int32_t)plan->num_units;
+    whole.num_units = 1;
     plan->units = pagoda_scratch(SCRATCH_ATTENTION_UNITS, (size_t)(plan->num_units + 1) * sizeof *plan->units);
-    plan->units[plan->num_units++] = (attention_unit){.whole = whole, .cost = cost};
-    plan->cost += cost;
+    plan->units[plan->num_units++] = (attention_unit){.whole = whole};
 }
 
 /* KV heads lie side by side in the cache, so an item that is limited by reading does all of them. */
@@ -85,77 +89,108 @@ static void add_sequences(attention_plan *plan, int are_long) {
     }
 }
 
-static void add_item(attention_plan *plan, attention_item item, int has_partial) {
-    if (has_partial) {
-        item.partial = (int64_t)plan->num_partials;
-        plan->num_partials += partial_row(plan->call) * (size_t)(item.num_heads * rows_of(plan->call, &item));
-    }
-    plan->items = pagoda_scratch(SCRATCH_ATTENTION_ITEMS, (size_t)(plan->num_items + 1) * sizeof *plan->items);
-    plan->items[plan->num_items++] = item;
-}
-
-static void add_spans(attention_plan *plan, int32_t index, int64_t cost_of_item) {
-    attention_unit *unit = &plan->units[index];
-    attention_item item = unit->whole;
-    int64_t num_keys = item.end_key - item.first_key;
-    int64_t num_spans = least(divide_up(unit->cost, cost_of_item), divide_up(num_keys, FEWEST_KEYS_OF_SPAN));
-    int64_t keys = divide_up(divide_up(num_keys, most(num_spans, 1)), KEYS_PER_TILE) * KEYS_PER_TILE;
-    item.unit = index;
-    item.partial = -1;
-    unit->first_item = (int32_t)plan->num_items;
-    do {
-        item.end_key = (int32_t)least(item.first_key + keys, unit->whole.end_key);
-        add_item(plan, item, item.first_key > unit->whole.first_key || item.end_key < unit->whole.end_key);
-        item.first_key = item.end_key;
-    } while (item.end_key < unit->whole.end_key);
-    unit->num_items = (int32_t)plan->num_items - unit->first_item;
-    atomic_init(&unit->unfinished, unit->num_items);
-}
-
-/* Leading keys that two units read from the same blocks, if they are alike: both of few rows, and of as many. */
+/* Leading keys that every query of two units sees, and in the same blocks, if the units are alike: of as few rows, and
+ * in their places of the batch. */
 static int32_t shared_keys(const attention_plan *plan, int32_t first, int32_t second) {
     const attention_item *one = &plan->units[first].whole, *other = &plan->units[second].whole;
     if (rows_of(plan->call, one) > MOST_ROWS_IN_PLACE || one->num_queries != other->num_queries) return 0;
-    if (one->first_key || other->first_key) return 0; /* of a sliding window, which begins elsewhere for each */
-    int32_t end = (int32_t)least(one->end_key, other->end_key), size = plan->call->block_size, block = 0;
+    if (other->first_token != one->first_token + (second - first) * one->num_queries) return 0;
+    if (plan->call->sliding_window) return 0; /* which begins elsewhere for each */
+    int32_t end = (int32_t)least(one->first_position, other->first_position) + 1;
+    int32_t size = plan->call->block_size, block = 0;
     while ((block + 1) * size <= end && one->block_table[block] == other->block_table[block]) block++;
     return block * size;
 }
 
-/* Items for units that share their first `num_spans` spans: each span is read by all of them, while it is in the cache,
- * before the next one. The partial results of a unit lie together all the same. */
-static void add_shared_spans(attention_plan *plan, int32_t first, int32_t end, int32_t num_spans) {
-    const attention_item *alike = &plan->units[first].whole;
-    int64_t size = (int64_t)partial_row(plan->call) * alike->num_heads * rows_of(plan->call, alike);
-    int64_t partials = (int64_t)plan->num_partials;
-    plan->num_partials += (size_t)(size * (end - first) * (num_spans + 1));
-    for (int32_t index = first; index < end; index++) {
-        attention_unit *unit = &plan->units[index];
-        unit->first_item = (int32_t)plan->num_items + index - first;
-        unit->num_items = num_spans + (unit->whole.end_key > num_spans * KEYS_OF_SHARED_SPAN);
-        atomic_init(&unit->unfinished, unit->num_items);
-    }
-    for (int32_t span = 0; span <= num_spans; span++)
-        for (int32_t index = first; index < end; index++) {
-            attention_item item = plan->units[index].whole;
-            item.unit = index;
-            item.partial = partials + size * ((int64_t)(index - first) * (num_spans + 1) + span);
-            item.first_key = span * KEYS_OF_SHARED_SPAN;
-            if (span < num_spans) item.end_key = item.first_key + KEYS_OF_SHARED_SPAN;
-            if (item.first_key < item.end_key) add_item(plan, item, 0);
-        }
+/* The keys that a run of units shares, computed for all of their rows as if one sequence's queries stood behind them. */
+static attention_item shared_item(const attention_plan *plan, int32_t first) {
+    const attention_unit *unit = &plan->units[first];
+    attention_item item = unit->whole;
+    item.num_units = unit->end_of_run - first;
+    item.num_queries *= item.num_units;
+    item.first_key = 0;
+    item.first_position = item.end_key = unit->shared_keys;
+    return item;
 }
 
-/* Adds the items of a unit, and of those behind it that begin with the same blocks; returns the next unit. */
-static int32_t add_alike(attention_plan *plan, int32_t unit, int64_t cost_of_item) {
-    int32_t end = unit + 1, num_spans = INT32_MAX;
-    for (; end < plan->num_units; end++) {
-        int32_t spans = shared_keys(plan, unit, end) / KEYS_OF_SHARED_SPAN;
-        if (!spans) break;
-        num_spans = (int32_t)least(num_spans, spans);
+/* Finds the units that begin with the same keys as this one, and what all of them cost; returns the unit behind them. */
+static int32_t add_run(attention_plan *plan, int32_t first) {
+    attention_unit *unit = &plan->units[first];
+    int64_t most_units = MOST_ROWS / rows_of(plan->call, &unit->whole);
+    int32_t end = first + 1;
+    for (; end < plan->num_units && end - first < most_units; end++) {
+        int32_t keys = shared_keys(plan, first, end);
+        if (keys < FEWEST_SHARED_KEYS || keys < unit->shared_keys / 2) break; /* few are not to spoil it for many */
+        unit->shared_keys = end == first + 1 ? keys : (int32_t)least(keys, unit->shared_keys);
     }
-    if (end > unit + 1) add_shared_spans(plan, unit, end, num_spans);
-    else add_spans(plan, unit, cost_of_item);
+    unit->end_of_run = end;
+    for (int32_t index = first; index < end; index++) {
+        attention_item *whole = &plan->units[index].whole;
+        whole->first_key = (int32_t)most(whole->first_key, unit->shared_keys);
+        plan->cost += cost_of(plan->call, whole);
+    }
+    if (unit->shared_keys) {
+        attention_item shared = shared_item(plan, first);
+        plan->cost += cost_of(plan->call, &shared);
+    }
+    return end;
+}
+
+/* Adds an item, or one for each of several spans of its keys; returns where their results will be: none where
+ * `is_all`, what the rows see, is in one item, which then writes the output. */
+static partial_results add_items(attention_plan *plan, attention_item whole, int64_t cost_of_item, int is_all) {
+    int64_t num_keys = whole.end_key - whole.first_key;
+    int64_t num_spans = least(divide_up(cost_of(plan->call, &whole), cost_of_item),
+                              divide_up(num_keys, FEWEST_KEYS_OF_SPAN));
+    int64_t keys = divide_up(divide_up(num_keys, most(num_spans, 1)), KEYS_PER_TILE) * KEYS_PER_TILE;
+    size_t head_stride = partial_row(plan->call) * (size_t)rows_of(plan->call, &whole);
+    partial_results results = {
+        .at = (int64_t)plan->num_partials, .head_stride = head_stride, .stride = head_stride * (size_t)whole.num_heads};
+    attention_item item = whole;
+    item.partial = -1;
+    do {
+        item.end_key = (int32_t)least(item.first_key + keys, whole.end_key);
+        if (!is_all || item.end_key - item.first_key < num_keys) {
+            item.partial = (int64_t)plan->num_partials;
+            plan->num_partials += results.stride;
+            results.count++;
+        }
+        plan->items = pagoda_scratch(SCRATCH_ATTENTION_ITEMS, (size_t)(plan->num_items + 1) * sizeof *plan->items);
+        plan->items[plan->num_items++] = item;
+        item.first_key = item.end_key;
+    } while (item.end_key < whole.end_key);
+    return results;
+}
+
+static partial_results add_shared_items(attention_plan *plan, int32_t first, int64_t cost_of_item) {
+    attention_item item = shared_item(plan, first);
+    int64_t floats = (int64_t)rows_of(plan->call, &item) * item.num_heads * plan->call->head_dim;
+    int32_t heads = floats <= MOST_FLOATS_OF_SUMS ? item.num_heads : 1, end_head = item.num_heads;
+    partial_results results = {0};
+    item.num_heads = heads;
+    for (item.first_head = 0; item.first_head < end_head; item.first_head += heads) {
+        partial_results of_heads = add_items(plan, item, cost_of_item, 0);
+        if (item.first_head == 0) results = of_heads;
+        else if (item.first_head == heads) results.head_stride = (size_t)(of_heads.at - results.at);
+    }
+    return results;
+}
+
+/* Adds the items of a unit, and of those behind it that share keys with it; returns the unit behind them. */
+static int32_t add_items_of_run(attention_plan *plan, int32_t first, int64_t cost_of_item) {
+    int32_t end = plan->units[first].end_of_run;
+    int64_t num_items = plan->num_items;
+    partial_results shared = {0};
+    if (plan->units[first].shared_keys) shared = add_shared_items(plan, first, cost_of_item);
+    int64_t num_shared_items = plan->num_items - num_items;
+    for (int32_t index = first; index < end; index++) {
+        attention_unit *unit = &plan->units[index];
+        unit->shared = shared;
+        shared.at += (int64_t)partial_row(plan->call) * rows_of(plan->call, &unit->whole);
+        if (unit->whole.first_key < unit->whole.end_key || !num_shared_items)
+            unit->own = add_items(plan, unit->whole, cost_of_item, !num_shared_items);
+        atomic_init(&unit->unfinished, (int)(num_shared_items + unit->own.count));
+    }
     return end;
 }
 
@@ -163,9 +198,10 @@ attention_plan pagoda_plan_attention(const pagoda_attention_call *call, int num_
     attention_plan plan = {.call = call};
     add_sequences(&plan, 1);
     add_sequences(&plan, 0);
+    for (int32_t unit = 0; unit < plan.num_units;) unit = add_run(&plan, unit);
     int64_t cost_of_item =
         num_threads > 1 ? most(plan.cost / (ITEMS_PER_THREAD * num_threads), SMALL_COST) : INT64_MAX / 2;
-    for (int32_t unit = 0; unit < plan.num_units;) unit = add_alike(&plan, unit, cost_of_item);
+    for (int32_t unit = 0; unit < plan.num_units;) unit = add_items_of_run(&plan, unit, cost_of_item);
     plan.partials = pagoda_scratch(SCRATCH_ATTENTION_PARTIALS, plan.num_partials * sizeof *plan.partials);
     return plan;
 }

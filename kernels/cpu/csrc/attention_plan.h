@@ -6,11 +6,20 @@
 
 #include "attention_item.h"
 
-/* Queries of one sequence with all the keys they see: one item, or several, each with a span of the keys. */
+/* Where several items, each with a span of the keys, leave their results for the same rows. */
+typedef struct {
+    int64_t at;         /* the first item's, of its first head, in floats */
+    size_t stride;      /* from one item's to the next one's */
+    size_t head_stride; /* from one KV head's rows to the next one's */
+    int32_t count;
+} partial_results;
+
+/* Queries of one sequence with all the keys they see. Keys that begin several units may be computed for all of them
+ * together, and the rest of a unit's keys in one item or in several. */
 typedef struct {
     attention_item whole;
-    int64_t cost;
-    int32_t first_item, num_items;
+    int32_t end_of_run, shared_keys; /* of the first of those that share keys: the unit behind the last, and how many */
+    partial_results shared, own;
     atomic_int unfinished; /* items */
 } attention_unit;
 
