@@ -113,7 +113,7 @@ def test_the_shipped_file_is_valid_and_shows_every_key() -> None:
     config = AppConfig.parse(args)
     assert (config.replicas.num_engine_replicas, config.replicas.num_ingress_replicas) == (2, 1)
     text = SHIPPED.read_text()
-    for section in (config, config.replicas, config.limits, config.router, config.autoscaling):
+    for section in (config, config.replicas, config.limits, config.router, config.autoscaling, config.logging, config.tracing):
         for key in type(section).model_fields:
             assert f"{key}:" in text, key
     assert config.limits == type(config.limits)()
