@@ -284,9 +284,7 @@ def _phases(record: RequestRecord) -> Iterator[_Phase]:
     for answer, generation in enumerate(record.generations[:MAX_TRACED_ANSWERS]):
         for number, attempt in enumerate(generation.attempts):
             common = {"pagoda.replica": attempt.replica, "pagoda.attempt": number, "pagoda.answer": answer}
-            phases = [
-                _Phase(name, start, end, dict(common)) for name, start, end in _intervals(attempt, record.ended)
-            ]
+            phases = [_Phase(name, start, end, dict(common)) for name, start, end in _intervals(attempt, record.ended)]
             for phase in phases:
                 if phase.name == "prefill":
                     phase.attributes["pagoda.cached_tokens"] = attempt.num_cached_tokens
