@@ -100,11 +100,11 @@ class CountRequests:
 
 
 class RecordRequests:
-    """Middleware that gives every request an id, and keeps a record of those for tokens.
+    """Middleware that gives every request an id and a record.
 
     Args:
         app: what serves them.
-        on_end: gets the record of a request that has ended, however.
+        on_end: gets the record of a request for tokens that has ended, however.
     """
 
     def __init__(self, app: ASGIApp, on_end: Callable[[RequestRecord], None]) -> None:
@@ -119,7 +119,8 @@ class RecordRequests:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        record = RequestRecord(request_id, scope["path"])
+        record = RequestRecord(request_id, scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")))
+        recording(record)
 
         async def noting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -130,11 +131,10 @@ class RecordRequests:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 record.is_complete = True
 
-        if scope["method"] != "POST" or scope["path"] not in OPERATIONS:
+        if scope["method"] != "POST" or record.path not in OPERATIONS:
             await self._app(scope, receive, noting_send)
             return
         record.trace_context = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
-        recording(record)
         try:
             await self._app(scope, receive, noting_send)
         finally:

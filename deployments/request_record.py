@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["OPERATIONS", "Attempt", "RequestRecord", "current_record", "note_error", "recording"]
 
 CLIENT_CLOSED = 499  # what is logged, as nobody is left to be answered
-# The paths of which records are kept, and what OpenTelemetry calls what they do.
+# The paths whose records are told, and what OpenTelemetry calls what they do.
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 
 
@@ -158,7 +158,7 @@ def recording(record: RequestRecord) -> None:
 
 
 def current_record() -> RequestRecord:
-    """Return the record of the request for tokens that this task serves."""
+    """Return the record of the request that this task serves."""
     record = _current.get()
     assert record is not None
     return record

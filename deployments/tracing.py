@@ -16,9 +16,7 @@ durations are always sent (they are two small objects a request); spans cost som
 after the answer.
 
 The provider is our own: Ray's tracing, or whatever else a program has set globally, is neither used nor disturbed. The
-SDK is imported only when it is needed. Prompts and answers are never part of a span.
-
-Attributes are named as in OpenTelemetry's conventions for generative AI, latencies as vLLM names them.
+SDK is imported only when it is needed. Prompts and answers are never part of a span (spans.py says what is).
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
-from deployments.request_record import OPERATIONS, Attempt, RequestRecord
+from deployments.request_record import OPERATIONS, RequestRecord
+from deployments.spans import phases, request_attributes
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +44,6 @@ __all__ = ["NullTracer", "Tracer", "open_tracer", "require_exporter", "spans_wan
 
 logger = logging.getLogger("ray.serve")
 
-MAX_TRACED_ANSWERS = 16  # of one request: a body may ask for a thousand
 COMPLAINT_INTERVAL_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -180,11 +177,11 @@ class SpanTracer:
         )
         if not root.is_recording():
             return ""
-        root.set_attributes(_request_attributes(record, self._model))
+        root.set_attributes(request_attributes(record, self._model))
         if record.status >= 500:
             root.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(root, Context())
-        for phase in _phases(record):
+        for phase in phases(record):
             span = self._tracer.start_span(
                 phase.name, context=inside, attributes=phase.attributes, start_time=_wall(record, phase.start)
             )
@@ -204,116 +201,6 @@ class SpanTracer:
 def _wall(record: RequestRecord, moment: float) -> int:
     """Return a moment of the monotonic clock in Unix nanoseconds."""
     return record.started_ns + round((moment - record.started) * 1e9)
-
-
-# --- what a request was -----------------------------------------------------------------------------------------------
-
-
-def _request_attributes(record: RequestRecord, model: str) -> dict[str, Any]:
-    """Return the attributes of the request's own span."""
-    attributes: dict[str, Any] = {
-        "http.request.method": "POST",
-        "http.route": record.path,
-        "gen_ai.provider.name": "pagoda",
-        "gen_ai.request.id": record.request_id,
-        "gen_ai.latency.e2e": record.e2e_s,
-        "pagoda.migrations": record.num_migrations,
-    }
-    if record.sent_status:
-        attributes["http.response.status_code"] = record.sent_status
-    if record.status >= 400:
-        attributes["error.type"] = record.reason if record.error is not None else "client_closed_request"
-    if record.generations:
-        attributes |= _generation_attributes(record, model)
-    return attributes
-
-
-def _generation_attributes(record: RequestRecord, model: str) -> dict[str, Any]:
-    body, params = record.body, record.generations[0].params
-    assert body is not None
-    attributes: dict[str, Any] = {
-        "gen_ai.response.id": record.response_id,
-        "gen_ai.response.model": model,
-        "gen_ai.request.stream": bool(body.stream),
-        "gen_ai.request.choice.count": body.num_answers,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
-        "gen_ai.usage.output_tokens": record.num_output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
-        "pagoda.replica": record.replica,
-    }
-    optional = {
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.seed": body.seed,
-        "gen_ai.response.finish_reasons": record.finish_reasons or None,
-        "gen_ai.latency.time_to_first_token": record.ttft_s,
-    }
-    attributes |= {name: value for name, value in optional.items() if value is not None}
-    return attributes | _latency_attributes(record)
-
-
-def _latency_attributes(record: RequestRecord) -> dict[str, float]:
-    """Return what the engines measured for the first answer, over all of its attempts."""
-    timings = [one.timing for one in record.generations[0].attempts if one.timing is not None]
-    if not timings:
-        return {}
-    prefill_s, decode_s = sum(one.prefill_s for one in timings), sum(one.decode_s for one in timings)
-    return {
-        "gen_ai.latency.time_in_queue": sum(one.queue_s for one in timings),
-        "gen_ai.latency.time_in_model_prefill": prefill_s,
-        "gen_ai.latency.time_in_model_decode": decode_s,
-        "gen_ai.latency.time_in_model_inference": prefill_s + decode_s,
-    }
-
-
-# --- how it went ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Phase:
-    name: str
-    start: float
-    end: float
-    attributes: dict[str, Any]
-    has_failed: bool = False
-
-
-def _phases(record: RequestRecord) -> Iterator[_Phase]:
-    """Yield what happened to each answer, attempt by attempt."""
-    for answer, generation in enumerate(record.generations[:MAX_TRACED_ANSWERS]):
-        for number, attempt in enumerate(generation.attempts):
-            common = {"pagoda.replica": attempt.replica, "pagoda.attempt": number, "pagoda.answer": answer}
-            phases = [_Phase(name, start, end, dict(common)) for name, start, end in _intervals(attempt, record.ended)]
-            for phase in phases:
-                if phase.name == "prefill":
-                    phase.attributes["pagoda.cached_tokens"] = attempt.num_cached_tokens
-                elif phase.name == "decode":
-                    phase.attributes["gen_ai.usage.output_tokens"] = attempt.num_tokens
-            if attempt.error:
-                phases[-1].has_failed, phases[-1].attributes["error.type"] = True, attempt.error
-            yield from phases
-
-
-def _intervals(attempt: Attempt, now: float) -> Iterator[tuple[str, float, float]]:
-    """Yield (phase, start, end), none beginning before the one before it has ended."""
-    started, end = attempt.started, attempt.ended or now
-    first = attempt.first_token
-    if first is None:  # whether it waited or was computed when it ended nobody has told
-        yield "route", started, attempt.chosen or end
-        if attempt.chosen is not None:
-            yield "queue", attempt.chosen, end
-        return
-    timing = attempt.timing
-    prefill = max(started, first - timing.prefill_s) if timing is not None else first
-    queue = max(started, prefill - timing.queue_s) if timing is not None else min(attempt.chosen or first, first)
-    yield "route", started, queue if attempt.chosen is None else min(attempt.chosen, queue)
-    yield "queue", queue, prefill
-    yield "prefill", prefill, first
-    last = max(first, attempt.last_token or first)
-    if timing is not None and timing.decode_s:
-        last = min(last, first + timing.decode_s)
-    yield "decode", first, last
 
 
 # --- what goes wrong on the way to the collector ----------------------------------------------------------------------

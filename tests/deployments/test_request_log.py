@@ -147,6 +147,20 @@ async def test_a_client_that_goes_away_is_an_abort(serve_log: Log, begun: bool) 
     assert (fields["reason"], fields["status"]) == ("abort", "499")
 
 
+async def test_a_server_below_a_prefix_logs_its_own_paths(serve_log: Log) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def nothing(*args: Any) -> None:
+        """Nobody is there."""
+
+    served = RecordRequests(app, on_end=RequestLog(LoggingOptions()).write)
+    scope = {"type": "http", "method": "POST", "path": "/llm/v1/completions", "root_path": "/llm", "headers": []}
+    await served(scope, nothing, nothing)
+    assert _fields(serve_log)["path"] == "/v1/completions"
+
+
 # --- ids -------------------------------------------------------------------------------------------------------------
 
 
