@@ -152,7 +152,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for encoding, formatter in (("TEXT", ServeFormatter("pagoda_ingress", "o9blpb8i")), ("JSON", JSONFormatter())):
             log_to(Path(directory) / "log", formatter)
-            log = RequestLog(LoggingOptions(encoding=encoding))
+            log = RequestLog(LoggingOptions.model_validate({"encoding": encoding}))
             result[f"log line, {encoding}"] = round(microseconds(RecordRequests(serve, log.write), count) - record, 1)
     for name, options in (
         ("spans, off", TracingOptions()),
