@@ -10,6 +10,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from starlette.testclient import TestClient
 
 from deployments.asgi import RecordRequests
 from deployments.config import AppConfig, TracingOptions
-from deployments.request_record import Attempt
+from deployments.request_record import Attempt, RequestRecord
+from deployments.spans import phases
 from deployments.tracing import NullTracer, open_tracer, require_exporter, spans_wanted, traces_url
 from engine.errors import ConfigError, OverloadedError
 from engine.sequence import RequestTiming
@@ -249,6 +251,39 @@ def test_a_thousand_answers_do_not_make_thousands_of_spans(traced: TestClient, c
     traced.post("/v1/completions", json={"prompt": ["a"] * 100})
     spans = collector.wait_until(lambda: any(span.kind == SERVER for span in collector.spans))
     assert len(spans) == 1 + 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("attempt", "expected"),
+    [
+        (  # on its way for 0.1 s between route and queue
+            {"chosen": 10.1, "first_token": 11.0, "last_token": 12.0, "timing": RequestTiming(0.3, 0.5, 0.9)},
+            [("route", 10.0, 10.1), ("queue", 10.2, 10.5), ("prefill", 10.5, 11.0), ("decode", 11.0, 11.9)],
+        ),
+        (  # ended from outside: the engine has not told how long it decoded
+            {"chosen": 10.1, "first_token": 11.0, "last_token": 12.0, "timing": RequestTiming(0.3, 0.5)},
+            [("route", 10.0, 10.1), ("queue", 10.2, 10.5), ("prefill", 10.5, 11.0), ("decode", 11.0, 12.0)],
+        ),
+        (  # another router than ours, which does not say when it chose
+            {"first_token": 11.0, "last_token": 11.0, "timing": RequestTiming(0.3, 0.5)},
+            [("route", 10.0, 10.2), ("queue", 10.2, 10.5), ("prefill", 10.5, 11.0), ("decode", 11.0, 11.0)],
+        ),
+        (  # durations that cannot be: the clocks of two threads were read in another order
+            {"chosen": 10.9, "first_token": 11.0, "last_token": 11.0, "timing": RequestTiming(5.0, 0.5)},
+            [("route", 10.0, 10.0), ("queue", 10.0, 10.5), ("prefill", 10.5, 11.0), ("decode", 11.0, 11.0)],
+        ),
+        ({"chosen": 10.1}, [("route", 10.0, 10.1), ("queue", 10.1, 12.5)]),  # lost before its first token
+        ({}, [("route", 10.0, 12.5)]),  # nowhere yet
+    ],
+)
+def test_phases_are_laid_out_from_the_first_token(
+    attempt: dict[str, Any], expected: list[tuple[str, float, float]]
+) -> None:
+    record = RequestRecord("id", "/v1/completions", ended=13.0)
+    record.generations = (SimpleNamespace(attempts=[Attempt(started=10.0, ended=12.5, **attempt)]),)  # type: ignore[assignment]
+    found = [(phase.name, phase.start, phase.end) for phase in phases(record)]
+    assert [name for name, _, _ in found] == [name for name, _, _ in expected]
+    assert [times for _, *times in found] == [pytest.approx(times) for _, *times in expected]
 
 
 def test_tokens_that_come_at_once_are_laid_out_by_the_engines_times(collector: Collector) -> None:
