@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial, wraps
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -44,6 +43,7 @@ from deployments.sampling import for_answers, require_few_answers
 from deployments.structured import as_response_format
 from deployments.telemetry import RayExporter, Series, ingress_recorder, render
 from deployments.tracing import open_tracer
+from deployments.version import pagoda_version
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
 from engine.text import Tokenizer, import_tokenizers
@@ -161,7 +161,7 @@ class Ingress:
 
     async def version(self) -> Response:
         """Say which version this is."""
-        return JSONResponse({"version": _version()})
+        return JSONResponse({"version": pagoda_version()})
 
     async def metrics(self) -> Response:
         """Return the metrics of all engine replicas and ingresses, read now."""
@@ -352,10 +352,3 @@ async def _collect(handle: DeploymentHandle[Any], method: str) -> dict[str, list
 
 def _has_failed(future: asyncio.Future[Any]) -> bool:
     return future.cancelled() or future.exception() is not None
-
-
-def _version() -> str:
-    try:
-        return version("pagoda")
-    except PackageNotFoundError:  # run from its checkout
-        return "0+unknown"

@@ -27,12 +27,12 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from deployments.request_record import OPERATIONS, RequestRecord
 from deployments.spans import phases, request_attributes
+from deployments.version import pagoda_version
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,13 +101,12 @@ def require_exporter() -> None:
             raise ConfigError(f"{name}='{protocol}' is not offered; set it to http/protobuf (port 4318 of a collector)")
 
 
-def open_tracer(options: TracingOptions, model: str, instance: str = "") -> Tracer:
+def open_tracer(options: TracingOptions, model: str) -> Tracer:
     """Return what makes spans, or what makes none if nobody has said where they go.
 
     Args:
         options: where to and how many.
         model: the served name.
-        instance: this ingress's name among others.
 
     Raises:
         ConfigError: if the exporter is not installed.
@@ -120,7 +119,7 @@ def open_tracer(options: TracingOptions, model: str, instance: str = "") -> Trac
 
     endpoint = None if options.otlp_endpoint is None else traces_url(options.otlp_endpoint)
     _log_failures_now_and_then()
-    provider = _provider(options.sample_ratio, instance)
+    provider = _provider(options.sample_ratio)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return SpanTracer(provider, model)
 
@@ -130,15 +129,15 @@ def traces_url(endpoint: str) -> str:
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
 
 
-def _provider(sample_ratio: float | None, instance: str) -> TracerProvider:
+def _provider(sample_ratio: float | None) -> TracerProvider:
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
     ours = {
         "service.name": "pagoda",
-        "service.version": _version(),
-        "service.instance.id": instance or uuid.uuid4().hex,
+        "service.version": pagoda_version(),
+        "service.instance.id": uuid.uuid4().hex,
     }
     # What the operator says in OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES goes before what we say.
     resource = Resource.create(ours).merge(OTELResourceDetector().detect())
@@ -158,7 +157,7 @@ class SpanTracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
-        self._tracer = provider.get_tracer("pagoda", _version())
+        self._tracer = provider.get_tracer("pagoda", pagoda_version())
         self._propagator = TraceContextTextMapPropagator()
         self._model = model
 
@@ -226,10 +225,3 @@ def _log_failures_now_and_then() -> None:
         if not any(isinstance(one, _NowAndThen) for one in theirs.handlers):
             theirs.addHandler(handler)
             theirs.propagate = False
-
-
-def _version() -> str:
-    try:
-        return version("pagoda")
-    except PackageNotFoundError:  # run from its checkout
-        return "0+unknown"
