@@ -19,6 +19,7 @@ from deployments.config import AppConfig
 from deployments.ingress import Ingress
 from deployments.replica import EngineReplica
 from deployments.router import PrefixRouter
+from deployments.tracing import require_exporter
 from engine.errors import ConfigError
 
 __all__ = ["build_app"]
@@ -32,10 +33,12 @@ def build_app(args: dict[str, Any]) -> Application:
     """Return the application that ``args`` describe.
 
     Raises:
-        ConfigError: for an unknown key, a value out of range or a missing model.
+        ConfigError: for an unknown key, a value out of range, a missing model or tracing without its packages.
     """
     config = AppConfig.parse(args)
     config.require_model()
+    if config.tracing.otlp_endpoint is not None:
+        require_exporter()
     engines = _engine_deployment(config).bind(config.engine_config)
     return _ingress_deployment(config).bind(engines, config)
 
@@ -54,7 +57,7 @@ def _engine_deployment(config: AppConfig) -> serve.Deployment:
             "num_cpus": config.replicas.cpus_per_engine,
             "num_gpus": gpus_per_engine(config, _gpus_in_cluster()),
         },
-        logging_config=LoggingConfig(enable_access_log=False),
+        logging_config=_logging(config),
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter,  # type: ignore[arg-type]
             request_router_kwargs=router.model_dump(),
@@ -96,9 +99,13 @@ def _ingress_deployment(config: AppConfig) -> serve.Deployment:
         health_check_period_s=limits.health_check_period_s,
         health_check_timeout_s=limits.health_check_timeout_s,
         ray_actor_options={"num_cpus": config.replicas.cpus_per_ingress},
-        logging_config=LoggingConfig(enable_access_log=False),
+        logging_config=_logging(config),
     )
     return declare(serve.ingress()(Ingress))
+
+
+def _logging(config: AppConfig) -> LoggingConfig:
+    return LoggingConfig(enable_access_log=False, encoding=config.logging.encoding)
 
 
 def gpus_per_engine(config: AppConfig, available: float) -> float:

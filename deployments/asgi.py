@@ -1,22 +1,32 @@
-"""Small pieces of ASGI: a bounded body, a stream that is closed whatever happens, request counts.
+"""Small pieces of ASGI: a bounded body, a stream that is closed whatever happens, request counts, ids and records.
 
 Nothing here knows the OpenAI API beyond its paths.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+import logging
+import re
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from time import monotonic
 
 from fastapi import Request
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.errors import ApiError
+from deployments.request_record import OPERATIONS, RequestRecord, recording
 from deployments.telemetry import HTTP_REQUESTS, ingress_recorder
 
-__all__ = ["CountRequests", "EventStream", "read_body"]
+__all__ = ["CountRequests", "EventStream", "RecordRequests", "read_body"]
+
+logger = logging.getLogger("ray.serve")
 
 _COUNTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/version"})
+_TRACE_HEADERS = ("traceparent", "tracestate")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -87,3 +97,52 @@ class CountRequests:
             await send(message)
 
         await self._app(scope, receive, counting_send)
+
+
+class RecordRequests:
+    """Middleware that gives every request an id and a record.
+
+    Args:
+        app: what serves them.
+        on_end: gets the record of a request for tokens that has ended, however.
+    """
+
+    def __init__(self, app: ASGIApp, on_end: Callable[[RequestRecord], None]) -> None:
+        self._app = app
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request and keep its record."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        record = RequestRecord(request_id, scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")))
+        recording(record)
+
+        async def noting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.sent_status = message["status"]
+                if request_id != given:  # one that is given, if only by Serve itself, Serve echoes
+                    MutableHeaders(scope=message).append("X-Request-Id", request_id)
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                record.is_complete = True
+
+        if scope["method"] != "POST" or record.path not in OPERATIONS:
+            await self._app(scope, receive, noting_send)
+            return
+        record.trace_context = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
+        try:
+            await self._app(scope, receive, noting_send)
+        finally:
+            record.ended = monotonic()
+            self._tell(record)
+
+    def _tell(self, record: RequestRecord) -> None:
+        try:
+            self._on_end(record)
+        except Exception:  # the client has its answer
+            logger.exception("the record of a request could not be written")

@@ -124,6 +124,10 @@ class ClusterView:
         """Return where a request is, or an empty name while that is open."""
         return self._replica_of.get(request_id, "")
 
+    def placed_at(self, request_id: str) -> float | None:
+        """Return when a request's replica was chosen, on the monotonic clock; None while that is open."""
+        return self._placed_at.get(request_id)
+
     def patience(self, request_id: str, seconds: float) -> float:
         """Return how much longer a request that got no token for ``seconds`` may be silent with good reason.
 

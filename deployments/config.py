@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,8 +22,10 @@ __all__ = [
     "AppConfig",
     "AutoscalingOptions",
     "LimitOptions",
+    "LoggingOptions",
     "ReplicaOptions",
     "RouterOptions",
+    "TracingOptions",
     "checkout_root",
     "unknown_key_message",
 ]
@@ -107,6 +109,24 @@ class AutoscalingOptions(_Options):
             )
 
 
+class LoggingOptions(_Options):
+    """What is written of each request when it has ended; see deployments/request_log.py."""
+
+    requests: bool = True
+    prompts: bool = False
+    prompt_characters: int = Field(default=200, ge=1, le=100_000)
+    encoding: Literal["TEXT", "JSON"] = "TEXT"
+
+
+class TracingOptions(_Options):
+    """Where OpenTelemetry spans go, and of how many requests; see deployments/tracing.py."""
+
+    # None: where OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say, if they are set.
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^/\s]+\S*$")
+    # Of the requests whose caller has not decided. None: what OTEL_TRACES_SAMPLER says, all by default.
+    sample_ratio: float | None = Field(default=None, ge=0.0, le=1.0)
+
+
 class AppConfig(_Options):
     """What serve_config.yaml gives as ``args``."""
 
@@ -117,6 +137,8 @@ class AppConfig(_Options):
     limits: LimitOptions = LimitOptions()
     router: RouterOptions = RouterOptions()
     autoscaling: AutoscalingOptions = AutoscalingOptions()
+    logging: LoggingOptions = LoggingOptions()
+    tracing: TracingOptions = TracingOptions()
 
     @classmethod
     def parse(cls, args: dict[str, Any]) -> AppConfig:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from deployments.cluster_view import ClusterView
 from deployments.errors import ReplicaStalledError, RequestTimeoutError, unwrap
 from deployments.replica import EngineOutput, EngineRequest
+from deployments.request_record import Attempt
 from engine.errors import EngineDeadError, PagodaError
 
 __all__ = ["AttemptError", "Dispatch", "EngineClient"]
@@ -54,7 +55,13 @@ class EngineClient:
         self.request_timeout_s = request_timeout_s
 
     async def outputs(
-        self, request: EngineRequest, block_hashes: Sequence[int], *, avoid: Sequence[str], deadline: float
+        self,
+        request: EngineRequest,
+        block_hashes: Sequence[int],
+        *,
+        avoid: Sequence[str],
+        deadline: float,
+        attempt: Attempt | None = None,
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield what one replica sends, for ever: who has seen the end closes the iterator, and with it the request.
 
@@ -63,6 +70,7 @@ class EngineClient:
             block_hashes: of its prompt.
             avoid: replicas that have just failed it.
             deadline: on the event loop's clock.
+            attempt: where to note when and where that was.
 
         Raises:
             AttemptError: whatever goes wrong; its cause is ReplicaStalledError if the replica is silent for too long
@@ -76,6 +84,8 @@ class EngineClient:
             outputs = aiter(responses)
             while (output := await self._next(outputs, request.request_id, deadline)) is not None:
                 replica = output.replica
+                if attempt is not None:
+                    attempt.receive(replica, output.batch)
                 yield output
             raise EngineDeadError("the replica ended the stream without a reason")
         except Exception as error:
@@ -84,6 +94,8 @@ class EngineClient:
         finally:
             if responses is not None:
                 responses.cancel()
+            if attempt is not None:
+                attempt.end(self._view.replica_of(request.request_id), self._view.placed_at(request.request_id))
             self._view.end(request.request_id)
 
     async def _next(

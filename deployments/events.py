@@ -9,6 +9,7 @@ from deployments.errors import as_api_error
 from deployments.generation import Delta, Generation
 from deployments.merge import merge
 from deployments.protocol import GenerationRequest
+from deployments.request_record import note_error
 from deployments.responses import DONE, Format, sse, usage
 
 __all__ = ["stream_events"]
@@ -29,7 +30,9 @@ async def stream_events(
     except Exception as error:
         if not started:
             raise
-        yield sse(as_api_error(error).body)
+        answer = as_api_error(error)
+        note_error(answer)
+        yield sse(answer.body)
     yield DONE
 
 

@@ -18,9 +18,11 @@ from deployments.engine_client import AttemptError, EngineClient
 from deployments.errors import ApiError, is_replica_loss, unwrap
 from deployments.prompts import Prompt
 from deployments.replica import EngineOutput, EngineRequest
+from deployments.request_record import Attempt
 from deployments.telemetry import REQUEST_MIGRATIONS, ingress_recorder
 from engine.errors import OverloadedError
 from engine.logprobs import TokenLogprobs
+from engine.sampling_params import SamplingParams
 from engine.text import TextStream
 
 __all__ = ["Delta", "Generation"]
@@ -71,13 +73,20 @@ class Generation:
         self._max_migrations = max_migrations
         self._avoid: list[str] = []
         self._num_attempts = 0
-        self._num_migrations = 0
+        self.num_migrations = 0
+        self.attempts: list[Attempt] = []
         self.prompt = prompt
         self.replica = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []  # of token_ids, if asked for
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # if asked for; the first token has none
         self.num_cached_tokens = 0
+        self.finish_reason: str | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        return self._request.params
 
     @property
     def mean_logprob(self) -> float:
@@ -96,6 +105,7 @@ class Generation:
         async with aclosing(self._outputs()) as outputs:
             async for output in outputs:
                 delta = self._receive(output)
+                self.finish_reason = delta.finish_reason
                 yield delta
                 if delta.finish_reason is not None:
                     return
@@ -126,31 +136,34 @@ class Generation:
         deadline = asyncio.get_running_loop().time() + self._engines.request_timeout_s
         while True:
             request, self.replica = self._remaining_request(), ""
-            hashes, avoid = self.prompt.block_hashes, list(self._avoid)
+            hashes, avoid, attempt = self.prompt.block_hashes, list(self._avoid), Attempt()
+            self.attempts.append(attempt)
+            received = self._engines.outputs(request, hashes, avoid=avoid, deadline=deadline, attempt=attempt)
             try:
-                async with aclosing(self._engines.outputs(request, hashes, avoid=avoid, deadline=deadline)) as outputs:
+                async with aclosing(received) as outputs:
                     async for output in outputs:
                         yield output
             except AttemptError as failure:
+                attempt.replica, attempt.error = failure.replica, type(unwrap(failure.cause)).__name__
                 self._consider(failure.cause, failure.replica)
 
     def _consider(self, error: Exception, replica: str) -> None:
         """Return if another replica may do better than the one that ended with ``error``; else raise."""
         self._num_attempts += 1
         if isinstance(unwrap(error), OverloadedError):
-            if not replica or replica in self._avoid or self._num_attempts - self._num_migrations > MAX_REFUSALS:
+            if not replica or replica in self._avoid or self._num_attempts - self.num_migrations > MAX_REFUSALS:
                 raise error
         elif not is_replica_loss(error):
             raise error
-        elif self._num_migrations >= self._max_migrations:
+        elif self.num_migrations >= self._max_migrations:
             raise ApiError(
                 503,
-                f"{self._num_migrations + 1} replicas were lost while they served this request; try again",
+                f"{self.num_migrations + 1} replicas were lost while they served this request; try again",
                 code="replica_lost",
                 retry_after_s=1,
             ) from error
         else:
-            self._num_migrations += 1
+            self.num_migrations += 1
             ingress_recorder().increment(REQUEST_MIGRATIONS)
             logger.warning("replica %s was lost (%s); its request goes on elsewhere", replica or "(unknown)", error)
         if replica and replica not in self._avoid:

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial, wraps
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from deployments.admission import require_room
-from deployments.asgi import CountRequests, EventStream, read_body
+from deployments.asgi import CountRequests, EventStream, RecordRequests, read_body
 from deployments.cluster_view import cluster_view
 from deployments.config import AppConfig
 from deployments.engine_client import EngineClient
@@ -37,10 +36,14 @@ from deployments.parsing import parse_body
 from deployments.prompts import Prompt, PromptBuilder
 from deployments.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.replica import EngineRequest
+from deployments.request_log import RequestLog
+from deployments.request_record import RequestRecord, current_record, note_error
 from deployments.responses import Answer, ChatFormat, CompletionFormat, Format, best_answers, usage
 from deployments.sampling import for_answers, require_few_answers
 from deployments.structured import as_response_format
 from deployments.telemetry import RayExporter, Series, ingress_recorder, render
+from deployments.tracing import open_tracer
+from deployments.version import pagoda_version
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
 from engine.text import Tokenizer, import_tokenizers
@@ -72,6 +75,8 @@ class Ingress:
             stall_timeout_s=config.limits.stall_timeout_s,
             request_timeout_s=config.limits.request_timeout_s,
         )
+        self._log = RequestLog(config.logging)
+        self._tracer = open_tracer(config.tracing, config.served_name)
         self._started = int(time.time())
         self._prompts: asyncio.Future[PromptBuilder] | None = None
 
@@ -79,6 +84,7 @@ class Ingress:
         """Return the HTTP surface; Serve asks for it when the constructor is done."""
         api = FastAPI(title="Pagoda", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
         api.add_middleware(CountRequests)
+        api.add_middleware(RecordRequests, on_end=self._note)
         api.add_exception_handler(Exception, _on_error)
         api.add_exception_handler(HTTPException, _on_http_error)
         for path, method, endpoint in (
@@ -98,6 +104,11 @@ class Ingress:
         """Get ready before Serve sends requests: one of several ingresses may be new among busy engines."""
         await asyncio.wait([self._loading()], timeout=LOADING_TIMEOUT_S)
         yield
+        await asyncio.to_thread(self._tracer.close)
+
+    def _note(self, record: RequestRecord) -> None:
+        """Tell of a request that has ended."""
+        self._log.write(record, self._tracer.export(record))
 
     # --- the model ------------------------------------------------------------------------------------------------
 
@@ -150,7 +161,7 @@ class Ingress:
 
     async def version(self) -> Response:
         """Say which version this is."""
-        return JSONResponse({"version": _version()})
+        return JSONResponse({"version": pagoda_version()})
 
     async def metrics(self) -> Response:
         """Return the metrics of all engine replicas and ingresses, read now."""
@@ -182,7 +193,10 @@ class Ingress:
             for prompt, params in zip(prompts, await builder.params(body, prompts), strict=True)
             for one in for_answers(params)
         ]
-        response_id = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
+        record = current_record()
+        response_id = f"{prefix}-{body.request_id or record.request_id}"
+        record.body, record.generations, record.response_id = body, generations, response_id
+        record.prompt = self._log.prompt(builder.tokenizer, prompts[0].token_ids)
         form = partial(kind, response_id, int(time.time()), self._config.served_name, body)
         try:
             if not body.stream:
@@ -305,6 +319,7 @@ def _guarded(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awai
 
 def _error_response(error: Exception) -> Response:
     answer = as_api_error(error)
+    note_error(answer)
     return JSONResponse(answer.body, answer.status, headers=answer.headers)
 
 
@@ -337,10 +352,3 @@ async def _collect(handle: DeploymentHandle[Any], method: str) -> dict[str, list
 
 def _has_failed(future: asyncio.Future[Any]) -> bool:
     return future.cancelled() or future.exception() is not None
-
-
-def _version() -> str:
-    try:
-        return version("pagoda")
-    except PackageNotFoundError:  # run from its checkout
-        return "0+unknown"

@@ -22,12 +22,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from deployments.log_follower import LogFollower
 from deployments.preflight import Endpoint, check_config, require_free_port
-from deployments.processes import adopt_orphans, descendants, end
+from deployments.processes import adopt_orphans, argument_of, descendants, end
 from engine.errors import PagodaError
 
 __all__ = ["deploy_nothing", "main", "serve_details"]
@@ -90,6 +92,7 @@ def _serve(config: Path, endpoint: Endpoint) -> int:
         server = Server(config)
         server.wait_until_ready(endpoint)
         print(_banner(endpoint, time.monotonic() - started), flush=True)
+        server.follow_logs()
         code = server.wait()
         print(f"pagoda: serve run ended by itself with exit code {code}", file=sys.stderr)
         return code or 1
@@ -128,6 +131,7 @@ class Server:
         self._dashboard = DEFAULT_DASHBOARD
         self._is_ready = False
         self._is_stopping = False
+        self._follower: LogFollower | None = None
         assert self._process.stdout is not None
         threading.Thread(target=self._pass_on, args=(self._process.stdout,), daemon=True).start()
 
@@ -147,6 +151,12 @@ class Server:
                     raise LaunchError(reason)
             time.sleep(POLL_S)
         self._is_ready = True
+
+    def follow_logs(self) -> None:
+        """Show from now on what the replicas write into their logs, requests and throughput among it."""
+        if session := argument_of(descendants(), "--session-dir="):
+            self._follower = LogFollower(Path(session) / "logs" / "serve", partial(print, flush=True))
+            self._follower.start()
 
     def wait(self) -> int:
         """Wait until `serve run` ends."""
@@ -177,6 +187,8 @@ class Server:
         for _ in range(3):  # whoever was forked meanwhile is found in the next round
             if left := descendants():
                 end(left, grace_s=0.0 if _told_again.is_set() else 5.0)
+        if self._follower is not None:
+            self._follower.stop()
 
     def _pass_on(self, output: IO[str]) -> None:
         """Print the child's output, and learn from it where the dashboard is."""

@@ -15,7 +15,7 @@ import ray  # noqa: F401  # puts the psutil that it brings on the path
 # isort: split
 import psutil  # type: ignore[import-untyped]
 
-__all__ = ["adopt_orphans", "descendants", "end"]
+__all__ = ["adopt_orphans", "argument_of", "descendants", "end"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -29,6 +29,16 @@ def adopt_orphans() -> None:
 def descendants() -> list[psutil.Process]:
     """Return every process below this one."""
     return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
+
+
+def argument_of(processes: list[psutil.Process], prefix: str) -> str:
+    """Return what follows ``prefix`` in the first argument of any process that begins so; empty if none does."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            for argument in process.cmdline():
+                if argument.startswith(prefix):
+                    return str(argument.removeprefix(prefix))
+    return ""
 
 
 def end(processes: list[psutil.Process], grace_s: float) -> None:

@@ -18,6 +18,7 @@ from ray import serve
 from deployments.autoscaling import replica_pressure
 from deployments.cluster_view import BLOCK_SIZE, ENDPOINT
 from deployments.kv_publisher import KVEventPublisher
+from deployments.stats_line import StatsLine
 from deployments.telemetry import RayExporter, Recorder, Series
 from engine.async_engine import AsyncEngine, TokenBatch
 from engine.config import EngineConfig
@@ -77,6 +78,8 @@ class EngineReplica:
         )
         self._exporter = RayExporter(self._recorder)
         self._exporter.start()
+        self._stats_line = StatsLine(self._recorder)
+        self._stats_line.start()
         logger.info("engine ready: %s", self._engine.info)
 
     async def generate(
@@ -128,6 +131,7 @@ class EngineReplica:
     async def __del__(self) -> None:
         """Serve calls this after the last request has ended, and also if the constructor has failed."""
         if hasattr(self, "_exporter"):
+            self._stats_line.stop()
             self._exporter.stop()
             await self._engine.shutdown()
             self._publisher.close()

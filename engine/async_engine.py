@@ -25,7 +25,7 @@ from engine.load import EngineLoad, LoadReporter
 from engine.metrics import MetricSink
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import FinishReason
+from engine.sequence import FinishReason, RequestTiming
 
 if TYPE_CHECKING:
     from engine.logprobs import TokenLogprobs
@@ -49,6 +49,7 @@ class TokenBatch:
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, if asked for
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first batch of answer 0, if asked for
     cumulative_logprob: float | None = None  # of the whole answer so far, if logprobs are computed
+    timing: RequestTiming | None = None  # with an answer's first batch, and with the request's last one
 
 
 @dataclass(slots=True)
@@ -116,6 +117,7 @@ def _batch(outputs: list[StepOutput]) -> TokenBatch:
         None if first.logprobs is None else [one for output in outputs for one in output.logprobs or ()],
         first.prompt_logprobs,
         last.cumulative_logprob,
+        last.timing or first.timing,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from engine.block_manager import BlockManager
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import RequestTiming, Sequence, SequenceGroup, SequenceStatus
 from engine.step import SchedulerOutput
 
 __all__ = ["METRICS", "EngineMetrics", "Metric", "MetricSink", "NullSink", "StepTimes"]
@@ -143,6 +143,12 @@ class _RequestTimes:
     first_token: float = 0.0
     last_token: float = 0.0
 
+    @property
+    def timing(self) -> RequestTiming:
+        """What is told with the first token and with the last one."""
+        decode_s = max(0.0, self.last_token - self.first_token)
+        return RequestTiming(self.started - self.arrived, self.first_token - self.started, decode_s)
+
 
 class EngineMetrics:
     """Follows the requests of one engine and reports to a sink. Times are monotonic seconds."""
@@ -228,6 +234,7 @@ class EngineMetrics:
             times.first_token = now
             self._sink.observe(TTFT, now - times.arrived)
             self._sink.observe(PREFILL_TIME, now - times.started)
+            sequence.group.timing = times.timing
         elif times.last_token < now:  # else this step's token of another answer was counted
             self._sink.observe(INTER_TOKEN, now - times.last_token)
         times.last_token = now
@@ -246,3 +253,4 @@ class EngineMetrics:
         if times.first_token:  # what a resumed request has generated came from elsewhere
             self._sink.observe(E2E_LATENCY, times.last_token - times.arrived)
             self._sink.observe(DECODE_TIME, times.last_token - times.first_token)
+            group.timing = times.timing

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine.sequence import FinishReason, Sequence, SequenceGroup
+from engine.sequence import FinishReason, RequestTiming, Sequence, SequenceGroup
 
 if TYPE_CHECKING:
     from engine.logprobs import TokenLogprobs
@@ -29,6 +29,7 @@ class StepOutput:
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, if asked for
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output of answer 0, if asked for
     cumulative_logprob: float | None = None  # of the whole answer so far, if logprobs are computed
+    timing: RequestTiming | None = None  # with an answer's first output, and with the request's last one
 
 
 def step_outputs(got_token: Iterable[Sequence], num_accepted: Mapping[Sequence, int] | None = None) -> list[StepOutput]:
@@ -47,8 +48,8 @@ def step_outputs(got_token: Iterable[Sequence], num_accepted: Mapping[Sequence, 
             outputs += _best_answers(group)
         if has_ended:
             last[group] = len(outputs) - 1
-    for position in last.values():
-        outputs[position] = replace(outputs[position], is_last=True)
+    for group, position in last.items():
+        outputs[position] = replace(outputs[position], is_last=True, timing=group.timing)
     return outputs
 
 
@@ -67,6 +68,7 @@ def _new_tokens(sequence: Sequence, count: int) -> StepOutput:
         logprobs=sequence.logprobs[-count:] if params.logprobs is not None and not sequence.has_failed else None,
         prompt_logprobs=sequence.group.prompt_logprobs if tells_prompt else None,
         cumulative_logprob=sequence.cumulative_logprob if params.needs_logprobs else None,
+        timing=sequence.group.timing if is_first else None,
     )
 
 

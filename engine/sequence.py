@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.beam_search import BeamSearch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from engine.ngram_proposer import NgramIndex
     from engine.structured_outputs.grammar import Grammar  # imports torch
 
-__all__ = ["FinishReason", "Sequence", "SequenceGroup", "SequenceStatus"]
+__all__ = ["FinishReason", "RequestTiming", "Sequence", "SequenceGroup", "SequenceStatus"]
 
 
 class SequenceStatus(enum.Enum):
@@ -38,6 +39,15 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Seconds that an engine took for one request so far, known from its first token on."""
+
+    queue_s: float  # from arrival to the first step
+    prefill_s: float  # from the first step to the first token
+    decode_s: float = 0.0  # from the first token to the last one; 0 until that is there
 
 
 class Sequence:
@@ -255,6 +265,7 @@ class SequenceGroup:
         "sequences",
         "stalled_at",
         "stop_token_ids",
+        "timing",
     )
 
     def __init__(
@@ -287,6 +298,7 @@ class SequenceGroup:
         self.num_blocks_held = 0  # by all answers then, shared or not
         self.num_stalls = 0  # times that it gave way to nobody, at the length of ``stalled_at``
         self.stalled_at = 0
+        self.timing: RequestTiming | None = None
         self.num_places = params.num_sequences  # of the batch, that it takes or will take when it forks
         self.is_forked = self.num_places == 1
         # Of the prompt's tokens computed so far; the first one has none.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,39 @@ def engines() -> FakeEngines:
     return FakeEngines([[output([70]), output([71, 72], "stop", cached=4)]])
 
 
+OpenClient = Callable[..., TestClient]
+
+
 @pytest.fixture
-def client(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+def open_client(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenClient]:
+    """Make an ingress over the fake engines, with these arguments of the application, and a client of it."""
     monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
     cluster_view.cache_clear()
-    config = AppConfig.parse({"model": str(tokenizer_path), "model_name": "tiny", "limits": {"max_body_bytes": 2**15}})
-    ingress: Any = Ingress(engines, config)  # type: ignore[arg-type]
-    with TestClient(ingress.__serve_build_asgi_app__()) as made:
-        yield made
+    with ExitStack() as stack:
+
+        def make(**args: Any) -> TestClient:
+            config = AppConfig.parse({"model": str(tokenizer_path), "model_name": "tiny"} | args)
+            ingress: Any = Ingress(engines, config)  # type: ignore[arg-type]
+            return stack.enter_context(TestClient(ingress.__serve_build_asgi_app__()))
+
+        yield make
+
+
+@pytest.fixture
+def client(open_client: OpenClient) -> TestClient:
+    return open_client(limits={"max_body_bytes": 2**15})
+
+
+@pytest.fixture
+def serve_log() -> Iterator[list[logging.LogRecord]]:
+    """What is written to Serve's log while the test runs."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("ray.serve")
+    level, handlers = logger.level, logger.handlers
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    yield records
+    logger.handlers = handlers
+    logger.setLevel(level)

@@ -16,7 +16,9 @@ from deployments.engine_client import EngineClient
 from deployments.replica import EngineOutput, EngineRequest
 from engine.async_engine import TokenBatch
 from engine.engine import EngineInfo
+from engine.load import EngineLoad
 from engine.logprobs import Logprob, TokenLogprobs
+from engine.sequence import RequestTiming
 
 Script = list[EngineOutput | BaseException]
 
@@ -34,11 +36,14 @@ def output(
     cached: int = 0,
     logprobs: list[float] | None = None,
     prompt_logprobs: bool | list[TokenLogprobs | None] = False,
+    timing: RequestTiming | None = None,
 ) -> EngineOutput:
     """Return what a replica would send."""
     ranked = [{t: Logprob(value, 1)} for t, value in zip(token_ids, logprobs, strict=True)] if logprobs else None
     of_prompt = [None] if prompt_logprobs is True else prompt_logprobs or None
-    batch = TokenBatch(token_ids, finish_reason, None, cached, logprobs=ranked, prompt_logprobs=of_prompt)
+    batch = TokenBatch(
+        token_ids, finish_reason, None, cached, logprobs=ranked, prompt_logprobs=of_prompt, timing=timing
+    )
     return EngineOutput(replica, batch)
 
 
@@ -85,6 +90,14 @@ class FakeEngines:
         script = self.scripts[min(len(self.calls), len(self.scripts)) - 1]
         self.responses.append(FakeResponses(script))
         return self.responses[-1]
+
+
+def waiting(requests: int, tokens: int) -> EngineLoad:
+    """Return the load of an engine in which so much waits."""
+    return EngineLoad(
+        num_running=1, num_waiting=requests, queued_prefill_tokens=tokens, num_blocks=9, num_free_blocks=1,
+        prefill_tokens_per_s=1000.0, decode_step_s=0.01, num_steps=1,
+    )  # fmt: skip
 
 
 def client(engines: FakeEngines, view: ClusterView | None = None, **timeouts: float) -> EngineClient:

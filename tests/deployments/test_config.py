@@ -113,12 +113,15 @@ def test_the_shipped_file_is_valid_and_shows_every_key() -> None:
     config = AppConfig.parse(args)
     assert (config.replicas.num_engine_replicas, config.replicas.num_ingress_replicas) == (2, 1)
     text = SHIPPED.read_text()
-    for section in (config, config.replicas, config.limits, config.router, config.autoscaling):
+    parts = (config.replicas, config.limits, config.router, config.autoscaling, config.logging, config.tracing)
+    for section in (config, *parts):
         for key in type(section).model_fields:
             assert f"{key}:" in text, key
     assert config.limits == type(config.limits)()
     assert config.router == type(config.router)()
     assert config.autoscaling == type(config.autoscaling)()
+    assert config.logging == type(config.logging)()
+    assert config.tracing == type(config.tracing)()
 
 
 @pytest.mark.parametrize(

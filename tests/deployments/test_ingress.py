@@ -19,7 +19,7 @@ from deployments.errors import RequestTimeoutError
 from deployments.prompts import PromptBuilder
 from deployments.protocol import NOT_OFFERED
 from engine.load import EngineLoad
-from tests.deployments.fakes import INFO, FakeEngines, Script, events, output
+from tests.deployments.fakes import INFO, FakeEngines, Script, events, output, waiting
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}
 
@@ -108,14 +108,7 @@ def test_health_follows_the_replicas(client: TestClient, engines: FakeEngines) -
     assert client.get("/health").status_code == 200
 
 
-def _waiting(requests: int, tokens: int) -> EngineLoad:
-    return EngineLoad(
-        num_running=1, num_waiting=requests, queued_prefill_tokens=tokens, num_blocks=9, num_free_blocks=1,
-        prefill_tokens_per_s=1000.0, decode_step_s=0.01, num_steps=1,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("load", [_waiting(10_000, 0), _waiting(1, 10**9)])
+@pytest.mark.parametrize("load", [waiting(10_000, 0), waiting(1, 10**9)])
 def test_what_would_wait_too_long_is_refused_at_the_door(
     client: TestClient, engines: FakeEngines, load: EngineLoad
 ) -> None:

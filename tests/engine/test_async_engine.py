@@ -87,6 +87,29 @@ async def test_a_slow_reader_gets_what_has_queued_in_one_batch() -> None:
     await async_engine.shutdown()
 
 
+async def test_the_first_batch_and_the_last_one_say_how_long_it_took() -> None:
+    engine, runner = make_engine()
+    gate = Gate(runner)
+    async_engine = AsyncEngine(engine)
+    stream = async_engine.generate("a", [1, 2], SamplingParams(max_tokens=30))
+    first = await anext(stream)
+    await asyncio.sleep(0.05)
+    gate.opened.set()
+    rest = [batch async for batch in stream]
+    assert first.timing is not None
+    assert rest[-1].timing is not None
+    assert first.timing.queue_s >= 0
+    assert first.timing.prefill_s > 0
+    assert first.timing.decode_s == 0
+    assert rest[-1].timing.decode_s >= 0.04  # it was held up
+    assert (rest[-1].timing.queue_s, rest[-1].timing.prefill_s) == (first.timing.queue_s, first.timing.prefill_s)
+    assert all(batch.timing is None for batch in rest[:-1])
+    only = [batch async for batch in async_engine.generate("b", [1, 2], SamplingParams(max_tokens=1))]
+    assert only[0].timing is not None
+    assert only[0].timing.decode_s == 0
+    await async_engine.shutdown()
+
+
 async def test_an_abort_from_outside_tells_the_reader_after_its_last_tokens() -> None:
     engine, runner = make_engine()
     gate = Gate(runner)

@@ -1,0 +1,72 @@
+"""LogFollower: shows on the terminal what the replicas on this machine write into Serve's log files.
+
+With Ray's fast settings replicas write to files only: having Ray carry each line to the terminal would cost the
+ingress and the cluster more than the line itself. Reading the files costs nobody who serves anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["LogFollower"]
+
+PERIOD_S = 0.5
+MAX_READ = 2**20  # bytes of one file at a time
+
+
+class LogFollower:
+    """Follows ``replica_*.log`` in one directory, files that appear later too.
+
+    Args:
+        directory: where Serve writes.
+        show: gets each line, without its end.
+    """
+
+    def __init__(self, directory: Path, show: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._show = show
+        self._offsets = {path: path.stat().st_size for path in self._files()}  # what was written before is not shown
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
+
+    def start(self) -> None:
+        """Begin to show lines."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Show what is left and end the thread."""
+        self._stopped.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(PERIOD_S):
+            self.look()
+        self.look()
+
+    def look(self) -> None:
+        """Show the lines that are new; one that is still being written waits for its end."""
+        for path in self._files():
+            try:
+                while self._show_some(path):
+                    pass
+            except OSError:  # a file that is renamed at this moment is read the next time
+                continue
+
+    def _show_some(self, path: Path) -> bool:
+        """Show the next lines of one file; returns whether there may be more."""
+        offset = self._offsets.get(path, 0)
+        with path.open("rb") as file:
+            if path.stat().st_size < offset:  # Serve has begun a new file of this name
+                offset = 0
+            file.seek(offset)
+            found = file.read(MAX_READ)
+        whole = found[: found.rfind(b"\n") + 1] or (found if len(found) == MAX_READ else b"")
+        self._offsets[path] = offset + len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            self._show(line)
+        return len(found) == MAX_READ
+
+    def _files(self) -> list[Path]:
+        return sorted(self._directory.glob("replica_*.log"))
