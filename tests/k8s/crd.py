@@ -1,7 +1,7 @@
 """Validation against a CustomResourceDefinition, as strict as `kubectl apply --validate=strict`.
 
-The API server drops fields that a schema does not name, unless it is asked to be strict; here each is an error. Rules in
-CEL (`x-kubernetes-validations`) are not evaluated.
+The API server drops fields that a schema does not name, unless it is asked to be strict; here each is an error. Rules
+in CEL (`x-kubernetes-validations`) are not evaluated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the overlays come to: the objects that `kubectl apply -k` would send, and the pods that KubeRay would make of them."""
+"""What the overlays come to: the objects that `kubectl apply -k` sends, and the pods that KubeRay makes of them."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+import tomllib
 from typing import Any
 
 import pytest
-import tomllib
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.config import AppConfig
@@ -120,7 +120,8 @@ def test_tokens_are_asked_for_everywhere(overlay: str) -> None:
 def test_a_pod_that_goes_has_time_for_its_streams(overlay: str) -> None:
     limits = _config(overlay).limits
     pod = worker(overlay)["template"]["spec"]
-    timeout, killed_after, *program, option, seconds = _container(worker(overlay))["lifecycle"]["preStop"]["exec"]["command"]
+    command = _container(worker(overlay))["lifecycle"]["preStop"]["exec"]["command"]
+    timeout, killed_after, *program, option, seconds = command
     assert (timeout, program, option) == ("timeout", ["python", "-m", "deployments.drain"], "--seconds")
     # Serve needs some of the drain's time to notice and, at the end, all of a replica's own.
     assert limits.graceful_shutdown_s + 30 <= int(seconds) < int(killed_after) < pod["terminationGracePeriodSeconds"]
