@@ -1,0 +1,96 @@
+"""`python -m deployments.drain`: what a worker pod runs before Kubernetes ends it (the preStop hook of k8s/).
+
+Kubernetes ends a pod with a signal at which Ray ends every stream. So Ray is told first that this node will go: Serve
+then starts the node's replicas elsewhere, ends them here when their streams have ended, and takes the node's proxy out
+of service. This program waits for that. Where no other node has room, replicas here take no more requests when just
+``limits.graceful_shutdown_s`` are left. If the whole cluster is going nobody answers, and there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from deployments.launch import serve_details
+from engine.errors import ConfigError, PagodaError
+
+__all__ = ["drain", "main", "nodes_in_use"]
+
+POLL_S = 1.0
+UNANSWERED_S = 30.0  # without an answer from the head; then the whole cluster is thought to be going
+DASHBOARD_PORT = 8265
+REASON = "DRAIN_NODE_REASON_PREEMPTION"  # the other reason, idleness, is refused while the node works
+
+
+class DrainError(PagodaError):
+    """The node cannot be drained; the message says why in one line."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Drain this node and wait for it; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="pagoda-drain", description="Move this node's replicas elsewhere, and wait.")
+    parser.add_argument("--seconds", type=int, default=660, help="until the node ends in any case")
+    parser.add_argument("--dashboard", help=f"Ray's, by default http://$FQ_RAY_IP:{DASHBOARD_PORT}")
+    options = parser.parse_args(arguments)
+    try:
+        dashboard = options.dashboard or f"http://{_variable('FQ_RAY_IP')}:{DASHBOARD_PORT}"
+        drain(dashboard, _variable("RAY_ADDRESS"), _variable("POD_IP"), options.seconds)
+    except PagodaError as error:
+        print(f"pagoda: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def drain(dashboard: str, address: str, own_ip: str, seconds: int) -> None:
+    """Return when Serve has left this node, after ``seconds``, or when nobody is there to ask.
+
+    Raises:
+        DrainError: Ray refuses to drain the node.
+    """
+    answered = time.monotonic()
+    deadline = answered + seconds
+    announced: set[str] = set()
+    while (now := time.monotonic()) < deadline and now - answered < UNANSWERED_S:
+        if details := serve_details(dashboard):
+            answered = time.monotonic()
+            nodes = nodes_in_use(details, own_ip)
+            if not nodes:
+                return
+            for node in nodes - announced:
+                _announce(node, address, round(deadline - answered))
+            announced |= nodes
+        time.sleep(POLL_S)
+
+
+def nodes_in_use(details: dict[str, Any], own_ip: str) -> set[str]:
+    """Return the ids of the Ray nodes at an address on which Serve still has a replica or a proxy."""
+    used = list((details.get("proxies") or {}).values())
+    for application in (details.get("applications") or {}).values():
+        for deployment in application.get("deployments", {}).values():
+            used += deployment.get("replicas", [])
+    return {str(one["node_id"]) for one in used if one.get("node_ip") == own_ip and one.get("node_id")}
+
+
+def _announce(node: str, address: str, seconds: int) -> None:
+    """Tell Ray that ``node`` will be gone after ``seconds``."""
+    told = subprocess.run(
+        ["ray", "drain-node", "--address", address, "--node-id", node, "--reason", REASON,
+         "--reason-message", "Kubernetes ends the pod", "--deadline-remaining-seconds", str(seconds)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if told.returncode:
+        raise DrainError(f"Ray does not drain node {node}: {told.stderr.strip()[-300:] or 'no reason given'}")
+
+
+def _variable(name: str) -> str:
+    if value := os.environ.get(name):
+        return value
+    raise ConfigError(f"{name} is not set; KubeRay and the RayService's manifest set it in a worker pod")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

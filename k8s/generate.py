@@ -1,0 +1,138 @@
+"""`python -m k8s.generate [--check]`: writes serve_config.yaml into the RayService manifests.
+
+`spec.serveConfigV2` of each is the shipped file with what must differ there, which is all in TARGETS. So a key that is
+added to the shipped file reaches the cluster without anybody copying it. ``--check`` writes nothing and says which
+manifests are out of date. It touches nothing of a manifest but that one block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.errors import ConfigError
+
+__all__ = ["TARGETS", "Target", "generated", "main", "serve_config"]
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = ROOT / "serve_config.yaml"
+_BLOCK = re.compile(r"^(?P<indent> *)serveConfigV2: \|\n(?:(?P=indent) +\S.*\n|\n)*", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A manifest, and how its Serve config differs from the shipped one.
+
+    Attributes:
+        manifest: the RayService's file.
+        changes: of the document, by dotted path.
+        arguments: of build_app, by dotted path.
+        dropped: arguments that are left out, by dotted path; each must be there.
+    """
+
+    manifest: Path
+    changes: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+    dropped: tuple[str, ...] = ()
+
+
+# Other pods must reach what listens; which of them may is what the NetworkPolicies say.
+IN_A_POD = {"http_options.host": "0.0.0.0"}
+
+TARGETS = (
+    Target(ROOT / "k8s/overlays/cpu-demo/rayservice-cpu.yaml", IN_A_POD, {}),
+    Target(
+        ROOT / "k8s/overlays/gpu/rayservice-gpu.yaml",
+        IN_A_POD,
+        {
+            "model": "/models/Qwen3-8B",
+            "model_name": "qwen3-8b",
+            "replicas.num_engine_replicas": 2,
+            "replicas.num_ingress_replicas": 2,
+            # An engine and an ingress fit into a worker of 8 cores; the rest is for Ray's own processes and HAProxy.
+            "replicas.cpus_per_engine": 4,
+            "replicas.cpus_per_ingress": 2,
+            # Named, since the application may be built while no worker is there yet, when there is no GPU to be seen.
+            "replicas.gpus_per_engine": 1,
+            "engine.device": "cuda",
+            # As many as the worker group may have pods, and no fewer than it always has.
+            "autoscaling.min_replicas": 2,
+            "autoscaling.max_replicas": 4,
+        },
+        dropped=("engine.kv_cache_memory", "engine.max_num_seqs"),  # what the shipped file marks "demo only"
+    ),
+)
+
+
+def serve_config(target: Target) -> dict[str, Any]:
+    """Return the shipped Serve config as ``target`` needs it.
+
+    Raises:
+        ConfigError: a path of the target leads nowhere in the shipped file.
+    """
+    document: dict[str, Any] = yaml.safe_load(SHIPPED.read_text())
+    (application,) = document["applications"]
+    for path in target.dropped:
+        section, key = _find(application["args"], path)
+        if key not in section:
+            raise ConfigError(f"dropped '{path}' is not in {SHIPPED.name}; take it out of k8s/generate.py")
+        del section[key]
+    for root, changes in ((document, target.changes), (application["args"], target.arguments)):
+        for path, value in changes.items():
+            section, key = _find(root, path)
+            section[key] = value
+    return document
+
+
+def _find(root: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
+    """Return the mapping that holds the last key of a dotted path, and that key."""
+    *sections, key = path.split(".")
+    for name in sections:
+        if not isinstance(root.get(name), dict):
+            raise ConfigError(f"'{path}' has no '{name}' in {SHIPPED.name}; correct it in k8s/generate.py")
+        root = root[name]
+    return root, key
+
+
+def generated(target: Target) -> str:
+    """Return the text that the manifest ought to have.
+
+    Raises:
+        ConfigError: the manifest has not exactly one `serveConfigV2: |`.
+    """
+    text = target.manifest.read_text()
+    config = yaml.safe_dump(serve_config(target), sort_keys=False, width=120)
+    if len(found := list(_BLOCK.finditer(text))) != 1:
+        raise ConfigError(f"{target.manifest} has {len(found)} lines 'serveConfigV2: |'; it must have one")
+    indent = found[0]["indent"]
+    block = f"{indent}serveConfigV2: |\n" + textwrap.indent(config, indent + "  ")
+    return text[: found[0].start()] + block + text[found[0].end() :]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the manifests, or check them; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m k8s.generate", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a manifest is out of date")
+    check: bool = parser.parse_args(arguments).check
+    texts = {target.manifest: generated(target) for target in TARGETS}
+    stale = [manifest for manifest, text in texts.items() if manifest.read_text() != text]
+    for manifest in stale:
+        name = manifest.relative_to(ROOT)
+        if check:
+            print(f"{name} is out of date; run: python -m k8s.generate", file=sys.stderr)
+        else:
+            manifest.write_text(texts[manifest])
+            print(f"wrote {name}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

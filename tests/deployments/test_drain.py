@@ -1,0 +1,113 @@
+"""deployments.drain: against a dashboard of our own and a `ray` that writes down what it was told."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments import drain
+
+OWN, OTHER = "10.0.0.1", "10.0.0.2"
+
+
+def _details(*replica_ips: str, proxy_ips: tuple[str, ...] = ()) -> dict[str, Any]:
+    replicas = [{"node_id": f"node-{ip}", "node_ip": ip, "state": "RUNNING"} for ip in replica_ips]
+    proxies = {f"node-{ip}": {"node_id": f"node-{ip}", "node_ip": ip} for ip in proxy_ips}
+    return {"proxies": proxies, "applications": {"pagoda": {"deployments": {"engine": {"replicas": replicas}}}}}
+
+
+@pytest.fixture
+def dashboard() -> Iterator[Callable[[list[dict[str, Any] | None]], str]]:
+    """Return what starts a server that gives these answers in turn, and the last one for ever; None is an error."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answers: list[dict[str, Any] | None]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                answer = answers.pop(0) if len(answers) > 1 else answers[0]
+                body = json.dumps(answer).encode()
+                self.send_response(200 if answer is not None else 503)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def ray_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a `ray` on the path that writes its arguments to the file returned, and fails if `refuse` is beside it."""
+    log = tmp_path / "ray.log"
+    program = tmp_path / "ray"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {log}\ntest ! -e {tmp_path}/refuse || {{ echo no >&2; exit 1; }}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(drain, "POLL_S", 0.01)
+    for name, value in (("FQ_RAY_IP", "head"), ("POD_IP", OWN), ("RAY_ADDRESS", "head:6379")):
+        monkeypatch.setenv(name, value)
+    return log
+
+
+def test_it_announces_the_node_once_and_waits_for_replicas_and_proxy(
+    dashboard: Callable[..., str], ray_log: Path
+) -> None:
+    answers = [_details(OWN, OTHER, proxy_ips=(OWN,))] * 3 + [_details(OTHER, proxy_ips=(OWN,)), _details(OTHER)]
+    url = dashboard(answers)
+    assert drain.main(["--dashboard", url, "--seconds", "600"]) == 0
+    assert answers == [_details(OTHER)]  # it asked until nothing was left here, and no longer
+    (told,) = ray_log.read_text().splitlines()
+    assert told.startswith(f"drain-node --address head:6379 --node-id node-{OWN} --reason {drain.REASON}")
+    assert told.endswith("--deadline-remaining-seconds 600")
+
+
+def test_a_node_that_serves_nothing_goes_at_once(dashboard: Callable[..., str], ray_log: Path) -> None:
+    url = dashboard([_details(OTHER, proxy_ips=(OTHER,))])
+    assert drain.main(["--dashboard", url]) == 0
+    assert not ray_log.exists()
+
+
+def test_it_ends_at_the_deadline(dashboard: Callable[..., str], ray_log: Path) -> None:
+    url = dashboard([_details(OWN)])
+    assert drain.main(["--dashboard", url, "--seconds", "1"]) == 0
+    assert len(ray_log.read_text().splitlines()) == 1
+
+
+def test_a_head_that_restarts_is_waited_for_and_one_that_is_gone_is_not(
+    dashboard: Callable[..., str], ray_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = dashboard([None, None, _details(OWN), _details(OTHER)])
+    assert drain.main(["--dashboard", url]) == 0
+    assert len(ray_log.read_text().splitlines()) == 1
+    monkeypatch.setattr(drain, "UNANSWERED_S", 0.1)
+    url = dashboard([None])
+    assert drain.main(["--dashboard", url]) == 0
+
+
+def test_what_goes_wrong_is_one_line(
+    dashboard: Callable[..., str], ray_log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (ray_log.parent / "refuse").touch()
+    url = dashboard([_details(OWN)])
+    assert drain.main(["--dashboard", url]) == 1
+    assert capsys.readouterr().err == f"pagoda: Ray does not drain node node-{OWN}: no\n"
+    monkeypatch.delenv("POD_IP")
+    assert drain.main(["--dashboard", url]) == 1
+    assert "POD_IP is not set" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""Validation against a CustomResourceDefinition, as strict as `kubectl apply --validate=strict`.
+
+The API server drops fields that a schema does not name, unless it is asked to be strict; here each is an error. Rules
+in CEL (`x-kubernetes-validations`) are not evaluated.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.validators import extend
+
+SCHEMAS = Path(__file__).parent / "schemas"
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _unique_by_keys(_: Any, keys: list[str], items: Any, schema: dict[str, Any]) -> Iterator[ValidationError]:
+    """Refuse two items of a list that is a map by some of their keys, such as two ports of one name."""
+    seen = set()
+    for item in items if isinstance(items, list) else []:
+        defaults = {key: schema["items"]["properties"].get(key, {}).get("default") for key in keys}
+        identity = tuple(item.get(key, defaults[key]) for key in keys)
+        if identity in seen:
+            yield ValidationError(f"{identity} is there twice")
+        seen.add(identity)
+
+
+_Validator = extend(Draft202012Validator, {"x-kubernetes-list-map-keys": _unique_by_keys})
+
+
+def strict(schema: Any) -> Any:
+    """Return a structural schema in which no object has properties but those that it names."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict):  # not a property of that name
+        made["properties"] = {name: strict(one) for name, one in schema["properties"].items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            made.setdefault("additionalProperties", False)
+    if schema.get("x-kubernetes-int-or-string"):
+        made.pop("type", None)
+        made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    if schema.get("nullable"):
+        made = {"anyOf": [made, {"type": "null"}]}
+    return made
+
+
+@cache
+def validator(file: str, version: str) -> Draft202012Validator:
+    """Return what validates objects of one served version of a definition in `schemas/`."""
+    definition = yaml.load(gzip.decompress((SCHEMAS / file).read_bytes()), Loader=Loader)
+    (found,) = [one for one in definition["spec"]["versions"] if one["name"] == version and one["served"]]
+    schema = strict(found["schema"]["openAPIV3Schema"])
+    made: Draft202012Validator = _Validator(schema)
+    return made
+
+
+def mistakes(file: str, instance: dict[str, Any]) -> list[str]:
+    """Return one line for each thing that is wrong."""
+    found = validator(file, instance["apiVersion"].rpartition("/")[2]).iter_errors(instance)
+    return [f"{error.json_path}: {error.message[:200]}" for error in found]

@@ -1,0 +1,129 @@
+"""What the overlays come to: the objects that `kubectl apply -k` sends, and the pods that KubeRay makes of them."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments.config import checkout_root
+
+ROOT = checkout_root()
+K8S = ROOT / "k8s"
+MONITORING = K8S / "monitoring"
+DEMO, GPU = "overlays/cpu-demo", "overlays/gpu"
+# What a user applies. The overlay with monitoring is the GPU overlay and what k8s/monitoring holds.
+APPLIED = (DEMO, GPU, "model-loader")
+SERVING = (DEMO, GPU)
+
+Object = dict[str, Any]
+
+
+def tool(name: str) -> str:
+    """Return a program that the test extra installs; the test is skipped where there is none for this machine."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed; it comes with: pip install -e '.[test]'")
+    return found
+
+
+@cache
+def _built(directory: str) -> str:
+    command = [tool("kubectl"), "kustomize", str(K8S / directory)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def build(directory: str) -> list[Object]:
+    """Return the objects of an overlay, as kustomize puts them together."""
+    return [one for one in yaml.safe_load_all(_built(directory)) if one is not None]
+
+
+def of_kind(objects: list[Object], kind: str) -> list[Object]:
+    """Return those of one kind."""
+    return [one for one in objects if one["kind"] == kind]
+
+
+def ray_service(directory: str) -> Object:
+    """Return the one RayService of an overlay."""
+    (found,) = of_kind(build(directory), "RayService")
+    return found
+
+
+def serve_config(directory: str) -> Object:
+    """Return the Serve config inside the RayService of an overlay."""
+    document: Object = yaml.safe_load(ray_service(directory)["spec"]["serveConfigV2"])
+    return document
+
+
+def head(directory: str) -> Object:
+    """Return the head's group."""
+    group: Object = ray_service(directory)["spec"]["rayClusterConfig"]["headGroupSpec"]
+    return group
+
+
+def worker(directory: str) -> Object:
+    """Return the one worker group."""
+    (group,) = ray_service(directory)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert isinstance(group, dict)
+    return group
+
+
+def pods(directory: str) -> Iterator[Object]:
+    """Yield every pod that the objects of an overlay bring about, with the labels and containers that KubeRay adds."""
+    for one in build(directory):
+        if one["kind"] == "Pod":
+            yield one
+        elif one["kind"] == "StatefulSet":
+            yield _pod(one["spec"]["template"])
+        elif one["kind"] == "RayService":
+            yield from _ray_pods(one["spec"]["rayClusterConfig"])
+
+
+def _ray_pods(cluster: Object) -> Iterator[Object]:
+    leader = _ray_pod(cluster["headGroupSpec"], "head", "headgroup")
+    if cluster.get("enableInTreeAutoscaling"):
+        options = {key: value for key, value in cluster["autoscalerOptions"].items() if key in _AUTOSCALER_FIELDS}
+        leader["spec"]["containers"].append({"name": "autoscaler", "image": "same", **options})
+    yield leader
+    if "gcsFaultToleranceOptions" in cluster:
+        yield _ray_pod(cluster["headGroupSpec"], "redis-cleanup", "headgroup")
+    for group in cluster["workerGroupSpecs"]:
+        yield _ray_pod(group, "worker", group["groupName"])
+
+
+_AUTOSCALER_FIELDS = {"resources", "imagePullPolicy", "securityContext", "volumeMounts", "env"}
+
+
+def _ray_pod(group: Object, node_type: str, name: str) -> Object:
+    made = _pod(group["template"])
+    made["metadata"]["labels"] |= {
+        "app.kubernetes.io/created-by": "kuberay-operator",
+        "ray.io/is-ray-node": "yes",
+        "ray.io/cluster": "pagoda-abcde",
+        "ray.io/node-type": node_type,
+        "ray.io/group": name,
+        "ray.io/serve": str(node_type == "worker").lower(),
+    }
+    return made
+
+
+def _pod(template: Object) -> Object:
+    return {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(template)}
+
+
+def quantity(text: str | int) -> float:
+    """Return a Kubernetes quantity as a number."""
+    units = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 1e3, "M": 1e6, "G": 1e9}
+    text = str(text)
+    for unit in sorted(units, key=len, reverse=True):
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)) * units[unit]
+    return float(text)

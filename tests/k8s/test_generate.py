@@ -1,0 +1,80 @@
+"""k8s/generate.py: the manifests hold serve_config.yaml, and what differs is what TARGETS says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from engine.errors import ConfigError
+from k8s import generate
+from k8s.generate import SHIPPED, TARGETS, Target, generated, main, serve_config
+
+
+def test_the_manifests_are_up_to_date() -> None:
+    assert main(["--check"]) == 0
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """Return the GPU target with a copy of its manifest."""
+    copy = replace(TARGETS[1], manifest=tmp_path / "rayservice.yaml")
+    copy.manifest.write_text(TARGETS[1].manifest.read_text())
+    monkeypatch.setattr(generate, "TARGETS", (copy,))
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    return copy
+
+
+def test_a_key_that_is_added_to_the_shipped_file_reaches_the_manifest(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = yaml.safe_load(SHIPPED.read_text())
+    shipped["applications"][0]["args"]["web"] = {"title": "a: b", "lines": ["one", "", "two"]}
+    added = tmp_path / "serve_config.yaml"
+    added.write_text(yaml.safe_dump(shipped))
+    monkeypatch.setattr(generate, "SHIPPED", added)
+    before = target.manifest.read_text()
+    assert main(["--check"]) == 1
+    assert "rayservice.yaml is out of date; run: python -m k8s.generate" in capsys.readouterr().err
+    assert target.manifest.read_text() == before
+    assert main([]) == 0
+    assert main(["--check"]) == 0
+    spec = yaml.safe_load(target.manifest.read_text())["spec"]
+    held = yaml.safe_load(spec.pop("serveConfigV2"))
+    assert held["applications"][0]["args"]["web"] == shipped["applications"][0]["args"]["web"]
+    old = yaml.safe_load(before)["spec"]
+    del old["serveConfigV2"]
+    assert spec == old
+
+
+def test_only_what_is_listed_differs() -> None:
+    shipped = yaml.safe_load(SHIPPED.read_text())
+    for one in TARGETS:
+        made = serve_config(one)
+        for root, paths in ((made, one.changes), (made["applications"][0]["args"], one.arguments)):
+            original = shipped if root is made else shipped["applications"][0]["args"]
+            for path in [*paths, *(one.dropped if root is not made else ())]:
+                *sections, key = path.split(".")
+                ours, theirs = root, original
+                for name in sections:
+                    ours, theirs = ours[name], theirs.setdefault(name, {})
+                ours.pop(key, None)
+                theirs.pop(key, None)
+        assert made == shipped
+        shipped = yaml.safe_load(SHIPPED.read_text())
+
+
+def test_a_path_that_leads_nowhere_is_named(target: Target) -> None:
+    with pytest.raises(ConfigError, match=r"dropped 'engine\.kv_memory' is not in serve_config\.yaml"):
+        serve_config(replace(target, dropped=("engine.kv_memory",)))
+    with pytest.raises(ConfigError, match=r"'scaling\.max' has no 'scaling'"):
+        serve_config(replace(target, arguments={"scaling.max": 1}))
+
+
+@pytest.mark.parametrize("text", ["spec: {}\n", "a:\n  serveConfigV2: |\n    x\nb:\n  serveConfigV2: |\n    y\n"])
+def test_a_manifest_without_the_one_place_for_it_is_refused(target: Target, text: str) -> None:
+    target.manifest.write_text(text)
+    with pytest.raises(ConfigError, match=r"it must have one"):
+        generated(target)

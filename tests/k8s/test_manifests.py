@@ -1,0 +1,230 @@
+"""Every manifest: against Kubernetes' own schemas, and that what one names another defines.
+
+Not checked: what only an API server or KubeRay's operator would say (rules in CEL, quotas, whether images and storage
+classes exist), and that a network plugin does what a NetworkPolicy asks.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.k8s.manifests import APPLIED, GPU, K8S, MONITORING, SERVING, build, of_kind, pods, quantity, worker
+
+VERSION = "1.34"
+CUSTOM = ("ray.io/", "monitoring.coreos.com/")
+OF_EVERY_CLUSTER = {"kube-root-ca.crt"}  # Kubernetes makes it in each namespace
+README = (K8S / "README.md").read_text()
+# No secret is in the tree: the README says how each is made, and this reads there what it is called and what it holds.
+SECRETS = dict(re.findall(r"create secret generic (\S+) .*?--from-(?:literal|file)=(\w[\w.-]*)=", README, re.DOTALL))
+
+each = pytest.mark.parametrize("overlay", APPLIED)
+serving = pytest.mark.parametrize("overlay", SERVING)
+
+
+def _validate(one: dict[str, Any]) -> None:
+    kubernetes_validate.validate(one, VERSION, strict=True)
+
+
+@each
+def test_it_is_what_kubernetes_takes(overlay: str) -> None:
+    for one in build(overlay):
+        if not one["apiVersion"].startswith(CUSTOM):
+            _validate(one)
+    for pod in pods(overlay):
+        _validate(pod)
+
+
+def test_a_mistake_in_a_pod_would_be_found() -> None:
+    pod = copy.deepcopy(next(pods(GPU)))
+    pod["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
+        _validate(pod)
+
+
+@each
+def test_all_is_in_one_namespace(overlay: str) -> None:
+    objects = build(overlay)
+    assert {one["metadata"].get("namespace") for one in objects if one["kind"] != "Namespace"} == {"pagoda"}
+    names = [(one["kind"], one["metadata"]["name"]) for one in objects]
+    assert len(names) == len(set(names))
+
+
+def _volumes(overlay: str) -> Iterator[dict[str, Any]]:
+    for pod in pods(overlay):
+        for volume in pod["spec"]["volumes"]:
+            yield from volume["projected"]["sources"] if "projected" in volume else [volume]
+
+
+@each
+def test_what_a_pod_names_is_defined(overlay: str) -> None:
+    objects = [*build(overlay), *(build(GPU) if overlay not in SERVING else [])]  # the loader fills the GPU's volume
+    defined = {kind: {one["metadata"]["name"] for one in of_kind(objects, kind)}
+               for kind in ("ServiceAccount", "PersistentVolumeClaim", "ConfigMap")}  # fmt: skip
+    for pod in pods(overlay):
+        account = pod["spec"].get("serviceAccountName")
+        assert account is None or account in defined["ServiceAccount"]
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        for container in pod["spec"]["containers"]:
+            own = {one["name"] for one in [*pod["spec"]["volumes"], *_claimed(objects)]}
+            assert {mount["name"] for mount in container["volumeMounts"]} <= own, container["name"]
+    for volume in _volumes(overlay):
+        if claim := volume.get("persistentVolumeClaim"):
+            assert claim["claimName"] in defined["PersistentVolumeClaim"]
+        if config := volume.get("configMap"):
+            assert config["name"] in defined["ConfigMap"] | OF_EVERY_CLUSTER
+        if secret := volume.get("secret"):
+            assert secret["secretName"] in SECRETS
+    for reference in _secret_keys(objects):
+        assert SECRETS[reference["name"]] == reference["key"]
+
+
+def _claimed(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    sets = of_kind(objects, "StatefulSet")
+    return [claim["metadata"] for one in sets for claim in one["spec"]["volumeClaimTemplates"]]
+
+
+def _secret_keys(node: Any) -> Iterator[dict[str, str]]:
+    if isinstance(node, dict):
+        if "secretKeyRef" in node:
+            yield node["secretKeyRef"]
+        for value in node.values():
+            yield from _secret_keys(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _secret_keys(value)
+
+
+def test_files_of_secrets_are_where_the_programs_look() -> None:
+    assert SECRETS == {"pagoda-api-keys": "keys", "pagoda-redis": "password"}
+    (container,) = worker(GPU)["template"]["spec"]["containers"]
+    (mount,) = [one for one in container["volumeMounts"] if one["name"] == "api-keys"]
+    (variable,) = [one["value"] for one in container["env"] if one["name"] == "PAGODA_API_KEYS_FILE"]
+    assert variable == f"{mount['mountPath']}/{SECRETS['pagoda-api-keys']}"
+
+
+@each
+def test_pods_keep_the_restricted_standard(overlay: str) -> None:
+    for pod in pods(overlay):
+        security = pod["spec"]["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["runAsUser"] > 0
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["spec"]["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, container["name"]
+            assert any(one["mountPath"] in ("/tmp", "/models", "/run/redis") for one in container["volumeMounts"])
+        kinds = {key for volume in pod["spec"]["volumes"] for key in volume if key != "name"}
+        assert kinds <= {"emptyDir", "secret", "configMap", "projected", "persistentVolumeClaim"}
+
+
+@each
+def test_every_container_says_what_it_needs(overlay: str) -> None:
+    for pod in pods(overlay):
+        for container in pod["spec"]["containers"]:
+            requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+            assert requests.keys() == limits.keys() >= {"cpu", "memory"}
+            for name in requests:
+                assert quantity(requests[name]) <= quantity(limits[name])
+            assert container["imagePullPolicy"] == "IfNotPresent"
+            assert container["name"] == "autoscaler" or re.fullmatch(r".+:(?!latest).+", container["image"])
+
+
+def test_only_the_autoscaler_may_ask_the_kubernetes_api() -> None:
+    (leader,) = [pod for pod in pods(GPU) if pod["metadata"].get("labels", {}).get("ray.io/node-type") == "head"]
+    holders = [
+        container["name"]
+        for container in leader["spec"]["containers"]
+        if any(one["mountPath"].startswith("/var/run/secrets") for one in container["volumeMounts"])
+    ]
+    assert holders == ["autoscaler"]
+
+
+def _selects(selector: dict[str, Any], pod: dict[str, Any]) -> bool:
+    labels = pod["metadata"].get("labels", {})
+    expressions = selector.get("matchExpressions", [])
+    assert all(one["operator"] == "In" for one in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(one["key"]) in one["values"] for one in expressions
+    )
+
+
+@serving
+def test_policies_select_pods_and_name_ports_that_they_have(overlay: str) -> None:
+    everything = list(pods(overlay))
+    for policy in of_kind(build(overlay), "NetworkPolicy"):
+        chosen = [pod for pod in everything if _selects(policy["spec"]["podSelector"], pod)]
+        assert chosen, policy["metadata"]["name"]
+        for rule in policy["spec"].get("ingress", []):
+            targets = chosen
+            for port in rule.get("ports", []):
+                assert _listens(targets, port["port"]) or port["port"] == 44217, (policy["metadata"]["name"], port)
+        for direction, peers in (("ingress", "from"), ("egress", "to")):
+            for rule in policy["spec"].get(direction, []):
+                for peer in rule[peers]:
+                    if peer.keys() == {"podSelector"}:  # in our own namespace
+                        assert any(_selects(peer["podSelector"], pod) for pod in everything)
+
+
+def _listens(chosen: list[dict[str, Any]], port: int) -> bool:
+    return any(
+        one["containerPort"] == port
+        for pod in chosen
+        for container in pod["spec"]["containers"]
+        for one in container.get("ports", [])
+    )
+
+
+@serving
+def test_every_pod_of_a_cluster_is_denied_what_is_not_allowed(overlay: str) -> None:
+    (deny,) = [one for one in of_kind(build(overlay), "NetworkPolicy") if one["metadata"]["name"] == "pagoda-deny-all"]
+    assert deny["spec"].keys() == {"podSelector", "policyTypes"}
+    assert deny["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert all(_selects(deny["spec"]["podSelector"], pod) for pod in pods(overlay))
+
+
+def test_the_budget_leaves_one_worker_to_take() -> None:
+    (budget,) = of_kind(build(GPU), "PodDisruptionBudget")
+    selected = [pod for pod in pods(GPU) if _selects(budget["spec"]["selector"], pod)]
+    assert {pod["metadata"]["labels"]["ray.io/node-type"] for pod in selected} == {"worker"}
+    least = budget["spec"]["minAvailable"]  # a number: RayCluster has no scale subresource to take a share of
+    assert type(least) is int
+    assert 0 < least < worker(GPU)["minReplicas"]
+
+
+def _kustomizations() -> dict[Path, dict[str, Any]]:
+    return {path.parent: yaml.safe_load(path.read_text()) for path in K8S.rglob("kustomization.yaml")}
+
+
+def test_every_manifest_is_reached() -> None:
+    reached = set()
+    for directory, content in _kustomizations().items():
+        for entry in [*content.get("resources", []), *content.get("components", [])]:
+            path = (directory / entry).resolve()
+            if path == MONITORING and not path.exists():
+                continue  # it says why below
+            assert path.exists(), f"{directory}: {entry}"
+            reached.add(path)
+    manifests = {path for path in K8S.rglob("*.yaml") if path.name != "kustomization.yaml"}
+    assert {path for path in manifests if MONITORING not in path.parents} <= reached
+    for directory in _kustomizations():  # what no other takes in is for users to apply, and the README says so
+        is_for_users = f"k8s/{directory.relative_to(K8S)}" in README
+        assert directory in reached or is_for_users or MONITORING in directory.parents, directory
+
+
+def test_the_overlay_with_monitoring_is_the_gpu_overlay_and_more() -> None:
+    if not MONITORING.is_dir():
+        pytest.skip("k8s/monitoring is not there")
+    monitored = build("overlays/gpu-monitored")
+    assert all(one in monitored for one in build(GPU))
+    assert {one["kind"] for one in monitored} >= {"PodMonitor", "PrometheusRule"}

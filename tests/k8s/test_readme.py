@@ -1,0 +1,74 @@
+"""k8s/README.md: what it tells an operator to look at, to turn or to run is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import yaml
+from pydantic import BaseModel
+
+from deployments.config import AppConfig
+from deployments.telemetry import INGRESS_METRICS
+from engine.config import EngineConfig
+from engine.metrics import METRICS
+from tests.k8s.crd import SCHEMAS
+from tests.k8s.manifests import DEMO, K8S, ROOT, head, ray_service, serve_config
+
+TEXT = (K8S / "README.md").read_text()
+TABLE = TEXT[TEXT.index("## When the first token takes too long") :]
+SECTIONS = ("replicas", "engine", "limits", "router", "autoscaling")
+
+
+def test_every_option_in_the_table_is_one() -> None:
+    named = set(re.findall(rf"`(?:{'|'.join(SECTIONS)})\.\w+`", TEXT))
+    assert len(named) > 15
+    for option in named:
+        section, key = option.strip("`").split(".")
+        assert key in _keys(section), option
+
+
+def _keys(section: str) -> set[str]:
+    if section == "engine":
+        return {field.name for field in dataclasses.fields(EngineConfig)}
+    options = AppConfig.model_fields[section].annotation
+    assert isinstance(options, type)
+    assert issubclass(options, BaseModel)
+    return set(options.model_fields)
+
+
+def test_every_metric_in_the_table_is_one() -> None:
+    known = {metric.name for metric in (*METRICS, *INGRESS_METRICS)}
+    named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", TABLE)) - {"serve_config", "cache_salt"}
+    assert len(named) > 12
+    assert named <= known, named - known
+
+
+def test_every_path_in_it_exists() -> None:
+    paths = set(re.findall(r"(?:-k|-f|--file) (k8s/[\w./-]+)", TEXT))
+    paths |= {f"k8s/{one}" for one in re.findall(r"`((?:base|overlays|components|model-loader)/[\w./-]*)`", TEXT)}
+    assert len(paths) > 8
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
+def test_names_in_its_commands_are_those_of_the_manifests() -> None:
+    service = ray_service(DEMO)["metadata"]
+    assert f"rayservice/{service['name']}" in TEXT
+    assert {f"{service['name']}-serve-svc", f"{service['name']}-head-svc"} <= set(re.findall(r"service/([\w-]+)", TEXT))
+    assert set(re.findall(r"kubectl -n (\S+)", TEXT)) == {service["namespace"]}
+    assert f'"model": "{serve_config(DEMO)["applications"][0]["args"]["model_name"]}"' in TEXT
+    assert head(DEMO)["template"]["spec"]["containers"][0]["image"] in TEXT
+
+
+def test_the_overlay_that_it_shows_is_one() -> None:
+    (example,) = re.findall(r"# kustomization.yaml\n(.*?)```", TEXT, re.DOTALL)
+    overlay = yaml.safe_load(example)
+    assert overlay["images"][0]["name"] == "pagoda"
+    assert all((K8S / "overlays" / path.removeprefix("../")).is_dir() for path in overlay["resources"])
+
+
+def test_it_names_the_version_whose_schema_is_kept() -> None:
+    (version,) = re.findall(r"KubeRay\]\(\S+\) (\d+\.\d+\.\d+)", (SCHEMAS / "README.md").read_text())
+    assert f"KubeRay\n{version}" in TEXT
+    assert f"--version '~{version}'" in TEXT
