@@ -14,9 +14,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.errors import ApiError
 from deployments.telemetry import HTTP_REQUESTS, ingress_recorder
 
-__all__ = ["CountRequests", "EventStream", "read_body"]
+__all__ = ["CountRequests", "EventStream", "path_of", "read_body"]
 
 _COUNTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/version"})
+
+
+def path_of(scope: Scope) -> str:
+    """Return a request's path below the application's route_prefix, which ASGI's path includes."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    below = path.removeprefix(root)
+    return below if below.startswith("/") else path
 
 
 async def read_body(request: Request, limit: int) -> bytes:

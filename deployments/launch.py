@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from deployments.api_keys import ApiKeys
 from deployments.preflight import Endpoint, check_config, require_free_port
 from deployments.processes import adopt_orphans, descendants, end
 from engine.errors import PagodaError
@@ -71,6 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         endpoint = check_config(config)
         require_free_port(endpoint)
+        ApiKeys.from_environment()
     except PagodaError as error:
         print(f"pagoda: {error}", file=sys.stderr)
         return 1
