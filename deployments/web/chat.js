@@ -131,7 +131,8 @@ class Answer {
     const later = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
     const status = error.status ? `${error.status}: ` : "";
     const message = error instanceof ApiError ? error.message : "the server cannot be reached";
-    this.element.append(make("p", { className: "error", role: "alert" }, `${status}${message}.${later}`));
+    const sentence = `${status}${message.replace(/[.…]?$/, ".")}${later}`;
+    this.element.append(make("p", { className: "error", role: "alert" }, sentence));
     this.failed = true;
   }
 

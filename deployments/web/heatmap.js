@@ -1,7 +1,7 @@
 // A replica's KV blocks as a canvas of cells. A cell of several blocks is filled in proportion to their states.
 
 const STATES = ["shared", "used", "cached"]; // from the bottom of a cell upwards; the rest is free
-const WIDE = 2.6; // columns for each row
+const WIDE = 2.8; // columns for each row, about
 
 /** The colours of the states, as the legend has them in this theme. */
 function colours() {
@@ -22,6 +22,15 @@ export function unpack(replica) {
   return cells;
 }
 
+/** A number of columns that gives a picture about so wide, and full rows if there is one. */
+function columnsFor(numCells) {
+  const wanted = Math.ceil(Math.sqrt(numCells * WIDE));
+  for (let off = 0; off <= wanted / 4; off++) {
+    for (const columns of [wanted + off, wanted - off]) if (numCells % columns === 0) return columns;
+  }
+  return wanted;
+}
+
 export class HeatMap {
   constructor(canvas) {
     this.canvas = canvas;
@@ -37,7 +46,7 @@ export class HeatMap {
 
   draw() {
     const { canvas, cells } = this;
-    const columns = Math.ceil(Math.sqrt(cells.length * WIDE));
+    const columns = cells.length && columnsFor(cells.length);
     const width = Math.round(canvas.clientWidth * devicePixelRatio);
     if (!columns || !width) return;
     const rows = Math.ceil(cells.length / columns);

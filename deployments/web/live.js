@@ -3,7 +3,7 @@
 import { liveState } from "./api.js";
 import { LineChart } from "./chart.js";
 import { byId, make, setText } from "./dom.js";
-import { count, percent, rate, timeOfDay } from "./format.js";
+import { count, finePercent, percent, rate, timeOfDay } from "./format.js";
 import { HeatMap, unpack } from "./heatmap.js";
 import { History } from "./history.js";
 import { badge, colourOf } from "./replicas.js";
@@ -62,7 +62,7 @@ function showFigures(replicas) {
   setText(byId("hits"), percent(history.hits()));
   setText(byId("running"), count(sum((replica) => replica.running)));
   setText(byId("waiting"), count(sum((replica) => replica.waiting + replica.swapped)));
-  setText(byId("usage"), blocks ? percent(sum((replica) => replica.blocks.used) / blocks) : "–");
+  setText(byId("usage"), blocks ? finePercent(sum((replica) => replica.blocks.used) / blocks) : "–");
 }
 
 // --- a tile a replica ------------------------------------------------------------------------------------------------
@@ -141,7 +141,8 @@ function row(route) {
     make("td", { className: "number" }, timeOfDay(route.time)),
     make("td", {}, badge(route.replica)),
     make("td", {}, make("b", { "data-outcome": route.outcome }, route.outcome)),
-    make("td", { className: "number" }, count(route.prompt_tokens)),
-    make("td", { className: "share" }, meter, make("span", { className: "number" }, count(route.predicted_tokens))),
+    make("td", { className: "number asked" }, count(route.prompt_tokens)),
+    make("td", { className: "share" }, meter, make("span", { className: "number" }, count(route.predicted_tokens)),
+      make("span", { className: "of", "aria-hidden": "true" }, ` of ${count(route.prompt_tokens)}`)),
     make("td", { className: "number best" }, count(route.best_tokens)));
 }

@@ -1,7 +1,7 @@
 // The theme: the system's, or the one that was chosen here. Loaded before the page is drawn, so that it does not flash.
 (() => {
   const NEXT = { auto: "light", light: "dark", dark: "auto" };
-  const LABELS = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
+  const LABELS = { auto: "System", light: "Light", dark: "Dark" };
   const KEY = "pagoda-theme";
 
   function stored() {
@@ -19,7 +19,11 @@
 
   function connect() {
     const button = document.getElementById("theme");
-    const label = () => (button.textContent = LABELS[document.documentElement.dataset.theme]);
+    const label = () => {
+      const text = LABELS[document.documentElement.dataset.theme];
+      button.querySelector("span").textContent = text;
+      button.setAttribute("aria-label", `${text} theme`);
+    };
     button.addEventListener("click", () => {
       const theme = NEXT[document.documentElement.dataset.theme];
       apply(theme);
