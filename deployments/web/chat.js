@@ -26,7 +26,7 @@ export function start() {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") running?.abort();
   });
-  byId("stop").addEventListener("click", () => {
+  byId("halt").addEventListener("click", () => {
     running?.abort();
     prompt.focus();
   });
@@ -98,7 +98,7 @@ async function send() {
 function setBusy(busy) {
   log.setAttribute("aria-busy", String(busy)); // a screen reader waits for the whole answer
   byId("send").hidden = busy;
-  byId("stop").hidden = !busy;
+  byId("halt").hidden = !busy;
 }
 
 /** One answer as it grows, and its numbers. */
