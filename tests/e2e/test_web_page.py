@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from demo.screenshots import CHROMIUM, FLAGS
-from tests.e2e.conftest import Server, end_server, start_server
+from tests.e2e.conftest import Server, running_server
 
 MISSING = "playwright or axe is not installed: pip install -e '.[test]'"
 playwright_api = pytest.importorskip("playwright.sync_api", reason=MISSING)
 axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason=MISSING)
-if not CHROMIUM.exists():
-    pytest.skip(f"there is no {CHROMIUM}: apt-get install chromium", allow_module_level=True)
 
 from playwright.sync_api import Browser, Error, Page, Route, expect  # noqa: E402
+
+from demo.screenshots import CHROMIUM, FLAGS  # noqa: E402
+
+if not CHROMIUM.exists():
+    pytest.skip(f"there is no {CHROMIUM}: apt-get install chromium", allow_module_level=True)
 
 KEY = "a-key-of-the-web-page-test"
 LAPTOP, PHONE = {"width": 1440, "height": 900}, {"width": 375, "height": 812}
@@ -323,19 +323,12 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("keyed")
     keys = directory / "keys"
     keys.write_text(f"{KEY}\n")
-    ray_dir = Path(f"/tmp/pgk{directory.stat().st_ino}")
-    ray_dir.mkdir()
 
     def change(args: dict[str, Any]) -> None:
         args["replicas"]["num_engine_replicas"] = 1
 
-    one = start_server(directory, ray_dir, change, {"PAGODA_API_KEYS_FILE": str(keys)})
-    try:
-        one.wait_until_ready()
-        yield one
-    finally:
-        end_server(one)
-        shutil.rmtree(ray_dir, ignore_errors=True)
+    with running_server(directory, change, environment={"PAGODA_API_KEYS_FILE": str(keys)}) as running:
+        yield running
 
 
 def test_without_a_key_nothing_is_served(keyed: Server) -> None:
