@@ -12,8 +12,6 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +26,20 @@ FLAGS = [
 ]  # fmt: skip
 FOLDER = Path(__file__).with_name("screenshots")
 CLIENTS = 10
-WARM_UP_S = 85.0  # so that the charts show something, and the caches are not full
+WARM_UP_S = 75.0  # so that the charts show something, and the caches are not full
+RUSH_S = 5.0
 TOPICS = ("a KV cache", "paged attention", "continuous batching", "prefix caching", "chunked prefill", "a block table")
 SYSTEMS = ("You answer questions about LLM serving. " * 6, "You are a patient teacher of systems. " * 8)
 
 
 def main(url: str) -> None:
     """Take all pictures."""
-    with busy(url), sync_playwright() as playwright:
+    with Clients(url) as clients, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
         FOLDER.mkdir(exist_ok=True)
         wide = conversation(browser, url, width=1440, height=960)
         time.sleep(WARM_UP_S)
+        clients.hurry()
         ask(wide, "How does prefix caching work?")
         save(wide, "light")
         wide.emulate_media(color_scheme="dark")
@@ -74,32 +74,41 @@ def save(page: Page, name: str, *, full_page: bool = False) -> None:
     page.screenshot(path=FOLDER / f"{name}.png", full_page=full_page)
 
 
-@contextmanager
-def busy(url: str) -> Iterator[None]:
-    """Let several clients talk to the server while the block runs."""
-    over = threading.Event()
-    clients = [threading.Thread(target=_talk, args=(url, number, over)) for number in range(CLIENTS)]
-    for client in clients:
-        client.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for client in clients:
-            client.join()
+class Clients:
+    """Several that talk to the server while the block runs, at first with pauses."""
 
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._over, self._hurry = threading.Event(), threading.Event()
+        self._threads = [threading.Thread(target=self._talk, args=(number,)) for number in range(CLIENTS)]
 
-def _talk(url: str, number: int, over: threading.Event) -> None:
-    rng = random.Random(number)
-    while not over.is_set():
-        messages: list[dict[str, Any]] = [{"role": "system", "content": rng.choice(SYSTEMS)}]
-        for _ in range(4):
-            messages.append({"role": "user", "content": f"What is {rng.choice(TOPICS)}?"})
-            body = {"messages": messages, "max_tokens": rng.choice((60, 120, 200)), "ignore_eos": True}
-            answer = _post(f"{url}/v1/chat/completions", body)
-            messages.append(answer["choices"][0]["message"])
-            if over.wait(rng.uniform(1.0, 4.0)):
-                return
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def hurry(self) -> None:
+        """Let them ask without pauses, for several long answers each, and wait until that shows."""
+        self._hurry.set()
+        time.sleep(RUSH_S)
+
+    def _talk(self, number: int) -> None:
+        rng = random.Random(number)
+        while not self._over.is_set():
+            messages: list[dict[str, Any]] = [{"role": "system", "content": rng.choice(SYSTEMS)}]
+            for _ in range(4):
+                messages.append({"role": "user", "content": f"What is {rng.choice(TOPICS)}?"})
+                size = {"n": 3, "max_tokens": 240} if self._hurry.is_set() else {"max_tokens": rng.choice((60, 120))}
+                body = {"messages": messages, "ignore_eos": True, **size}
+                answer = _post(f"{self._url}/v1/chat/completions", body)
+                messages.append(answer["choices"][0]["message"])
+                if self._over.wait(0.0 if self._hurry.is_set() else rng.uniform(1.0, 4.0)):
+                    return
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,10 @@ function shape(tag, attributes, text) {
   return element;
 }
 
-/** The smallest of 1, 2, 5, 10, 20, ... that is not below ``value``. */
+/** The smallest of 1, 2, 4, 6, 8, 10, 20, ... that is not below ``value``: half of it is round too. */
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return power * [1, 2, 5, 10].find((digit) => digit * power >= value * 0.999);
+  return power * [1, 2, 4, 6, 8, 10].find((digit) => digit * power >= value * 0.999);
 }
 
 export class LineChart {

@@ -142,7 +142,8 @@ function row(route) {
     make("td", {}, badge(route.replica)),
     make("td", {}, make("b", { "data-outcome": route.outcome }, route.outcome)),
     make("td", { className: "number asked" }, count(route.prompt_tokens)),
-    make("td", { className: "share" }, meter, make("span", { className: "number" }, count(route.predicted_tokens)),
-      make("span", { className: "of", "aria-hidden": "true" }, ` of ${count(route.prompt_tokens)}`)),
+    make("td", {}, make("div", { className: "share" }, meter,
+      make("span", { className: "number" }, count(route.predicted_tokens)),
+      make("span", { className: "of", "aria-hidden": "true" }, ` of ${count(route.prompt_tokens)}`))),
     make("td", { className: "number best" }, count(route.best_tokens)));
 }
