@@ -3,7 +3,7 @@
 import { make } from "./dom.js";
 import { shortName } from "./format.js";
 
-export const NUM_COLOURS = 6;
+const NUM_COLOURS = 6;
 const seen = new Map();
 
 /** The index of a replica's colour: style.css has --replica-0 to --replica-5. */

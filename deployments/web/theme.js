@@ -38,6 +38,7 @@
   }
 
   apply(stored() in NEXT ? stored() : "auto");
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => apply(document.documentElement.dataset.theme));
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  system.addEventListener("change", () => apply(document.documentElement.dataset.theme));
   document.addEventListener("DOMContentLoaded", connect);
 })();
