@@ -15,6 +15,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from deployments.api_keys import ApiKeys
 from deployments.config import AppConfig
 from deployments.ingress import Ingress
 from deployments.replica import EngineReplica
@@ -33,14 +34,15 @@ def build_app(args: dict[str, Any]) -> Application:
     """Return the application that ``args`` describe.
 
     Raises:
-        ConfigError: for an unknown key, a value out of range, a missing model or tracing without its packages.
+        ConfigError: for an unknown key, a value out of range, a missing model, tracing without its packages, or API
+            keys that are no good.
     """
     config = AppConfig.parse(args)
     config.require_model()
     if config.tracing.otlp_endpoint is not None:
         require_exporter()
     engines = _engine_deployment(config).bind(config.engine_config)
-    return _ingress_deployment(config).bind(engines, config)
+    return _ingress_deployment(config).bind(engines, config, needs_key=bool(ApiKeys.from_environment()))
 
 
 def _engine_deployment(config: AppConfig) -> serve.Deployment:

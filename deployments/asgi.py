@@ -20,13 +20,22 @@ from deployments.errors import ApiError
 from deployments.request_record import OPERATIONS, RequestRecord, recording
 from deployments.telemetry import HTTP_REQUESTS, ingress_recorder
 
-__all__ = ["CountRequests", "EventStream", "RecordRequests", "read_body"]
+__all__ = ["CountRequests", "EventStream", "RecordRequests", "path_of", "read_body"]
 
 logger = logging.getLogger("ray.serve")
 
-_COUNTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/version"})
+_COUNTED_PATHS = frozenset(
+    {"/", "/live", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/version"}
+)
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def path_of(scope: Scope) -> str:
+    """Return a request's path below the application's route_prefix, which ASGI's path includes."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    below = path.removeprefix(root)
+    return below if below.startswith("/") else path
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -92,8 +101,9 @@ class CountRequests:
 
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in _COUNTED_PATHS else "other"
-                ingress_recorder().increment(HTTP_REQUESTS, path=path, status=str(message["status"]))
+                path = path_of(scope)
+                counted = path if path in _COUNTED_PATHS else "other"
+                ingress_recorder().increment(HTTP_REQUESTS, path=counted, status=str(message["status"]))
             await send(message)
 
         await self._app(scope, receive, counting_send)
@@ -119,7 +129,7 @@ class RecordRequests:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        record = RequestRecord(request_id, scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")))
+        record = RequestRecord(request_id, path_of(scope))
         recording(record)
 
         async def noting_send(message: Message) -> None:

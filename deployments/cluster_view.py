@@ -15,6 +15,7 @@ from typing import Any
 
 from deployments.kv_subscriber import KVEventSubscriber
 from deployments.routing import Decision, RoutingState
+from deployments.routing_log import RoutedRequest, RoutingLog
 from deployments.telemetry import (
     KV_INDEX_BLOCKS,
     REPLICAS,
@@ -41,6 +42,7 @@ class ClusterView:
         self._lock = threading.Lock()
         self._replica_of: dict[str, str] = {}  # by request id; "" until one was chosen
         self._placed_at: dict[str, float] = {}  # by request id, once one was chosen
+        self._log = RoutingLog()
         self._listed: dict[str, Mapping[str, Any]] = {}  # the replicas that take requests, and what they say
         self._heard: dict[str, Mapping[str, Any]] = {}  # those, and the ones that are told to go but still have ours
 
@@ -80,10 +82,18 @@ class ClusterView:
             self._subscriber.set_endpoints(endpoints)
 
     def choose(
-        self, candidates: Sequence[str], hashes: Sequence[int], num_tokens: int, avoid: Collection[str]
+        self,
+        candidates: Sequence[str],
+        hashes: Sequence[int],
+        num_tokens: int,
+        avoid: Collection[str],
+        request_id: str = "",
     ) -> Decision:
         """Rank the candidates for a prompt, and count what is expected of the first one's cache."""
         decision = self.routing.choose(candidates, hashes, num_tokens, now=time.monotonic(), avoid=avoid)
+        with self._lock:
+            if request_id in self._replica_of:
+                self._log.decided(request_id, decision)
         for metric, blocks in (
             (ROUTING_PREDICTED_HIT_TOKENS, decision.predicted_blocks),
             (ROUTING_BEST_HIT_TOKENS, decision.best_blocks),
@@ -101,7 +111,8 @@ class ClusterView:
             self._replica_of[request_id], self._placed_at[request_id] = replica, now
             if before:
                 self.routing.completed(before, request_id)
-            self.routing.dispatched(replica, hashes, num_tokens, now=now, request_id=request_id)
+            held = self.routing.dispatched(replica, hashes, num_tokens, now=now, request_id=request_id)
+            self._log.placed(request_id, replica, num_tokens, held, self.routing.block_size)
 
     # --- for the requests -----------------------------------------------------------------------------------------
 
@@ -115,6 +126,7 @@ class ClusterView:
         with self._lock:
             replica = self._replica_of.pop(request_id, "")
             self._placed_at.pop(request_id, None)
+            self._log.ended(request_id)
             if replica:
                 self.routing.completed(replica, request_id)
             if replica in self._heard and replica not in self._listed:
@@ -144,6 +156,11 @@ class ClusterView:
         return num_requests + self.num_unplaced, num_tokens
 
     # --- for whoever looks ----------------------------------------------------------------------------------------
+
+    def recently_routed(self) -> list[RoutedRequest]:
+        """Return where the last requests of this process went and why, the latest last."""
+        with self._lock:
+            return self._log.recent()
 
     def report_state(self, recorder: Recorder) -> None:
         """Report the gauges."""

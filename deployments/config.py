@@ -132,6 +132,7 @@ class AppConfig(_Options):
 
     model: str = Field(min_length=1)
     model_name: str | None = Field(default=None, min_length=1)
+    web: bool = True
     engine: dict[str, Any] = Field(default_factory=dict)
     replicas: ReplicaOptions = ReplicaOptions()
     limits: LimitOptions = LimitOptions()

@@ -23,6 +23,8 @@ MAX_MESSAGE_LENGTH = 400
 _RETRY_OVERLOADED_S = 5  # what takes long is given up by then
 _TYPES = {
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",

@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from deployments.admission import require_room
+from deployments.api_keys import ApiKeys, RequireKey
 from deployments.asgi import CountRequests, EventStream, RecordRequests, read_body
 from deployments.cluster_view import cluster_view
 from deployments.config import AppConfig
@@ -31,6 +32,7 @@ from deployments.engine_client import EngineClient
 from deployments.errors import ApiError, as_api_error, unwrap
 from deployments.events import stream_events
 from deployments.generation import Generation
+from deployments.live_view import LiveView
 from deployments.merge import merge
 from deployments.parsing import parse_body
 from deployments.prompts import Prompt, PromptBuilder
@@ -39,11 +41,13 @@ from deployments.replica import EngineRequest
 from deployments.request_log import RequestLog
 from deployments.request_record import RequestRecord, current_record, note_error
 from deployments.responses import Answer, ChatFormat, CompletionFormat, Format, best_answers, usage
+from deployments.routing_log import RoutedRequest
 from deployments.sampling import for_answers, require_few_answers
 from deployments.structured import as_response_format
 from deployments.telemetry import RayExporter, Series, ingress_recorder, render
 from deployments.tracing import open_tracer
 from deployments.version import pagoda_version
+from deployments.web_page import WebPage
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
 from engine.text import Tokenizer, import_tokenizers
@@ -63,10 +67,14 @@ class Ingress:
     Args:
         engines: the handle to the engine deployment.
         config: the application's configuration.
+        needs_key: keys were set where the application was built, so that this node must have them too.
     """
 
-    def __init__(self, engines: DeploymentHandle[Any], config: AppConfig) -> None:
+    def __init__(self, engines: DeploymentHandle[Any], config: AppConfig, *, needs_key: bool = False) -> None:
         self._config = config
+        self._keys = ApiKeys.from_environment()
+        if needs_key:
+            self._keys.require()
         self._engines = engines.options(request_serialization="pickle", response_serialization="pickle")
         self._view = cluster_view(engines.deployment_name)
         self._client = EngineClient(
@@ -83,6 +91,8 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP surface; Serve asks for it when the constructor is done."""
         api = FastAPI(title="Pagoda", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
+        if self._keys:
+            api.add_middleware(RequireKey, keys=self._keys, asks_browsers=self._config.web)
         api.add_middleware(CountRequests)
         api.add_middleware(RecordRequests, on_end=self._note)
         api.add_exception_handler(Exception, _on_error)
@@ -97,7 +107,15 @@ class Ingress:
             ("/version", "GET", self.version),
         ):
             api.add_api_route(path, _guarded(endpoint), methods=[method])
+        if self._config.web:
+            self._add_web_page(api)
         return api
+
+    def _add_web_page(self, api: FastAPI) -> None:
+        engines = partial(_collect, self._engines, "live")
+        page = WebPage(LiveView(self._config.served_name, engines, lambda: _collect(_siblings(), "recently_routed")))
+        for path, endpoint in (("/", page.index), ("/web/{name}", page.file), ("/live", page.live)):
+            api.add_api_route(path, _guarded(endpoint), methods=["GET"])
 
     @asynccontextmanager
     async def _lifespan(self, api: FastAPI) -> AsyncIterator[None]:
@@ -165,10 +183,8 @@ class Ingress:
 
     async def metrics(self) -> Response:
         """Return the metrics of all engine replicas and ingresses, read now."""
-        context = serve.get_replica_context()
-        siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         engines, ingresses = await asyncio.gather(
-            _collect(self._engines, "metrics"), _collect(siblings, "ingress_metrics")
+            _collect(self._engines, "metrics"), _collect(_siblings(), "ingress_metrics")
         )
         return PlainTextResponse(render(engines, ingresses), media_type=CONTENT_TYPE_LATEST)
 
@@ -177,6 +193,10 @@ class Ingress:
         recorder = ingress_recorder()
         self._view.report_state(recorder)
         return serve.get_replica_context().replica_id.unique_id, recorder.snapshot()
+
+    async def recently_routed(self) -> tuple[str, list[RoutedRequest]]:
+        """Return this ingress's name and where it has sent its last requests; any ingress may ask for it."""
+        return serve.get_replica_context().replica_id.unique_id, self._view.recently_routed()
 
     # --- a request's way ------------------------------------------------------------------------------------------
 
@@ -335,7 +355,13 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return _error_response(ApiError(error.status_code, reasons.get(error.status_code, str(error.detail))))
 
 
-async def _collect(handle: DeploymentHandle[Any], method: str) -> dict[str, list[Series]]:
+def _siblings() -> DeploymentHandle[Any]:
+    """Return the handle to all ingresses."""
+    context = serve.get_replica_context()
+    return serve.get_deployment_handle(context.deployment, context.app_name)
+
+
+async def _collect(handle: DeploymentHandle[Any], method: str) -> dict[str, Any]:
     """Call ``method`` on every replica behind ``handle``; one that fails or does not answer in time is left out."""
     try:
         # Serve's own results_async gives all of the answers or none.

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from deployments.api_keys import ApiKeys
 from deployments.log_follower import LogFollower
 from deployments.preflight import Endpoint, check_config, require_free_port
 from deployments.processes import adopt_orphans, argument_of, descendants, end
@@ -75,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         endpoint = check_config(config)
         require_free_port(endpoint)
+        ApiKeys.from_environment()
     except PagodaError as error:
         print(f"pagoda: {error}", file=sys.stderr)
         return 1
@@ -309,10 +311,13 @@ def _last_error(message: str) -> str:
 
 
 def _banner(endpoint: Endpoint, seconds: float) -> str:
+    page = f"Open {endpoint.url}/ in a browser, or try:" if endpoint.has_page else "Try:"
+    key = " -H 'Authorization: Bearer KEY'" if ApiKeys.from_environment() else ""
     body = {"model": endpoint.model, "messages": [{"role": "user", "content": "Hello! Who are you?"}], "stream": True}
     return (
-        f"\npagoda: ready after {seconds:.0f} s: {endpoint.model} on {endpoint.url}/v1 (Ctrl-C stops it). Try:\n\n"
-        f"  curl -N {endpoint.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"\npagoda: ready after {seconds:.0f} s: {endpoint.model} on {endpoint.url}/v1 (Ctrl-C stops it).\n"
+        f"{page}\n\n"
+        f"  curl -N {endpoint.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
         f"    -d '{json.dumps(body)}'\n\n"
         "`RAY_AUTH_MODE=token serve status`, in another terminal after `. .venv/bin/activate`, shows the replicas.\n"
     )

@@ -40,6 +40,7 @@ class Endpoint:
     port: int
     prefix: str
     model: str
+    has_page: bool = False
 
     @property
     def url(self) -> str:
@@ -61,14 +62,15 @@ def check_config(path: Path) -> Endpoint:
     _check_keys(document.get("logging_config") or {}, LoggingConfig, "logging_config")
     _validate(document)
     applications = document.get("applications") or []
-    models = [_check_application(application, index) for index, application in enumerate(applications)]
-    ours = [(app, model) for app, model in zip(applications, models, strict=True) if model is not None]
+    configs = [_check_application(application, index) for index, application in enumerate(applications)]
+    ours = [(app, config) for app, config in zip(applications, configs, strict=True) if config is not None]
     if not ours:
         raise ConfigError(f"{path} has no application with import_path: {IMPORT_PATH}; serve_config.yaml shows one")
     http = document.get("http_options") or {}
-    application, model = ours[0]
+    application, config = ours[0]
+    host, port = str(http.get("host") or "127.0.0.1"), int(http.get("port") or 8000)
     prefix = str(application.get("route_prefix") or "/")
-    return Endpoint(str(http.get("host") or "127.0.0.1"), int(http.get("port") or 8000), prefix, model)
+    return Endpoint(host, port, prefix, config.served_name, config.web)
 
 
 def _validate(document: dict[str, Any]) -> None:
@@ -113,8 +115,8 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
-def _check_application(application: Any, index: int) -> str | None:
-    """Check one application; returns the served model's name if it is one of ours."""
+def _check_application(application: Any, index: int) -> AppConfig | None:
+    """Check one application; returns its arguments if it is one of ours."""
     where = f"applications[{index}]"
     _check_keys(application, ServeApplicationSchema, where)
     for number, deployment in enumerate(application.get("deployments") or []):
@@ -123,7 +125,7 @@ def _check_application(application: Any, index: int) -> str | None:
         return None
     config = AppConfig.parse(application.get("args") or {})
     config.require_model()
-    return config.served_name
+    return config
 
 
 def _check_keys(section: Any, schema: type[BaseModel], where: str) -> None:

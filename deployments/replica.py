@@ -18,6 +18,7 @@ from ray import serve
 from deployments.autoscaling import replica_pressure
 from deployments.cluster_view import BLOCK_SIZE, ENDPOINT
 from deployments.kv_publisher import KVEventPublisher
+from deployments.live_view import EngineSnapshot
 from deployments.stats_line import StatsLine
 from deployments.telemetry import RayExporter, Recorder, Series
 from engine.async_engine import AsyncEngine, TokenBatch
@@ -115,6 +116,11 @@ class EngineReplica:
     async def metrics(self) -> tuple[str, list[Series]]:
         """Return this replica's name and the present value of every metric."""
         return self._name, self._recorder.snapshot()
+
+    async def live(self) -> tuple[str, EngineSnapshot]:
+        """Return this replica's name and what the web page shows of it."""
+        stats, blocks = self._engine.stats(), await self._engine.block_map()
+        return self._name, EngineSnapshot.take(stats, self._recorder.snapshot(), blocks)
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Return what Serve tells every router once this replica is ready."""

@@ -39,7 +39,7 @@ class PrefixRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True
         hashes, num_tokens, avoid = _prompt(pending_request)
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        decision = self.view.choose(list(replicas), hashes, num_tokens, avoid)
+        decision = self.view.choose(list(replicas), hashes, num_tokens, avoid, _request_id(pending_request))
         ingress_recorder().increment(ROUTING_DECISIONS, outcome=decision.outcome)
         ingress_recorder().observe(ROUTING_DECISION_SECONDS, perf_counter() - started)
         return [[replicas[name]] for name in decision.order]
@@ -63,9 +63,9 @@ class PrefixRouter(RequestRouter):
         raise AssertionError("the ranks never end")
 
     def _place(self, pending_request: PendingRequest, replica_id: ReplicaID) -> None:
-        if pending_request.args and hasattr(pending_request.args[0], "request_id"):  # else it asks for no tokens
+        if request_id := _request_id(pending_request):  # else it asks for no tokens
             hashes, num_tokens, _ = _prompt(pending_request)
-            self.view.place(pending_request.args[0].request_id, replica_id.unique_id, hashes, num_tokens)
+            self.view.place(request_id, replica_id.unique_id, hashes, num_tokens)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a dead replica at once."""
@@ -90,3 +90,9 @@ def _prompt(pending_request: PendingRequest | None) -> tuple[Sequence[int], int,
     kwargs, args = pending_request.kwargs, pending_request.args
     num_tokens = args[0].num_tokens if args and hasattr(args[0], "num_tokens") else 0
     return kwargs.get("block_hashes") or (), num_tokens, kwargs.get("avoid") or ()
+
+
+def _request_id(pending_request: PendingRequest | None) -> str:
+    """Return the id of a request for tokens; none for other calls."""
+    args = () if pending_request is None else pending_request.args
+    return str(getattr(args[0], "request_id", "")) if args else ""

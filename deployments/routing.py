@@ -213,16 +213,21 @@ class RoutingState:
 
     def dispatched(
         self, replica: str, hashes: Sequence[int], num_tokens: int, *, now: float, request_id: str = ""
-    ) -> None:
-        """Count a request in, and assume that the replica will hold its blocks."""
+    ) -> int:
+        """Count a request in, and assume that the replica will hold its blocks.
+
+        Returns:
+            How many of them it was thought to hold before.
+        """
         with self._lock:
             self.index.expire(now)
             if (known := self._replicas.get(replica)) is None:
-                return  # it has gone meanwhile
+                return 0  # it has gone meanwhile
             depth = self.index.depth(replica, hashes)
             known.load.dispatched(request_id, max(1, num_tokens - depth * self.block_size), now)
             self._update(known)
             self._assume(replica, hashes, now)
+        return depth
 
     def awaited(self, replica: str, hashes: Sequence[int], *, now: float) -> None:
         """Take a replica's word that a request which needs ``hashes`` has joined its queue, whoever sent it.

@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from engine.block_map import BlockMap, cell_size, cells_by_slice
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo, EngineStats
 from engine.errors import EngineDeadError, OverloadedError, RequestError
@@ -35,6 +36,7 @@ __all__ = ["AsyncEngine", "TokenBatch"]
 logger = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.01  # between two reports of a busy engine's load, at least
+MAP_PAUSE_S = 0.001  # between two slices of the block map, in which the step thread gets the interpreter's lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +269,15 @@ class AsyncEngine:
     def load(self) -> EngineLoad:
         """Return how busy the engine was after its last step, and how fast it computes. Any thread may ask."""
         return self._load
+
+    async def block_map(self, max_cells: int = 1024) -> BlockMap:
+        """Return a picture of the block pool. It waits for no step, and none waits for it."""
+        blocks, cells = self._engine.block_manager.blocks, bytearray()
+        size = cell_size(len(blocks), max_cells)
+        for part in cells_by_slice(blocks, size):
+            cells += part
+            await asyncio.sleep(MAP_PAUSE_S)
+        return BlockMap(len(blocks), size, bytes(cells))
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the step loop has ended, is stuck, or cannot compute the next step.

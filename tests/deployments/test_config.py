@@ -173,3 +173,11 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_the_url_is_one_that_can_be_opened() -> None:
     assert Endpoint("0.0.0.0", 80, "/", "m").url == "http://127.0.0.1:80"
     assert Endpoint("10.0.0.1", 80, "/llm/", "m").url == "http://10.0.0.1:80/llm"
+
+
+@pytest.mark.parametrize("web", [True, False])
+def test_the_launcher_knows_whether_there_is_a_page(tmp_path: Path, web: bool) -> None:
+    document = yaml.safe_load(SHIPPED.read_text())
+    assert check_config(SHIPPED).has_page
+    document["applications"][0]["args"]["web"] = web
+    assert check_config(_write(tmp_path, document)).has_page == web

@@ -136,6 +136,27 @@ async def test_a_full_replica_is_not_chosen(router: PrefixRouter) -> None:
     assert await _send(router, _generate("x", [1])) != "b"
 
 
+async def test_the_view_tells_where_requests_went_and_why(router: PrefixRouter) -> None:
+    router.view.routing.stored("b", [1, 2])
+    await _send(router, _generate("x", [1, 2, 3]))
+    await _send(router, _generate("y", [1, 2, 3], avoid=("b",)))
+    await _send(router, FakeRequest({}))  # asks for no tokens
+    first, second = router.view.recently_routed()
+    assert (first.replica, first.outcome) == ("b", "hit")
+    assert (first.prompt_tokens, first.predicted_tokens, first.best_tokens) == (13, 8, 8)
+    assert (second.outcome, second.predicted_tokens) == ("retry", 0)
+    assert second.replica != "b"
+
+
+async def test_a_full_replica_is_not_called_a_hit(router: PrefixRouter) -> None:
+    router.view.routing.stored("b", [1])
+    router.curr_replicas[_id("b")].queue_len = 8  # type: ignore[attr-defined]
+    router.on_new_queue_len_info(_id("b"), 8)
+    await _send(router, _generate("x", [1]))
+    (routed,) = router.view.recently_routed()
+    assert (routed.outcome, routed.predicted_tokens, routed.best_tokens) == ("balanced", 0, 4)
+
+
 async def test_a_dead_replica_is_forgotten(router: PrefixRouter) -> None:
     router.view.routing.stored("b", [5])
     router.on_replica_actor_died(_id("b"))

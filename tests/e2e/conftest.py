@@ -176,11 +176,14 @@ def end_server(server: Server) -> None:
 
 @contextmanager
 def running_server(
-    directory: Path, change: Callable[[dict[str, Any]], object] = lambda args: None, timeout_s: float = 120.0
+    directory: Path,
+    change: Callable[[dict[str, Any]], object] = lambda args: None,
+    timeout_s: float = 120.0,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """Run a server, with a short-named directory for Ray, while the block runs."""
     ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
-    running = start_server(directory, ray_dir, change)
+    running = start_server(directory, ray_dir, change, environment)
     try:
         running.wait_until_ready(timeout_s)
         yield running

@@ -1,0 +1,73 @@
+// What the counters of GET /live have been: rates come from their differences.
+
+const KEPT_S = 125;
+const RATE_OVER_S = 2.5; // one poll's difference jumps
+const HITS_OVER_S = 30;
+
+export class History {
+  constructor() {
+    this.samples = new Map(); // by replica: {time, generated, queried, hit}, the latest last
+  }
+
+  /** Take an answer of GET /live; false if it is not newer than the one before. */
+  add(state) {
+    if (this.time >= state.time) return false;
+    this.time = state.time;
+    const present = new Set(state.replicas.map((replica) => replica.name));
+    for (const name of this.samples.keys()) if (!present.has(name)) this.samples.delete(name);
+    for (const replica of state.replicas) {
+      const samples = this.samples.get(replica.name) ?? [];
+      this.samples.set(replica.name, samples);
+      const { generated_tokens: generated, query_tokens: queried, hit_tokens: hit } = replica;
+      samples.push({ time: state.time, generated, queried, hit });
+      while (samples[0].time < state.time - KEPT_S - HITS_OVER_S) samples.shift();
+      samples.at(-1).rate = tokensPerSecond(samples);
+      samples.at(-1).hitRate = hitRate(samples);
+    }
+    return true;
+  }
+
+  /** One line a replica, of ``rate`` or ``hitRate``. */
+  lines(field) {
+    return [...this.samples].map(([name, samples]) => ({
+      name,
+      points: samples.map((sample) => ({ time: sample.time, value: sample[field] })),
+    }));
+  }
+
+  /** The latest rate of a replica, or of all. */
+  rate(name) {
+    const series = name ? [this.samples.get(name)] : [...this.samples.values()];
+    return series.reduce((sum, samples) => sum + (samples.at(-1).rate ?? 0), 0);
+  }
+
+  /** The hit rate of a replica, or of all, over the last two minutes; null if nothing was asked. */
+  hits(name) {
+    const series = name ? [this.samples.get(name)] : [...this.samples.values()];
+    const changes = series.map((samples) => change(samples, KEPT_S));
+    const queried = changes.reduce((sum, one) => sum + one.queried, 0);
+    return queried ? changes.reduce((sum, one) => sum + one.hit, 0) / queried : null;
+  }
+}
+
+/** What the counters have gained over the last seconds. */
+function change(samples, seconds) {
+  const last = samples.at(-1);
+  const first = samples.find((sample) => sample.time >= last.time - seconds);
+  return {
+    seconds: last.time - first.time,
+    generated: last.generated - first.generated,
+    queried: last.queried - first.queried,
+    hit: last.hit - first.hit,
+  };
+}
+
+function tokensPerSecond(samples) {
+  const { seconds, generated } = change(samples, RATE_OVER_S);
+  return seconds > 0 ? generated / seconds : null;
+}
+
+function hitRate(samples) {
+  const { queried, hit } = change(samples, HITS_OVER_S);
+  return queried ? hit / queried : null;
+}

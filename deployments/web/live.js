@@ -1,0 +1,149 @@
+// The live view: asks the server once a second while the page is seen, and shows what it says.
+
+import { liveState } from "./api.js";
+import { LineChart } from "./chart.js";
+import { byId, make, setText } from "./dom.js";
+import { count, finePercent, percent, rate, timeOfDay } from "./format.js";
+import { HeatMap, unpack } from "./heatmap.js";
+import { History } from "./history.js";
+import { badge, colourOf } from "./replicas.js";
+
+const PERIOD_MS = 1000;
+const AFTER_FAILURE_MS = 3000;
+
+const history = new History();
+const tiles = new Map(); // by replica
+let charts;
+let shownRoutes = "";
+
+export function start() {
+  charts = {
+    rate: new LineChart(byId("rate-chart"), "Output tokens per second", count),
+    hits: new LineChart(byId("hit-chart"), "Prefix hit rate", percent, 1),
+  };
+  poll();
+}
+
+async function poll() {
+  let wait = PERIOD_MS;
+  if (!document.hidden) {
+    try {
+      show(await liveState());
+    } catch (error) {
+      wait = AFTER_FAILURE_MS;
+      setStatus("lost", error.status === 401 ? "the API key is no longer taken; reload to sign in" : "no answer");
+    }
+  }
+  setTimeout(poll, wait);
+}
+
+function setStatus(state, text) {
+  byId("status").dataset.state = state;
+  setText(byId("status"), text);
+}
+
+function show(state) {
+  if (!history.add(state)) return; // another ingress had looked earlier
+  const { replicas } = state;
+  setStatus(replicas.length ? "live" : "lost", `${replicas.length} ${replicas.length === 1 ? "replica" : "replicas"}`);
+  setText(byId("model"), state.model);
+  for (const replica of replicas) colourOf(replica.name);
+  showFigures(replicas);
+  charts.rate.show(history.lines("rate"), state.time);
+  charts.hits.show(history.lines("hitRate"), state.time);
+  showTiles(replicas);
+  showRoutes(state.routed);
+}
+
+function showFigures(replicas) {
+  const sum = (field) => replicas.reduce((total, replica) => total + field(replica), 0);
+  const blocks = sum((replica) => replica.num_blocks);
+  setText(byId("rate"), rate(history.rate()));
+  setText(byId("hits"), percent(history.hits()));
+  setText(byId("running"), count(sum((replica) => replica.running)));
+  setText(byId("waiting"), count(sum((replica) => replica.waiting + replica.swapped)));
+  setText(byId("usage"), blocks ? finePercent(sum((replica) => replica.blocks.used) / blocks) : "–");
+}
+
+// --- a tile a replica ------------------------------------------------------------------------------------------------
+
+function showTiles(replicas) {
+  const present = new Set(replicas.map((replica) => replica.name));
+  for (const [name, tile] of tiles) {
+    if (!present.has(name)) {
+      tile.element.remove();
+      tiles.delete(name);
+    }
+  }
+  for (const replica of replicas) {
+    if (!tiles.has(replica.name)) tiles.set(replica.name, new Tile(replica.name));
+    tiles.get(replica.name).show(replica);
+  }
+  byId("no-replica").hidden = replicas.length > 0;
+}
+
+class Tile {
+  constructor(name) {
+    this.figures = {};
+    const list = make("dl", { className: "numbers" });
+    for (const [key, label] of [
+      ["running", "running"], ["waiting", "waiting"], ["rate", "tokens/s"], ["hits", "prefix hits"],
+      ["used", "in use"], ["shared", "shared"], ["cached", "cached"], ["free", "free"],
+    ]) {
+      this.figures[key] = make("dd", {}, "–");
+      list.append(make("div", {}, make("dt", {}, label), this.figures[key]));
+    }
+    this.canvas = make("canvas", { role: "img" });
+    this.note = make("p", { className: "hint" });
+    const title = make("h3", {}, badge(name));
+    this.element = make("article", { className: "tile", "data-replica": name },
+      make("div", { className: "title" }, title, this.note), this.canvas, list);
+    byId("tiles").append(this.element); // a canvas has a size only when it is in the page
+    this.map = new HeatMap(this.canvas);
+  }
+
+  show(replica) {
+    const { blocks, blocks_per_cell: perCell } = replica;
+    const alone = blocks.used - blocks.shared;
+    const shown = {
+      running: count(replica.running),
+      waiting: count(replica.waiting + replica.swapped),
+      rate: rate(history.rate(replica.name)),
+      hits: percent(history.hits(replica.name)),
+      used: count(alone),
+      shared: count(blocks.shared),
+      cached: count(blocks.cached),
+      free: count(blocks.free),
+    };
+    for (const [key, text] of Object.entries(shown)) setText(this.figures[key], text);
+    const cell = perCell === 1 ? "a cell is a block" : `a cell is ${perCell} blocks`;
+    setText(this.note, `${count(replica.num_blocks)} blocks, ${cell}`);
+    this.canvas.setAttribute("aria-label",
+      `KV blocks: ${shown.used} in use, ${shown.shared} shared, ${shown.cached} cached, ${shown.free} free`);
+    this.map.show(unpack(replica));
+  }
+}
+
+// --- where requests went ---------------------------------------------------------------------------------------------
+
+function showRoutes(routed) {
+  byId("nothing-routed").hidden = routed.length > 0;
+  const newest = JSON.stringify(routed[0] ?? null);
+  if (newest === shownRoutes) return; // rows that stay can be read and selected
+  shownRoutes = newest;
+  byId("routed").replaceChildren(...routed.map(row));
+}
+
+function row(route) {
+  const meter = make("span", { className: "meter", "aria-hidden": "true" }, make("span"));
+  meter.firstChild.style.width = percent(Math.min(1, route.predicted_tokens / Math.max(1, route.prompt_tokens)));
+  return make("tr", {},
+    make("td", { className: "number" }, timeOfDay(route.time)),
+    make("td", {}, badge(route.replica)),
+    make("td", {}, make("b", { "data-outcome": route.outcome }, route.outcome)),
+    make("td", { className: "number asked" }, count(route.prompt_tokens)),
+    make("td", {}, make("div", { className: "share" }, meter,
+      make("span", { className: "number" }, count(route.predicted_tokens)),
+      make("span", { className: "of", "aria-hidden": "true" }, ` of ${count(route.prompt_tokens)}`))),
+    make("td", { className: "number best" }, count(route.best_tokens)));
+}

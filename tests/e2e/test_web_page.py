@@ -1,0 +1,370 @@
+"""The web page in headless Chromium, against the real server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Server, running_server
+
+MISSING = "playwright or axe is not installed: pip install -e '.[test]'"
+playwright_api = pytest.importorskip("playwright.sync_api", reason=MISSING)
+axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason=MISSING)
+
+from playwright.sync_api import Browser, Error, Page, Route, expect  # noqa: E402
+
+from demo.screenshots import CHROMIUM, FLAGS  # noqa: E402
+
+if not CHROMIUM.exists():
+    pytest.skip(f"there is no {CHROMIUM}: apt-get install chromium", allow_module_level=True)
+
+KEY = "a-key-of-the-web-page-test"
+LAPTOP, PHONE = {"width": 1440, "height": 900}, {"width": 375, "height": 812}
+LONG = "Prefix caching keeps the KV blocks of earlier prompts, so that a new one need not compute them. " * 4
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with playwright_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        yield launched
+        launched.close()
+
+
+Opener = Callable[..., Page]
+
+
+@pytest.fixture
+def open_page(browser: Browser, server: Server) -> Iterator[Opener]:
+    """Open the page; at the end nothing has failed, unless the page says that it may, and nobody else was asked."""
+    contexts, problems = [], []
+
+    def note(page: Page, text: str) -> None:
+        if not getattr(page, "may_fail", False):
+            problems.append(text)
+
+    def make(**options: Any) -> Page:
+        context = browser.new_context(**({"viewport": LAPTOP} | options))
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        page.on("console", lambda message: message.type == "error" and note(page, message.text))
+        page.on("pageerror", lambda error: note(page, str(error)))
+        page.on("requestfailed", lambda request: note(page, f"{request.url}: {request.failure}"))
+        page.on("request", lambda request: request.url.startswith(server.url) or problems.append(request.url))
+        page.goto(server.url)
+        expect(page.locator("#status")).to_have_text("2 replicas")
+        return page
+
+    yield make
+    for context in contexts:
+        for page in context.pages:
+            page.may_fail = True  # what closing cuts off
+        context.close()
+    assert problems == []
+
+
+def ask(page: Page, question: str, state: str = "done") -> Any:
+    """Ask, and return the answer when it has come to its end."""
+    number = page.locator(".assistant").count()
+    page.get_by_label("Prompt", exact=True).fill(question)
+    page.keyboard.press("Enter")
+    answer = page.locator(".assistant").nth(number)
+    expect(answer).to_have_attribute("data-state", state)
+    return answer
+
+
+def fact(answer: Any, name: str) -> str:
+    return str(answer.locator(f"[data-fact={name}] dd").inner_text())
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"[\d.]+", text.replace(",", ""))]
+
+
+def change_requests(page: Page, **fields: Any) -> None:
+    """Add fields to what the page sends."""
+
+    def change(route: Route) -> None:
+        route.continue_(post_data=json.dumps(route.request.post_data_json | fields))
+
+    page.route("**/v1/chat/completions", change)
+
+
+# --- the playground ---------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_streams_and_says_what_it_took(open_page: Opener) -> None:
+    page = open_page()
+    page.evaluate("""() => {
+        window.lengths = new Set();
+        const look = () => lengths.add(document.querySelector(".assistant .text")?.textContent.length ?? 0);
+        new MutationObserver(look).observe(document.getElementById("log"),
+            {subtree: true, childList: true, characterData: true});
+    }""")
+    with page.expect_response("**/v1/chat/completions") as sent:
+        first = ask(page, "What is a KV cache?")
+    assert len(page.evaluate("[...lengths].filter((length) => length > 0)")) >= 2
+    text = first.locator(".text").inner_text()
+    assert re.search(r"[A-Za-z]{3,} [A-Za-z]{2,}", text)
+
+    replica = sent.value.headers["x-pagoda-replica"]
+    assert first.locator("[data-fact=replica] .replica").get_attribute("title") == replica
+    value, unit = fact(first, "ttft").split()
+    assert 1 < float(value) * {"ms": 1, "s": 1000}[unit] < 10_000
+    assert 1 < numbers(fact(first, "rate"))[0] < 100_000
+    made = numbers(fact(first, "tokens"))[0]
+    assert len(text.split()) * 0.5 < made < 500
+
+    second = ask(page, "And how does it help?")
+    _, before = numbers(fact(first, "cached"))
+    cached, asked = numbers(fact(second, "cached"))
+    assert asked > before + made  # the conversation so far was sent
+    assert 16 <= cached < asked
+    roles = [message["role"] for message in sent.value.request.post_data_json["messages"]]
+    assert roles == ["user"]
+
+
+def test_the_form_is_what_is_sent(open_page: Opener) -> None:
+    page = open_page()
+    page.get_by_text("System prompt and parameters").click()
+    for label, value in (
+        ("System prompt", "Be brief."), ("Temperature", "0.5"), ("Top p", "0.9"), ("Top k", "40"), ("Max tokens", "5"),
+        ("Frequency penalty", "0.1"), ("Seed", "7"), ("Stop strings", "never\nagain"),
+    ):  # fmt: skip
+        page.get_by_label(label).fill(value)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        answer = ask(page, "What is a block table?")
+    body = sent.value.post_data_json
+    assert body.pop("messages") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is a block table?"},
+    ]
+    assert body == {
+        "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "temperature": 0.5, "top_p": 0.9, "top_k": 40, "max_tokens": 5, "frequency_penalty": 0.1, "seed": 7,
+        "stop": ["never", "again"],
+    }  # fmt: skip
+    assert fact(answer, "tokens") == "5 tokens, cut at the limit"
+
+    page.get_by_label("Temperature").fill("3")
+    page.get_by_text("System prompt and parameters").click()  # closed: the page has to open it again
+    page.get_by_label("Prompt", exact=True).fill("Is this sent?")
+    page.keyboard.press("Enter")
+    expect(page.locator("#parameters")).to_have_attribute("open", "")
+    assert page.locator(".assistant").count() == 1
+    assert page.get_by_label("Prompt", exact=True).input_value() == "Is this sent?"
+
+
+def test_the_keyboard_is_enough(open_page: Opener, server: Server) -> None:
+    page = open_page()
+    change_requests(page, ignore_eos=True, max_tokens=1500)
+    for _ in range(8):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == "prompt":
+            break
+    else:
+        pytest.fail("Tab does not lead to the prompt")
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    page.keyboard.press("Enter")
+    answer = page.locator(".assistant")
+    expect(answer.locator(".text")).to_contain_text(re.compile(r"\w"))
+    assert page.locator(".user").inner_text() == "one\ntwo"
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    page.may_fail = True  # a request that is cut off counts as failed
+    page.keyboard.press("Escape")
+    expect(answer).to_have_attribute("data-state", "stopped")
+    assert fact(answer, "tokens").endswith("tokens, stopped")
+    assert numbers(fact(answer, "tokens"))[0] < 1500
+    expect(page.locator("#running")).to_have_text("0")  # the server has stopped too
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    page.get_by_role("button", name="New chat").click()
+    assert page.locator(".message").count() == 0
+    expect(page.get_by_text("Ask something, then ask again")).to_be_visible()
+
+
+def test_markup_stays_text(open_page: Opener) -> None:
+    page = open_page()
+    attack = "<img src=x onerror=alert(1)><b>bold</b>"
+    events = [{"choices": [{"index": 0, "delta": {"content": attack}, "finish_reason": "stop"}]}]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    answer = ask(page, attack)
+    assert page.locator(".user").inner_text() == answer.locator(".text").inner_text() == attack
+    assert page.locator("#log :is(img, b)").count() == 0
+
+
+def test_errors_are_told_and_the_conversation_goes_on(open_page: Opener) -> None:
+    page = open_page()
+    page.may_fail = True  # browsers log what is answered with an error
+    error = {"error": {"message": "the queue is full", "type": "overloaded_error", "param": None, "code": "overloaded"}}
+    whole: dict[str, Any] = {"status": 503, "json": error, "headers": {"Retry-After": "5"}}
+    begun = {"choices": [{"index": 0, "delta": {"content": "Half an"}, "finish_reason": None}]}
+    cut = {"body": f"data: {json.dumps(begun)}\n\ndata: {json.dumps(error)}\n\n", "content_type": "text/event-stream"}
+    for reply, text, shown in (
+        (whole, "", "503: the queue is full. Try again in 5 s."),
+        (cut, "Half an", "the queue is full."),
+    ):
+        page.route("**/v1/chat/completions", lambda route, _, reply=reply: route.fulfill(**reply))
+        answer = ask(page, "Hello?", state="failed")
+        assert answer.get_by_role("alert").inner_text() == shown
+        assert answer.locator(".text").inner_text() == text
+        page.unroute("**/v1/chat/completions")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "Are you there?")
+    contents = [message["content"] for message in sent.value.post_data_json["messages"]]
+    assert contents == ["Hello?", "Half an", "Are you there?"]  # but not the question that got no answer
+
+
+# --- the live view ----------------------------------------------------------------------------------------------------
+
+
+def test_the_heat_map_shows_what_the_engines_say(open_page: Opener, server: Server) -> None:
+    page = open_page()
+    picture = "() => [...document.querySelectorAll('canvas')].map((canvas) => canvas.toDataURL())"
+    before = page.evaluate(picture)
+    assert len(before) == 2
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [300] * 1000, "max_tokens": 1}, timeout=60)
+    replica = answer.headers["x-pagoda-replica"]
+    page.wait_for_function(f"before => ({picture})().some((image, index) => image !== before[index])", arg=before)
+    page.wait_for_timeout(1500)  # what the other requests of these tests have left
+
+    tile = page.locator(f"[data-replica='{replica}']")
+    label = tile.get_by_role("img").get_attribute("aria-label") or ""
+    used, shared, cached, free = numbers(label)
+    states = {state: server.metric("pagoda_kv_blocks", state=state)[replica] for state in ("free", "cached")}
+    assert (used, shared, cached, free) == (0, 0, states["cached"], states["free"])
+    assert cached >= 1000 // 16
+    blocks = numbers(tile.locator(".hint").inner_text())[0]
+    assert used + shared + cached + free == blocks
+
+
+def test_each_request_is_listed_with_the_reason(open_page: Opener, server: Server) -> None:
+    page = open_page()
+    for _ in range(2):
+        body = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 2, "cache_salt": "of this test"}
+        replica = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).headers["x-pagoda-replica"]
+        page.wait_for_timeout(1500)
+    rows = page.locator("#routed tr")
+    second, first = (rows.nth(index).locator("td").all_inner_texts() for index in (0, 1))
+    assert (first[2], second[2]) == ("cold", "hit")
+    assert rows.nth(0).locator(".replica").get_attribute("title") == replica
+    prompt, expected, best = (numbers(second[index])[0] for index in (3, 4, 5))
+    assert 0 < prompt - expected <= 16
+    assert best == expected
+    assert numbers(first[4])[0] == 0
+    assert page.locator("#hit-chart .line").count() >= 1
+    assert page.locator("#rate-chart svg").get_attribute("aria-label", timeout=1000).startswith("Output tokens")  # type: ignore[union-attr]
+
+
+def test_nothing_is_asked_while_nobody_looks(open_page: Opener) -> None:
+    page = open_page()
+    page.evaluate("Object.defineProperty(document, 'hidden', {get: () => true, configurable: true})")
+    page.wait_for_timeout(1200)  # the poll that was under way
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.wait_for_timeout(2500)
+    assert asked == []
+    page.evaluate("Object.defineProperty(document, 'hidden', {get: () => false})")
+    page.wait_for_timeout(1500)
+    assert asked[0].endswith("/live")
+
+
+# --- how it looks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("viewport", [LAPTOP, PHONE], ids=["laptop", "phone"])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_fits_and_everybody_can_use_it(open_page: Opener, theme: str, viewport: dict[str, int]) -> None:
+    page = open_page(viewport=viewport, color_scheme=theme)
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(numbers(background)) > 380) == (theme == "light")
+    ask(page, "What is a KV cache? " + "x" * 200)
+    page.get_by_text("System prompt and parameters").click()
+    page.get_by_text("What the reasons mean").click()
+    expect(page.locator("#routed tr").first).to_be_visible()
+    width = page.evaluate("document.documentElement.scrollWidth")
+    assert width <= viewport["width"]
+    region = page.get_by_role("region", name="Routing").last
+    assert region.evaluate("element => element.scrollWidth <= element.clientWidth")
+    found = axe_api.Axe().run(page).response["violations"]
+    serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
+    assert serious == []
+
+
+def test_a_theme_can_be_chosen_and_is_kept(open_page: Opener) -> None:
+    page = open_page(color_scheme="light")
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(colour)
+    page.get_by_role("button", name="System theme").click()
+    assert page.evaluate(colour) == light
+    page.get_by_role("button", name="Light theme").click()
+    dark = page.evaluate(colour)
+    assert dark != light
+    page.reload()
+    assert page.evaluate(colour) == dark
+    page.get_by_role("button", name="Dark theme").click()
+    assert page.evaluate(colour) == light
+
+
+# --- with keys --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that wants a key."""
+    directory = tmp_path_factory.mktemp("keyed")
+    keys = directory / "keys"
+    keys.write_text(f"{KEY}\n")
+
+    def change(args: dict[str, Any]) -> None:
+        args["replicas"]["num_engine_replicas"] = 1
+
+    with running_server(directory, change, environment={"PAGODA_API_KEYS_FILE": str(keys)}) as running:
+        yield running
+
+
+def test_without_a_key_nothing_is_served(keyed: Server) -> None:
+    with httpx.Client(base_url=keyed.url, timeout=30) as plain:
+        for path in ("/", "/live", "/metrics", "/v1/models", "/web/app.js"):
+            assert plain.get(path).status_code == 401, path
+        assert plain.post("/v1/completions", json={"prompt": "a"}).status_code == 401
+        assert plain.get("/health").status_code == plain.get("/version").status_code == 200
+        with_key = {"Authorization": f"Bearer {KEY}"}
+        assert plain.get("/metrics", headers=with_key).status_code == 200
+        answer = plain.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=with_key)
+        assert answer.status_code == 200
+    assert KEY not in keyed.log.read_text()
+
+
+def test_a_browser_asks_for_the_key(browser: Browser, keyed: Server) -> None:
+    with browser.new_context() as context, pytest.raises(Error, match="ERR_INVALID_AUTH_CREDENTIALS"):
+        context.new_page().goto(keyed.url)  # it would ask its user, but is headless
+
+
+def test_a_browser_with_a_wrong_key_is_refused(browser: Browser, keyed: Server) -> None:
+    with browser.new_context(http_credentials={"username": "me", "password": "a-key-that-nobody-has"}) as context:
+        answer = context.new_page().goto(keyed.url)
+        assert answer is not None
+        assert answer.status == 401
+        assert answer.header_value("www-authenticate") == 'Basic realm="Pagoda", charset="UTF-8"'
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_with_the_key_the_page_works(browser: Browser, keyed: Server) -> None:
+    problems: list[str] = []
+    with browser.new_context(http_credentials={"username": "me", "password": KEY}) as context:
+        page = context.new_page()
+        page.goto(keyed.url)
+        page.on("console", lambda message: message.type == "error" and problems.append(message.text))
+        expect(page.locator("#status")).to_have_text("1 replica")
+        answer = ask(page, "What is a KV cache?")
+        assert re.search(r"[A-Za-z]{3,}", answer.locator(".text").inner_text())
+        assert problems == []
