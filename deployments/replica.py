@@ -6,6 +6,7 @@ running. It knows nothing of text or HTTP; which request comes here was the rout
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -81,6 +82,7 @@ class EngineReplica:
         self._exporter.start()
         self._stats_line = StatsLine(self._recorder)
         self._stats_line.start()
+        gc.freeze()  # what is there now stays: a collection that looked through it would hold every stream up
         logger.info("engine ready: %s", self._engine.info)
 
     async def generate(
