@@ -20,7 +20,6 @@ from deployments.telemetry import (
     REPLICAS,
     ROUTING_BEST_HIT_TOKENS,
     ROUTING_PREDICTED_HIT_TOKENS,
-    Recorder,
     ingress_recorder,
 )
 
@@ -141,11 +140,11 @@ class ClusterView:
 
     # --- for whoever looks ----------------------------------------------------------------------------------------
 
-    def report_state(self, recorder: Recorder) -> None:
+    def report_state(self) -> None:
         """Report the gauges."""
-        recorder.set(REPLICAS, len(self._listed), state="running")
-        recorder.set(REPLICAS, len(self._heard) - len(self._listed), state="draining")
-        recorder.set(KV_INDEX_BLOCKS, len(self.routing.index))
+        self._recorder.set(REPLICAS, len(self._listed), state="running")
+        self._recorder.set(REPLICAS, len(self._heard) - len(self._listed), state="draining")
+        self._recorder.set(KV_INDEX_BLOCKS, len(self.routing.index))
 
 
 @cache

@@ -36,11 +36,12 @@ from deployments.merge import merge
 from deployments.parsing import parse_body
 from deployments.prompts import Prompt, PromptBuilder
 from deployments.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from deployments.ray_exporter import RayExporter
 from deployments.replica import EngineRequest
 from deployments.responses import Answer, ChatFormat, CompletionFormat, Format, best_answers, usage
 from deployments.sampling import for_answers, require_few_answers
 from deployments.structured import as_response_format
-from deployments.telemetry import RayExporter, Series, ingress_recorder, render
+from deployments.telemetry import INGRESS_INFO, REPLICAS_MIN, Series, ingress_recorder, render
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
 from engine.text import Tokenizer, import_tokenizers
@@ -74,6 +75,9 @@ class Ingress:
         )
         self._started = int(time.time())
         self._prompts: asyncio.Future[PromptBuilder] | None = None
+        self._exporter: RayExporter | None = None
+        ingress_recorder().set(INGRESS_INFO, 1, model=config.served_name)
+        ingress_recorder().set(REPLICAS_MIN, config.min_engine_replicas)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP surface; Serve asks for it when the constructor is done."""
@@ -163,9 +167,8 @@ class Ingress:
 
     async def ingress_metrics(self) -> tuple[str, list[Series]]:
         """Return this ingress's name and the present value of every metric; any ingress may ask for it."""
-        recorder = ingress_recorder()
-        self._view.report_state(recorder)
-        return serve.get_replica_context().replica_id.unique_id, recorder.snapshot()
+        self._view.report_state()
+        return serve.get_replica_context().replica_id.unique_id, ingress_recorder().snapshot()
 
     # --- a request's way ------------------------------------------------------------------------------------------
 
@@ -239,7 +242,9 @@ class Ingress:
         importing = asyncio.create_task(asyncio.to_thread(import_tokenizers))  # while the engines load
         info = await self._engines.info.remote()
         await importing
-        RayExporter(ingress_recorder()).start()
+        if self._exporter is None:  # else this is another attempt
+            self._exporter = RayExporter(ingress_recorder(), label="ingress", refresh=self._view.report_state)
+            self._exporter.start()
         return await asyncio.to_thread(PromptBuilder, self._config.model_path, info, self._config.served_name)
 
     def _require_model(self, name: str | None) -> None:

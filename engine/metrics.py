@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from engine.block_manager import BlockManager
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from engine.step import SchedulerOutput
 
 __all__ = ["METRICS", "EngineMetrics", "Metric", "MetricSink", "NullSink", "StepTimes"]
@@ -55,6 +55,7 @@ class Metric:
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    known: tuple[tuple[str, ...], ...] = ()  # label values that are shown, with 0, before they have happened
 
 
 REQUESTS_RUNNING = Metric("num_requests_running", "gauge", "Sequences in the running batch.")
@@ -69,11 +70,23 @@ ENGINE_INFO = Metric(
 )  # fmt: skip
 CACHE_QUERIES = Metric("prefix_cache_query_tokens", "counter", "Prompt tokens looked up in the prefix cache.")
 CACHE_HITS = Metric("prefix_cache_hit_tokens", "counter", "Prompt tokens that the prefix cache served.")
-PREEMPTIONS = Metric("preemptions", "counter", "Sequences preempted for want of KV blocks.", ("kind",))
+ENGINE_START_TIME = Metric(
+    "engine_start_time_seconds", "gauge",
+    "When this engine was ready, in seconds since 1970; a replica that is restarted comes back under another name.",
+)  # fmt: skip
+PREEMPTIONS = Metric(
+    "preemptions", "counter", "Sequences preempted for want of KV blocks.", ("kind",), known=(("swap",), ("recompute",))
+)
 PROMPT_TOKENS = Metric("prompt_tokens", "counter", "Prompt tokens of requests that were started.")
 GENERATION_TOKENS = Metric("generation_tokens", "counter", "Tokens generated.")
-REQUESTS_FINISHED = Metric("requests_finished", "counter", "Requests that ended, by reason.", ("reason",))
-REQUESTS_REJECTED = Metric("requests_rejected", "counter", "Requests refused by the engine, by reason.", ("reason",))
+REQUESTS_FINISHED = Metric(
+    "requests_finished", "counter", "Requests that ended, by reason; abort: the client went away.", ("reason",),
+    known=(("stop",), ("length",), ("abort",), ("error",)),
+)  # fmt: skip
+REQUESTS_REJECTED = Metric(
+    "requests_rejected", "counter", "Requests refused by the engine: overloaded, or the parameter that was wrong.",
+    ("reason",), known=(("overloaded",), ("prompt",)),
+)  # fmt: skip
 BLOCKS_EVICTED = Metric("blocks_evicted", "counter", "Cached KV blocks that were overwritten.")
 TTFT = Metric("time_to_first_token_seconds", "histogram", "From arrival to the first token.", (), TTFT_BUCKETS)
 INTER_TOKEN = Metric(
@@ -93,7 +106,10 @@ REQUEST_GENERATION = Metric(
 )
 DRAFT_TOKENS = Metric("spec_decode_num_draft_tokens", "counter", "Tokens guessed and computed before they were known.")
 ACCEPTED_TOKENS = Metric("spec_decode_num_accepted_tokens", "counter", "Tokens that were gained by right guesses.")
-STEP_SECONDS = Metric("step_seconds", "histogram", "Time of one engine step, by phase.", ("phase",), STEP_BUCKETS)
+STEP_SECONDS = Metric(
+    "step_seconds", "histogram", "Time of one engine step, by phase.", ("phase",), STEP_BUCKETS,
+    (("schedule",), ("forward",), ("sample",)),
+)  # fmt: skip
 STEP_TOKENS = Metric("step_tokens", "histogram", "Tokens computed in one engine step.", (), TOKEN_BUCKETS)
 
 OVERLOADED = "overloaded"  # the reason of REQUESTS_REJECTED where the queue was full
@@ -240,7 +256,8 @@ class EngineMetrics:
         assert reason is not None
         times = self._times.pop(group.request_id)
         num_generated = sum(sequence.num_output_tokens for sequence in group.sequences)
-        self._sink.increment(REQUESTS_FINISHED, reason=reason.value)
+        has_failed = reason is FinishReason.ABORT and group.sequences[0].has_failed
+        self._sink.increment(REQUESTS_FINISHED, reason="error" if has_failed else reason.value)
         self._sink.observe(REQUEST_PROMPT, group.sequences[0].num_prompt_tokens)
         self._sink.observe(REQUEST_GENERATION, num_generated)
         if times.first_token:  # what a resumed request has generated came from elsewhere
