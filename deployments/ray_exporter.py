@@ -3,6 +3,9 @@
 It has a thread of its own, because Ray's calls are too slow for the engine's loop. Names and labels are those of
 ``GET /metrics``, so that one dashboard serves both; Ray adds ``deployment``, ``application`` and more.
 
+The agent forgets a gauge that it has not been told again for two of its reporting intervals (of 10 s each), so that
+what a dead process has said goes; those of a living one are told every time.
+
 Ray's own Histogram takes one call a value, and its agent one more, and then knows the buckets but not the sum, which it
 makes up from their middles. So a histogram goes as what Prometheus makes of it anyway, the series ``_bucket``, ``_sum``
 and ``_count``, each a gauge for Ray; PromQL reads them alike.
@@ -70,12 +73,11 @@ class RayExporter:
         self.flush()
 
     def flush(self) -> None:
-        """Send what changed since the last call."""
+        """Send what there is."""
         self._refresh()
         for series in self._recorder.snapshot():
             key = (series.metric.name, *series.labels)
-            previous = self._sent.get(key)
-            if series != previous and self._try_to_send(series, previous):
+            if self._try_to_send(series, self._sent.get(key)):
                 self._sent[key] = series
 
     def _try_to_send(self, series: Series, previous: Series | None) -> bool:
