@@ -129,12 +129,12 @@ class Recorder:
         with self._lock:
             self._cell(metric, labels).value = value
 
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """Record one value in a histogram."""
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
+        """Record a value in a histogram, ``count`` times."""
         with self._lock:
             cell = self._cell(metric, labels)
-            cell.value += value
-            cell.counts[bisect_left(metric.buckets, value)] += 1
+            cell.value += value * count
+            cell.counts[bisect_left(metric.buckets, value)] += count
 
     def snapshot(self) -> list[Series]:
         """Return the value of every series."""

@@ -6,6 +6,7 @@ to Ray's metrics agent, the offline API to none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from time import monotonic
@@ -126,8 +127,8 @@ class MetricSink(Protocol):
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Set a gauge."""
 
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """Record one value in a histogram."""
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
+        """Record a value in a histogram, ``count`` times."""
 
 
 class NullSink:
@@ -139,7 +140,7 @@ class NullSink:
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Ignore it."""
 
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
         """Ignore it."""
 
 
@@ -203,8 +204,11 @@ class EngineMetrics:
     def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
         """A batch was computed, and these sequences got a token each, more by a draft, or ended without one."""
         now = monotonic()
+        intervals: Counter[float] = Counter()  # nearly all streams got their last token in one step, the one before
         for sequence in got_token:
-            self._token_generated(sequence, now)
+            self._token_generated(sequence, now, intervals)
+        for seconds, count in intervals.items():
+            self._sink.observe(INTER_TOKEN, seconds, count)
         if generated := sum(not sequence.has_failed for sequence in output.sampling):
             self._sink.increment(GENERATION_TOKENS, generated)
         if output.drafts:
@@ -236,7 +240,7 @@ class EngineMetrics:
             self._sink.increment(BLOCKS_EVICTED, evicted)
             self._num_evicted += evicted
 
-    def _token_generated(self, sequence: Sequence, now: float) -> None:
+    def _token_generated(self, sequence: Sequence, now: float, intervals: Counter[float]) -> None:
         times = self._times.get(sequence.request_id)
         if times is None:  # another answer of the request was its last
             return
@@ -245,7 +249,7 @@ class EngineMetrics:
             self._sink.observe(TTFT, now - times.arrived)
             self._sink.observe(PREFILL_TIME, now - times.started)
         elif times.last_token < now:  # else this step's token of another answer was counted
-            self._sink.observe(INTER_TOKEN, now - times.last_token)
+            intervals[now - times.last_token] += 1
         times.last_token = now
         if sequence.is_finished and sequence.group.is_finished:
             self.request_finished(sequence.group)

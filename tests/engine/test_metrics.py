@@ -40,9 +40,9 @@ class RecordingSink:
         assert metric.kind == "gauge"
         self.gauges[self._key(metric, labels)] = value
 
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
         assert metric.kind == "histogram"
-        self.histograms[self._key(metric, labels)].append(value)
+        self.histograms[self._key(metric, labels)] += [value] * count
 
 
 class Clock:
@@ -96,6 +96,14 @@ def test_latencies_of_one_request(clock: Clock) -> None:
     assert sink.histograms[m.REQUEST_GENERATION] == [3]
     assert sink.histograms[m.STEP_TOKENS] == [4, 4, 2, 1, 1]
     assert len(sink.histograms[m.STEP_SECONDS, "forward"]) == 5
+
+
+def test_every_stream_of_a_step_has_its_interval(clock: Clock) -> None:
+    engine, sink = start()
+    for number in range(5):
+        engine.add_request(str(number), [number] * 3, SamplingParams(max_tokens=4))
+    run_to_end(engine)
+    assert sink.histograms[m.INTER_TOKEN] == [1.0] * 15
 
 
 def test_tokens_cache_hits_and_reasons() -> None:
