@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,7 @@ with warnings.catch_warnings():
 
 from benchmarks.workloads import Request, Workload
 from deployments.telemetry import Recorder
-from engine.metrics import GENERATION_TOKENS, NullSink
+from engine.metrics import GENERATION_TOKENS, STEP_TOKENS, Metric, NullSink
 from tests.benchmarks.test_throughput import SMALL
 
 seen: list[list[float]] = []
@@ -52,9 +53,17 @@ def test_half_of_the_runs_are_recorded(
     assert seen == [[5.0], [5.0]]
 
 
-def test_what_is_told_to_nobody_takes_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "NULL_STEPS", 300)
-    assert 0 < telemetry.step_microseconds(NullSink()) < telemetry.step_microseconds(Recorder())
+class SlowSink(NullSink):
+    """Takes a millisecond for what each step observes once."""
+
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
+        if metric is STEP_TOKENS:
+            time.sleep(0.001)
+
+
+def test_the_sinks_time_is_in_the_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "NULL_STEPS", 100)
+    assert telemetry.step_microseconds(NullSink()) < 1000 < telemetry.step_microseconds(SlowSink())
 
 
 def test_a_part_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
