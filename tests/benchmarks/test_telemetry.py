@@ -11,8 +11,9 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
-    from benchmarks import telemetry
+    import deployments.ray_exporter  # noqa: F401
 
+from benchmarks import telemetry
 from benchmarks.workloads import Request, Workload
 from deployments.telemetry import Recorder
 from engine.metrics import GENERATION_TOKENS, STEP_TOKENS, Metric, NullSink
