@@ -71,12 +71,13 @@ def running_prometheus(directory: Path, server: Server, rule_files: list[Path]) 
     """Run a Prometheus while the block runs."""
     # Ray writes there where its agents listen.
     discovered = server.ray_dir / "ray" / "prom_metrics_service_discovery.json"
+    every = {"scrape_interval": "4s", "scrape_timeout": "4s"}  # an ingress waits 2 s for a replica that is dying
     jobs = [
-        {"job_name": "pagoda", "static_configs": [{"targets": [f"127.0.0.1:{server.port}"]}], "scrape_interval": "4s"},
-        {"job_name": "ray", "file_sd_configs": [{"files": [str(discovered)]}], "scrape_interval": "3s"},
+        {"job_name": "pagoda", "static_configs": [{"targets": [f"127.0.0.1:{server.port}"]}], **every},
+        {"job_name": "ray", "file_sd_configs": [{"files": [str(discovered)]}], **every},
     ]
     config = {
-        "global": {"evaluation_interval": "1s", "scrape_timeout": "3s"},
+        "global": {"evaluation_interval": "1s"},
         "rule_files": [str(path) for path in rule_files],
         "scrape_configs": jobs,
     }
