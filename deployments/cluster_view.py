@@ -21,7 +21,6 @@ from deployments.telemetry import (
     REPLICAS,
     ROUTING_BEST_HIT_TOKENS,
     ROUTING_PREDICTED_HIT_TOKENS,
-    Recorder,
     ingress_recorder,
 )
 
@@ -162,11 +161,11 @@ class ClusterView:
         with self._lock:
             return self._log.recent()
 
-    def report_state(self, recorder: Recorder) -> None:
+    def report_state(self) -> None:
         """Report the gauges."""
-        recorder.set(REPLICAS, len(self._listed), state="running")
-        recorder.set(REPLICAS, len(self._heard) - len(self._listed), state="draining")
-        recorder.set(KV_INDEX_BLOCKS, len(self.routing.index))
+        self._recorder.set(REPLICAS, len(self._listed), state="running")
+        self._recorder.set(REPLICAS, len(self._heard) - len(self._listed), state="draining")
+        self._recorder.set(KV_INDEX_BLOCKS, len(self.routing.index))
 
 
 @cache

@@ -166,6 +166,12 @@ class AppConfig(_Options):
         return path if path.is_absolute() else checkout_root() / path
 
     @property
+    def min_engine_replicas(self) -> int:
+        """The number of engine replicas that there are at least, when all is well."""
+        is_fixed = self.autoscaling.max_replicas is None
+        return self.replicas.num_engine_replicas if is_fixed else self.autoscaling.min_replicas
+
+    @property
     def served_name(self) -> str:
         """The name that clients give as ``model``."""
         return self.model_name or self.model_path.name
@@ -173,11 +179,12 @@ class AppConfig(_Options):
     @property
     def engine_config(self) -> EngineConfig:
         """The options of every engine replica; the queue's bounds are among ``limits``."""
-        bounds = {
+        defaults = {
+            "served_model_name": self.served_name,
             "max_queued_requests": self.limits.max_queued_requests_per_engine,
             "max_queued_prefill_tokens": self.limits.max_queued_prefill_tokens_per_engine,
         }
-        return EngineConfig.from_options(str(self.model_path), bounds | self.engine)
+        return EngineConfig.from_options(str(self.model_path), defaults | self.engine)
 
     def require_model(self) -> None:
         """Raise ConfigError unless the model's directory holds a checkpoint."""

@@ -37,6 +37,7 @@ from deployments.merge import merge
 from deployments.parsing import parse_body
 from deployments.prompts import Prompt, PromptBuilder
 from deployments.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from deployments.ray_exporter import RayExporter
 from deployments.replica import EngineRequest
 from deployments.request_log import RequestLog
 from deployments.request_record import RequestRecord, current_record, note_error
@@ -44,7 +45,7 @@ from deployments.responses import Answer, ChatFormat, CompletionFormat, Format, 
 from deployments.routing_log import RoutedRequest
 from deployments.sampling import for_answers, require_few_answers
 from deployments.structured import as_response_format
-from deployments.telemetry import RayExporter, Series, ingress_recorder, render
+from deployments.telemetry import INGRESS_INFO, REPLICAS_MIN, Series, ingress_recorder, render
 from deployments.tracing import open_tracer
 from deployments.version import pagoda_version
 from deployments.web_page import WebPage
@@ -87,6 +88,9 @@ class Ingress:
         self._tracer = open_tracer(config.tracing, config.served_name)
         self._started = int(time.time())
         self._prompts: asyncio.Future[PromptBuilder] | None = None
+        self._exporter: RayExporter | None = None
+        ingress_recorder().set(INGRESS_INFO, 1, model=config.served_name)
+        ingress_recorder().set(REPLICAS_MIN, config.min_engine_replicas)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP surface; Serve asks for it when the constructor is done."""
@@ -190,9 +194,8 @@ class Ingress:
 
     async def ingress_metrics(self) -> tuple[str, list[Series]]:
         """Return this ingress's name and the present value of every metric; any ingress may ask for it."""
-        recorder = ingress_recorder()
-        self._view.report_state(recorder)
-        return serve.get_replica_context().replica_id.unique_id, recorder.snapshot()
+        self._view.report_state()
+        return serve.get_replica_context().replica_id.unique_id, ingress_recorder().snapshot()
 
     async def recently_routed(self) -> tuple[str, list[RoutedRequest]]:
         """Return this ingress's name and where it has sent its last requests; any ingress may ask for it."""
@@ -273,7 +276,9 @@ class Ingress:
         importing = asyncio.create_task(asyncio.to_thread(import_tokenizers))  # while the engines load
         info = await self._engines.info.remote()
         await importing
-        RayExporter(ingress_recorder()).start()
+        if self._exporter is None:  # else this is another attempt
+            self._exporter = RayExporter(ingress_recorder(), label="ingress", refresh=self._view.report_state)
+            self._exporter.start()
         return await asyncio.to_thread(PromptBuilder, self._config.model_path, info, self._config.served_name)
 
     def _require_model(self, name: str | None) -> None:

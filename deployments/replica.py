@@ -20,13 +20,15 @@ from deployments.autoscaling import replica_pressure
 from deployments.cluster_view import BLOCK_SIZE, ENDPOINT
 from deployments.kv_publisher import KVEventPublisher
 from deployments.live_view import EngineSnapshot
+from deployments.ray_exporter import RayExporter
 from deployments.stats_line import StatsLine
-from deployments.telemetry import RayExporter, Recorder, Series
+from deployments.telemetry import Recorder, Series
 from engine.async_engine import AsyncEngine, TokenBatch
 from engine.config import EngineConfig
 from engine.engine import EngineInfo
 from engine.errors import EngineDeadError, OverloadedError
 from engine.logs import forward_logs
+from engine.metrics import METRICS
 from engine.sampling_params import SamplingParams
 
 __all__ = ["EngineOutput", "EngineReplica", "EngineRequest"]
@@ -69,7 +71,7 @@ class EngineReplica:
     def __init__(self, config: EngineConfig) -> None:
         forward_logs(logger)  # before there is an engine, which says what it loads
         self._name: str = serve.get_replica_context().replica_id.unique_id
-        self._recorder = Recorder()
+        self._recorder = Recorder(METRICS)
         # On this node's own address: routers on other nodes listen, and nobody from outside the cluster's network.
         self._publisher = KVEventPublisher(self._name, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._engine = AsyncEngine.from_config(
@@ -78,7 +80,7 @@ class EngineReplica:
             on_kv_events=self._publisher.publish_events,
             on_load=self._publisher.publish_load,
         )
-        self._exporter = RayExporter(self._recorder)
+        self._exporter = RayExporter(self._recorder, label="replica")
         self._exporter.start()
         self._stats_line = StatsLine(self._recorder)
         self._stats_line.start()

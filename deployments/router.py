@@ -40,8 +40,9 @@ class PrefixRouter(RequestRouter):
         hashes, num_tokens, avoid = _prompt(pending_request)
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         decision = self.view.choose(list(replicas), hashes, num_tokens, avoid, _request_id(pending_request))
-        ingress_recorder().increment(ROUTING_DECISIONS, outcome=decision.outcome)
-        ingress_recorder().observe(ROUTING_DECISION_SECONDS, perf_counter() - started)
+        if num_tokens:  # else the call asks for something else
+            ingress_recorder().increment(ROUTING_DECISIONS, outcome=decision.outcome)
+            ingress_recorder().observe(ROUTING_DECISION_SECONDS, perf_counter() - started)
         return [[replicas[name]] for name in decision.order]
 
     async def _choose_replica_for_request(

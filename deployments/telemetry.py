@@ -1,30 +1,29 @@
-"""Telemetry: keeps every metric's value in this process and gives them to two doors.
+"""Telemetry: keeps every metric's value in this process and writes them for ``GET /metrics``.
 
 ``Recorder`` is the sink that engine and ingress report to; ``render`` writes the recorders of all replicas as
-Prometheus text for ``GET /metrics``; ``RayExporter`` carries one recorder's values to Ray's metrics agent, from a
-thread of its own, because Ray's calls are too slow for the engine's loop. Metrics of the engine are defined in
+Prometheus text. The other door, Ray's metrics agent, is ray_exporter.py. Metrics of the engine are defined in
 engine/metrics.py, those of the ingress here.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
-from ray.serve import metrics as ray_metrics
 
 from engine.metrics import Metric
 
 __all__ = [
     "HTTP_REQUESTS",
+    "INGRESS_INFO",
     "INGRESS_METRICS",
     "INGRESS_REJECTIONS",
     "KV_INDEX_BLOCKS",
@@ -32,25 +31,28 @@ __all__ = [
     "KV_INDEX_GAPS",
     "KV_INDEX_LAG",
     "REPLICAS",
+    "REPLICAS_MIN",
     "REQUEST_MIGRATIONS",
     "ROUTING_BEST_HIT_TOKENS",
     "ROUTING_DECISIONS",
     "ROUTING_DECISION_SECONDS",
     "ROUTING_PREDICTED_HIT_TOKENS",
-    "RayExporter",
     "Recorder",
     "Series",
+    "cumulative",
     "ingress_recorder",
     "render",
 ]
-
-logger = logging.getLogger("ray.serve")
 
 LAG_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 DECISION_BUCKETS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1, 1.0)
 
 HTTP_REQUESTS = Metric("http_requests", "counter", "HTTP requests answered.", ("path", "status"))
-ROUTING_DECISIONS = Metric("routing_decisions", "counter", "Requests by why their replica was chosen.", ("outcome",))
+INGRESS_INFO = Metric("ingress_info", "gauge", "Always 1; the labels describe the ingress.", ("model",))
+ROUTING_DECISIONS = Metric(
+    "routing_decisions", "counter", "Choices of a replica for a request, by why it came first.", ("outcome",),
+    known=(("hit",), ("cold",), ("balanced",), ("fallback",), ("retry",)),
+)  # fmt: skip
 ROUTING_DECISION_SECONDS = Metric(
     "routing_decision_seconds", "histogram", "Time to rank the replicas for one request.", (), DECISION_BUCKETS
 )
@@ -60,17 +62,22 @@ ROUTING_PREDICTED_HIT_TOKENS = Metric(
 ROUTING_BEST_HIT_TOKENS = Metric(
     "routing_best_hit_tokens", "counter", "Prompt tokens that some replica was thought to have cached."
 )
-INGRESS_REJECTIONS = Metric("ingress_rejections", "counter", "Requests refused before an engine saw them.", ("reason",))
+INGRESS_REJECTIONS = Metric(
+    "ingress_rejections", "counter", "Requests refused before an engine saw them.", ("reason",),
+    known=(("overloaded",),),
+)  # fmt: skip
 KV_INDEX_BLOCKS = Metric("kv_index_blocks", "gauge", "KV blocks that this ingress knows of.")
 KV_INDEX_LAG = Metric(
     "kv_index_lag_seconds", "histogram", "From an engine's step to when this ingress heard of it.", (), LAG_BUCKETS
 )
 KV_INDEX_GAPS = Metric("kv_index_gaps", "counter", "Times that KV events were missing and a snapshot was asked for.")
 KV_INDEX_DROPPED = Metric(
-    "kv_index_dropped_messages", "counter", "Messages and endpoints that were refused.", ("reason",)
-)
+    "kv_index_dropped_messages", "counter", "Messages and endpoints that were refused.", ("reason",),
+    known=(("malformed",), ("oversized",)),
+)  # fmt: skip
 REQUEST_MIGRATIONS = Metric("request_migrations", "counter", "Requests sent to another replica after theirs was lost.")
 REPLICAS = Metric("replicas", "gauge", "Engine replicas that this ingress knows of.", ("state",))
+REPLICAS_MIN = Metric("replicas_min", "gauge", "Engine replicas that there are at least when all is well.")
 
 INGRESS_METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
@@ -98,11 +105,19 @@ class _Cell:
 
 
 class Recorder:
-    """A MetricSink that remembers; every method may be called from any thread."""
+    """A MetricSink that remembers; every method may be called from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        metrics: counters and histograms among these have a value, 0, from the start, for each label value that is known
+            beforehand: Prometheus sees a first event only as a rise from a value that it has seen.
+    """
+
+    def __init__(self, metrics: Iterable[Metric] = ()) -> None:
         self._cells: dict[tuple[str, ...], _Cell] = {}
         self._lock = threading.Lock()
+        for metric in metrics:
+            for values in () if metric.kind == "gauge" else metric.known if metric.labels else ((),):
+                self._cell(metric, dict(zip(metric.labels, values, strict=True)))
 
     def increment(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         """Add a positive amount to a counter."""
@@ -114,12 +129,12 @@ class Recorder:
         with self._lock:
             self._cell(metric, labels).value = value
 
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """Record one value in a histogram."""
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
+        """Record a value in a histogram, ``count`` times."""
         with self._lock:
             cell = self._cell(metric, labels)
-            cell.value += value
-            cell.counts[bisect_left(metric.buckets, value)] += 1
+            cell.value += value * count
+            cell.counts[bisect_left(metric.buckets, value)] += count
 
     def snapshot(self) -> list[Series]:
         """Return the value of every series."""
@@ -138,10 +153,10 @@ class Recorder:
 @cache
 def ingress_recorder() -> Recorder:
     """Return the recorder of this ingress process; the router, which Serve makes, reports to it too."""
-    return Recorder()
+    return Recorder(INGRESS_METRICS)
 
 
-# ---- door 1: GET /metrics ---------------------------------------------------------------------------------------
+# ---- GET /metrics -----------------------------------------------------------------------------------------------
 
 
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -179,11 +194,13 @@ def _add(family: Family, series: Series, process: str) -> None:
     if not isinstance(family, HistogramMetricFamily):
         family.add_metric(labels, series.value)
         return
+    family.add_metric(labels, buckets=cumulative(series), sum_value=series.value)
+
+
+def cumulative(series: Series) -> list[tuple[str, float]]:
+    """Return a histogram's buckets as Prometheus has them: each bound, and how many values do not exceed it."""
     bounds = [*(str(float(bound)) for bound in series.metric.buckets), "+Inf"]
-    cumulative: list[tuple[str, float]] = []
-    for bound, count in zip(bounds, series.counts, strict=True):
-        cumulative.append((bound, count + (cumulative[-1][1] if cumulative else 0)))
-    family.add_metric(labels, buckets=cumulative, sum_value=series.value)
+    return list(zip(bounds, map(float, accumulate(series.counts)), strict=True))
 
 
 def render(engines: Mapping[str, Iterable[Series]], ingresses: Mapping[str, Iterable[Series]]) -> bytes:
@@ -191,97 +208,3 @@ def render(engines: Mapping[str, Iterable[Series]], ingresses: Mapping[str, Iter
     sources = [("replica", name, series) for name, series in sorted(engines.items())]
     sources += [("ingress", name, series) for name, series in sorted(ingresses.items())]
     return generate_latest(_Families(sources))
-
-
-# ---- door 2: Ray's metrics agent ----------------------------------------------------------------------------------
-
-
-class RayExporter:
-    """Carries a recorder's values to Ray's metrics agent every few seconds, as ``ray_pagoda_<name>``."""
-
-    def __init__(self, recorder: Recorder, period_s: float = 5.0) -> None:
-        self._recorder = recorder
-        self._period_s = period_s
-        self._sent: dict[tuple[str, ...], Series] = {}
-        self._failed: set[str] = set()  # metrics whose failure is in the log
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ray-metrics", daemon=True)
-
-    def start(self) -> None:
-        """Begin to export."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Export what is left and end the thread."""
-        self._stopped.set()
-        self._thread.join(timeout=self._period_s)
-
-    def _run(self) -> None:
-        while not self._stopped.wait(self._period_s):
-            self.flush()
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what changed since the last call."""
-        for series in self._recorder.snapshot():
-            key = (series.metric.name, *series.labels)
-            previous = self._sent.get(key)
-            if series != previous and self._try_to_send(series, previous):
-                self._sent[key] = series
-
-    def _try_to_send(self, series: Series, previous: Series | None) -> bool:
-        """Send one series; what goes wrong is logged once a metric, and the others, and later values, go on."""
-        try:
-            _send(series, previous)
-        except Exception:
-            if series.metric.name not in self._failed:
-                self._failed.add(series.metric.name)
-                logger.exception("metric %s could not be sent to Ray's agent", series.metric.name)
-            return False
-        return True
-
-
-@cache
-def _ray_metric(metric: Metric) -> ray_metrics.Counter | ray_metrics.Gauge | ray_metrics.Histogram:
-    name = f"pagoda_{metric.name}"
-    tags: Any = metric.labels  # Ray's annotation allows a tuple of one only
-    if metric.kind == "counter":
-        return ray_metrics.Counter(name, description=metric.help, tag_keys=tags)
-    if metric.kind == "gauge":
-        return ray_metrics.Gauge(name, description=metric.help, tag_keys=tags)
-    return ray_metrics.Histogram(name, description=metric.help, boundaries=list(metric.buckets), tag_keys=tags)
-
-
-def _send(series: Series, previous: Series | None) -> None:
-    """Send one series to Ray; counters and histograms as the difference to what was sent before."""
-    target = _ray_metric(series.metric)
-    tags = dict(zip(series.metric.labels, series.labels, strict=True))
-    if isinstance(target, ray_metrics.Gauge):
-        target.set(series.value, tags=tags)
-    elif isinstance(target, ray_metrics.Counter):
-        target.inc(series.value - (previous.value if previous else 0.0), tags=tags)
-    else:
-        _observe_difference(target, series, previous, tags)
-
-
-def _observe_difference(
-    target: ray_metrics.Histogram, series: Series, previous: Series | None, tags: dict[str, str]
-) -> None:
-    """Observe, bucket by bucket, a value that falls into it: Ray has no call that takes counts."""
-    before = previous.counts if previous else (0,) * len(series.counts)
-    new = [now - then for now, then in zip(series.counts, before, strict=True)]
-    total = series.value - (previous.value if previous else 0.0)
-    for value, count in zip(_representatives(series.metric.buckets, new, total), new, strict=True):
-        for _ in range(count):
-            target.observe(value, tags=tags)
-
-
-def _representatives(buckets: tuple[float, ...], counts: list[int], total: float) -> list[float]:
-    """Return one value inside each bucket, chosen so that the sum comes near ``total``."""
-    lows = [buckets[0] / 2, *buckets]
-    highs = [*buckets, buckets[-1] * 2]
-    low_sum = sum(low * count for low, count in zip(lows, counts, strict=True))
-    high_sum = sum(high * count for high, count in zip(highs, counts, strict=True))
-    # The share is not 0, as a bucket does not hold its lower bound.
-    share = 0.5 if high_sum <= low_sum else min(max((total - low_sum) / (high_sum - low_sum), 1e-6), 1.0)
-    return [low + share * (high - low) for low, high in zip(lows, highs, strict=True)]

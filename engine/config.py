@@ -76,6 +76,7 @@ class EngineConfig:
         tensor_parallel_size: GPUs, or on a CPU processes, that share one model; all on this host.
         swap_space_gib: host memory in GiB that preempted requests are swapped to; without room there they are
             computed again. It is the whole engine's too.
+        served_model_name: what metrics call the model; None takes the path.
         step_timeout_s: seconds after which a step that does not end makes AsyncEngine.check_health() fail.
         seed: of the engine's own generator, from which requests without a seed draw theirs.
         speculative_config: guess tokens and let the model check several in one step, which makes greedy answers faster
@@ -110,6 +111,7 @@ class EngineConfig:
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     swap_space_gib: float = 0.0
+    served_model_name: str | None = None
     step_timeout_s: float = 300.0
     seed: int = 0
     speculative_config: SpeculativeConfig | dict[str, Any] | None = None
@@ -122,6 +124,10 @@ class EngineConfig:
             object.__setattr__(self, "model", os.fspath(self.model))
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r} must be the path of a checkpoint directory")
+        if self.served_model_name is not None and (
+            not isinstance(self.served_model_name, str) or not self.served_model_name
+        ):
+            raise ConfigError(f"served_model_name={self.served_model_name!r} must be a name, or null")
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             self._require_positive_int(name)
         for name in (

@@ -26,7 +26,7 @@ from engine.drafter import Drafter
 from engine.errors import OverloadedError, RequestError
 from engine.kv_events import KVEventBatch
 from engine.load import EngineLoad, LoadMeter
-from engine.metrics import ENGINE_INFO, OVERLOADED, EngineMetrics, MetricSink, NullSink, StepTimes
+from engine.metrics import ENGINE_INFO, ENGINE_START_TIME, OVERLOADED, EngineMetrics, MetricSink, NullSink, StepTimes
 from engine.ngram_proposer import NgramProposer
 from engine.outputs import StepOutput, step_outputs
 from engine.prefill_backlog import PrefillBacklog
@@ -143,9 +143,10 @@ class Engine:
         sink = sink or NullSink()
         self.metrics = EngineMetrics(sink, self.block_manager, self.scheduler)
         sink.set(
-            ENGINE_INFO, 1, model=info.model, block_size=str(info.block_size), num_blocks=str(info.num_blocks),
-            attention_backend=info.attention_backend, dtype=info.dtype,
+            ENGINE_INFO, 1, model=config.served_model_name or info.model, block_size=str(info.block_size),
+            num_blocks=str(info.num_blocks), attention_backend=info.attention_backend, dtype=info.dtype,
         )  # fmt: skip
+        sink.set(ENGINE_START_TIME, time.time())
         self.metrics.report_state()
         self._backlog = PrefillBacklog(self.block_manager)
         self._meter = LoadMeter(self._backlog)

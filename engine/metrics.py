@@ -6,6 +6,7 @@ to Ray's metrics agent, the offline API to none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from time import monotonic
@@ -13,7 +14,7 @@ from typing import Literal, Protocol
 
 from engine.block_manager import BlockManager
 from engine.scheduler import Scheduler
-from engine.sequence import RequestTiming, Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import FinishReason, RequestTiming, Sequence, SequenceGroup, SequenceStatus
 from engine.step import SchedulerOutput
 
 __all__ = ["METRICS", "EngineMetrics", "Metric", "MetricSink", "NullSink", "StepTimes"]
@@ -55,6 +56,7 @@ class Metric:
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    known: tuple[tuple[str, ...], ...] = ()  # label values that are shown, with 0, before they have happened
 
 
 REQUESTS_RUNNING = Metric("num_requests_running", "gauge", "Sequences in the running batch.")
@@ -69,11 +71,23 @@ ENGINE_INFO = Metric(
 )  # fmt: skip
 CACHE_QUERIES = Metric("prefix_cache_query_tokens", "counter", "Prompt tokens looked up in the prefix cache.")
 CACHE_HITS = Metric("prefix_cache_hit_tokens", "counter", "Prompt tokens that the prefix cache served.")
-PREEMPTIONS = Metric("preemptions", "counter", "Sequences preempted for want of KV blocks.", ("kind",))
+ENGINE_START_TIME = Metric(
+    "engine_start_time_seconds", "gauge",
+    "When this engine was ready, in seconds since 1970; a replica that is restarted comes back under another name.",
+)  # fmt: skip
+PREEMPTIONS = Metric(
+    "preemptions", "counter", "Sequences preempted for want of KV blocks.", ("kind",), known=(("swap",), ("recompute",))
+)
 PROMPT_TOKENS = Metric("prompt_tokens", "counter", "Prompt tokens of requests that were started.")
 GENERATION_TOKENS = Metric("generation_tokens", "counter", "Tokens generated.")
-REQUESTS_FINISHED = Metric("requests_finished", "counter", "Requests that ended, by reason.", ("reason",))
-REQUESTS_REJECTED = Metric("requests_rejected", "counter", "Requests refused by the engine, by reason.", ("reason",))
+REQUESTS_FINISHED = Metric(
+    "requests_finished", "counter", "Requests that ended, by reason; abort: the client went away.", ("reason",),
+    known=(("stop",), ("length",), ("abort",), ("error",)),
+)  # fmt: skip
+REQUESTS_REJECTED = Metric(
+    "requests_rejected", "counter", "Requests refused by the engine: overloaded, or the parameter that was wrong.",
+    ("reason",), known=(("overloaded",), ("prompt",)),
+)  # fmt: skip
 BLOCKS_EVICTED = Metric("blocks_evicted", "counter", "Cached KV blocks that were overwritten.")
 TTFT = Metric("time_to_first_token_seconds", "histogram", "From arrival to the first token.", (), TTFT_BUCKETS)
 INTER_TOKEN = Metric(
@@ -93,7 +107,10 @@ REQUEST_GENERATION = Metric(
 )
 DRAFT_TOKENS = Metric("spec_decode_num_draft_tokens", "counter", "Tokens guessed and computed before they were known.")
 ACCEPTED_TOKENS = Metric("spec_decode_num_accepted_tokens", "counter", "Tokens that were gained by right guesses.")
-STEP_SECONDS = Metric("step_seconds", "histogram", "Time of one engine step, by phase.", ("phase",), STEP_BUCKETS)
+STEP_SECONDS = Metric(
+    "step_seconds", "histogram", "Time of one engine step, by phase.", ("phase",), STEP_BUCKETS,
+    (("schedule",), ("forward",), ("sample",)),
+)  # fmt: skip
 STEP_TOKENS = Metric("step_tokens", "histogram", "Tokens computed in one engine step.", (), TOKEN_BUCKETS)
 
 OVERLOADED = "overloaded"  # the reason of REQUESTS_REJECTED where the queue was full
@@ -110,8 +127,8 @@ class MetricSink(Protocol):
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Set a gauge."""
 
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """Record one value in a histogram."""
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
+        """Record a value in a histogram, ``count`` times."""
 
 
 class NullSink:
@@ -123,7 +140,7 @@ class NullSink:
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Ignore it."""
 
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
         """Ignore it."""
 
 
@@ -193,8 +210,11 @@ class EngineMetrics:
     def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
         """A batch was computed, and these sequences got a token each, more by a draft, or ended without one."""
         now = monotonic()
+        intervals: Counter[float] = Counter()  # nearly all streams got their last token in one step, the one before
         for sequence in got_token:
-            self._token_generated(sequence, now)
+            self._token_generated(sequence, now, intervals)
+        for seconds, count in intervals.items():
+            self._sink.observe(INTER_TOKEN, seconds, count)
         if generated := sum(not sequence.has_failed for sequence in output.sampling):
             self._sink.increment(GENERATION_TOKENS, generated)
         if output.drafts:
@@ -226,7 +246,7 @@ class EngineMetrics:
             self._sink.increment(BLOCKS_EVICTED, evicted)
             self._num_evicted += evicted
 
-    def _token_generated(self, sequence: Sequence, now: float) -> None:
+    def _token_generated(self, sequence: Sequence, now: float, intervals: Counter[float]) -> None:
         times = self._times.get(sequence.request_id)
         if times is None:  # another answer of the request was its last
             return
@@ -236,7 +256,7 @@ class EngineMetrics:
             self._sink.observe(PREFILL_TIME, now - times.started)
             sequence.group.timing = times.timing
         elif times.last_token < now:  # else this step's token of another answer was counted
-            self._sink.observe(INTER_TOKEN, now - times.last_token)
+            intervals[now - times.last_token] += 1
         times.last_token = now
         if sequence.is_finished and sequence.group.is_finished:
             self.request_finished(sequence.group)
@@ -247,7 +267,8 @@ class EngineMetrics:
         assert reason is not None
         times = self._times.pop(group.request_id)
         num_generated = sum(sequence.num_output_tokens for sequence in group.sequences)
-        self._sink.increment(REQUESTS_FINISHED, reason=reason.value)
+        has_failed = reason is FinishReason.ABORT and group.sequences[0].has_failed
+        self._sink.increment(REQUESTS_FINISHED, reason="error" if has_failed else reason.value)
         self._sink.observe(REQUEST_PROMPT, group.sequences[0].num_prompt_tokens)
         self._sink.observe(REQUEST_GENERATION, num_generated)
         if times.first_token:  # what a resumed request has generated came from elsewhere

@@ -1,17 +1,14 @@
-"""The recorder, the Prometheus text and the values for Ray's agent."""
+"""The recorder and the Prometheus text."""
 
 from __future__ import annotations
 
 import pickle
 import threading
-import time
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.telemetry import INGRESS_METRICS, RayExporter, Recorder, Series, _representatives, render
+from deployments.telemetry import INGRESS_METRICS, Recorder, render
 from engine.metrics import METRICS, Metric
 
 COUNTER = Metric("things", "counter", "Things.", ("kind",))
@@ -69,41 +66,26 @@ def test_threads_lose_no_count() -> None:
     assert recorder.snapshot()[0].value == 20_000
 
 
-@example([0.1015625])
-@given(st.lists(st.floats(0.06, 1.9), min_size=1, max_size=30))
-def test_what_ray_is_told_falls_into_the_same_buckets(values: list[float]) -> None:
-    recorder = Recorder()
-    for value in values:
-        recorder.observe(HISTOGRAM, value)
-    series = recorder.snapshot()[0]
-    stand_ins = _representatives(HISTOGRAM.buckets, list(series.counts), series.value)
-    again = Recorder()
-    for value, count in zip(stand_ins, series.counts, strict=True):
-        for _ in range(count):
-            again.observe(HISTOGRAM, value)
-    assert again.snapshot()[0].counts == series.counts
-    assert again.snapshot()[0].value == pytest.approx(series.value, rel=0.05)
+def test_what_has_not_happened_is_there_with_zero() -> None:
+    samples = _samples(render({"r": Recorder(METRICS).snapshot()}, {"i": Recorder(INGRESS_METRICS).snapshot()}))
+    assert not any(samples.values())
+    for reason in ("stop", "length", "abort", "error"):
+        assert f"pagoda_requests_finished_total reason={reason} replica=r" in samples
+    for kind in ("swap", "recompute"):
+        assert f"pagoda_preemptions_total kind={kind} replica=r" in samples
+    for outcome in ("hit", "cold", "balanced", "fallback", "retry"):
+        assert f"pagoda_routing_decisions_total ingress=i outcome={outcome}" in samples
+    for name in (
+        "requests_rejected_total reason=overloaded replica=r", "prompt_tokens_total replica=r",
+        "time_to_first_token_seconds_count replica=r", "step_seconds_count phase=forward replica=r",
+        "kv_index_gaps_total ingress=i", "request_migrations_total ingress=i",
+        "ingress_rejections_total ingress=i reason=overloaded", "kv_index_lag_seconds_bucket ingress=i le=+Inf",
+    ):  # fmt: skip
+        assert f"pagoda_{name}" in samples
 
 
-def test_a_metric_that_cannot_be_sent_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Series] = []
-    logged: list[str] = []
-
-    def send(series: Series, previous: Series | None) -> None:
-        if series.metric is COUNTER:
-            raise RuntimeError("no agent")
-        sent.append(series)
-
-    monkeypatch.setattr("deployments.telemetry._send", send)
-    monkeypatch.setattr("deployments.telemetry.logger.exception", lambda message, name: logged.append(name))
-    recorder = Recorder()
-    exporter = RayExporter(recorder, period_s=0.01)
-    recorder.increment(COUNTER, kind="x")
-    recorder.set(GAUGE, 1.0)
-    exporter.start()
-    while not sent:
-        time.sleep(0.001)
-    recorder.set(GAUGE, 2.0)
-    exporter.stop()
-    assert [series.value for series in sent] == [1.0, 2.0]
-    assert logged == ["things"]
+def test_a_zero_is_counted_on_from() -> None:
+    recorder = Recorder([COUNTER, HISTOGRAM, GAUGE])
+    assert [series.metric for series in recorder.snapshot()] == [HISTOGRAM]  # COUNTER's values are not known before
+    recorder.observe(HISTOGRAM, 0.5)
+    assert [series.counts for series in recorder.snapshot()] == [(0, 1, 0)]

@@ -36,6 +36,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' names one GPU, but tensor_parallel_size=2"),
         ({"use_tqdm_on_load": 1}, "use_tqdm_on_load=1 must be true or false"),
         ({"enforce_eager": "yes"}, "enforce_eager='yes' must be true or false"),
+        ({"served_model_name": ""}, "served_model_name='' must be a name"),
         ({"max_queued_requests": 0}, "max_queued_requests=0 .*at least 1"),
         ({"max_queued_prefill_tokens": 1.5}, "max_queued_prefill_tokens=1.5 .*at least 1"),
         ({"step_timeout_s": 0}, "step_timeout_s=0 .*above 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.errors import RequestError
 from engine.metrics import METRICS, EngineMetrics, Metric
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason
+from engine.step import SampledTokens
 from tests.engine.shadow import ShadowProposer, make_engine, run_to_end
 
 
@@ -38,9 +40,9 @@ class RecordingSink:
         assert metric.kind == "gauge"
         self.gauges[self._key(metric, labels)] = value
 
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
         assert metric.kind == "histogram"
-        self.histograms[self._key(metric, labels)].append(value)
+        self.histograms[self._key(metric, labels)] += [value] * count
 
 
 class Clock:
@@ -96,6 +98,14 @@ def test_latencies_of_one_request(clock: Clock) -> None:
     assert len(sink.histograms[m.STEP_SECONDS, "forward"]) == 5
 
 
+def test_every_stream_of_a_step_has_its_interval(clock: Clock) -> None:
+    engine, sink = start()
+    for number in range(5):
+        engine.add_request(str(number), [number] * 3, SamplingParams(max_tokens=4))
+    run_to_end(engine)
+    assert sink.histograms[m.INTER_TOKEN] == [1.0] * 15
+
+
 def test_tokens_cache_hits_and_reasons() -> None:
     engine, sink = start(block_size=4)
     for name in ("a", "b"):
@@ -112,6 +122,27 @@ def test_tokens_cache_hits_and_reasons() -> None:
     reasons = {key[1]: count for key, count in sink.counters.items() if isinstance(key, tuple)}
     assert reasons == {"length": 2, "abort": 1, "stop": 1}
     assert len(sink.histograms[m.E2E_LATENCY]) == 3  # the aborted one never got a token
+
+
+def test_a_request_that_fails_is_not_counted_as_one_whose_client_went_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sink = RecordingSink()
+    engine, runner = make_engine(sink=sink)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4))
+    engine.step()
+    monkeypatch.setattr(runner, "run", lambda output, times: SampledTokens([0], failed={0: "no choice"}))
+    run_to_end(engine)
+    assert {key[1]: count for key, count in sink.counters.items() if isinstance(key, tuple)} == {"error": 1}
+
+
+def test_an_engine_says_what_it_is_and_since_when() -> None:
+    for options, name in (({}, "shadow"), ({"served_model_name": "poet"}, "poet")):
+        before = time.time()
+        engine, sink = start(**options)
+        (labels,) = [key[1:] for key in sink.gauges if isinstance(key, tuple) and key[0] is m.ENGINE_INFO]
+        assert labels == (name, str(engine.info.block_size), str(engine.info.num_blocks), "none", "float32")
+        assert before <= sink.gauges[m.ENGINE_START_TIME] <= time.time()
 
 
 def test_a_resumed_request_aborted_before_a_token_of_ours_has_no_latency() -> None:

@@ -1,0 +1,229 @@
+"""What metrics cost: throughput with all of it on and with it off, and the microseconds of a step that they take.
+
+    python -m benchmarks.telemetry --model DIR [--workload w16] [--repeats 3] [--out result.json]
+
+One engine runs the workload in turn with nothing that keeps numbers, and with a recorder as a replica has it, and what
+reads that recorder in threads beside the engine: the exporter to Ray's agent, and a scrape of GET /metrics a second.
+``--part MODULE:CLASS`` adds more: it is made with the recorder and has ``start()`` and ``stop()``. The token ids of
+each run are its own, so that no cache knows the prompts.
+
+The microseconds are those of the calls that an engine's step makes, with sequences that decode on a model that computes
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pickle
+import statistics
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from benchmarks.engine_options import add_engine_arguments, engine_options
+from benchmarks.machine import describe
+from benchmarks.peers import runner
+from benchmarks.workloads import Request, load
+from deployments.telemetry import Recorder, render
+from engine.config import EngineConfig
+from engine.engine import Engine, EngineInfo
+from engine.metrics import METRICS, EngineMetrics, MetricSink, NullSink, StepTimes
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from engine.step import SampledTokens, SchedulerOutput
+
+__all__ = ["main"]
+
+PARTS = ("deployments.ray_exporter:RayExporter", "benchmarks.telemetry:Scraper")
+SCRAPE_PERIOD_S = 1.0
+NULL_SEQUENCES, NULL_STEPS, NULL_BLOCKS = 64, 2000, 5000
+
+
+class Part(Protocol):
+    """What reads the numbers while the engine runs."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def stop(self) -> None:
+        """End."""
+
+
+class Scraper:
+    """What a Prometheus makes a replica do, and here the ingress's part as well: the text of GET /metrics."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Begin to scrape."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(SCRAPE_PERIOD_S):
+            render({"replica": pickle.loads(pickle.dumps(self._recorder.snapshot()))}, {})
+
+
+def find_part(name: str) -> Callable[[Recorder], Part]:
+    """Return the class that ``module:name`` names.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found: Callable[[Recorder], Part] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError):
+        raise ValueError(f"--part {name!r} names no class; give, say, {PARTS[0]}") from None
+    return found
+
+
+# ---- throughput --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def telemetry(engine: Engine, parts: Iterable[Callable[[Recorder], Part]], *, is_on: bool) -> Iterator[None]:
+    """Have an idle engine report to a recorder that is read, or to nobody."""
+    recorder = Recorder(METRICS)
+    sink: MetricSink = recorder if is_on else NullSink()
+    engine.metrics = EngineMetrics(sink, engine.block_manager, engine.scheduler)
+    with ExitStack() as stack:
+        for make in parts if is_on else ():
+            part = make(recorder)
+            part.start()
+            stack.callback(part.stop)
+        yield
+
+
+def generate(engine: Engine, requests: list[Request]) -> int:
+    """Answer all requests and return how many tokens came."""
+    for number, request in enumerate(requests):
+        params = SamplingParams(temperature=0.0, max_tokens=request.out, ignore_eos=True)
+        engine.add_request(str(number), request.prompt, params)
+    count = 0
+    while engine.has_unfinished:
+        count += sum(len(output.token_ids) for output in engine.step())
+    return count
+
+
+def throughput(
+    engine: Engine, workload_name: str, repeats: int, parts: list[Callable[[Recorder], Part]]
+) -> dict[str, Any]:
+    """Run the workload with telemetry off and on in turn, and compare the medians."""
+    workload = load(workload_name)
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    generate(engine, workload.shifted(0).requests)  # warms up
+    for number in range(2 * repeats):
+        is_on = number % 4 in (1, 2)  # off on on off ...: neither gains from a machine that grows slower
+        with telemetry(engine, parts, is_on=is_on):
+            measured = runner.measure(lambda requests: generate(engine, requests), workload.shifted(1 + number))
+        rates[is_on].append(measured["output_tokens_per_s"])
+        print(f"  {'on ' if is_on else 'off'} {rates[is_on][-1]:8.1f} tok/s", flush=True)
+    off, on = statistics.median(rates[False]), statistics.median(rates[True])
+    return {
+        "workload": workload.name, "output_tokens_per_s_off": rates[False], "output_tokens_per_s_on": rates[True],
+        "median_off": off, "median_on": on, "on_by_off": round(on / off, 4),
+    }  # fmt: skip
+
+
+# ---- microseconds of a step --------------------------------------------------------------------------------------
+
+
+class NullRunner:
+    """A model that says the same token always."""
+
+    def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+        """Return a token for each sequence."""
+        return SampledTokens([7] * len(output.sampling))
+
+    def check_health(self) -> None:
+        """It is well."""
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+class _TimedMetrics(EngineMetrics):
+    """Adds up the seconds that a step's calls take."""
+
+    seconds = 0.0
+
+    def step_scheduled(self, output: SchedulerOutput) -> None:
+        started = perf_counter()
+        super().step_scheduled(output)
+        self.seconds += perf_counter() - started
+
+    def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
+        started = perf_counter()
+        super().step_finished(output, got_token, times)
+        self.seconds += perf_counter() - started
+
+
+def step_microseconds(sink: MetricSink) -> float:
+    """Return what a step of ``NULL_SEQUENCES`` decodes spends on metrics."""
+    info = EngineInfo(
+        model="null", block_size=256, num_blocks=NULL_BLOCKS, num_host_blocks=0, max_model_len=10**6, vocab_size=1000,
+        dtype="none", device="cpu", attention_backend="none", eos_token_ids=(), default_sampling={},
+    )  # fmt: skip
+    engine = Engine(EngineConfig(model="null", max_num_seqs=NULL_SEQUENCES), NullRunner(), info, sink)
+    timed = engine.metrics = _TimedMetrics(sink, engine.block_manager, engine.scheduler)
+    for number in range(NULL_SEQUENCES):
+        engine.add_request(str(number), [number + 1] * 16, SamplingParams(max_tokens=10**5, temperature=0.0))
+    for _ in range(100):
+        engine.step()
+    timed.seconds = 0.0
+    for _ in range(NULL_STEPS):
+        engine.step()
+    return round(1e6 * timed.seconds / NULL_STEPS, 1)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(description="What metrics cost.")
+    add_engine_arguments(parser)
+    parser.add_argument("--workload", default="w16", help="a workload's name or a file")
+    parser.add_argument("--repeats", type=int, default=3, help="runs with metrics, and as many without")
+    parser.add_argument("--part", action="append", default=[], metavar="MODULE:CLASS", help="to have on besides")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    names = [*PARTS, *options.part]
+    try:
+        chosen = engine_options(options)
+        parts = [find_part(name) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
+    micros = {
+        name: [step_microseconds(sink()) for _ in range(3)]
+        for name, sink in {"nobody": NullSink, "recorder": Recorder}.items()
+    }
+    for name, values in micros.items():
+        print(f"metrics of a step of {NULL_SEQUENCES} decodes, told to {name}: {statistics.median(values):.1f} us")
+    engine = Engine.from_config(EngineConfig.from_options(options.model, chosen))
+    result = throughput(engine, options.workload, options.repeats, parts)
+    engine.close()
+    rates = f"off {result['median_off']:.1f}, on {result['median_on']:.1f} tok/s"
+    print(f"{result['workload']}: {rates}, on by off {result['on_by_off']:.4f}")
+    if options.out:
+        document = {
+            "machine": describe(torch.device("cpu")), "model": Path(options.model).name, "options": chosen,
+            "on": names, "step_microseconds": micros, "throughput": result,
+        }  # fmt: skip
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The table of metrics in README.md, from where they are defined.
+
+    python -m k8s.monitoring.metrics_table    # writes it into README.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from deployments.telemetry import INGRESS_METRICS
+from engine.metrics import METRICS, Metric
+
+__all__ = ["README", "main", "with_table"]
+
+README = Path(__file__).with_name("README.md")
+BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->\n"
+SUFFIXES = {"counter": "_total", "gauge": "", "histogram": ""}
+
+
+def with_table(text: str) -> str:
+    """Return ``text`` with a fresh table between the marks."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return before + BEGIN + table() + END + after
+
+
+def table() -> str:
+    """Return both tables, of what an engine tells and of what an ingress tells."""
+    return f"\n{_rows('engine, label `replica`', METRICS)}\n{_rows('ingress, label `ingress`', INGRESS_METRICS)}\n"
+
+
+def _rows(title: str, metrics: Iterable[Metric]) -> str:
+    lines = [f"| {title} | kind | labels | |", "| --- | --- | --- | --- |"]
+    for metric in metrics:
+        labels = ", ".join(f"`{name}`" for name in metric.labels)
+        lines.append(f"| `{metric.name}{SUFFIXES[metric.kind]}` | {metric.kind} | {labels} | {metric.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write README.md."""
+    README.write_text(with_table(README.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What metrics cost: that the benchmark turns them on and off, and that what it compares did the same work."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
+    import deployments.ray_exporter  # noqa: F401
+
+from benchmarks import telemetry
+from benchmarks.workloads import Request, Workload
+from deployments.telemetry import Recorder
+from engine.metrics import GENERATION_TOKENS, STEP_TOKENS, Metric, NullSink
+from tests.benchmarks.test_throughput import SMALL
+
+seen: list[list[float]] = []
+
+
+class Witness:
+    """A part that looks at the recorder when it is stopped."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def start(self) -> None:
+        seen.append([])
+
+    def stop(self) -> None:
+        seen[-1] += [one.value for one in self._recorder.snapshot() if one.metric is GENERATION_TOKENS]
+
+
+def test_half_of_the_runs_are_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "NULL_STEPS", 50)
+    file, out = tmp_path / "small.json", tmp_path / "result.json"
+    Workload("small", [Request([5, 6, 7], 3), Request([8, 9], 2)]).write(file)
+    part = f"{__name__}:Witness"
+    seen.clear()
+    arguments = [*SMALL, "--workload", str(file), "--repeats", "2", "--part", part, "--out", str(out)]
+    telemetry.main(arguments)
+    result = json.loads(out.read_text())
+    assert result["on"] == [*telemetry.PARTS, part]
+    measured = result["throughput"]
+    assert len(measured["output_tokens_per_s_off"]) == len(measured["output_tokens_per_s_on"]) == 2
+    assert measured["on_by_off"] == pytest.approx(measured["median_on"] / measured["median_off"], abs=1e-4)
+    assert "on by off" in capsys.readouterr().out
+    assert seen == [[5.0], [5.0]]
+
+
+class SlowSink(NullSink):
+    """Takes a millisecond for what each step observes once."""
+
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
+        if metric is STEP_TOKENS:
+            time.sleep(0.001)
+
+
+def test_the_sinks_time_is_in_the_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "NULL_STEPS", 100)
+    assert telemetry.step_microseconds(NullSink()) < 1000 < telemetry.step_microseconds(SlowSink())
+
+
+def test_a_part_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        telemetry.main([*SMALL, "--part", "benchmarks.telemetry:Scrapper"])
+    assert "'benchmarks.telemetry:Scrapper' names no class; give" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""A real Prometheus that scrapes a running server through both of its doors."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from tests.e2e.conftest import Server, free_port
+
+
+@dataclass
+class Prometheus:
+    """A running Prometheus, by its HTTP API."""
+
+    url: str
+    log: Path
+
+    def get(self, path: str, **params: Any) -> Any:
+        """Return the data of an answer; fail with Prometheus's own words."""
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=20)
+        assert answer.status_code == 200, f"{params}: {answer.text}"
+        return answer.json()["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Return the series that an expression has now."""
+        result: list[dict[str, Any]] = self.get("query", query=expression)["result"]
+        return result
+
+    def numbers(self, expression: str, start: float, end: float) -> list[float]:
+        """Return every number that an expression has had in a span of time, those that are NaN left out."""
+        result = self.get("query_range", query=expression, start=start, end=end, step=2)["result"]
+        numbers = [float(value) for series in result for _, value in series["values"]]
+        return [number for number in numbers if abs(number) < float("inf")]
+
+    def history(self, name: str) -> str:
+        """Return what a metric was in the last minute at either door, and whether the doors answered."""
+        wanted = ("up", "scrape_duration_seconds", f"pagoda_{name}", f"ray_pagoda_{name}")
+        found = [series for one in wanted for series in self.query(f"{one}[1m]")]
+        return "\n".join(f"{one['metric']}: {[value for _, value in one['values']]}" for one in found)
+
+    def values(self, series: str, label: str) -> list[str]:
+        """Return a label's values, as Grafana's label_values() does."""
+        found: list[str] = self.get(f"label/{label}/values", **{"match[]": series})
+        return found
+
+
+def wait_for(
+    what: str,
+    is_true: Callable[[], object],
+    timeout_s: float,
+    pause_s: float = 0.5,
+    what_else: Callable[[], object] = lambda: "",
+) -> None:
+    """Return when something has become true; if it does not, fail with ``what_else`` there is to say."""
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"{what} did not come about in {timeout_s} s; {what_else()}"
+        time.sleep(pause_s)
+
+
+@contextmanager
+def running_prometheus(directory: Path, server: Server, rule_files: list[Path]) -> Iterator[Prometheus]:
+    """Run a Prometheus while the block runs."""
+    # Ray writes there where its agents listen.
+    discovered = server.ray_dir / "ray" / "prom_metrics_service_discovery.json"
+    every = {"scrape_interval": "4s", "scrape_timeout": "4s"}  # an ingress waits 2 s for a replica that is dying
+    jobs = [
+        {"job_name": "pagoda", "static_configs": [{"targets": [f"127.0.0.1:{server.port}"]}], **every},
+        {"job_name": "ray", "file_sd_configs": [{"files": [str(discovered)]}], **every},
+    ]
+    config = {
+        "global": {"evaluation_interval": "1s"},
+        "rule_files": [str(path) for path in rule_files],
+        "scrape_configs": jobs,
+    }
+    (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    port = free_port()
+    prometheus = Prometheus(f"http://127.0.0.1:{port}", directory / "prometheus.log")
+    command = ["prometheus", f"--config.file={directory}/prometheus.yaml", f"--storage.tsdb.path={directory}/data"]
+    with prometheus.log.open("wb") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
+    try:
+        yield prometheus
+    finally:
+        process.terminate()
+        process.wait(timeout=20)

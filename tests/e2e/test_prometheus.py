@@ -1,0 +1,196 @@
+"""The dashboard and the alerts against a real Prometheus, through both doors of a server that has had a mixed load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Server, end_server, start_server
+from tests.e2e.prometheus import Prometheus, running_prometheus, wait_for
+from tests.k8s.monitoring_files import PREFIXES, label_queries, queries, rules, write_rules
+
+pytestmark = pytest.mark.skipif(
+    not shutil.which("prometheus") or not shutil.which("promtool"),
+    reason="prometheus and promtool are not installed: apt-get install prometheus",
+)
+
+# How often Ray's processes tell the agent, 10 s by default; it forgets a gauge after twice as long.
+ENVIRONMENT = {"RAY_metrics_report_interval_ms": "3000"}
+WINDOW = "20s"  # for Grafana's $__rate_interval
+CLIENTS, BURSTS = 48, 4
+STORY = "You are a patient guide to the rivers of the world, and you tell long stories. " * 2
+
+
+def _small(args: dict[str, Any]) -> None:
+    """A KV pool that a crowd overflows, and queues that it fills."""
+    del args["engine"]["kv_cache_memory"]
+    args["engine"].update(dtype="float32", num_blocks=96, max_num_seqs=16, swap_space_gib=0.002)
+    args["limits"].update(max_queued_requests=24, max_queued_requests_per_engine=2)
+
+
+def _ask(client: httpx.Client, number: int) -> int:
+    """Send one request of several kinds and return its status."""
+    body: dict[str, Any] = {"max_tokens": 120, "seed": number, "temperature": 0.9, "ignore_eos": number % 3 > 0}
+    if number % 4 == 0:
+        question = {"role": "user", "content": f"What is a KV cache? {number % 3}"}
+        return client.post("/v1/chat/completions", json=body | {"messages": [question]}).status_code
+    prompt = STORY * (number % 2) + f"Story {number % 11} begins at the"
+    with client.stream("POST", "/v1/completions", json=body | {"prompt": prompt, "stream": True}) as answer:
+        with suppress(httpx.ReadTimeout):
+            for count, _ in enumerate(answer.iter_lines()):
+                if number % 13 == 5 and count > 10:
+                    break  # this client goes away
+        return answer.status_code
+
+
+@dataclass
+class Scene:
+    """A server, the Prometheus that watches it, and when the load ran."""
+
+    server: Server
+    prometheus: Prometheus
+    started: float
+    statuses: set[int]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    directory = tmp_path_factory.mktemp("prometheus")
+    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
+    server = start_server(directory, ray_dir, _small, ENVIRONMENT)
+    # What the alerts wait for is cut short, so that one can be seen to fire; their expressions stay.
+    rule_files = [write_rules(directory / f"{prefix}.yaml", prefix, **{"for": "0s"}) for prefix in PREFIXES]
+    try:
+        server.wait_until_ready()
+        with running_prometheus(directory, server, rule_files) as prometheus:
+            started = time.time()
+            yield Scene(server, prometheus, started, _load(server, prometheus))
+    finally:
+        end_server(server)
+        shutil.rmtree(ray_dir, ignore_errors=True)
+
+
+def _load(server: Server, prometheus: Prometheus) -> set[int]:
+    """Send bursts until both doors have told of them; return the statuses that came back."""
+    statuses: set[int] = set()
+    with httpx.Client(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=CLIENTS)) as client:
+        statuses.add(client.post("/v1/completions", json={"prompt": STORY * 500}).status_code)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            for _ in range(BURSTS):
+                statuses.update(pool.map(lambda number: _ask(client, number), range(CLIENTS)))
+                time.sleep(2.0)
+        for prefix in PREFIXES:
+            told = f"sum({prefix}_requests_finished_total) >= {CLIENTS}"
+            wait_for(told, partial(_answers, prometheus, told), timeout_s=30)
+    time.sleep(9.0)  # the last values are on their way to Ray's agent
+    return statuses
+
+
+def _answers(prometheus: Prometheus, expression: str) -> bool:
+    with suppress(httpx.TransportError):  # it is starting
+        return bool(prometheus.query(expression))
+    return False
+
+
+def _chosen(prometheus: Prometheus, prefix: str) -> dict[str, str]:
+    """Return the dashboard's variables with everything chosen, each with what Grafana would put in its place."""
+    chosen = {"${prefix}": prefix, "$__rate_interval": WINDOW, "$namespace": ".*"}
+    for name, series, label in label_queries():
+        if name != "namespace":
+            values = prometheus.values(_with(chosen, series), label)
+            assert values, f"{name} has nothing to choose from"
+            chosen[f"${name}"] = "|".join(values)
+    return chosen
+
+
+def _with(chosen: dict[str, str], text: str) -> str:
+    for name, value in chosen.items():
+        text = text.replace(name, value)
+    return text
+
+
+def test_the_load_was_mixed(scene: Scene) -> None:
+    assert {200, 400, 503} <= scene.statuses
+    samples = scene.server.metrics()
+    for name in ("preemptions_total", "blocks_evicted_total", "requests_rejected_total", "ingress_rejections_total"):
+        assert sum(value for (found, _), value in samples.items() if found == f"pagoda_{name}"), name
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_every_panel_shows_something(scene: Scene, prefix: str) -> None:
+    chosen = _chosen(scene.prometheus, prefix)
+    assert (chosen["$model"], chosen["$replica"].count("|"), chosen["$ingress"].count("|")) == ("pagoda-demo", 1, 0)
+    empty = []
+    for title, expression in queries():
+        if not scene.prometheus.numbers(_with(chosen, expression), scene.started, time.time()):
+            empty.append(f"{title}: {_with(chosen, expression)}")
+    assert not empty, "\n".join(empty)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "sum(${prefix}_prompt_tokens_total)",
+        "sum by (reason) (${prefix}_requests_finished_total)",
+        "sum by (kind) (${prefix}_preemptions_total)",
+        "sum(${prefix}_routing_predicted_hit_tokens_total)",
+        "sum(${prefix}_time_to_first_token_seconds_sum)",
+        "sum(${prefix}_request_queue_seconds_sum)",
+        "sum by (le) (${prefix}_inter_token_latency_seconds_bucket)",
+        "sum by (status) (${prefix}_http_requests_total{path='/v1/completions'})",
+        "sum by (state) (${prefix}_kv_blocks)",
+        "sum by (state) (${prefix}_replicas)",
+        "min by (replica) (${prefix}_engine_start_time_seconds)",
+    ],
+)
+def test_both_doors_tell_the_same(scene: Scene, expression: str) -> None:
+    """What Ray's agent has not been told yet is 0 there; nothing has changed since the load."""
+    found = [
+        {
+            frozenset(series["metric"].items()): float(series["value"][1])
+            for series in scene.prometheus.query(expression.replace("${prefix}", prefix))
+            if float(series["value"][1])
+        }
+        for prefix in PREFIXES
+    ]
+    assert found[0]
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_promtool_has_nothing_to_say_about_our_metrics(scene: Scene) -> None:
+    text = httpx.get(f"{scene.server.url}/metrics", timeout=20).content
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_an_alert_fires_when_its_cause_is_there(scene: Scene) -> None:
+    """The engines are killed, and those that take their place too, until both doors have told."""
+    firing = 'count by (door) (max_over_time(ALERTS{alertname="PagodaNoHealthyReplica", alertstate="firing"}[10m]))'
+    assert not scene.prometheus.query(firing)
+
+    def has_fired() -> bool:
+        for pid in scene.server.engine_pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(scene.prometheus.query(firing)) == len(PREFIXES)
+
+    wait_for("the alert", has_fired, timeout_s=100, what_else=lambda: scene.prometheus.history("replicas"))
+    evaluated = [rule for group in scene.prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert len(evaluated) == len(PREFIXES) * len(rules())
+    assert {(rule["name"], rule["health"], rule.get("lastError", "")) for rule in evaluated} == {
+        (rule["alert"], "ok", "") for rule in rules()
+    }
