@@ -29,13 +29,13 @@ LONG_PROMPT_AFTER = 16  # tokens of a stream beside the running ones
 
 @dataclass(frozen=True)
 class Gaps:
-    """What lies between two events with tokens, over all running streams, in milliseconds."""
+    """What lies between two events with tokens while a long prompt is computed, over all streams, in milliseconds."""
 
     streams: int
     p50_ms: float
     p99_ms: float
     max_ms: float
-    calm_p50_ms: float  # of the gaps outside the long prompt's prefill
+    calm_p50_ms: float  # of the gaps before and after
     long_ttft_s: float
     failed: int
 
@@ -101,14 +101,20 @@ async def http_gaps(url: str, streams: int, num_tokens: int, long_prompt: int) -
 
 
 def gaps_of(outcomes: list[Outcome], long: Outcome, failed: int = 0) -> Gaps:
-    """Return the gaps of streams, told apart by whether the long prompt was being computed meanwhile."""
-    gaps, calm = [], []
+    """Return the gaps of streams, told apart by whether the long prompt was being computed meanwhile.
+
+    Raises:
+        RuntimeError: if no stream was running then.
+    """
+    gaps: list[float] = []
+    calm: list[float] = []
     for one in outcomes:
         for earlier, later in zip(one.arrivals_s, one.arrivals_s[1:], strict=False):
-            gaps.append(1e3 * (later - earlier))
             ended_before = one.sent + later < long.sent
-            if ended_before or one.sent + earlier > long.sent + long.first_token_s:
-                calm.append(gaps[-1])
+            is_calm = ended_before or one.sent + earlier > long.sent + long.first_token_s
+            (calm if is_calm else gaps).append(1e3 * (later - earlier))
+    if not gaps:
+        raise RuntimeError("the streams had ended when the long prompt came; let them run for longer (--gap-tokens)")
     p50, p99 = np.percentile(gaps, (50, 99))
     return Gaps(
         len(outcomes), round(float(p50), 2), round(float(p99), 2), round(max(gaps), 2),

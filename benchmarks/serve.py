@@ -5,7 +5,7 @@
 - throughput: the requests of w16, each from a client of its own, all at once, beside the offline LLM on the same
   requests. The LLM runs before the server starts and after it has ended.
 - first token: one request at a time to an idle server, beside an AsyncEngine in this process with the same prompts.
-- gaps: what the readers of running streams see between two events while a long prompt arrives and is computed.
+- gaps: what the readers of running streams see between two events while a long prompt is computed.
 
 Client and server share this machine, so the client's own work counts against the server. The engine gets as many
 threads as there are cores: OMP_NUM_THREADS reaches the replica through the environment. Where it is unset, Ray sets it
@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -51,6 +51,8 @@ __all__ = ["main"]
 
 FIRST_TOKEN_REQUESTS = 20
 
+Prompts: TypeAlias = list[list[list[int]]]  # several of each length
+
 
 def offline_tokens_per_s(arguments: argparse.Namespace, workload: Workload) -> float:
     """Run the workload with the offline LLM in a fresh process."""
@@ -62,14 +64,14 @@ def offline_tokens_per_s(arguments: argparse.Namespace, workload: Workload) -> f
     return float(parse_results(done.stdout)[0]["output_tokens_per_s"])
 
 
-def in_process_first_tokens(config: EngineConfig, prompts: list[list[int]]) -> list[float]:
-    """Load an engine for the prompts and let it go again."""
+def in_process_first_tokens(config: EngineConfig, prompts: Prompts) -> list[list[float]]:
+    """Load an engine for the prompts and let it go again; returns the seconds for each length of prompt."""
 
-    async def run() -> list[float]:
+    async def run() -> list[list[float]]:
         engine = AsyncEngine.from_config(config)
-        await engine_first_tokens(engine, prompts[:3])  # warm
+        await engine_first_tokens(engine, prompts[0][:3])  # warm
         await engine.reset_prefix_cache()
-        seconds = await engine_first_tokens(engine, prompts)
+        seconds = [await engine_first_tokens(engine, of_length) for of_length in prompts]
         await engine.shutdown()
         return seconds
 
@@ -85,11 +87,11 @@ def _setting(arguments: argparse.Namespace) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def _measure_server(server: Server, arguments: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
+def _measure_server(server: Server, arguments: argparse.Namespace, prompts: Prompts) -> dict[str, Any]:
     async def run() -> dict[str, Any]:
         warm_up = random.Random(12345)
-        await http_first_tokens(server.url, [random_ids(warm_up, len(prompts[0])) for _ in range(3)])
-        first = await http_first_tokens(server.url, prompts)
+        await http_first_tokens(server.url, [random_ids(warm_up, len(prompts[0][0])) for _ in range(3)])
+        first = [await http_first_tokens(server.url, of_length) for of_length in prompts]
         # Other ids each time, so that nothing is cached; 0 is what the offline LLM gets.
         rates = [await http_tokens_per_s(server.url, make("w16").shifted(turn)) for turn in range(arguments.repeats)]
         gaps = [
@@ -107,16 +109,25 @@ def _measure_server(server: Server, arguments: argparse.Namespace, prompts: list
     return measured
 
 
-def _summary(measured: dict[str, Any], offline: list[float], engine_s: list[float]) -> dict[str, Any]:
+def _first_token(prompt_tokens: int, http_s: list[float], engine_s: list[float]) -> dict[str, float]:
+    http, engine = statistics.median(http_s), statistics.median(engine_s)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "http_ttft_ms": round(1e3 * http, 2),
+        "engine_ttft_ms": round(1e3 * engine, 2),
+        "difference_ms": round(1e3 * (http - engine), 2),
+    }
+
+
+def _summary(
+    measured: dict[str, Any], offline: list[float], engine_s: list[list[float]], lengths: list[int]
+) -> dict[str, Any]:
     http, alone = statistics.median(measured["tokens_per_s"]), statistics.median(offline)
-    first, engine = statistics.median(measured["first_token_s"]), statistics.median(engine_s)
     return {
         "http_tokens_per_s": round(http, 2),
         "offline_tokens_per_s": round(alone, 2),
         "http_over_offline": round(http / alone, 3),
-        "http_ttft_ms": round(1e3 * first, 2),
-        "engine_ttft_ms": round(1e3 * engine, 2),
-        "ttft_difference_ms": round(1e3 * (first - engine), 2),
+        "first_token": [_first_token(*one) for one in zip(lengths, measured["first_token_s"], engine_s, strict=True)],
         "gaps": measured["gaps"],
     }
 
@@ -136,10 +147,11 @@ def _print(summary: dict[str, Any]) -> None:
         f"w16: {summary['http_tokens_per_s']:.1f} tokens/s through HTTP, {summary['offline_tokens_per_s']:.1f} "
         f"offline: {summary['http_over_offline']:.3f}"
     )
-    print(
-        f"first token: {summary['http_ttft_ms']:.1f} ms through HTTP, {summary['engine_ttft_ms']:.1f} in the process: "
-        f"{summary['ttft_difference_ms']:.1f} ms more"
-    )
+    for one in summary["first_token"]:
+        print(
+            f"first token, {one['prompt_tokens']} tokens of prompt: {one['http_ttft_ms']:.1f} ms through HTTP, "
+            f"{one['engine_ttft_ms']:.1f} in the process: {one['difference_ms']:.1f} ms more"
+        )
     print(
         f"\n{'streams':>8} {'gap ms p50':>11} {'p99':>9} {'max':>9} {'calm p50':>9} {'long TTFT s':>12} {'failed':>7}"
     )
@@ -154,7 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="What HTTP, Ray Serve and the ingress cost around one engine.")
     add_engine_arguments(parser)
     parser.add_argument("--repeats", type=int, default=3, help="of the throughput, through HTTP and offline")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="of the requests whose first token is timed")
+    parser.add_argument(
+        "--prompt-tokens", type=int, nargs="+", default=[16, 128], help="of the requests whose first token is timed"
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="that run when the long prompt arrives")
     parser.add_argument("--gap-tokens", type=int, default=128, help="of each of them")
     parser.add_argument("--long-prompt", type=int, default=2048, help="tokens")
@@ -169,14 +183,14 @@ def main(arguments: list[str] | None = None) -> None:
     parsed = _parser().parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_cores()))
     rng = random.Random(0)
-    prompts = [random_ids(rng, parsed.prompt_tokens) for _ in range(FIRST_TOKEN_REQUESTS)]
+    prompts = [[random_ids(rng, length) for _ in range(FIRST_TOKEN_REQUESTS)] for length in parsed.prompt_tokens]
     half = parsed.repeats // 2
     offline = [offline_tokens_per_s(parsed, make("w16")) for _ in range(parsed.repeats - half)]
     engine_s = in_process_first_tokens(EngineConfig.from_options(parsed.model, engine_options(parsed)), prompts)
     with serve(_setting(parsed)) as server:
         measured = _measure_server(server, parsed, prompts)
     offline += [offline_tokens_per_s(parsed, make("w16")) for _ in range(half)]
-    summary = _summary(measured, offline, engine_s)
+    summary = _summary(measured, offline, engine_s, parsed.prompt_tokens)
     _print(summary)
     _print_generators(measured)
     if parsed.out:

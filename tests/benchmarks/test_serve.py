@@ -23,14 +23,19 @@ def test_gaps_during_the_long_prompt_are_told_apart() -> None:
     streams = [_stream(9.0, [0.1, 0.2, 0.3, 2.0, 2.1, 2.2]), _stream(9.0, [0.5, 0.6, 1.9, 2.0])]
     gaps = gaps_of(streams, long)
     assert (gaps.streams, gaps.long_ttft_s, gaps.failed) == (2, 1.0, 0)
-    assert (gaps.p50_ms, gaps.calm_p50_ms) == (100.0, 100.0)
-    assert gaps.max_ms == 1700.0
+    assert (gaps.p50_ms, gaps.max_ms) == (1500.0, 1700.0)  # of those from 9.3 to 11 and from 9.6 to 10.9
+    assert gaps.calm_p50_ms == 100.0
 
 
 def test_calm_gaps_may_be_missing() -> None:
     gaps = gaps_of([_stream(10.2, [0.1, 0.2])], Outcome(200, sent=10.0, first_token_s=1.0))
     assert gaps.p50_ms == 100.0
     assert gaps.calm_p50_ms != gaps.calm_p50_ms  # not a number
+
+
+def test_streams_that_end_too_early_say_nothing() -> None:
+    with pytest.raises(RuntimeError, match="--gap-tokens"):
+        gaps_of([_stream(9.0, [0.1, 0.2])], Outcome(200, sent=10.0, first_token_s=1.0))
 
 
 def _distribution(p50: float, p99: float) -> dict[str, Any]:
