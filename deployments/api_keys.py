@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.asgi import path_of
 from deployments.errors import ApiError
+from deployments.request_record import note_error
 from engine.errors import ConfigError
 
 __all__ = ["ApiKeys", "RequireKey"]
@@ -164,4 +165,5 @@ def _is_from_our_page(headers: Headers) -> bool:
 
 
 def _answer(error: ApiError) -> JSONResponse:
+    note_error(error)
     return JSONResponse(error.body, error.status, headers=error.headers | {"Cache-Control": "no-store"})

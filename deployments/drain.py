@@ -22,12 +22,9 @@ __all__ = ["drain", "main", "nodes_in_use"]
 
 POLL_S = 1.0
 UNANSWERED_S = 30.0  # without an answer from the head; then the whole cluster is thought to be going
+ANNOUNCE_TIMEOUT_S = 30.0
 DASHBOARD_PORT = 8265
 REASON = "DRAIN_NODE_REASON_PREEMPTION"  # the other reason, idleness, is refused while the node works
-
-
-class DrainError(PagodaError):
-    """The node cannot be drained; the message says why in one line."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,8 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
 def drain(dashboard: str, address: str, own_ip: str, seconds: int) -> None:
     """Return when Serve has left this node, after ``seconds``, or when nobody is there to ask.
 
-    Raises:
-        DrainError: Ray refuses to drain the node.
+    What Ray refuses or does not hear, as while its head starts again, it is told again: when this program ends the pod
+    does, and every stream with it.
     """
     answered = time.monotonic()
     deadline = answered + seconds
@@ -60,9 +57,7 @@ def drain(dashboard: str, address: str, own_ip: str, seconds: int) -> None:
             nodes = nodes_in_use(details, own_ip)
             if not nodes:
                 return
-            for node in nodes - announced:
-                _announce(node, address, round(deadline - answered))
-            announced |= nodes
+            announced |= {node for node in nodes - announced if _announce(node, address, round(deadline - answered))}
         time.sleep(POLL_S)
 
 
@@ -75,15 +70,21 @@ def nodes_in_use(details: dict[str, Any], own_ip: str) -> set[str]:
     return {str(one["node_id"]) for one in used if one.get("node_ip") == own_ip and one.get("node_id")}
 
 
-def _announce(node: str, address: str, seconds: int) -> None:
-    """Tell Ray that ``node`` will be gone after ``seconds``."""
-    told = subprocess.run(
-        ["ray", "drain-node", "--address", address, "--node-id", node, "--reason", REASON,
-         "--reason-message", "Kubernetes ends the pod", "--deadline-remaining-seconds", str(seconds)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if told.returncode:
-        raise DrainError(f"Ray does not drain node {node}: {told.stderr.strip()[-300:] or 'no reason given'}")
+def _announce(node: str, address: str, seconds: int) -> bool:
+    """Tell Ray that ``node`` will be gone after ``seconds``; returns whether it has understood."""
+    try:
+        told = subprocess.run(
+            ["ray", "drain-node", "--address", address, "--node-id", node, "--reason", REASON,
+             "--reason-message", "Kubernetes ends the pod", "--deadline-remaining-seconds", str(seconds)],
+            capture_output=True, text=True, check=False, timeout=ANNOUNCE_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        problem = f"no answer within {ANNOUNCE_TIMEOUT_S:g} s"
+    else:
+        problem = told.stderr.strip()[-300:] or "no reason given" if told.returncode else ""
+    if problem:
+        print(f"pagoda: Ray does not drain node {node}: {problem}", file=sys.stderr)
+    return not problem
 
 
 def _variable(name: str) -> str:

@@ -88,7 +88,6 @@ class Ingress:
         self._tracer = open_tracer(config.tracing, config.served_name)
         self._started = int(time.time())
         self._prompts: asyncio.Future[PromptBuilder] | None = None
-        self._exporter: RayExporter | None = None
         ingress_recorder().set(INGRESS_INFO, 1, model=config.served_name)
         ingress_recorder().set(REPLICAS_MIN, config.min_engine_replicas)
 
@@ -124,6 +123,8 @@ class Ingress:
     @asynccontextmanager
     async def _lifespan(self, api: FastAPI) -> AsyncIterator[None]:
         """Get ready before Serve sends requests: one of several ingresses may be new among busy engines."""
+        # Before there is an engine: that none comes up must be seen, too.
+        RayExporter(ingress_recorder(), label="ingress", refresh=self._view.report_state).start()
         await asyncio.wait([self._loading()], timeout=LOADING_TIMEOUT_S)
         yield
         await asyncio.to_thread(self._tracer.close)
@@ -276,9 +277,6 @@ class Ingress:
         importing = asyncio.create_task(asyncio.to_thread(import_tokenizers))  # while the engines load
         info = await self._engines.info.remote()
         await importing
-        if self._exporter is None:  # else this is another attempt
-            self._exporter = RayExporter(ingress_recorder(), label="ingress", refresh=self._view.report_state)
-            self._exporter.start()
         return await asyncio.to_thread(PromptBuilder, self._config.model_path, info, self._config.served_name)
 
     def _require_model(self, name: str | None) -> None:

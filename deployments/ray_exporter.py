@@ -52,7 +52,7 @@ class RayExporter:
         self._period_s = period_s
         self._tags: dict[str, str] = {}
         self._sent: dict[tuple[str, ...], Series] = {}
-        self._failed: set[str] = set()  # metrics whose failure is in the log
+        self._failed: set[str] = set()  # metrics whose failure is in the log; "": bringing them up to date
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ray-metrics", daemon=True)
 
@@ -74,7 +74,12 @@ class RayExporter:
 
     def flush(self) -> None:
         """Send what there is."""
-        self._refresh()
+        try:
+            self._refresh()
+        except Exception:
+            if "" not in self._failed:
+                self._failed.add("")
+                logger.exception("what is told to Ray's agent is not up to date")
         for series in self._recorder.snapshot():
             key = (series.metric.name, *series.labels)
             if self._try_to_send(series, self._sent.get(key)):

@@ -109,11 +109,18 @@ def open_tracer(options: TracingOptions, model: str) -> Tracer:
         model: the served name.
 
     Raises:
-        ConfigError: if the exporter is not installed.
+        ConfigError: if the configuration asks for spans that cannot be sent. Where only the environment does, which a
+            cluster may give to all of its pods, that is logged, and there are no spans.
     """
     if not spans_wanted(options):
         return NullTracer()
-    require_exporter()
+    try:
+        require_exporter()
+    except ConfigError as error:
+        if options.otlp_endpoint is not None:
+            raise
+        logger.warning("no spans are sent: %s", error)
+        return NullTracer()
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 __all__ = ["pagoda_version"]
 
 
 def pagoda_version() -> str:
-    """Return the installed version, or a word for a checkout that is not installed."""
+    """Return the installed version, or that of the checkout that runs without having been installed."""
     try:
         return version("pagoda")
-    except PackageNotFoundError:  # run from its checkout
-        return "0+unknown"
+    except PackageNotFoundError:
+        project = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())["project"]
+        return str(project["version"])

@@ -97,8 +97,11 @@ async function send() {
 
 function setBusy(busy) {
   log.setAttribute("aria-busy", String(busy)); // a screen reader waits for the whole answer
-  byId("send").hidden = busy;
-  byId("halt").hidden = !busy;
+  const [gone, here] = busy ? [byId("send"), byId("halt")] : [byId("halt"), byId("send")];
+  const hadFocus = document.activeElement === gone;
+  gone.hidden = true;
+  here.hidden = false;
+  if (hadFocus) here.focus(); // else whoever uses the keyboard starts again at the top of the page
 }
 
 /** One answer as it grows, and its numbers. */

@@ -35,8 +35,16 @@ export class HeatMap {
   constructor(canvas) {
     this.canvas = canvas;
     this.cells = [];
-    new ResizeObserver(() => this.draw()).observe(canvas);
-    document.addEventListener("themechange", () => this.draw());
+    this.resizes = new ResizeObserver(() => this.draw());
+    this.resizes.observe(canvas);
+    this.listening = new AbortController();
+    document.addEventListener("themechange", () => this.draw(), { signal: this.listening.signal });
+  }
+
+  /** Let go of the page, which outlives the replica. */
+  close() {
+    this.resizes.disconnect();
+    this.listening.abort();
   }
 
   show(cells) {

@@ -101,13 +101,18 @@ def test_a_head_that_restarts_is_waited_for_and_one_that_is_gone_is_not(
     assert drain.main(["--dashboard", url]) == 0
 
 
-def test_what_goes_wrong_is_one_line(
-    dashboard: Callable[..., str], ray_log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_refusal_is_told_and_the_node_announced_again(
+    dashboard: Callable[..., str], ray_log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (ray_log.parent / "refuse").touch()
-    url = dashboard([_details(OWN)])
-    assert drain.main(["--dashboard", url]) == 1
-    assert capsys.readouterr().err == f"pagoda: Ray does not drain node node-{OWN}: no\n"
+    assert drain.main(["--dashboard", dashboard([_details(OWN), _details(OWN), _details(OTHER)])]) == 0
+    assert capsys.readouterr().err == 2 * f"pagoda: Ray does not drain node node-{OWN}: no\n"
+
+
+@pytest.mark.usefixtures("ray_log")
+def test_what_is_missing_is_said(
+    dashboard: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("POD_IP")
-    assert drain.main(["--dashboard", url]) == 1
+    assert drain.main(["--dashboard", dashboard([_details(OWN)])]) == 1
     assert "POD_IP is not set" in capsys.readouterr().err

@@ -301,3 +301,12 @@ def test_the_line_comes_from_a_thread(serve_log: Log) -> None:
         time.sleep(0.01)
     stats.stop()
     assert serve_log[0].getMessage().startswith("Avg prompt throughput: ")
+
+
+def test_a_request_without_a_key_leaves_its_reason(
+    open_client: OpenClient, serve_log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGODA_API_KEYS", "sixteen-and-more-characters")
+    assert open_client().post("/v1/chat/completions", json=CHAT).status_code == 401
+    fields = _fields(serve_log)
+    assert (fields["status"], fields["reason"]) == ("401", "invalid_api_key")

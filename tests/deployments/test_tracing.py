@@ -329,6 +329,15 @@ def test_without_the_exporter_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     assert isinstance(open_tracer(TracingOptions(), "m"), NullTracer)
 
 
+def test_a_variable_of_the_whole_cluster_stops_no_server(
+    monkeypatch: pytest.MonkeyPatch, serve_log: list[logging.LogRecord]
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    assert isinstance(open_tracer(TracingOptions(), "m"), NullTracer)
+    assert "OTEL_EXPORTER_OTLP_PROTOCOL='grpc'" in serve_log[-1].getMessage()
+
+
 def test_another_protocol_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL='grpc'.*http/protobuf"):

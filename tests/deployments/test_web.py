@@ -208,6 +208,18 @@ def test_a_replica_that_was_full_is_not_called_a_hit() -> None:
     assert log.recent() == [RoutedRequest(8.0, "b", "balanced", 70, 16, 64)]
 
 
+def test_a_request_that_a_replica_refused_is_told_where_it_went_then() -> None:
+    log = RoutingLog(clock=lambda: 8.0)
+    for replica in ("a", "b"):
+        log.decided("r", Decision(["a", "b"], "cold", 0, 0))
+        log.placed("r", replica, 70, 0, 16)
+    assert [one.replica for one in log.recent()] == ["b"]
+    log.ended("r")
+    log.decided("r", Decision(["a"], "cold", 0, 0))
+    log.placed("r", "a", 70, 0, 16)
+    assert [one.replica for one in log.recent()] == ["b", "a"]
+
+
 def test_the_log_is_bounded() -> None:
     log = RoutingLog()
     for number in range(2 * LENGTH):

@@ -211,8 +211,6 @@ def test_every_manifest_is_reached() -> None:
     for directory, content in _kustomizations().items():
         for entry in [*content.get("resources", []), *content.get("components", [])]:
             path = (directory / entry).resolve()
-            if path == MONITORING and not path.exists():
-                continue  # it says why below
             assert path.exists(), f"{directory}: {entry}"
             reached.add(path)
     manifests = {path for path in K8S.rglob("*.yaml") if path.name != "kustomization.yaml"}
@@ -223,8 +221,6 @@ def test_every_manifest_is_reached() -> None:
 
 
 def test_the_overlay_with_monitoring_is_the_gpu_overlay_and_more() -> None:
-    if not MONITORING.is_dir():
-        pytest.skip("k8s/monitoring is not there")
     monitored = build("overlays/gpu-monitored")
     assert all(one in monitored for one in build(GPU))
     assert {one["kind"] for one in monitored} >= {"PodMonitor", "PrometheusRule"}

@@ -209,7 +209,7 @@ def test_what_kustomize_makes_of_the_folder(tmp_path: Path) -> None:
     documents = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(made)}
     assert documents.keys() == {
         ("ConfigMap", "pagoda-dashboard"), ("PodMonitor", "pagoda-head"), ("PodMonitor", "pagoda-workers"),
-        ("PodMonitor", "pagoda-ingress"), ("PrometheusRule", "pagoda"), ("NetworkPolicy", "pagoda-prometheus-ingress"),
+        ("PodMonitor", "pagoda-ingress"), ("PrometheusRule", "pagoda"),
     }  # fmt: skip
     assert {one["metadata"]["namespace"] for one in documents.values()} == {"pagoda"}
     for (kind, _), one in documents.items():

@@ -81,14 +81,14 @@ INLINE attention_work begin(const int kind, const attention_plan *plan, const at
     return work;
 }
 
-/* Finds where up to `count` keys lie in the caches, in bytes; repeats the last. Returns how many there are. */
-static int locate(const attention_work *work, int key, int count, size_t *offsets) {
-    int block_size = work->call->block_size, left = work->item->end_key - key;
+/* Finds where up to `count` keys of an item lie in the caches, in bytes; repeats the last. Returns how many there are. */
+static int locate(const attention_work *work, const attention_item *item, int key, int count, size_t *offsets) {
+    int block_size = work->call->block_size, left = item->end_key - key;
     int num_keys = left < count ? left : count;
     if (num_keys <= 0) return 0;
     int block = key / block_size, within = key % block_size;
     for (int i = 0; i < num_keys; block++, within = 0) {
-        size_t at = ((size_t)work->item->block_table[block] * (size_t)block_size + (size_t)within) * work->token_bytes;
+        size_t at = ((size_t)item->block_table[block] * (size_t)block_size + (size_t)within) * work->token_bytes;
         for (; within < block_size && i < num_keys; within++, at += work->token_bytes) offsets[i++] = at;
     }
     for (int i = num_keys; i < count; i++) offsets[i] = offsets[num_keys - 1];
@@ -110,13 +110,15 @@ INLINE void attend(const int kind, attention_work *work, int head, int key, int 
     }
 }
 
-INLINE void attend_all(const int kind, attention_work *work) {
+/* `following` is the item that this thread will probably do next, or NULL: its first keys are fetched at the end. */
+INLINE void attend_all(const int kind, attention_work *work, const attention_item *following) {
     const attention_item *item = work->item;
     size_t offsets[2][KEYS_PER_TILE];
     int count = work->rows <= MOST_ROWS_IN_PLACE ? KEYS_PER_STRIP : KEYS_PER_TILE, now = 0;
-    int num_keys = locate(work, item->first_key, count, offsets[now]);
+    int num_keys = locate(work, item, item->first_key, count, offsets[now]);
     for (int key = item->first_key; key < item->end_key; key += count, now = !now) {
-        int num_next = locate(work, key + count, count, offsets[!now]);
+        int num_next = locate(work, item, key + count, count, offsets[!now]);
+        if (!num_next && following) num_next = locate(work, following, following->first_key, count, offsets[!now]);
         for (int head = 0; head < item->num_heads; head++)
             attend(kind, work, head, key, num_keys, offsets[now], offsets[num_next ? !now : now]);
         num_keys = num_next;
@@ -204,9 +206,11 @@ INLINE void merge(const int kind, const attention_plan *plan, const attention_un
         }
 }
 
-INLINE void compute(const int kind, const attention_plan *plan, const attention_item *item) {
+INLINE void compute(const int kind, const attention_plan *plan, int64_t index) {
+    const attention_item *item = plan->items + index;
+    int64_t following = index + pagoda_num_threads();
     attention_work work = begin(kind, plan, item);
-    attend_all(kind, &work);
+    attend_all(kind, &work, following < plan->num_items ? plan->items + following : NULL);
     if (item->partial < 0) {
         write_outputs(kind, &work);
         return;
@@ -221,13 +225,13 @@ INLINE void compute(const int kind, const attention_plan *plan, const attention_
 static void compute_float32(void *args, int64_t index, int thread) {
     const attention_plan *plan = args;
     (void)thread; /* two callers may both be thread 0: scratch belongs to the system's threads instead */
-    compute(FLOAT32, plan, plan->items + index);
+    compute(FLOAT32, plan, index);
 }
 
 static void compute_bfloat16(void *args, int64_t index, int thread) {
     const attention_plan *plan = args;
     (void)thread;
-    compute(BFLOAT16, plan, plan->items + index);
+    compute(BFLOAT16, plan, index);
 }
 
 void pagoda_attention(const pagoda_attention_call *call) {
