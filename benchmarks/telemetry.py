@@ -3,7 +3,7 @@
     python -m benchmarks.telemetry --model DIR [--workload w16] [--repeats 3] [--out result.json]
 
 One engine runs the workload in turn with nothing that keeps numbers, and with a recorder as a replica has it, and what
-reads that recorder in threads beside the engine: the exporter to Ray's agent, and a scrape of GET /metrics a second.
+reads that recorder in threads beside the engine: the exporter to Ray's agent, and a scrape of GET /metrics every five seconds.
 ``--part MODULE:CLASS`` adds more: it is made with the recorder and has ``start()`` and ``stop()``. The token ids of
 each run are its own, so that no cache knows the prompts.
 
@@ -42,7 +42,7 @@ from engine.step import SampledTokens, SchedulerOutput
 __all__ = ["main"]
 
 PARTS = ("deployments.ray_exporter:RayExporter", "benchmarks.telemetry:Scraper")
-SCRAPE_PERIOD_S = 1.0
+SCRAPE_PERIOD_S = 5.0  # more often than a Prometheus usually comes
 NULL_SEQUENCES, NULL_STEPS, NULL_BLOCKS = 64, 2000, 5000
 
 

@@ -25,7 +25,7 @@ __all__ = ["CountRequests", "EventStream", "RecordRequests", "path_of", "read_bo
 logger = logging.getLogger("ray.serve")
 
 _COUNTED_PATHS = frozenset(
-    {"/", "/live", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/version"}
+    {"/", "/live", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ping", "/metrics", "/version"}
 )
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

@@ -106,6 +106,7 @@ class Ingress:
             ("/v1/models", "GET", self.models),
             ("/v1/models/{name:path}", "GET", self.model),
             ("/health", "GET", self.health),
+            ("/ping", "GET", self.health),
             ("/metrics", "GET", self.metrics),
             ("/version", "GET", self.version),
         ):

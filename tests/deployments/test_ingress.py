@@ -104,6 +104,7 @@ def test_health_follows_the_replicas(client: TestClient, engines: FakeEngines) -
     assert client.get("/health").status_code == 200  # not in view, as with another router, but it answers
     engines.is_down = True
     assert client.get("/health").status_code == 503
+    assert client.get("/ping").status_code == 503
     view.set_replicas({"r1": {}})
     assert client.get("/health").status_code == 200
 
