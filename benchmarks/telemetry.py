@@ -3,7 +3,8 @@
     python -m benchmarks.telemetry --model DIR [--workload w16] [--repeats 3] [--out result.json]
 
 One engine runs the workload in turn with nothing that keeps numbers, and with a recorder as a replica has it, and what
-reads that recorder in threads beside the engine: the exporter to Ray's agent, and a scrape of GET /metrics every five seconds.
+reads that recorder in threads beside the engine: the exporter to Ray's agent, and every five seconds a scrape of GET
+/metrics.
 ``--part MODULE:CLASS`` adds more: it is made with the recorder and has ``start()`` and ``stop()``. The token ids of
 each run are its own, so that no cache knows the prompts.
 

@@ -7,6 +7,7 @@ import { badge } from "./replicas.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "seed"];
 const NEAR_END = 60; // pixels: who has scrolled up further is reading
+const ALL_AT_ONCE_S = 0.05;
 
 const messages = []; // of the conversation, as the API wants them
 let running = null; // the AbortController of the answer that streams
@@ -146,7 +147,10 @@ class Answer {
     log.scrollTop = log.scrollHeight;
   }
 
-  /** What the answer took; the first tokens count for the TTFT, the others for the rate. */
+  /**
+   * What the answer took; the first tokens count for the TTFT, the others for the rate. Where they came all at once, as a
+   * busy server may send a short answer, the rate is that of the whole time.
+   */
   facts() {
     const { prompt_tokens: asked, completion_tokens: made, prompt_tokens_details: details } = this.usage;
     const seconds = (this.last - this.first) / 1000;
@@ -156,7 +160,8 @@ class Answer {
       facts.append(make("div", { "data-fact": name }, make("dt", {}, label), make("dd", {}, ...value)));
     if (this.replica) fact("replica", "replica", badge(this.replica));
     fact("ttft", "first token", duration(this.first - this.sent));
-    if (later > 0 && seconds > 0) fact("rate", "speed", `${rate(later / seconds)} tokens/s`);
+    const speed = seconds > ALL_AT_ONCE_S ? later / seconds : (1000 * made) / (this.last - this.sent);
+    if (later > 0) fact("rate", "speed", `${rate(speed)} tokens/s`);
     const ending = this.stopped ? ", stopped" : this.reason === "length" ? ", cut at the limit" : "";
     fact("tokens", "answer", `${count(made)} tokens${ending}`);
     const meter = make("span", { className: "meter", "aria-hidden": "true" }, make("span"));

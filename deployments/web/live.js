@@ -89,7 +89,7 @@ class Tile {
     const list = make("dl", { className: "numbers" });
     for (const [key, label] of [
       ["running", "running"], ["waiting", "waiting"], ["rate", "tokens/s"], ["hits", "prefix hits"],
-      ["used", "used by one"], ["shared", "shared"], ["cached", "cached"], ["free", "free"],
+      ["used", "private"], ["shared", "shared"], ["cached", "cached"], ["free", "free"],
     ]) {
       this.figures[key] = make("dd", {}, "–");
       list.append(make("div", {}, make("dt", {}, label), this.figures[key]));
@@ -120,7 +120,7 @@ class Tile {
     const cell = perCell === 1 ? "a cell is a block" : `a cell is ${perCell} blocks`;
     setText(this.note, `${count(replica.num_blocks)} blocks, ${cell}`);
     this.canvas.setAttribute("aria-label",
-      `KV blocks: ${shown.used} used by one, ${shown.shared} shared, ${shown.cached} cached, ${shown.free} free`);
+      `KV blocks: ${shown.used} private, ${shown.shared} shared, ${shown.cached} cached, ${shown.free} free`);
     this.map.show(unpack(replica));
   }
 }
