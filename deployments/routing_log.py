@@ -56,7 +56,8 @@ class RoutingLog:
         is_other = decision.outcome == "hit" and held_blocks < decision.best_blocks  # the one that was wanted was full
         outcome = "balanced" if is_other else decision.outcome
         held, best = held_blocks * block_size, max(held_blocks, decision.best_blocks) * block_size
-        if (refused := self._sent.get(request_id)) in self._routed:
+        refused = self._sent.get(request_id)
+        if refused is not None and refused in self._routed:
             self._routed.remove(refused)
         routed = RoutedRequest(self._clock(), replica, outcome, num_tokens, held, best)
         self._routed.append(routed)
