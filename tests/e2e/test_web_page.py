@@ -69,13 +69,16 @@ def open_page(browser: Browser, server: Server) -> Iterator[Opener]:
     assert problems == []
 
 
+LONG_ANSWER_MS = 30_000  # a tiny model may not find its end, and fill the context
+
+
 def ask(page: Page, question: str, state: str = "done") -> Any:
     """Ask, and return the answer when it has come to its end."""
     number = page.locator(".assistant").count()
     page.get_by_label("Prompt", exact=True).fill(question)
     page.keyboard.press("Enter")
     answer = page.locator(".assistant").nth(number)
-    expect(answer).to_have_attribute("data-state", state)
+    expect(answer).to_have_attribute("data-state", state, timeout=LONG_ANSWER_MS)
     return answer
 
 
