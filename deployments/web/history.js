@@ -50,10 +50,11 @@ export class History {
   }
 }
 
-/** What the counters have gained over the last seconds. */
+/** What the counters have gained over the last seconds, or since the sample before if a busy server answers more seldom. */
 function change(samples, seconds) {
   const last = samples.at(-1);
-  const first = samples.find((sample) => sample.time >= last.time - seconds);
+  const inside = samples.findIndex((sample) => sample.time >= last.time - seconds);
+  const first = samples[Math.max(0, Math.min(inside, samples.length - 2))];
   return {
     seconds: last.time - first.time,
     generated: last.generated - first.generated,
