@@ -1,6 +1,7 @@
 /* See attention.h. The cache is PagedAttention's (Kwon et al., 2023) and is read in place; the softmax is taken as the
  * keys go by (FlashAttention-2, Dao, 2023). A long context is divided into spans, whose results the thread that
- * finishes last merges, so a single decode keeps every thread busy. Few rows or many: see attention_in_place.h and
+ * finishes last merges, so a single decode keeps every thread busy; keys that begin several sequences are computed once
+ * for all of them, and merged with the rest of each (attention_plan.c). Few rows or many: see attention_in_place.h and
  * attention_packed.h.
  */
 #include "attention.h"
@@ -81,7 +82,8 @@ INLINE attention_work begin(const int kind, const attention_plan *plan, const at
     return work;
 }
 
-/* Finds where up to `count` keys of an item lie in the caches, in bytes; repeats the last. Returns how many there are. */
+/* Finds where up to `count` keys of an item lie in the caches, in bytes; repeats the last. Returns how many there
+ * are. */
 static int locate(const attention_work *work, const attention_item *item, int key, int count, size_t *offsets) {
     int block_size = work->call->block_size, left = item->end_key - key;
     int num_keys = left < count ? left : count;

@@ -57,7 +57,7 @@ SPECIALIZED void add_values(const int kind, const int rows, const int vectors, c
 }
 
 /* One KV head's rows with one strip of keys; offsets past the strip's end repeat its last key. `next` are the offsets
- * of the strip that comes after this one. */
+ * of the strip that comes after this one, perhaps another item's. */
 SPECIALIZED void attend_in_place(const int kind, const int rows, attention_work *work, int head, int strip_key,
                                  int num_keys, const size_t *offsets, const size_t *next) {
     enum { VECTORS = KEYS_PER_STRIP / LANES };
