@@ -163,34 +163,4 @@ INLINE f32x16 join_sums(const f32x16 *quads) {
 #endif
 }
 
-/* Turns 16 vectors of 16 words about the diagonal and stores them `stride` words apart. */
-INLINE void store_transposed(uint32_t *to, size_t stride, u32x16 *rows) {
-#if defined(__AVX512F__)
-    __m512i pairs[LANES], quads[LANES];
-    for (int i = 0; i < LANES; i += 2) {
-        pairs[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
-        pairs[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
-    }
-    for (int i = 0; i < LANES; i += 4) { /* quads[i + k]: word 4q + k of rows i..i+3, in quarter q */
-        quads[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
-        quads[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
-        quads[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-        quads[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
-    }
-    for (int k = 0; k < 4; k++) {
-        __m512i even = _mm512_shuffle_i32x4(quads[k], quads[k + 4], 0x88);
-        __m512i odd = _mm512_shuffle_i32x4(quads[k], quads[k + 4], 0xdd);
-        __m512i even_behind = _mm512_shuffle_i32x4(quads[k + 8], quads[k + 12], 0x88);
-        __m512i odd_behind = _mm512_shuffle_i32x4(quads[k + 8], quads[k + 12], 0xdd);
-        _mm512_storeu_si512(to + stride * (size_t)k, _mm512_shuffle_i32x4(even, even_behind, 0x88));
-        _mm512_storeu_si512(to + stride * (size_t)(k + 4), _mm512_shuffle_i32x4(odd, odd_behind, 0x88));
-        _mm512_storeu_si512(to + stride * (size_t)(k + 8), _mm512_shuffle_i32x4(even, even_behind, 0xdd));
-        _mm512_storeu_si512(to + stride * (size_t)(k + 12), _mm512_shuffle_i32x4(odd, odd_behind, 0xdd));
-    }
-#else
-    for (int i = 0; i < LANES; i++)
-        for (int word = 0; word < LANES; word++) to[stride * (size_t)word + (size_t)i] = rows[i][word];
-#endif
-}
-
 #endif

@@ -7,7 +7,15 @@
 #include "threads.h"
 #include "vector.h"
 
-enum { MAX_PANELS_AT_ONCE = 4, BYTES_PER_PART = 256 * 1024, WORDS_IN_L1 = 128 };
+enum {
+    MAX_PANELS_AT_ONCE = 4,
+    BYTES_PER_PART = 256 * 1024,
+    WORDS_IN_L1 = 128,
+    ROWS_IN_L2 = 256, /* whose words are used by all panels; more would come from memory for every few of them */
+};
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
 
@@ -18,8 +26,9 @@ int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
 
 /* --- the inner loops ------------------------------------------------------------------------------------------- */
 
-/* How many words ahead weights are fetched: panels that are read together need less each. Measured on Zen 4. */
-#define WORDS_AHEAD(PANELS) ((PANELS) == 4 ? 8 : (PANELS) == 2 ? 32 : 64)
+/* How many words ahead weights are fetched, to the second cache (the first is soon full of what is not needed yet):
+ * panels that are read together need less each. Measured on Zen 4. */
+#define WORDS_AHEAD(PANELS) ((PANELS) == 4 ? 16 : (PANELS) == 2 ? 64 : 128)
 
 /* Sums of ROWS rows with PANELS panels, as [PANELS][ROWS][16]: everything stays in registers until the end. The panels
  * lie `stride` words apart. With `goes_on` what `sums` holds is added to. */
@@ -36,7 +45,7 @@ int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
             u32x16 weight[PANELS];                                                                                    \
             _Pragma("GCC unroll 16") for (int p = 0; p < PANELS; p++) {                                               \
                 weight[p] = u32x16_load(weights + p * stride);                                                        \
-                __builtin_prefetch(weights + p * stride + WORDS_AHEAD(PANELS) * LANES);                                \
+                __builtin_prefetch(weights + p * stride + WORDS_AHEAD(PANELS) * LANES, 0, 2);                          \
             }                                                                                                         \
             _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) {                                                 \
                 u32x16 row = u32x16_set(rows[r]);                                                                     \
@@ -87,6 +96,7 @@ typedef struct {
     const pagoda_weight *weight;
     pagoda_epilogue epilogue;
     int64_t num_words, num_panels, panels_per_part;
+    int64_t parts_per_block; /* of rows */
 } linear_call;
 
 /* The product of a row with a panel, from their sum. */
@@ -135,13 +145,13 @@ static void finish(const linear_call *call, const float *sums, int64_t first_row
 
 /* --- the loops around them ------------------------------------------------------------------------------------- */
 
-static void multiply_panels(const linear_call *call, int64_t panel, int num_panels) {
+static void multiply_panels(const linear_call *call, int64_t panel, int num_panels, int64_t row, int64_t end_row) {
     _Alignas(64) float sums[MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES];
     int64_t num_words = call->num_words;
     /* Of many rows a piece that fits L1 is used by all panels; of few, weights are best read straight through. */
     int64_t depth = call->rows->num_rows > ROWS_PER_TILE ? WORDS_IN_L1 : num_words;
-    for (int64_t row = 0; row < call->rows->num_rows; row += ROWS_PER_TILE) {
-        int64_t left = call->rows->num_rows - row;
+    for (; row < end_row; row += ROWS_PER_TILE) {
+        int64_t left = end_row - row;
         int num_rows = left < ROWS_PER_TILE ? (int)left : ROWS_PER_TILE;
         int step = panels_at_once(num_rows);
         tile_function tile = tile_for(call->weight->kind, num_rows);
@@ -160,20 +170,24 @@ static void multiply_panels(const linear_call *call, int64_t panel, int num_pane
 static void multiply_part(void *args, int64_t index, int thread) {
     (void)thread;
     const linear_call *call = args;
-    int64_t panel = index * call->panels_per_part, end = panel + call->panels_per_part;
-    if (end > call->num_panels) end = call->num_panels;
-    for (; panel < end; panel += MAX_PANELS_AT_ONCE) multiply_panels(call, panel, MAX_PANELS_AT_ONCE);
+    int64_t row = index / call->parts_per_block * ROWS_IN_L2;
+    int64_t end_row = least(row + ROWS_IN_L2, call->rows->num_rows);
+    int64_t panel = index % call->parts_per_block * call->panels_per_part;
+    int64_t end_panel = least(panel + call->panels_per_part, call->num_panels);
+    for (; panel < end_panel; panel += MAX_PANELS_AT_ONCE)
+        multiply_panels(call, panel, MAX_PANELS_AT_ONCE, row, end_row);
 }
 
 void pagoda_linear(float *output, int64_t stride, const pagoda_rows *rows, const pagoda_weight *weight,
                    pagoda_epilogue epilogue) {
-    linear_call call = {output, stride, rows, weight, epilogue, 0, 0, 0};
+    linear_call call = {output, stride, rows, weight, epilogue, 0, 0, 0, 0};
     call.num_words = pagoda_num_words(weight->kind, weight->in_features);
-    call.num_panels = (weight->out_features + LANES - 1) / LANES;
+    call.num_panels = divide_up(weight->out_features, LANES);
     int64_t group_bytes = MAX_PANELS_AT_ONCE * LANES * call.num_words * 4;
     int64_t groups = rows->num_rows > ROWS_PER_TILE ? 1 : BYTES_PER_PART / group_bytes; /* many rows: long parts */
     call.panels_per_part = (groups < 1 ? 1 : groups) * MAX_PANELS_AT_ONCE;
-    pagoda_parallel_for((call.num_panels + call.panels_per_part - 1) / call.panels_per_part, multiply_part, &call);
+    call.parts_per_block = divide_up(call.num_panels, call.panels_per_part);
+    pagoda_parallel_for(divide_up(rows->num_rows, ROWS_IN_L2) * call.parts_per_block, multiply_part, &call);
 }
 
 /* --- packing --------------------------------------------------------------------------------------------------- */
@@ -243,7 +257,13 @@ static void pack_floats(const pack_call *call, const void *row, uint32_t *lane) 
 
 /* 16 rows of bfloat16 into a whole panel, word by word as they are: what nearly all packing is. */
 static void copy_panel(const uint16_t *source, int64_t in_features, uint32_t *panel) {
-    for (int64_t k = 0; k < in_features / 2; k++)
+    int64_t k = 0;
+    for (; k + LANES <= in_features / 2; k += LANES) {
+        u32x16 rows[LANES];
+        for (int lane = 0; lane < LANES; lane++) rows[lane] = u32x16_load(source + lane * in_features + 2 * k);
+        store_transposed(panel + k * LANES, LANES, rows);
+    }
+    for (; k < in_features / 2; k++)
         for (int lane = 0; lane < LANES; lane++) memcpy(panel + k * LANES + lane, source + lane * in_features + 2 * k, 4);
 }
 

@@ -81,6 +81,20 @@ static void make_words(const pack_call *call, const float *row, uint32_t *words,
     }
 }
 
+/* Rows of words, `stride` apart, to the tile's words, each of which holds one of every row. */
+static void interleave(uint32_t *tile, const uint32_t *words, int64_t num_rows, int64_t num_words, int64_t stride) {
+    int64_t k = 0;
+    if (num_rows == LANES) {
+        for (; k + LANES <= num_words; k += LANES) {
+            u32x16 rows[LANES];
+            for (int64_t r = 0; r < LANES; r++) rows[r] = u32x16_load(words + r * stride + k);
+            store_transposed(tile + k * LANES, LANES, rows);
+        }
+    }
+    for (; k < num_words; k++)
+        for (int64_t r = 0; r < num_rows; r++) tile[k * num_rows + r] = words[r * stride + k];
+}
+
 static void pack_tile(void *args, int64_t index, int thread) {
     (void)thread;
     const pack_call *call = args;
@@ -88,15 +102,14 @@ static void pack_tile(void *args, int64_t index, int thread) {
     int64_t num_words = pagoda_num_words(call->kind, call->width);
     int64_t first = index * ROWS_PER_TILE, left = call->rows->num_rows - first;
     int64_t num_rows = left < ROWS_PER_TILE ? left : ROWS_PER_TILE;
-    uint32_t *tile = call->rows->words + first * num_words;
-    float *row = pagoda_scratch(SCRATCH_ROW, 2 * (size_t)padded * sizeof *row);
-    uint32_t *words = (uint32_t *)(row + padded);
+    float *row = pagoda_scratch(SCRATCH_ROW, (size_t)(padded * (1 + num_rows)) * sizeof *row);
+    uint32_t *words = (uint32_t *)(row + padded); /* of all rows; padded to what the widest kind takes */
     for (int64_t r = 0; r < num_rows; r++) {
         const char *source = (const char *)call->source + (first + r) * width * (call->source_is_bf16 ? 2 : 4);
         read_row(call, source, row);
-        make_words(call, row, words, call->kind == PAGODA_INT8 ? call->rows->scales + first + r : NULL);
-        for (int64_t k = 0; k < num_words; k++) tile[k * num_rows + r] = words[k];
+        make_words(call, row, words + r * padded, call->kind == PAGODA_INT8 ? call->rows->scales + first + r : NULL);
     }
+    interleave(call->rows->words + first * num_words, words, num_rows, num_words, padded);
 }
 
 void pagoda_pack_rows(pagoda_rows *rows, const void *source, int32_t source_is_bf16, int32_t kind, int32_t width,
