@@ -74,25 +74,20 @@ INLINE int rows_of_block(const attention_work *work, int row) {
     return row + ROWS_PER_BLOCK <= work->padded_rows ? ROWS_PER_BLOCK : ROWS_OF_REST;
 }
 
-SPECIALIZED void pack_keys(const int kind, attention_work *work, const char *cache, const size_t *offsets,
-                           const size_t *next) {
+SPECIALIZED void pack_keys(const int kind, attention_work *work, const char *cache, const size_t *offsets) {
     for (int word = 0; word < work->words; word += LANES)
         for (int key = 0; key < KEYS_PER_TILE; key += LANES) {
             u32x16 rows[LANES];
             for (int i = 0; i < LANES; i++)
                 rows[i] = load_some_words(kind, cache + offsets[key + i], word, work->words);
-            for (int i = 0; i < LANES; i++)
-                fetch_ahead(cache + next[key + i] + sizeof(uint32_t) * (size_t)word, LANES * element_size(kind));
             store_transposed(work->keys + (size_t)word * KEYS_PER_TILE + key, KEYS_PER_TILE, rows);
         }
 }
 
-SPECIALIZED void pack_values(const int kind, attention_work *work, const char *cache, const size_t *offsets,
-                             const size_t *next) {
+SPECIALIZED void pack_values(const int kind, attention_work *work, const char *cache, const size_t *offsets) {
     const int per_word = keys_per_word(kind), words = KEYS_PER_TILE / per_word;
     for (int word = 0; word < words; word++) {
         const char *first = cache + offsets[word * per_word], *second = cache + offsets[word * per_word + per_word - 1];
-        for (int i = 0; i < per_word; i++) fetch_ahead(cache + next[word * per_word + i], work->head_bytes);
         for (int dim = 0; dim < work->call->head_dim;) {
             u32x16 values[2];
             const int vectors = dim + 2 * LANES <= work->call->head_dim ? 2 : 1;
@@ -106,15 +101,26 @@ SPECIALIZED void pack_values(const int kind, attention_work *work, const char *c
     }
 }
 
-/* One KV head's rows with one tile of keys; offsets past the tile's end repeat its last key. */
+/* Fetches a block's share of a tile that is needed later: while it multiplies, memory has nothing else to do. */
+INLINE void fetch_share(const attention_work *work, int row, const char *cache, const size_t *next, size_t bytes) {
+    int first = row * KEYS_PER_TILE / work->padded_rows;
+    int end = (row + rows_of_block(work, row)) * KEYS_PER_TILE / work->padded_rows;
+    for (int key = first; key < end; key++) fetch_ahead(cache + next[key], bytes);
+}
+
+/* One KV head's rows with one tile of keys; offsets past the tile's end repeat its last key. `next` are those of the
+ * tile that comes after this one, perhaps another item's. */
 SPECIALIZED void attend_packed(const int kind, attention_work *work, int head, int tile_key, int num_keys,
                                const size_t *offsets, const size_t *next) {
     const pagoda_attention_call *call = work->call;
     size_t cache_head = (size_t)(work->item->first_head + head) * work->head_bytes;
-    pack_keys(kind, work, (const char *)call->key_cache + cache_head, offsets, next);
-    pack_values(kind, work, (const char *)call->value_cache + cache_head, offsets, next);
+    const char *keys = (const char *)call->key_cache + cache_head;
+    const char *values = (const char *)call->value_cache + cache_head;
+    pack_keys(kind, work, keys, offsets);
+    pack_values(kind, work, values, offsets);
     for (int row = 0, rows; row < work->padded_rows; row += rows) {
         rows = rows_of_block(work, row);
+        fetch_share(work, row, keys, next, work->head_bytes);
         int vectors = block_vectors(work, row, rows, tile_key, num_keys);
         if (rows == ROWS_PER_BLOCK)
             FOR_VECTORS(weigh_block, kind, ROWS_PER_BLOCK, vectors, work, head, row, tile_key, num_keys)
@@ -125,6 +131,8 @@ SPECIALIZED void attend_packed(const int kind, attention_work *work, int head, i
         int left = call->head_dim - dim, dim_vectors = left < BLOCK_LANES ? left / LANES : BLOCK_VECTORS;
         for (int row = 0, rows; row < work->padded_rows; row += rows) {
             rows = rows_of_block(work, row);
+            fetch_share(work, row, values + (size_t)dim * element_size(kind), next,
+                        (size_t)(dim_vectors * LANES) * element_size(kind));
             int words = block_vectors(work, row, rows, tile_key, num_keys) * LANES / keys_per_word(kind);
             if (!words) continue;
             if (rows == ROWS_PER_BLOCK)
