@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from engine.errors import ConfigError, KVCacheError
+from engine.prefaulter import Prefaulter
 from kernels.cpu.memory import huge_zeros
 
 __all__ = ["KVCache"]
@@ -40,6 +41,7 @@ class KVCache:
         dtype: of keys and values.
         device: where attention reads them.
         num_host_blocks: blocks of the host pool; pinned memory if ``device`` is a GPU.
+        num_blocks_ahead: blocks of a CPU's pool whose memory is to be had before they are used.
 
     Attributes:
         layers: each layer's (keys, values), both ``[num_blocks, block_size, num_kv_heads, head_dim]``; views.
@@ -59,6 +61,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
+        num_blocks_ahead: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
@@ -75,6 +78,10 @@ class KVCache:
         ):
             self._host = torch.empty((num_host_blocks, num_layers, 2, *block), dtype=dtype, pin_memory=pinned)
         self.layers = [(layer[0], layer[1]) for layer in self._cache]
+        self._prefaulter = None
+        if device.type == "cpu" and num_blocks_ahead:
+            self._prefaulter = Prefaulter([part for layer in self.layers for part in layer], num_blocks_ahead)
+            self._prefaulter.use(0)
         self._words = _as_words(self._cache.flatten(0, 1).flatten(2))  # [num_layers * 2, num_blocks, words]
         self._host_words = _as_words(self._host.flatten(1, 2).flatten(2))  # [num_host_blocks, num_layers * 2, words]
 
@@ -99,6 +106,11 @@ class KVCache:
     def tokens_per_gib(self) -> int:
         """Tokens whose keys and values fit into one GiB."""
         return 2**30 * self.block_size // self.bytes_per_block
+
+    def expect(self, block_id: int) -> None:
+        """Say that a step writes to blocks up to ``block_id``; returns at once."""
+        if self._prefaulter is not None:
+            self._prefaulter.use(block_id)
 
     # --- moves --------------------------------------------------------------------------------------------------
 

@@ -137,6 +137,7 @@ class ModelWorker:
         self._copy_blocks(plan)
         if not len(plan.token_ids):  # a step may only make room
             return None
+        self.kv_cache.expect(int(plan.slot_mapping.max()) // self.block_size)
         model_input = plan.to_device(self.device)
         hidden = self._forward(model_input, self.kv_cache)
         if len(plan.prompt_rows):
@@ -208,7 +209,9 @@ class ModelWorker:
         return self.block_size * self.kv_bytes_per_token
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Make the KV cache: as many blocks on every rank, since they share the block tables."""
+        """Make the KV cache, as many blocks on every rank since they share the block tables, and what steps need."""
+        if isinstance(self.model, CpuDecoder):
+            self.model.reserve(self.config.max_num_batched_tokens)
         self.kv_cache = self._make_cache(num_blocks, num_host_blocks)
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
@@ -221,6 +224,7 @@ class ModelWorker:
             dtype=self.dtype,
             device=self.device,
             num_host_blocks=num_host_blocks,
+            num_blocks_ahead=-(-2 * self.config.max_num_batched_tokens // self.block_size),
         )
 
     def measure_num_blocks(self) -> int:

@@ -86,6 +86,10 @@ class CpuDecoder:
             case _:
                 raise AssertionError(f"no parameter is called {name}")
 
+    def reserve(self, num_tokens: int) -> None:
+        """Have the memory that a step of ``num_tokens`` computes in, so that none has to wait for it."""
+        self._scratch.reserve(num_tokens)
+
     @property
     def num_bytes(self) -> int:
         """Bytes that the packed weights take."""

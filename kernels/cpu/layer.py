@@ -9,6 +9,7 @@ import torch
 from kernels.attention import AttentionMetadata
 from kernels.cpu.library import pointer, require
 from kernels.cpu.linear import CWeight, PackedLinear, WeightKind, words_per_row
+from kernels.cpu.memory import huge_zeros, populate
 
 __all__ = ["CLayer", "CpuStep", "Scratch", "all_layers", "attention_half", "logits", "mlp_half"]
 
@@ -85,12 +86,14 @@ class Scratch:
         if num_tokens <= self._capacity:
             return
         self._capacity = num_tokens
-        self.words = torch.empty(num_tokens * self._num_words, dtype=torch.int32)
-        self.row_scales = torch.empty(num_tokens)
-        self.wide = torch.empty(num_tokens * self._outputs)
+        self.words = huge_zeros((num_tokens * self._num_words,), torch.int32)
+        self.row_scales = huge_zeros((num_tokens,), torch.float32)
+        self.wide = huge_zeros((num_tokens * self._outputs,), torch.float32)
         self.query, self.attended = (
-            torch.empty(num_tokens * self._attention_width, dtype=self._cache_dtype) for _ in range(2)
+            huge_zeros((num_tokens * self._attention_width,), self._cache_dtype) for _ in range(2)
         )
+        for memory in (self.words, self.row_scales, self.wide, self.query, self.attended):
+            populate(memory)
 
 
 class CpuStep:
