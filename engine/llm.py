@@ -70,7 +70,8 @@ class LLM:
 
     Args:
         model: directory of a Hugging Face checkpoint.
-        options: see EngineConfig.
+        options: see EngineConfig. Prompts are not paced beside running answers, as nobody reads these meanwhile:
+            ``max_decode_slowdown`` is None here unless it is given.
 
     Raises:
         ConfigError: for an unknown option or a value out of range.
@@ -78,7 +79,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig.from_options(model, options)
+        self.config = EngineConfig.from_options(model, {"max_decode_slowdown": None} | options)
         show_logs()
         self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer(model)
         self.engine = Engine.from_config(self.config)

@@ -43,7 +43,7 @@ class Prefaulter:
         with self._lock:
             self._num_wanted = num_wanted
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="prefaulter", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="prefaulter")
                 self._thread.start()
 
     def wait(self) -> None:
@@ -62,7 +62,8 @@ class Prefaulter:
                 first, self._num_ready = self._num_ready, min(self._num_ready + _BLOCKS_AT_ONCE, self._num_wanted)
                 end = self._num_ready
             for part in self._parts:
-                if not populate(part[first:end]):
+                # Not on this system, or the program ends, which waits for this thread.
+                if not populate(part[first:end]) or not threading.main_thread().is_alive():
                     with self._lock:
-                        self._num_ready = self._num_wanted = self._num_blocks  # not on this system
+                        self._num_ready = self._num_wanted = self._num_blocks
                     break

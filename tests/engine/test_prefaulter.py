@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from tests.kernels.cpu.test_memory import num_resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is given beforehand on Linux only")
 
+ROOT = Path(__file__).parents[2]
 BLOCK = 64 * 2**10
 HUGE_BLOCKS = 2 * 2**20 // BLOCK  # what a huge page gives beyond what was asked for
 
@@ -81,6 +85,19 @@ def test_a_system_that_cannot_is_asked_once(parts: list[torch.Tensor], monkeypat
         prefaulter.use(block_id)
         prefaulter.wait()
     assert len(asked) == 1
+
+
+def test_a_program_that_ends_does_not_wait_for_all_of_it() -> None:
+    program = """
+import torch
+from engine.prefaulter import Prefaulter
+from kernels.cpu.memory import huge_zeros
+Prefaulter([huge_zeros((100_000, 2**16), torch.uint8)], num_ahead=100_000).use(0)
+"""
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - started < 30  # 6.5 GB, which may take longer by themselves
 
 
 def test_a_cache_is_ready_for_the_first_step_and_for_what_is_expected() -> None:

@@ -23,8 +23,7 @@ static void take(argmax_call *call, int64_t row, float value, int64_t index) {
     }
 }
 
-static void find_in_row(void *args, int64_t row, int thread) {
-    (void)thread;
+static void find_in_row(void *args, int64_t row) {
     argmax_call *call = args;
     const float *elements = call->rows + row * call->stride;
     const int64_t step = UNROLLED * LANES, whole = call->width / step * step;

@@ -224,23 +224,19 @@ INLINE void compute(const int kind, const attention_plan *plan, int64_t index) {
     }
 }
 
-static void compute_float32(void *args, int64_t index, int thread) {
-    const attention_plan *plan = args;
-    (void)thread; /* two callers may both be thread 0: scratch belongs to the system's threads instead */
-    compute(FLOAT32, plan, index);
+static void compute_float32(void *args, int64_t index) {
+    compute(FLOAT32, args, index);
 }
 
-static void compute_bfloat16(void *args, int64_t index, int thread) {
-    const attention_plan *plan = args;
-    (void)thread;
-    compute(BFLOAT16, plan, index);
+static void compute_bfloat16(void *args, int64_t index) {
+    compute(BFLOAT16, args, index);
 }
 
 void pagoda_attention(const pagoda_attention_call *call) {
     attention_plan plan = pagoda_plan_attention(call, pagoda_num_threads());
     pagoda_task task = call->is_bf16 ? compute_bfloat16 : compute_float32;
     if (pagoda_plan_is_small(&plan))
-        for (int64_t item = 0; item < plan.num_items; item++) task(&plan, item, 0);
+        for (int64_t item = 0; item < plan.num_items; item++) task(&plan, item);
     else
         pagoda_parallel_for(plan.num_items, task, &plan);
 }

@@ -167,8 +167,7 @@ static void multiply_panels(const linear_call *call, int64_t panel, int num_pane
     }
 }
 
-static void multiply_part(void *args, int64_t index, int thread) {
-    (void)thread;
+static void multiply_part(void *args, int64_t index) {
     const linear_call *call = args;
     int64_t row = index / call->parts_per_block * ROWS_IN_L2;
     int64_t end_row = least(row + ROWS_IN_L2, call->rows->num_rows);
@@ -206,11 +205,7 @@ INLINE float element(const pack_call *call, const void *row, int64_t i) {
 
 /* 16 elements from the i-th on; zeros behind the last one. */
 INLINE f32x16 elements(const pack_call *call, const void *row, int64_t i) {
-    if (i + LANES <= call->in_features)
-        return call->source_is_bf16 ? bf16_load((const bf16 *)row + i) : f32x16_load((const float *)row + i);
-    float parts[LANES] = {0};
-    for (int64_t part = 0; i + part < call->in_features; part++) parts[part] = element(call, row, i + part);
-    return f32x16_load(parts);
+    return load_some(row, call->source_is_bf16, i, call->in_features - i);
 }
 
 static void pack_int8(const pack_call *call, const void *row, uint32_t *lane, int64_t output) {
@@ -267,8 +262,7 @@ static void copy_panel(const uint16_t *source, int64_t in_features, uint32_t *pa
         for (int lane = 0; lane < LANES; lane++) memcpy(panel + k * LANES + lane, source + lane * in_features + 2 * k, 4);
 }
 
-static void pack_part(void *args, int64_t index, int thread) {
-    (void)thread;
+static void pack_part(void *args, int64_t index) {
     const pack_call *call = args;
     int64_t first = index * LANES, end = first + LANES < call->num_rows ? first + LANES : call->num_rows;
     int64_t row_bytes = (int64_t)call->in_features * (call->source_is_bf16 ? 2 : 4);

@@ -18,14 +18,6 @@ typedef struct {
     float eps;
 } pack_call;
 
-static f32x16 load_some(const void *source, bool is_bf16, int64_t at, int64_t count) {
-    if (count >= LANES) return is_bf16 ? bf16_load((const bf16 *)source + at) : f32x16_load((const float *)source + at);
-    float parts[LANES] = {0};
-    for (int64_t i = 0; i < count; i++)
-        parts[i] = is_bf16 ? bf16_to_float(((const bf16 *)source)[at + i]) : ((const float *)source)[at + i];
-    return f32x16_load(parts);
-}
-
 /* The factor that RMSNorm multiplies a row by, before its weights. */
 static float norm_factor(const void *source, bool is_bf16, int64_t width, float eps) {
     f32x16 squares = {0};
@@ -95,8 +87,7 @@ static void interleave(uint32_t *tile, const uint32_t *words, int64_t num_rows, 
         for (int64_t r = 0; r < num_rows; r++) tile[k * num_rows + r] = words[r * stride + k];
 }
 
-static void pack_tile(void *args, int64_t index, int thread) {
-    (void)thread;
+static void pack_tile(void *args, int64_t index) {
     const pack_call *call = args;
     int64_t width = call->width, padded = (width + LANES - 1) / LANES * LANES;
     int64_t num_words = pagoda_num_words(call->kind, call->width);
@@ -153,8 +144,7 @@ static void rotate(const pagoda_rope_call *call, const float *head, const float 
     }
 }
 
-static void rope_token(void *args, int64_t token, int thread) {
-    (void)thread;
+static void rope_token(void *args, int64_t token) {
     const pagoda_rope_call *call = args;
     int64_t width = call->head_dim;
     const float *head = call->qkv + token * (call->num_heads + 2 * call->num_kv_heads) * width;
@@ -176,5 +166,5 @@ void pagoda_rope_and_store(const pagoda_rope_call *call) {
         pagoda_parallel_for(call->num_tokens, rope_token, (void *)call);
         return;
     }
-    for (int64_t token = 0; token < call->num_tokens; token++) rope_token((void *)call, token, 0);
+    for (int64_t token = 0; token < call->num_tokens; token++) rope_token((void *)call, token);
 }

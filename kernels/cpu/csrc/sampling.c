@@ -103,8 +103,7 @@ static void move_highest_first(uint64_t *keys, int64_t count, int64_t k) {
     }
 }
 
-static void find_top_k(void *args, int64_t index, int thread) {
-    (void)thread;
+static void find_top_k(void *args, int64_t index) {
     const top_k_call *call = args;
     const int64_t width = call->width, k = call->k;
     const float *row = call->rows + index * call->stride;
@@ -173,8 +172,7 @@ INLINE f32x16 gumbel(u32x16 tokens, const int32_t keys[2]) {
     return -log_of(-log_of(uniform));
 }
 
-static void draw_row(void *args, int64_t index, int thread) {
-    (void)thread;
+static void draw_row(void *args, int64_t index) {
     const draw_call *call = args;
     const float *row = call->rows + index * call->stride;
     const float largest = largest_of(row, call->width), temperature = call->temperatures[index];

@@ -49,13 +49,13 @@ static inline void relax(void) {
 static inline bool has_parts(uint64_t loop) { return (loop & PART_MASK) < ((loop >> PART_BITS) & PART_MASK); }
 
 /* Does parts of the present loop until none is left; returns how many. */
-static int64_t work(int thread) {
+static int64_t work(void) {
     int64_t num_done = 0;
     while (has_parts(atomic_load_explicit(&pool.loop, memory_order_acquire))) {
         uint64_t claim = atomic_fetch_add_explicit(&pool.loop, 1, memory_order_acq_rel);
         if (!has_parts(claim)) break;
         /* Until this part is done its loop is not, so task and args are this loop's. */
-        pool.task(pool.args, (int64_t)(claim & PART_MASK), thread);
+        pool.task(pool.args, (int64_t)(claim & PART_MASK));
         atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
         num_done++;
     }
@@ -86,7 +86,7 @@ static void *run_worker(void *number) {
     int thread = (int)(intptr_t)number;
     for (;;) {
         wait_for_loop(thread);
-        work(thread);
+        work();
     }
     return NULL;
 }
@@ -141,7 +141,7 @@ static bool is_alone(void) {
  * on alone for as long as it had to wait. */
 static void finish_loop(int64_t count) {
     double start = seconds();
-    int64_t num_done = work(0);
+    int64_t num_done = work();
     for (int spin = 0; spin < SPINS_BEFORE_YIELD; spin++) {
         if (atomic_load_explicit(&pool.done, memory_order_acquire) == count) return;
         relax();
@@ -168,10 +168,10 @@ static void publish(int64_t count, int64_t first, pagoda_task task, void *args) 
 void pagoda_parallel_for(int64_t count, pagoda_task task, void *args) {
     int64_t first = 0;
     if (count <= 1 || pagoda_num_threads() == 1 || pthread_mutex_trylock(&pool.use)) {
-        while (first < count) task(args, first++, 0);
+        while (first < count) task(args, first++);
         return;
     }
-    while (first < count && is_alone()) task(args, first++, 0);
+    while (first < count && is_alone()) task(args, first++);
     if (first < count) {
         publish(count, first, task, args);
         finish_loop(count);

@@ -4,8 +4,8 @@
 
 #include <stdint.h>
 
-/* Does part `index` of a loop on thread `thread`, 0 <= thread < pagoda_num_threads(). */
-typedef void (*pagoda_task)(void *args, int64_t index, int thread);
+/* Does part `index` of a loop. */
+typedef void (*pagoda_task)(void *args, int64_t index);
 
 enum { PAGODA_MAX_THREADS = 256 };
 
@@ -13,7 +13,7 @@ enum { PAGODA_MAX_THREADS = 256 };
 void pagoda_set_num_threads(int count);
 int pagoda_num_threads(void);
 
-/* Calls task(args, i, thread) for 0 <= i < count < 2^24, on whichever threads are free, and returns when all are done.
+/* Calls task(args, i) for 0 <= i < count < 2^24, on whichever threads are free, and returns when all are done.
  * The calling thread takes part, and does everything itself if another caller has the pool. */
 void pagoda_parallel_for(int64_t count, pagoda_task task, void *args);
 

@@ -6,6 +6,7 @@
 #ifndef PAGODA_VECTOR_H
 #define PAGODA_VECTOR_H
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX512F__)
@@ -103,6 +104,15 @@ INLINE float bf16_to_float(bf16 value) {
     float result;
     memcpy(&result, &bits, sizeof result);
     return result;
+}
+
+/* 16 elements of a row of float32 or bfloat16, from `at` on; of the last ones `count` are left, and zeros follow. */
+INLINE f32x16 load_some(const void *row, bool is_bf16, int64_t at, int64_t count) {
+    if (count >= LANES) return is_bf16 ? bf16_load((const bf16 *)row + at) : f32x16_load((const float *)row + at);
+    float parts[LANES] = {0};
+    for (int64_t i = 0; i < count; i++)
+        parts[i] = is_bf16 ? bf16_to_float(((const bf16 *)row)[at + i]) : ((const float *)row)[at + i];
+    return f32x16_load(parts);
 }
 
 /* sum + a * b over the words' parts. */
