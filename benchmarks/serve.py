@@ -3,7 +3,7 @@
     python -m benchmarks.serve --model DIR --out result.json
 
 - throughput: the requests of w16, each from a client of its own, all at once, beside the offline LLM on the same
-  requests. The LLM runs before the server starts and after it has ended.
+  requests. The LLM runs before the server starts and after it has ended. It does not pace prompts, and the server does.
 - first token: one request at a time to an idle server, beside an AsyncEngine in this process with the same prompts,
   which is asked before the server starts and after it has ended: a machine that drifts counts for neither.
 - gaps: what the readers of running streams see between two events while a long prompt is computed.

@@ -56,9 +56,9 @@ class EngineConfig:
         long_prefill_threshold: tokens of one prompt computed in one step, at most, so that others get their turn; 0
             sets no such limit.
         max_decode_slowdown: how many times longer than with its decodes alone a step may take, about, for what it
-            computes of a prompt beside them, unless more prompts could start than sequences decode; None sets no such
-            limit. It is for CPUs, where a token of a prompt costs nearly as much time as a step of decodes, and has no
-            effect on a GPU.
+            computes of a prompt beside them, unless more prompts could start than sequences decode; None, the default
+            of ``LLM``, sets no such limit. It is for CPUs, where a token of a prompt costs nearly as much time as a
+            step of decodes, and has no effect on a GPU.
         max_queued_requests: requests that may wait in an AsyncEngine, at most, besides those that the next step has
             places for; another one is refused, or a waiting one of lower priority gives way. None sets no such
             limit; ``LLM`` queues whatever it is given.

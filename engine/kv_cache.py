@@ -41,7 +41,7 @@ class KVCache:
         dtype: of keys and values.
         device: where attention reads them.
         num_host_blocks: blocks of the host pool; pinned memory if ``device`` is a GPU.
-        num_blocks_ahead: blocks of a CPU's pool whose memory is to be had before they are used.
+        num_blocks_ahead: blocks whose memory is to be had before they are used; only where there are CPU kernels.
 
     Attributes:
         layers: each layer's (keys, values), both ``[num_blocks, block_size, num_kv_heads, head_dim]``; views.
@@ -79,7 +79,7 @@ class KVCache:
             self._host = torch.empty((num_host_blocks, num_layers, 2, *block), dtype=dtype, pin_memory=pinned)
         self.layers = [(layer[0], layer[1]) for layer in self._cache]
         self._prefaulter = None
-        if device.type == "cpu" and num_blocks_ahead:
+        if num_blocks_ahead:
             self._prefaulter = Prefaulter([part for layer in self.layers for part in layer], num_blocks_ahead)
             self._prefaulter.use(0)
         self._words = _as_words(self._cache.flatten(0, 1).flatten(2))  # [num_layers * 2, num_blocks, words]

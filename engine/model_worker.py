@@ -31,6 +31,7 @@ __all__ = ["ModelWorker", "resolve_device"]
 
 logger = logging.getLogger(__name__)
 
+MOST_TOKENS_READY = 4096  # of a step, on a CPU: whoever asks for larger ones may never have one
 PROMPT_ROWS_AT_ONCE = 64  # of float32 logits: a whole prompt's would take gigabytes
 
 
@@ -208,10 +209,15 @@ class ModelWorker:
         """What a block's keys and values take on this rank."""
         return self.block_size * self.kv_bytes_per_token
 
+    @property
+    def _tokens_to_be_ready_for(self) -> int:
+        """Tokens of a step whose memory is had before it comes; larger ones take theirs when they do."""
+        return min(self.config.max_num_batched_tokens, MOST_TOKENS_READY) if isinstance(self.model, CpuDecoder) else 0
+
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Make the KV cache, as many blocks on every rank since they share the block tables, and what steps need."""
         if isinstance(self.model, CpuDecoder):
-            self.model.reserve(self.config.max_num_batched_tokens)
+            self.model.reserve(min(self._tokens_to_be_ready_for, num_blocks * self.block_size))
         self.kv_cache = self._make_cache(num_blocks, num_host_blocks)
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
@@ -224,7 +230,7 @@ class ModelWorker:
             dtype=self.dtype,
             device=self.device,
             num_host_blocks=num_host_blocks,
-            num_blocks_ahead=-(-2 * self.config.max_num_batched_tokens // self.block_size),
+            num_blocks_ahead=-(-2 * self._tokens_to_be_ready_for // self.block_size),
         )
 
     def measure_num_blocks(self) -> int:

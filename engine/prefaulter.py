@@ -2,68 +2,60 @@
 
 Memory that nobody has used yet is given page by page when it is first written. A step that comes to new pages pays for
 that, and with it every stream in the batch. Blocks that were never used are handed out in order, so it is known which
-come next: a thread sees to those whenever a core has nothing else to do. The whole pool is not taken at once, as most
-of a large one may never be used.
+come next: a thread of the C library's sees to those whenever a core has nothing else to do. The whole pool is not taken
+at once, as most of a large one may never be used.
 """
 
 from __future__ import annotations
 
-import os
-import threading
+import ctypes
+import weakref
 from collections.abc import Sequence
 
 import torch
 
-from kernels.cpu.memory import populate
+from kernels.cpu.library import require
 
 __all__ = ["Prefaulter"]
 
-_BLOCKS_AT_ONCE = 8  # whose memory is worth a thread
+_BLOCKS_WORTH_A_THREAD = 8
 
 
 class Prefaulter:
-    """Keeps some unused blocks ready.
+    """Keeps some unused blocks ready, until it is collected.
 
     Args:
-        parts: tensors ``[num_blocks, ...]`` that make up the blocks; each is contiguous.
+        parts: tensors ``[num_blocks, ...]`` that make up the blocks, contiguous and alike.
         num_ahead: blocks to have ready beyond those in use.
+        is_polite: leave the cores to whoever else wants them.
     """
 
-    def __init__(self, parts: Sequence[torch.Tensor], num_ahead: int) -> None:
-        self._parts, self._num_blocks, self._num_ahead = parts, len(parts[0]), num_ahead
-        self._num_wanted = self._num_ready = 0
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None  # only while there is something to do
+    def __init__(self, parts: Sequence[torch.Tensor], num_ahead: int, *, is_polite: bool = True) -> None:
+        self._num_blocks, self._num_ahead, self._num_wanted = len(parts[0]), num_ahead, 0
+        self._library = require()
+        new = self._library.pagoda_prefault_new
+        new.restype = ctypes.c_void_p
+        addresses = (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts))
+        self._handle = ctypes.c_void_p(
+            new(
+                addresses, ctypes.c_int64(len(parts)), ctypes.c_int64(parts[0][0].nbytes),
+                ctypes.c_int64(self._num_blocks), ctypes.c_int32(is_polite),
+            )
+        )  # fmt: skip
+        if not self._handle:
+            raise MemoryError("no memory is left for the prefaulter")
+        weakref.finalize(self, self._library.pagoda_prefault_free, self._handle)
 
     def use(self, block_id: int) -> None:
         """Say that a block is about to be written; returns at once."""
         num_wanted = min(block_id + 1 + self._num_ahead, self._num_blocks)
-        if num_wanted < min(self._num_wanted + _BLOCKS_AT_ONCE, self._num_blocks) or num_wanted == self._num_wanted:
-            return
-        with self._lock:
+        if num_wanted >= min(self._num_wanted + _BLOCKS_WORTH_A_THREAD, self._num_blocks) > self._num_wanted:
             self._num_wanted = num_wanted
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="prefaulter")
-                self._thread.start()
+            self._library.pagoda_prefault_want(self._handle, ctypes.c_int64(num_wanted))
 
-    def wait(self) -> None:
-        """Return when what is wanted so far is ready."""
-        if (thread := self._thread) is not None:
-            thread.join()
-
-    def _run(self) -> None:
-        if hasattr(os, "SCHED_IDLE"):
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-        while True:
-            with self._lock:
-                if self._num_ready >= self._num_wanted:
-                    self._thread = None
-                    return
-                first, self._num_ready = self._num_ready, min(self._num_ready + _BLOCKS_AT_ONCE, self._num_wanted)
-                end = self._num_ready
-            for part in self._parts:
-                # Not on this system, or the program ends, which waits for this thread.
-                if not populate(part[first:end]) or not threading.main_thread().is_alive():
-                    with self._lock:
-                        self._num_ready = self._num_wanted = self._num_blocks
-                    break
+    @property
+    def num_ready(self) -> int:
+        """Blocks that have their memory; all of them where the system cannot give it beforehand."""
+        num_ready = self._library.pagoda_prefault_num_ready
+        num_ready.restype = ctypes.c_int64
+        return int(num_ready(self._handle))

@@ -87,7 +87,7 @@ class CpuDecoder:
                 raise AssertionError(f"no parameter is called {name}")
 
     def reserve(self, num_tokens: int) -> None:
-        """Have the memory that a step of ``num_tokens`` computes in, so that none has to wait for it."""
+        """Have the memory that the layers of a step of ``num_tokens`` compute in, so that none has to wait for it."""
         self._scratch.reserve(num_tokens)
 
     @property

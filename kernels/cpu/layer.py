@@ -85,7 +85,6 @@ class Scratch:
         """Make room for a step of ``num_tokens``."""
         if num_tokens <= self._capacity:
             return
-        self._capacity = num_tokens
         self.words = huge_zeros((num_tokens * self._num_words,), torch.int32)
         self.row_scales = huge_zeros((num_tokens,), torch.float32)
         self.wide = huge_zeros((num_tokens * self._outputs,), torch.float32)
@@ -94,6 +93,7 @@ class Scratch:
         )
         for memory in (self.words, self.row_scales, self.wide, self.query, self.attended):
             populate(memory)
+        self._capacity = num_tokens
 
 
 class CpuStep:

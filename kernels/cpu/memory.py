@@ -1,4 +1,7 @@
-"""Large tensors on huge pages: weights and KV are streamed, and with small pages looking up addresses takes a fifth."""
+"""Large tensors on huge pages: weights and KV are streamed, and with small pages looking up addresses takes a fifth.
+
+And pages that are there before they are used.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ctypes
 import math
 import mmap
 from contextlib import suppress
+from functools import cache
 
 import torch
 
@@ -36,11 +40,16 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def populate(tensor: torch.Tensor) -> bool:
     """Have the system give a contiguous tensor its memory now and not when it is first written; its elements stay.
 
-    A page's first use takes a fraction of a millisecond, and milliseconds on a virtual machine whose host must find the
-    memory too. The call lets other threads run meanwhile, and they may read and write the tensor.
+    A huge page's first use takes a fraction of a millisecond, and milliseconds on a virtual machine whose host must
+    find the memory too. The call lets other threads run meanwhile, and they may read and write the tensor.
 
     Returns:
         Whether the system did; one that cannot leaves it to the first use.
@@ -49,6 +58,5 @@ def populate(tensor: torch.Tensor) -> bool:
         return False
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.numel() * tensor.element_size() - start
-    libc = ctypes.CDLL(None)
-    done: int = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(_MADV_POPULATE_WRITE))
+    done: int = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(_MADV_POPULATE_WRITE))
     return done == 0

@@ -159,6 +159,12 @@ def test_chat_uses_the_template(llm: LLM) -> None:
     assert output.prompt_token_ids == llm.tokenizer.encode_chat([{"role": "user", "content": "keys"}])
 
 
+def test_prompts_are_not_paced_unless_it_is_asked_for(llm: LLM, qwen3: SavedModel) -> None:
+    assert llm.config.max_decode_slowdown is None
+    paced = LLM(qwen3.path, **OPTIONS, skip_tokenizer_init=True, max_decode_slowdown=1.5)
+    assert paced.config.max_decode_slowdown == 1.5
+
+
 def test_without_a_tokenizer_ids_go_in_and_out(qwen3: SavedModel) -> None:
     llm = LLM(qwen3.path, **OPTIONS, skip_tokenizer_init=True)
     output = llm.generate([{"prompt_token_ids": [5, 6]}], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0]

@@ -11,7 +11,8 @@ enum {
     MAX_PANELS_AT_ONCE = 4,
     BYTES_PER_PART = 256 * 1024,
     WORDS_IN_L1 = 128,
-    ROWS_IN_L2 = 256, /* whose words are used by all panels; more would come from memory for every few of them */
+    MOST_ROWS_PER_BLOCK = 256, /* which all panels use in turn: more would come from memory for every few of them.
+                                * Measured on Zen 4, where 128 and 512 are slower */
 };
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -96,7 +97,7 @@ typedef struct {
     const pagoda_weight *weight;
     pagoda_epilogue epilogue;
     int64_t num_words, num_panels, panels_per_part;
-    int64_t parts_per_block; /* of rows */
+    int64_t rows_per_block, parts_per_block;
 } linear_call;
 
 /* The product of a row with a panel, from their sum. */
@@ -169,8 +170,8 @@ static void multiply_panels(const linear_call *call, int64_t panel, int num_pane
 
 static void multiply_part(void *args, int64_t index) {
     const linear_call *call = args;
-    int64_t row = index / call->parts_per_block * ROWS_IN_L2;
-    int64_t end_row = least(row + ROWS_IN_L2, call->rows->num_rows);
+    int64_t row = index / call->parts_per_block * call->rows_per_block;
+    int64_t end_row = least(row + call->rows_per_block, call->rows->num_rows);
     int64_t panel = index % call->parts_per_block * call->panels_per_part;
     int64_t end_panel = least(panel + call->panels_per_part, call->num_panels);
     for (; panel < end_panel; panel += MAX_PANELS_AT_ONCE)
@@ -179,14 +180,17 @@ static void multiply_part(void *args, int64_t index) {
 
 void pagoda_linear(float *output, int64_t stride, const pagoda_rows *rows, const pagoda_weight *weight,
                    pagoda_epilogue epilogue) {
-    linear_call call = {output, stride, rows, weight, epilogue, 0, 0, 0, 0};
+    if (rows->num_rows < 1) return;
+    linear_call call = {output, stride, rows, weight, epilogue, 0, 0, 0, 0, 0};
     call.num_words = pagoda_num_words(weight->kind, weight->in_features);
     call.num_panels = divide_up(weight->out_features, LANES);
     int64_t group_bytes = MAX_PANELS_AT_ONCE * LANES * call.num_words * 4;
     int64_t groups = rows->num_rows > ROWS_PER_TILE ? 1 : BYTES_PER_PART / group_bytes; /* many rows: long parts */
     call.panels_per_part = (groups < 1 ? 1 : groups) * MAX_PANELS_AT_ONCE;
     call.parts_per_block = divide_up(call.num_panels, call.panels_per_part);
-    pagoda_parallel_for(divide_up(rows->num_rows, ROWS_IN_L2) * call.parts_per_block, multiply_part, &call);
+    int64_t blocks = divide_up(rows->num_rows, MOST_ROWS_PER_BLOCK);
+    call.rows_per_block = divide_up(divide_up(rows->num_rows, blocks), ROWS_PER_TILE) * ROWS_PER_TILE;
+    pagoda_parallel_for(blocks * call.parts_per_block, multiply_part, &call);
 }
 
 /* --- packing --------------------------------------------------------------------------------------------------- */

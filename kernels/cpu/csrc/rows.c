@@ -75,6 +75,7 @@ static void make_words(const pack_call *call, const float *row, uint32_t *words,
 
 /* Rows of words, `stride` apart, to the tile's words, each of which holds one of every row. */
 static void interleave(uint32_t *tile, const uint32_t *words, int64_t num_rows, int64_t num_words, int64_t stride) {
+    _Static_assert(ROWS_PER_TILE == LANES, "a whole tile's rows are turned about as one square");
     int64_t k = 0;
     if (num_rows == LANES) {
         for (; k + LANES <= num_words; k += LANES) {

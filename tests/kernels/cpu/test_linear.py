@@ -34,13 +34,20 @@ def check(num_rows: int, in_features: int, out_features: int, kind: WeightKind, 
     if bias is not None:
         packed.set_bias(bias)
     wanted = expected(x, weight, bias, kind)
-    assert (linear(x, packed) - wanted).abs().max() <= TOLERANCES[kind] * max(1.0, float(wanted.abs().max()))
+    worst = max(1.0, float(wanted.abs().amax())) if num_rows else 1.0
+    assert torch.allclose(linear(x, packed), wanted, rtol=0, atol=TOLERANCES[kind] * worst)
 
 
 @pytest.mark.parametrize("kind", WeightKind)
 @pytest.mark.parametrize("num_rows", range(1, 18))
 def test_every_number_of_rows_in_a_tile(num_rows: int, kind: WeightKind) -> None:
     check(num_rows, 96, 160, kind)
+
+
+@pytest.mark.parametrize("kind", WeightKind)
+@pytest.mark.parametrize("num_rows", [0, 255, 256, 257, 272, 273, 511, 513, 1000])
+def test_several_blocks_of_rows(num_rows: int, kind: WeightKind) -> None:
+    check(num_rows, 96, 200, kind)
 
 
 @pytest.mark.parametrize("kind", WeightKind)
@@ -92,6 +99,17 @@ def test_stored_bfloat16_is_packed_bit_by_bit_and_float16_through_float32(dtype:
     packed = PackedLinear(WeightKind.FLOAT32, 64, 48)
     packed.set_weight(weight)
     assert torch.allclose(linear(x, packed), x @ weight.float().t(), atol=1e-5)
+
+
+@pytest.mark.parametrize("in_features", [2, 30, 31, 32, 34, 64, 96, 130])
+def test_stored_bfloat16_is_copied_into_panels_of_bfloat16(in_features: int) -> None:
+    weight, x = torch.randn(40, in_features).bfloat16(), torch.randn(16, in_features)
+    copied, converted = (PackedLinear(WeightKind.BFLOAT16, in_features, 40) for _ in range(2))
+    copied.set_weight(weight)
+    converted.set_weight(weight.float())
+    assert torch.equal(linear(x, copied), linear(x, converted))
+    wanted = x.bfloat16().double() @ weight.double().t()
+    assert torch.allclose(linear(x, copied).double(), wanted, atol=1e-4)
 
 
 def test_rows_that_are_zero_are_no_trouble_to_int8() -> None:
