@@ -64,7 +64,8 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: Path) -> None:
     """What only the engine can find out is told in one line too, and nothing waits for ever."""
-    server = start_server(tmp_path, ray_dir, lambda args: args["engine"].update(max_model_len=10**6))
+    once = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}  # by itself Serve tries three times, and waits in between
+    server = start_server(tmp_path, ray_dir, lambda args: args["engine"].update(max_model_len=10**6), once)
     try:
         assert server.wait(timeout_s=120) == 1
         last = server.log.read_text().strip().splitlines()
