@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.errors import ConfigError, KVCacheError
@@ -107,10 +109,10 @@ class KVCache:
         """Tokens whose keys and values fit into one GiB."""
         return 2**30 * self.block_size // self.bytes_per_block
 
-    def expect(self, block_id: int) -> None:
-        """Say that a step writes to blocks up to ``block_id``; returns at once."""
+    def expect(self, slot_mapping: npt.NDArray[np.int64]) -> None:
+        """Say which slots a step writes; returns at once."""
         if self._prefaulter is not None:
-            self._prefaulter.use(block_id)
+            self._prefaulter.use(int(slot_mapping.max()) // self.block_size)
 
     # --- moves --------------------------------------------------------------------------------------------------
 

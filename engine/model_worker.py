@@ -138,7 +138,7 @@ class ModelWorker:
         self._copy_blocks(plan)
         if not len(plan.token_ids):  # a step may only make room
             return None
-        self.kv_cache.expect(int(plan.slot_mapping.max()) // self.block_size)
+        self.kv_cache.expect(plan.slot_mapping)
         model_input = plan.to_device(self.device)
         hidden = self._forward(model_input, self.kv_cache)
         if len(plan.prompt_rows):

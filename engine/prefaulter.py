@@ -31,6 +31,7 @@ class Prefaulter:
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], num_ahead: int, *, is_polite: bool = True) -> None:
+        self._parts = parts  # the library has their addresses only
         self._num_blocks, self._num_ahead, self._num_wanted = len(parts[0]), num_ahead, 0
         self._library = require()
         new = self._library.pagoda_prefault_new

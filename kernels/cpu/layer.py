@@ -9,7 +9,7 @@ import torch
 from kernels.attention import AttentionMetadata
 from kernels.cpu.library import pointer, require
 from kernels.cpu.linear import CWeight, PackedLinear, WeightKind, words_per_row
-from kernels.cpu.memory import huge_zeros, populate
+from kernels.cpu.memory import huge_zeros
 
 __all__ = ["CLayer", "CpuStep", "Scratch", "all_layers", "attention_half", "logits", "mlp_half"]
 
@@ -92,7 +92,7 @@ class Scratch:
             huge_zeros((num_tokens * self._attention_width,), self._cache_dtype) for _ in range(2)
         )
         for memory in (self.words, self.row_scales, self.wide, self.query, self.attended):
-            populate(memory)
+            memory.zero_()  # memory is given when it is first written, and no step is to wait for it
         self._capacity = num_tokens
 
 

@@ -1,7 +1,4 @@
-"""Large tensors on huge pages: weights and KV are streamed, and with small pages looking up addresses takes a fifth.
-
-And pages that are there before they are used.
-"""
+"""Large tensors on huge pages: weights and KV are streamed, and with small pages looking up addresses takes a fifth."""
 
 from __future__ import annotations
 
@@ -9,15 +6,13 @@ import ctypes
 import math
 import mmap
 from contextlib import suppress
-from functools import cache
 
 import torch
 
-__all__ = ["huge_zeros", "populate"]
+__all__ = ["huge_zeros"]
 
 _HUGE_PAGE = 2 * 2**20
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python does not name it
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -38,25 +33,3 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     with suppress(OSError):  # a kernel without them
         memory.madvise(_ADVICE, start, size // _HUGE_PAGE * _HUGE_PAGE)  # what is left over would waste most of one
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-def populate(tensor: torch.Tensor) -> bool:
-    """Have the system give a contiguous tensor its memory now and not when it is first written; its elements stay.
-
-    A huge page's first use takes a fraction of a millisecond, and milliseconds on a virtual machine whose host must
-    find the memory too. The call lets other threads run meanwhile, and they may read and write the tensor.
-
-    Returns:
-        Whether the system did; one that cannot leaves it to the first use.
-    """
-    if _ADVICE is None or not tensor.numel():
-        return False
-    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    size = tensor.data_ptr() + tensor.numel() * tensor.element_size() - start
-    done: int = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(_MADV_POPULATE_WRITE))
-    return done == 0
