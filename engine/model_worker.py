@@ -143,13 +143,13 @@ class ModelWorker:
         hidden = self._forward(model_input, self.kv_cache)
         if len(plan.prompt_rows):
             self._compute_prompt_logits(hidden, model_input.prompt_rows, on_prompt_logits)
-        return self.model.compute_logits(hidden[model_input.logit_rows]) if len(plan.logit_rows) else None
+        return self.model.compute_logits(hidden, model_input.logit_rows) if len(plan.logit_rows) else None
 
     def _compute_prompt_logits(
         self, hidden: torch.Tensor, rows: torch.Tensor, on_prompt_logits: Callable[[torch.Tensor], None] | None
     ) -> None:
         for part in torch.split(rows, PROMPT_ROWS_AT_ONCE):  # the same parts on every rank, since each is a collective
-            logits = self.model.compute_logits(hidden[part])
+            logits = self.model.compute_logits(hidden, part)
             if logits is not None and on_prompt_logits is not None:
                 on_prompt_logits(logits)
 
@@ -280,7 +280,7 @@ class ModelWorker:
         torch.cuda.reset_peak_memory_stats(self.device)
         hidden = self._forward(model_input, self._make_cache(width))
         self._compute_prompt_logits(hidden, prompt_rows, take)
-        if (logits := self.model.compute_logits(hidden[rows])) is not None:
+        if (logits := self.model.compute_logits(hidden, rows)) is not None:
             behind_drafts = logits[num_sampled:].clone()  # beside which the others are sampled from
             del logits
             sampler.warm_up(num_sampled)

@@ -20,6 +20,7 @@ from engine.models.decoder import VocabParallelEmbedding
 from kernels.cpu import attention
 from kernels.cpu.layer import CLayer, CpuStep, Scratch, all_layers, attention_half, logits, mlp_half
 from kernels.cpu.linear import LANES, PackedLinear, WeightKind, has_int8
+from kernels.cpu.rows import gather_rows
 
 __all__ = ["CpuDecoder", "can_run"]
 
@@ -115,7 +116,7 @@ class CpuDecoder:
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the hidden states before the last norm, float32 [num_tokens, hidden_size]."""
-        hidden: torch.Tensor = self.embed_tokens(token_ids).float()
+        hidden = self._embed(token_ids)
         partial = torch.empty_like(hidden) if self.parallel.size > 1 else None
         block_size = context.kv_cache.block_size
         step = CpuStep(hidden, positions, self.rope, context.metadata, block_size, self._scratch, partial)
@@ -129,13 +130,20 @@ class CpuDecoder:
             hidden += self.parallel.all_reduce(partial)
         return hidden
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return float32 logits [rows, vocab_size] of the hidden states [rows, hidden_size]; only rank 0 has them.
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.parallel.size == 1:
+            return gather_rows(self.embed_tokens.weight, token_ids)
+        hidden: torch.Tensor = self.embed_tokens(token_ids)
+        return hidden.float()
+
+    def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return float32 logits [len(rows), vocab_size] of some rows, int64, of the hidden states [any, hidden_size];
+        only rank 0 has them.
 
         They stay valid until the next call.
         """
-        gathered = self.parallel.gather_columns(self._compute_own_logits(hidden))
-        return None if gathered is None else gathered[:, : self.config.vocab_size]
+        logits = self.parallel.gather_columns(self._compute_own_logits(gather_rows(hidden, rows)))
+        return None if logits is None else logits[:, : self.config.vocab_size]
 
     def _compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns."""

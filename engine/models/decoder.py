@@ -161,7 +161,8 @@ class Decoder(nn.Module):
         output: torch.Tensor = self.norm(hidden)
         return output
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return float32 logits [rows, vocab_size] of the hidden states [rows, hidden_size]; only rank 0 has them."""
-        logits = self.parallel.gather_columns(self.lm_head(hidden))
+    def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return float32 logits [len(rows), vocab_size] of some rows, int64, of the hidden states [any, hidden_size];
+        only rank 0 has them."""
+        logits = self.parallel.gather_columns(self.lm_head(hidden.index_select(0, rows)))
         return None if logits is None else logits[:, : self.config.vocab_size].float()

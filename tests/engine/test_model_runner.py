@@ -39,7 +39,9 @@ def watch_logits(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by the number of rows whenever logits are computed."""
     sizes: list[int] = []
     compute = worker.model.compute_logits
-    monkeypatch.setattr(worker.model, "compute_logits", lambda hidden: sizes.append(len(hidden)) or compute(hidden))
+    monkeypatch.setattr(
+        worker.model, "compute_logits", lambda hidden, rows: sizes.append(len(rows)) or compute(hidden, rows)
+    )
     return sizes
 
 

@@ -10,6 +10,37 @@
 
 enum { FEW_ELEMENTS = 1 << 14 }; /* below this, waking other threads costs more than they save */
 
+/* --- gathering ------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    float *output;
+    const void *table;
+    const int64_t *rows;
+    int32_t table_is_bf16, width;
+} gather_call;
+
+static void gather_row(void *args, int64_t index) {
+    const gather_call *call = args;
+    int64_t width = call->width, first = call->rows[index] * width;
+    float *output = call->output + index * width;
+    for (int64_t i = 0; i < width; i += LANES) {
+        f32x16 values = load_some(call->table, call->table_is_bf16, first + i, width - i);
+        memcpy(output + i, &values, (size_t)(width - i < LANES ? width - i : LANES) * sizeof *output);
+    }
+}
+
+void pagoda_gather_rows(float *output, const void *table, int32_t table_is_bf16, const int64_t *rows, int32_t num_rows,
+                        int32_t width) {
+    gather_call call = {output, table, rows, table_is_bf16, width};
+    if ((int64_t)num_rows * width >= FEW_ELEMENTS) {
+        pagoda_parallel_for(num_rows, gather_row, &call);
+        return;
+    }
+    for (int64_t i = 0; i < num_rows; i++) gather_row(&call, i);
+}
+
+/* --- packing --------------------------------------------------------------------------------------------------- */
+
 typedef struct {
     pagoda_rows *rows;
     const void *source;

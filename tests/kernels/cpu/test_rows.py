@@ -1,0 +1,23 @@
+"""Gathering rows, against torch's indexing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cpu.rows import gather_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "count"), [(1, 3), (15, 1), (16, 40), (33, 7), (1024, 15), (1024, 16), (1000, 300)])
+def test_equals_indexing(width: int, count: int, dtype: torch.dtype, num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(width + count)
+    table = torch.randn(50, width, generator=generator).to(dtype)
+    rows = torch.randint(50, (count,), generator=generator)
+    gathered = gather_rows(table, rows)
+    assert gathered.dtype == torch.float32
+    assert torch.equal(gathered, table[rows].float())
+
+
+def test_no_rows() -> None:
+    assert gather_rows(torch.randn(3, 8), torch.empty(0, dtype=torch.int64)).shape == (0, 8)
