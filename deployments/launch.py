@@ -51,7 +51,9 @@ SETTINGS = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # one node: no proxy elsewhere needs half a minute's notice
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # at 0.1 the controller of an idle server takes 4% of a core
     "RAY_task_events_report_interval_ms": "0",  # what the dashboard shows of single calls; the engine needs the core
+    "METRICS_RECORD_INTERVAL_S": "60",  # every 5 s the dashboard measured its processes, a core for up to 40 ms
     "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_WAIT_POLICY": "passive",  # torch's threads would spin for 8 ms after each of its calls, on the engine's cores
     "TOKENIZERS_PARALLELISM": "false",
 }
 INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give to clients
