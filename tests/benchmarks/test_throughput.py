@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import kv_cache_curves, latency, throughput
+from benchmarks import kv_cache_curves, latency, step_profile, throughput
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.linear_rates import linears, measure_rates
 from benchmarks.peers import runner
 from benchmarks.roofline import ModelShape
 from benchmarks.workloads import Request, Workload
+from engine.engine import Engine
 
 MODEL = str(Path(__file__).parents[2] / "demo" / "model")
 SMALL = ["--model", MODEL, "--max-model-len", "256", "--engine-option", "kv_cache_memory=4MiB", "--dtype", "float32"]
@@ -95,3 +96,17 @@ def test_rates_of_small_linears_are_measured() -> None:
         rates = measure_rates(shape, pack, weight_bytes, rows=(1, 4), min_weights=1 << 16)
         assert rates.weights_gb_s > 0
         assert set(rates.gflop_s) == {1, 4}
+
+
+def test_a_step_profile_tells_every_step_and_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    file, out = tmp_path / "small.json", tmp_path / "profile.json"
+    Workload("small", [Request(list(range(5, 45)), 3), Request([8, 9], 6)]).write(file)
+    step = Engine.step
+    step_profile.main([str(file), *SMALL, "--out", str(out)])
+    assert Engine.step is step
+    (result,) = json.loads(out.read_text())["results"]
+    # Both prompts together, two steps of both answers, three more of the longer one.
+    assert [(row["tokens"], row["steps"]) for row in result["steps"]] == [("1", 3), ("2-4", 2), ("over 16", 1)]
+    timed = sum(row[f"{part}_s"] for row in result["steps"] for part in step_profile.PARTS)
+    assert 0 < timed <= result["seconds"] + 0.01
+    assert all(row["rest_ms"] > 0 and row["sampling_ms"] > 0 for row in result["steps"])

@@ -46,4 +46,8 @@ attention_plan pagoda_plan_attention(const pagoda_attention_call *call, int num_
 /* Whether the plan is worth waking other threads for. */
 int pagoda_plan_is_small(const attention_plan *plan);
 
+/* Computes an item of a plan whose cache is of this kind, as tasks of pagoda_parallel_for (attention_compute.h). */
+void pagoda_attend_float32(void *plan, int64_t item);
+void pagoda_attend_bfloat16(void *plan, int64_t item);
+
 #endif

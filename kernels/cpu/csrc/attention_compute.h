@@ -1,0 +1,225 @@
+/* Computing an item of attention's plan. Every function takes the kind of cache as a constant; each kind is compiled in a
+ * file of its own, beside the other, since either takes seconds.
+ */
+#ifndef PAGODA_ATTENTION_COMPUTE_H
+#define PAGODA_ATTENTION_COMPUTE_H
+
+#include "attention_in_place.h"
+#include "attention_item.h"
+#include "attention_packed.h"
+#include "attention_plan.h"
+#include "scratch.h"
+#include "threads.h"
+
+static void *take(char *start, size_t *used, size_t bytes) {
+    size_t at = *used;
+    *used += (bytes + 63) / 64 * 64;
+    return start ? start + at : NULL;
+}
+
+/* Points the work's arrays into memory from `start` on; returns how much they take. With NULL it only measures. */
+static size_t lay_out(attention_work *work, char *start) {
+    size_t rows = (size_t)work->padded_rows, all_rows = rows * (size_t)work->item->num_heads;
+    size_t head_dim = (size_t)work->call->head_dim, words = (size_t)work->padded_words;
+    size_t panels = (head_dim + BLOCK_LANES - 1) / BLOCK_LANES;
+    size_t used = 0;
+    work->query = take(start, &used, all_rows * words * sizeof(uint32_t));
+    work->sums = take(start, &used, all_rows * head_dim * sizeof(float));
+    work->totals = take(start, &used, all_rows * LANES * sizeof(float));
+    work->largest = take(start, &used, all_rows * sizeof(float));
+    work->factors = take(start, &used, rows * sizeof(float));
+    work->positions = take(start, &used, rows * sizeof(int32_t));
+    work->weights = take(start, &used, rows * KEYS_PER_TILE * sizeof(uint32_t));
+    work->keys = take(start, &used, words * KEYS_PER_TILE * sizeof(uint32_t));
+    work->values = take(start, &used, panels * KEYS_PER_TILE * BLOCK_LANES * sizeof(uint32_t));
+    return used;
+}
+
+INLINE void copy_query(const int kind, const attention_work *work, uint32_t *to, const char *from) {
+    int word = 0;
+    for (; word < work->words; word += LANES) {
+        u32x16 words = load_some_words(kind, from, word, work->words);
+        memcpy(to + word, &words, sizeof words);
+    }
+}
+
+INLINE void load_queries(const int kind, attention_work *work) {
+    const pagoda_attention_call *call = work->call;
+    int group = group_size(call);
+    size_t row_bytes = (size_t)call->head_dim * element_size(kind);
+    for (int head = 0; head < work->item->num_heads; head++) {
+        uint32_t *to = work->query + (size_t)(head * work->padded_rows * work->padded_words);
+        for (int row = 0; row < work->rows; row++, to += work->padded_words) {
+            size_t token = (size_t)(work->item->first_token + row / group);
+            size_t query_head = (size_t)((work->item->first_head + head) * group + row % group);
+            copy_query(kind, work, to,
+                       (const char *)call->query + (token * (size_t)call->num_heads + query_head) * row_bytes);
+        }
+        memset(to, 0, (size_t)(work->padded_rows - work->rows) * (size_t)work->padded_words * sizeof *to);
+    }
+}
+
+INLINE attention_work begin(const int kind, const attention_plan *plan, const attention_item *item) {
+    const pagoda_attention_call *call = plan->call;
+    attention_work work = {.call = call, .item = item, .rows = rows_of(call, item)};
+    work.padded_rows = (work.rows + ROWS_OF_REST - 1) / ROWS_OF_REST * ROWS_OF_REST;
+    work.scale = call->scale * 1.44269504f; /* log2 e */
+    work.words = words_of(kind, call->head_dim);
+    work.padded_words = whole_vectors(work.words);
+    work.head_bytes = (size_t)call->head_dim * element_size(kind);
+    work.token_bytes = work.head_bytes * (size_t)call->num_kv_heads;
+    attention_work measured = work;
+    lay_out(&work, pagoda_scratch(SCRATCH_ATTENTION_WORK, lay_out(&measured, NULL)));
+    load_queries(kind, &work);
+    int all_rows = work.padded_rows * item->num_heads, group = group_size(call);
+    memset(work.sums, 0, (size_t)all_rows * (size_t)call->head_dim * sizeof *work.sums);
+    memset(work.totals, 0, (size_t)all_rows * LANES * sizeof *work.totals);
+    for (int row = 0; row < all_rows; row++) work.largest[row] = -INFINITY;
+    for (int row = 0; row < work.padded_rows; row++)
+        work.positions[row] = item->first_position + (row < work.rows ? row : work.rows - 1) / group;
+    return work;
+}
+
+/* Finds where up to `count` keys of an item lie in the caches, in bytes; repeats the last. Returns how many there
+ * are. */
+static int locate(const attention_work *work, const attention_item *item, int key, int count, size_t *offsets) {
+    int block_size = work->call->block_size, left = item->end_key - key;
+    int num_keys = left < count ? left : count;
+    if (num_keys <= 0) return 0;
+    int block = key / block_size, within = key % block_size;
+    for (int i = 0; i < num_keys; block++, within = 0) {
+        size_t at = ((size_t)item->block_table[block] * (size_t)block_size + (size_t)within) * work->token_bytes;
+        for (; within < block_size && i < num_keys; within++, at += work->token_bytes) offsets[i++] = at;
+    }
+    for (int i = num_keys; i < count; i++) offsets[i] = offsets[num_keys - 1];
+    return num_keys;
+}
+
+INLINE void attend(const int kind, attention_work *work, int head, int key, int num_keys, const size_t *offsets,
+                   const size_t *next) {
+    switch (work->rows) {
+    case 1: attend_in_place(kind, 1, work, head, key, num_keys, offsets, next); break;
+    case 2: attend_in_place(kind, 2, work, head, key, num_keys, offsets, next); break;
+    case 3: attend_in_place(kind, 3, work, head, key, num_keys, offsets, next); break;
+    case 4: attend_in_place(kind, 4, work, head, key, num_keys, offsets, next); break;
+    case 5: attend_in_place(kind, 5, work, head, key, num_keys, offsets, next); break;
+    case 6: attend_in_place(kind, 6, work, head, key, num_keys, offsets, next); break;
+    case 7: attend_in_place(kind, 7, work, head, key, num_keys, offsets, next); break;
+    case 8: attend_in_place(kind, 8, work, head, key, num_keys, offsets, next); break;
+    default: attend_packed(kind, work, head, key, num_keys, offsets, next);
+    }
+}
+
+/* `following` is the item that this thread will probably do next, or NULL: its first keys are fetched at the end. */
+INLINE void attend_all(const int kind, attention_work *work, const attention_item *following) {
+    const attention_item *item = work->item;
+    size_t offsets[2][KEYS_PER_TILE];
+    int count = work->rows <= MOST_ROWS_IN_PLACE ? KEYS_PER_STRIP : KEYS_PER_TILE, now = 0;
+    int num_keys = locate(work, item, item->first_key, count, offsets[now]);
+    for (int key = item->first_key; key < item->end_key; key += count, now = !now) {
+        int num_next = locate(work, item, key + count, count, offsets[!now]);
+        if (!num_next && following) num_next = locate(work, following, following->first_key, count, offsets[!now]);
+        for (int head = 0; head < item->num_heads; head++)
+            attend(kind, work, head, key, num_keys, offsets[now], offsets[num_next ? !now : now]);
+        num_keys = num_next;
+    }
+}
+
+INLINE char *output_row(const int kind, const pagoda_attention_call *call, const attention_item *item, int head,
+                        int row) {
+    int group = group_size(call);
+    size_t token = (size_t)(item->first_token + row / group);
+    size_t query_head = (size_t)((item->first_head + head) * group + row % group);
+    return (char *)call->output +
+           (token * (size_t)call->num_heads + query_head) * (size_t)call->head_dim * element_size(kind);
+}
+
+/* A row that saw no key has a total of 0 and is zero. */
+INLINE float reciprocal(float total) { return total == 0.0f ? 0.0f : 1.0f / total; }
+
+INLINE void write_outputs(const int kind, const attention_work *work) {
+    int head_dim = work->call->head_dim;
+    for (int head = 0; head < work->item->num_heads; head++)
+        for (int row = 0; row < work->rows; row++) {
+            int index = head * work->padded_rows + row;
+            float factor = reciprocal(f32x16_sum(f32x16_load(work->totals + index * LANES)));
+            char *output = output_row(kind, work->call, work->item, head, row);
+            for (int dim = 0; dim < head_dim; dim += LANES)
+                store_output(kind, output, dim, f32x16_load(work->sums + index * head_dim + dim) * factor);
+        }
+}
+
+static void write_partial(const attention_work *work, float *to) {
+    size_t head_dim = (size_t)work->call->head_dim;
+    for (int head = 0; head < work->item->num_heads; head++)
+        for (int row = 0; row < work->rows; row++, to += partial_row(work->call)) {
+            size_t index = (size_t)(head * work->padded_rows + row);
+            memcpy(to, work->sums + index * head_dim, head_dim * sizeof *to);
+            to[head_dim] = f32x16_sum(f32x16_load(work->totals + index * LANES));
+            to[head_dim + 1] = work->largest[index];
+        }
+}
+
+/* One row of the results of several items. */
+typedef struct {
+    const float *first;
+    size_t stride; /* floats from one to the next */
+    int count;
+} row_results;
+
+INLINE float largest_of(row_results row, int head_dim, float largest) {
+    for (int i = 0; i < row.count; i++) largest = fmaxf(largest, row.first[(size_t)i * row.stride + head_dim + 1]);
+    return largest;
+}
+
+/* Adds a row's results, which are relative to their own largest scores, to sums relative to `largest`. */
+INLINE float add_results(row_results row, int head_dim, float largest, f32x16 *sums) {
+    float total = 0.0f;
+    for (int i = 0; i < row.count; i++) {
+        const float *partial = row.first + (size_t)i * row.stride;
+        float factor = partial[head_dim + 1] == -INFINITY ? 0.0f : exp2f(partial[head_dim + 1] - largest);
+        total += partial[head_dim] * factor;
+        for (int dim = 0; dim < head_dim; dim += LANES) sums[dim / LANES] += f32x16_load(partial + dim) * factor;
+    }
+    return total;
+}
+
+INLINE row_results results_of_row(const attention_plan *plan, const partial_results *results, int head, int row) {
+    size_t at = (size_t)results->at + (size_t)head * results->head_stride + (size_t)row * partial_row(plan->call);
+    return (row_results){plan->partials + at, results->stride, results->count};
+}
+
+INLINE void merge(const int kind, const attention_plan *plan, const attention_unit *unit) {
+    const pagoda_attention_call *call = plan->call;
+    const int head_dim = call->head_dim;
+    for (int head = 0; head < unit->whole.num_heads; head++)
+        for (int row = 0; row < rows_of(call, &unit->whole); row++) {
+            row_results shared = results_of_row(plan, &unit->shared, head, row);
+            row_results own = results_of_row(plan, &unit->own, head, row);
+            f32x16 sums[256 / LANES] = {0};
+            float largest = largest_of(own, head_dim, largest_of(shared, head_dim, -INFINITY));
+            float total = add_results(shared, head_dim, largest, sums);
+            total += add_results(own, head_dim, largest, sums);
+            char *output = output_row(kind, call, &unit->whole, head, row);
+            for (int dim = 0; dim < head_dim; dim += LANES)
+                store_output(kind, output, dim, sums[dim / LANES] * reciprocal(total));
+        }
+}
+
+INLINE void compute(const int kind, const attention_plan *plan, int64_t index) {
+    const attention_item *item = plan->items + index;
+    int64_t following = index + pagoda_num_threads();
+    attention_work work = begin(kind, plan, item);
+    attend_all(kind, &work, following < plan->num_items ? plan->items + following : NULL);
+    if (item->partial < 0) {
+        write_outputs(kind, &work);
+        return;
+    }
+    write_partial(&work, plan->partials + item->partial);
+    for (int32_t i = item->first_unit; i < item->first_unit + item->num_units; i++) {
+        attention_unit *unit = &plan->units[i];
+        if (atomic_fetch_sub_explicit(&unit->unfinished, 1, memory_order_acq_rel) == 1) merge(kind, plan, unit);
+    }
+}
+
+#endif

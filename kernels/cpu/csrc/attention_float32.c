@@ -1,0 +1,6 @@
+/* Attention over a cache of float32: see attention_compute.h. */
+#include "attention_compute.h"
+
+void pagoda_attend_float32(void *plan, int64_t item) {
+    compute(FLOAT32, plan, item);
+}
