@@ -3,8 +3,9 @@
     python -m benchmarks.latency --model DIR --context 64 1024 8192 --tokens 64 --out result.json
 
 The engine is stepped by hand and every step is timed, so there is neither a server nor a thread in between. GB/s is
-what a token must read, weights once and the keys and values of its context once, divided by the median time: compare it
-with the rate of weights that `python -m benchmarks.roofline` measures.
+what a token must read, weights once and the keys and values of its context once, divided by the median time. Plain
+reading is measured right behind each stream, since a machine's memory may change from minute to minute; *x limit* is
+how many times longer a token takes than that would.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine_options import add_engine_arguments, engine_options
+from benchmarks.linear_rates import measure_read_gb_s
 from benchmarks.machine import describe
 from benchmarks.roofline import ModelShape
 from benchmarks.workloads import VOCABULARY
@@ -30,6 +32,7 @@ from engine.sampling_params import SamplingParams
 __all__ = ["Latency", "measure"]
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = [5, 6, 7], 8
+READ_BYTES = 1 << 28  # more than any cache holds
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Latency:
     tpot_median_ms: float
     tpot_p99_ms: float
     read_gb_s: float  # at the median
+    plain_read_gb_s: float  # that summing a large buffer reads, right behind
+    over_limit: float  # the median over the time that plain reading would take
 
 
 def measure(engine: Engine, context: int, num_tokens: int, shape: ModelShape, weight_bytes: float) -> Latency:
@@ -56,9 +61,10 @@ def measure(engine: Engine, context: int, num_tokens: int, shape: ModelShape, we
     median = float(np.median(decodes))
     mean_context = context + num_tokens / 2
     read = (shape.layer_parameters + shape.head_parameters) * weight_bytes + shape.kv_bytes_per_token * mean_context
+    gb_s, plain_gb_s = read / median / 1e6, measure_read_gb_s(READ_BYTES)
     return Latency(
         context, round(seconds[0], 4), round(median, 3), round(float(np.percentile(decodes, 99)), 3),
-        round(read / median / 1e6, 2),
+        round(gb_s, 2), round(plain_gb_s, 2), round(plain_gb_s / gb_s, 3),
     )  # fmt: skip
 
 
@@ -94,12 +100,13 @@ def main(arguments: list[str] | None = None) -> None:
     shape = ModelShape.from_checkpoint(options.model)
     weight_bytes = 1.0 if options.quantization == "int8" else float(getattr(torch, engine.info.dtype).itemsize)
     results = []
-    print(f"{'context':>8} {'TTFT s':>8} {'TPOT ms, median':>16} {'p99':>8} {'GB/s':>7}")
+    print(f"{'context':>8} {'TTFT s':>8} {'TPOT ms, median':>16} {'p99':>8} {'GB/s':>7} {'plain':>7} {'x limit':>8}")
     for context in options.context:
         one = measure(engine, context, options.tokens, shape, weight_bytes)
         results.append(asdict(one))
         print(
-            f"{context:8} {one.ttft_s:8.3f} {one.tpot_median_ms:16.2f} {one.tpot_p99_ms:8.2f} {one.read_gb_s:7.2f}",
+            f"{context:8} {one.ttft_s:8.3f} {one.tpot_median_ms:16.2f} {one.tpot_p99_ms:8.2f} {one.read_gb_s:7.2f} "
+            f"{one.plain_read_gb_s:7.2f} {one.over_limit:8.2f}",
             flush=True,
         )
     engine.close()

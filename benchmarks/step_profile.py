@@ -1,6 +1,6 @@
 """Where the time of a workload goes on a CPU: layers, logits, sampling and the rest, by the tokens of a step.
 
-    python -m benchmarks.step_profile --model DIR w16 wshare --out result.json
+    python -m benchmarks.step_profile --model DIR w1 w16 wshare --out result.json
 
 The offline LLM runs each workload once, with clocks around the C kernels' two calls of a step, the sampler, and the
 step itself. The rest is scheduling, packing the batch, and what becomes of its tokens.
@@ -13,10 +13,13 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
 from itertools import groupby
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -27,81 +30,93 @@ from benchmarks.peers.runner import WARM_UP
 from benchmarks.throughput import load_engine
 from benchmarks.workloads import load as load_workload
 from engine.engine import Engine
+from engine.metrics import StepTimes
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampler
-from engine.step import SchedulerOutput
+from engine.step import SampledTokens, SchedulerOutput
 
-__all__ = ["main", "recorded_steps", "summarize"]
+__all__ = ["PARTS", "Step", "main", "recorded_steps", "summarize"]
 
 PARTS = ("layers", "logits", "sampling", "rest")
-GROUPS = (1, 4, 8, 12, 16)  # steps of at most so many tokens are told together; larger ones are told as prefills
+GROUPS = (1, 4, 8, 12, 16, 32, 64)  # steps of at most so many tokens are told together, and larger ones
 
-Step = dict[str, float]  # tokens, and the seconds of each part
+
+@dataclass(slots=True)
+class Step:
+    """Tokens that a step computed, and the seconds of its parts."""
+
+    tokens: int = 0
+    layers: float = 0.0
+    logits: float = 0.0
+    sampling: float = 0.0
+    rest: float = 0.0
+
+
+class _Recorder:
+    """Keeps a Step of everything that is computed; its clocks stand around functions of the engine."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._now = Step()
+
+    def clock(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its seconds counted for a part."""
+
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = perf_counter()
+            result = function(*args, **kwargs)
+            setattr(self._now, part, getattr(self._now, part) + perf_counter() - started)
+            return result
+
+        return timed
+
+    def run(self, runner: ModelRunner, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+        """Stand for ModelRunner.run."""
+        self._now.tokens = output.num_tokens
+        return _run(runner, output, times)
+
+    def step(self, engine: Engine) -> Any:
+        """Stand for Engine.step."""
+        self._now = step = Step()
+        started = perf_counter()
+        result = _step(engine)
+        step.rest = perf_counter() - started - step.layers - step.logits - step.sampling
+        if step.tokens:
+            self.steps.append(step)
+        return result
+
+
+_run, _step = ModelRunner.run, Engine.step
 
 
 @contextmanager
 def recorded_steps() -> Iterator[list[Step]]:
     """Record each step that an engine of this process computes while the block runs; yields the growing list."""
-    steps: list[Step] = []
-    now: Step = {}
-    originals: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        originals.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, make(getattr(owner, name)))
-
-    def clock(part: str) -> Callable[[Any], Any]:
-        def make(function: Any) -> Any:
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                started = perf_counter()
-                result = function(*args, **kwargs)
-                now[part] = now.get(part, 0.0) + perf_counter() - started
-                return result
-
-            return timed
-
-        return make
-
-    def count_tokens(run: Any) -> Any:
-        def counted(self: ModelRunner, output: SchedulerOutput, *args: Any) -> Any:
-            now["tokens"] = output.num_tokens
-            return run(self, output, *args)
-
-        return counted
-
-    def keep(step: Any) -> Any:
-        def kept(self: Engine) -> Any:
-            now.clear()
-            started = perf_counter()
-            result = step(self)
-            if "tokens" in now:
-                parts = {part: now.get(part, 0.0) for part in PARTS[:-1]}
-                steps.append(parts | {"tokens": now["tokens"], "rest": perf_counter() - started - sum(parts.values())})
-            return result
-
-        return kept
-
-    replace(cpu_decoder, "all_layers", clock("layers"))
-    replace(cpu_decoder, "logits", clock("logits"))
-    replace(Sampler, "sample", clock("sampling"))
-    replace(ModelRunner, "run", count_tokens)
-    replace(Engine, "step", keep)
-    try:
-        yield steps
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
+    recorder = _Recorder()
+    with (
+        patch.object(cpu_decoder, "all_layers", recorder.clock("layers", cpu_decoder.all_layers)),
+        patch.object(cpu_decoder, "logits", recorder.clock("logits", cpu_decoder.logits)),
+        patch.object(Sampler, "sample", recorder.clock("sampling", Sampler.sample)),
+        patch.object(Sampler, "likeliest_tokens", recorder.clock("sampling", Sampler.likeliest_tokens)),
+        patch.object(ModelRunner, "run", lambda *args: recorder.run(*args)),  # a function is bound, a bound one is not
+        patch.object(Engine, "step", lambda engine: recorder.step(engine)),
+    ):
+        yield recorder.steps
 
 
 def summarize(steps: list[Step]) -> list[dict[str, Any]]:
     """Return what steps of about as many tokens took, smallest first: the median and the sum of each part."""
     rows = []
-    for group, members in groupby(sorted(steps, key=lambda step: step["tokens"]), key=_group):
-        of_group = list(members)
+    for group, members in groupby(sorted(steps, key=lambda step: step.tokens), key=_group):
+        seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+        for step in members:
+            for part in PARTS:
+                seconds[part].append(getattr(step, part))
         rows.append(
-            {"tokens": group, "steps": len(of_group)}
-            | {f"{part}_ms": round(1e3 * statistics.median(step[part] for step in of_group), 2) for part in PARTS}
-            | {f"{part}_s": round(sum(step[part] for step in of_group), 3) for part in PARTS}
+            {"tokens": group, "steps": len(seconds["rest"])}
+            | {f"{part}_ms": round(1e3 * statistics.median(many), 2) for part, many in seconds.items()}
+            | {f"{part}_s": round(sum(many), 3) for part, many in seconds.items()}
         )
     return rows
 
@@ -109,7 +124,7 @@ def summarize(steps: list[Step]) -> list[dict[str, Any]]:
 def _group(step: Step) -> str:
     below = 1
     for most in GROUPS:
-        if step["tokens"] <= most:
+        if step.tokens <= most:
             return str(most) if most == below else f"{below}-{most}"
         below = most + 1
     return f"over {GROUPS[-1]}"
@@ -130,10 +145,18 @@ def main(arguments: list[str] | None = None) -> None:
     add_engine_arguments(parser)
     parser.add_argument("--out", type=Path)
     parsed = parser.parse_args(arguments)
-    workloads = [load_workload(one) for one in parsed.workloads]
-    options = engine_options(parsed)
+    try:
+        workloads = [load_workload(one) for one in parsed.workloads]
+        options = engine_options(parsed) | {"device": "cpu"}
+    except ValueError as error:
+        parser.error(str(error))
     generate = load_engine(parsed.model, workloads, **options)
-    generate(WARM_UP)
+    with recorded_steps() as steps:
+        generate(WARM_UP)
+    if not steps or not all(step.layers and step.logits for step in steps):
+        parser.error(
+            "the C kernels' calls are what is timed: one rank, float32 or bfloat16, and a C compiler are needed"
+        )
     results = []
     for place, workload in enumerate(workloads):
         with recorded_steps() as steps:

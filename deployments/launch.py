@@ -43,7 +43,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SIGNAL_S = 0.5  # a signal to the whole group reaches us twice, through make
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 
-# Ray reads these when it starts; whoever has set one keeps it.
+# Ray, or what its processes load, reads these when it starts; whoever has set one keeps it.
 SETTINGS = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_ENABLE_HA_PROXY": "1",

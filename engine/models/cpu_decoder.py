@@ -133,7 +133,7 @@ class CpuDecoder:
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
             return gather_rows(self.embed_tokens.weight, token_ids)
-        hidden: torch.Tensor = self.embed_tokens(token_ids)
+        hidden: torch.Tensor = self.embed_tokens(token_ids)  # which also sums what the ranks have
         return hidden.float()
 
     def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
@@ -142,8 +142,8 @@ class CpuDecoder:
 
         They stay valid until the next call.
         """
-        logits = self.parallel.gather_columns(self._compute_own_logits(gather_rows(hidden, rows)))
-        return None if logits is None else logits[:, : self.config.vocab_size]
+        gathered = self.parallel.gather_columns(self._compute_own_logits(gather_rows(hidden, rows)))
+        return None if gathered is None else gathered[:, : self.config.vocab_size]
 
     def _compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns."""

@@ -121,7 +121,7 @@ def _compile(compiler: list[str], sources: list[Path], library: Path) -> None:
         pool.starmap(
             _run,
             [(*compiler, *_flags(), "-c", source, "-o", made) for source, made in zip(sources, objects, strict=True)],
-            chunksize=1,  # or the two that take seconds would come one after the other
+            chunksize=1,  # or on two cores the two that take seconds would come one after the other
         )
         unfinished = Path(directory) / library.name
         _run(*compiler, *_flags(), "-shared", *objects, "-o", unfinished, "-lm")

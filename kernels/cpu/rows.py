@@ -17,15 +17,23 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     Torch's own indexing would wake its threads, which then spin for milliseconds on the cores that compute the layers.
 
     Args:
-        table: where they are.
-        rows: int64, which ones; none may lie beyond the table.
+        table: where they are, on the CPU.
+        rows: int64, which ones.
+
+    Raises:
+        IndexError: if the table lacks one of them.
     """
+    assert table.device.type == rows.device.type == "cpu"
+    assert table.dtype in (torch.float32, torch.bfloat16)
+    assert rows.dtype == torch.int64
     assert table.is_contiguous()
     assert rows.is_contiguous()
-    assert rows.dtype == torch.int64
-    gathered = torch.empty(len(rows), table.shape[1])
-    require().pagoda_gather_rows(
-        pointer(gathered), pointer(table), ctypes.c_int32(table.dtype == torch.bfloat16),
-        pointer(rows), ctypes.c_int32(len(rows)), ctypes.c_int32(table.shape[1]),
+    num_rows, width = table.shape
+    gathered = torch.empty(len(rows), width)
+    are_there = require().pagoda_gather_rows(
+        pointer(gathered), pointer(table), ctypes.c_int32(table.dtype == torch.bfloat16), ctypes.c_int64(num_rows),
+        pointer(rows), ctypes.c_int32(len(rows)), ctypes.c_int32(width),
     )  # fmt: skip
+    if not are_there:
+        raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} are wanted of a table of {num_rows}")
     return gathered

@@ -17,6 +17,10 @@ from benchmarks.peers import runner
 from benchmarks.roofline import ModelShape
 from benchmarks.workloads import Request, Workload
 from engine.engine import Engine
+from engine.model_runner import ModelRunner
+from engine.models import cpu_decoder
+from engine.sampler import Sampler
+from kernels.cpu.library import library
 
 MODEL = str(Path(__file__).parents[2] / "demo" / "model")
 SMALL = ["--model", MODEL, "--max-model-len", "256", "--engine-option", "kv_cache_memory=4MiB", "--dtype", "float32"]
@@ -48,6 +52,8 @@ def test_latency_times_each_decode_step(tmp_path: Path) -> None:
     results = json.loads(out.read_text())["results"]
     assert [one["context"] for one in results] == [8, 100]
     assert all(one["ttft_s"] > 0 and 0 < one["tpot_median_ms"] <= one["tpot_p99_ms"] for one in results)
+    for one in results:
+        assert one["over_limit"] == pytest.approx(one["plain_read_gb_s"] / one["read_gb_s"], rel=0.1)
 
 
 def test_the_curves_have_a_time_for_every_token(tmp_path: Path) -> None:
@@ -98,15 +104,27 @@ def test_rates_of_small_linears_are_measured() -> None:
         assert set(rates.gflop_s) == {1, 4}
 
 
+@pytest.mark.skipif(library() is None, reason="no C compiler is installed")
 def test_a_step_profile_tells_every_step_and_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    def replaced() -> list[Any]:
+        return [Engine.step, ModelRunner.run, Sampler.sample, Sampler.likeliest_tokens, cpu_decoder.all_layers]
+
     file, out = tmp_path / "small.json", tmp_path / "profile.json"
-    Workload("small", [Request(list(range(5, 45)), 3), Request([8, 9], 6)]).write(file)
-    step = Engine.step
+    Workload("small", [Request(list(range(5, 75)), 3), Request([8, 9], 6)]).write(file)
+    before = replaced()
     step_profile.main([str(file), *SMALL, "--out", str(out)])
-    assert Engine.step is step
+    assert replaced() == before
     (result,) = json.loads(out.read_text())["results"]
     # Both prompts together, two steps of both answers, three more of the longer one.
-    assert [(row["tokens"], row["steps"]) for row in result["steps"]] == [("1", 3), ("2-4", 2), ("over 16", 1)]
+    assert [(row["tokens"], row["steps"]) for row in result["steps"]] == [("1", 3), ("2-4", 2), ("over 64", 1)]
+    assert all(row[f"{part}_ms"] > 0 for row in result["steps"] for part in step_profile.PARTS)
     timed = sum(row[f"{part}_s"] for row in result["steps"] for part in step_profile.PARTS)
-    assert 0 < timed <= result["seconds"] + 0.01
-    assert all(row["rest_ms"] > 0 and row["sampling_ms"] > 0 for row in result["steps"])
+    assert 0.3 * result["seconds"] < timed < result["seconds"] + 0.01
+
+
+def test_a_step_profile_needs_the_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.json"
+    Workload("small", [Request([8, 9], 2)]).write(file)
+    with pytest.raises(SystemExit):
+        step_profile.main([str(file), *SMALL, "--dtype", "float16"])
+    assert "a C compiler" in capsys.readouterr().err

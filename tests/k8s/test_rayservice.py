@@ -102,6 +102,7 @@ def test_head_and_workers_have_the_same_fast_settings(overlay: str) -> None:
     for name in ("RAY_SERVE_THROUGHPUT_OPTIMIZED", "RAY_SERVE_ENABLE_HA_PROXY",
                  "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE", "TOKENIZERS_PARALLELISM"):  # fmt: skip
         assert leader[name] == SETTINGS[name]
+    assert overlay == GPU or leader["OMP_WAIT_POLICY"] == SETTINGS["OMP_WAIT_POLICY"]
     script = leader["RAY_SERVE_HAPROXY_BINARY_PATH"].removeprefix("/opt/pagoda/")
     assert (ROOT / script).stat().st_mode & 0o111
 

@@ -1,5 +1,5 @@
-/* Computing an item of attention's plan. Every function takes the kind of cache as a constant; each kind is compiled in a
- * file of its own, beside the other, since either takes seconds.
+/* Computing an item of attention's plan. What depends on the kind of cache takes it as a constant; attention_float32.c
+ * and attention_bfloat16.c include this for one kind each, since compiling either takes seconds.
  */
 #ifndef PAGODA_ATTENTION_COMPUTE_H
 #define PAGODA_ATTENTION_COMPUTE_H

@@ -29,14 +29,17 @@ static void gather_row(void *args, int64_t index) {
     }
 }
 
-void pagoda_gather_rows(float *output, const void *table, int32_t table_is_bf16, const int64_t *rows, int32_t num_rows,
-                        int32_t width) {
+int32_t pagoda_gather_rows(float *output, const void *table, int32_t table_is_bf16, int64_t table_rows,
+                           const int64_t *rows, int32_t num_rows, int32_t width) {
     gather_call call = {output, table, rows, table_is_bf16, width};
+    for (int64_t i = 0; i < num_rows; i++)
+        if (rows[i] < 0 || rows[i] >= table_rows) return 0;
     if ((int64_t)num_rows * width >= FEW_ELEMENTS) {
         pagoda_parallel_for(num_rows, gather_row, &call);
-        return;
+        return 1;
     }
     for (int64_t i = 0; i < num_rows; i++) gather_row(&call, i);
+    return 1;
 }
 
 /* --- packing --------------------------------------------------------------------------------------------------- */

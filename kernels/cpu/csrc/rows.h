@@ -6,9 +6,10 @@
 
 #include "linear.h"
 
-/* Copies rows of a table [any, width], float32 or bfloat16, to output [num_rows, width]. */
-void pagoda_gather_rows(float *output, const void *table, int32_t table_is_bf16, const int64_t *rows, int32_t num_rows,
-                        int32_t width);
+/* Copies rows of a table [table_rows, width], float32 or bfloat16, to output [num_rows, width]. Returns 1; 0, having
+ * written nothing, if there is a row that the table does not have. */
+int32_t pagoda_gather_rows(float *output, const void *table, int32_t table_is_bf16, int64_t table_rows,
+                           const int64_t *rows, int32_t num_rows, int32_t width);
 
 /* Packs rows [num_rows, width] for a linear layer whose weights are of this kind; the source is float32 or bfloat16.
  * With `norm` [width] each row is first divided by its root mean square and multiplied by `norm` (RMSNorm, Zhang and

@@ -19,5 +19,11 @@ def test_equals_indexing(width: int, count: int, dtype: torch.dtype, num_threads
     assert torch.equal(gathered, table[rows].float())
 
 
+@pytest.mark.parametrize("row", [-1, 3])
+def test_a_row_that_is_not_there_is_refused(row: int) -> None:
+    with pytest.raises(IndexError, match="table of 3"):
+        gather_rows(torch.randn(3, 8), torch.tensor([0, row, 2]))
+
+
 def test_no_rows() -> None:
     assert gather_rows(torch.randn(3, 8), torch.empty(0, dtype=torch.int64)).shape == (0, 8)
