@@ -1,6 +1,6 @@
 """Processes are killed and stopped under load: no request fails, and no token is lost, repeated or another one.
 
-PAGODA_CHAOS_SECONDS says how long replicas are killed (30 by default, 120 for the record); stopping them takes a third
+PAGODA_CHAOS_SECONDS says how long replicas are killed (20 by default, 120 for the record); stopping them takes a third
 of it, since a stopped replica does to a stream what a killed one does, only later.
 """
 
@@ -22,7 +22,7 @@ import pytest
 from tests.e2e.conftest import Server, running_server
 from tests.e2e.load import Answer, Clients, Question, Report, questions, record
 
-SECONDS = float(os.environ.get("PAGODA_CHAOS_SECONDS", "30"))
+SECONDS = float(os.environ.get("PAGODA_CHAOS_SECONDS", "20"))
 EVERY_S = 10.0
 ENGINES = 4
 
