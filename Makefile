@@ -31,6 +31,7 @@ bench: $(VENV)/.installed-bench $(BENCH_MODEL)/config.json
 	$(BIN)/python -m benchmarks.kv_utilization --out benchmarks/results/kv_utilization.json
 	$(BIN)/python -m benchmarks.roofline --model $(BENCH_MODEL) --out benchmarks/results/roofline.json
 	$(BIN)/python -m benchmarks.throughput --model $(BENCH_MODEL) w1 w16 wshare --out benchmarks/results/throughput.json
+	$(BIN)/python -m benchmarks.step_profile --model $(BENCH_MODEL) w1 w16 wshare --out benchmarks/results/step_profile.json
 	$(BIN)/python -m benchmarks.latency --model $(BENCH_MODEL) --out benchmarks/results/latency.json
 	$(BIN)/python -m benchmarks.startup --model $(BENCH_MODEL) --out benchmarks/results/startup.json
 	$(BIN)/python -m benchmarks.kv_cache_curves --model $(BENCH_MODEL) --out benchmarks/results/kv_cache_curves.json \

@@ -10,6 +10,29 @@
 
 enum { FEW_ELEMENTS = 1 << 14 }; /* below this, waking other threads costs more than they save */
 
+/* Does a task for each of `count` rows, by all threads if that is worth it. */
+static void for_each_row(int64_t count, int64_t elements, pagoda_task task, void *args) {
+    if (elements >= FEW_ELEMENTS) {
+        pagoda_parallel_for(count, task, args);
+        return;
+    }
+    for (int64_t row = 0; row < count; row++) task(args, row);
+}
+
+static void write(void *to, bool is_bf16, int64_t at, f32x16 value, int64_t count) {
+    if (count >= LANES) {
+        if (is_bf16) bf16_store((bf16 *)to + at, value);
+        else f32x16_store((float *)to + at, value);
+        return;
+    }
+    float parts[LANES];
+    f32x16_store(parts, value);
+    for (int64_t i = 0; i < count; i++) {
+        if (is_bf16) ((bf16 *)to)[at + i] = bf16_from(parts[i]);
+        else ((float *)to)[at + i] = parts[i];
+    }
+}
+
 /* --- gathering ------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -22,11 +45,9 @@ typedef struct {
 static void gather_row(void *args, int64_t index) {
     const gather_call *call = args;
     int64_t width = call->width, first = call->rows[index] * width;
-    float *output = call->output + index * width;
-    for (int64_t i = 0; i < width; i += LANES) {
-        f32x16 values = load_some(call->table, call->table_is_bf16, first + i, width - i);
-        memcpy(output + i, &values, (size_t)(width - i < LANES ? width - i : LANES) * sizeof *output);
-    }
+    for (int64_t i = 0; i < width; i += LANES)
+        write(call->output, false, index * width + i, load_some(call->table, call->table_is_bf16, first + i, width - i),
+              width - i);
 }
 
 int32_t pagoda_gather_rows(float *output, const void *table, int32_t table_is_bf16, int64_t table_rows,
@@ -34,11 +55,7 @@ int32_t pagoda_gather_rows(float *output, const void *table, int32_t table_is_bf
     gather_call call = {output, table, rows, table_is_bf16, width};
     for (int64_t i = 0; i < num_rows; i++)
         if (rows[i] < 0 || rows[i] >= table_rows) return 0;
-    if ((int64_t)num_rows * width >= FEW_ELEMENTS) {
-        pagoda_parallel_for(num_rows, gather_row, &call);
-        return 1;
-    }
-    for (int64_t i = 0; i < num_rows; i++) gather_row(&call, i);
+    for_each_row(num_rows, (int64_t)num_rows * width, gather_row, &call);
     return 1;
 }
 
@@ -146,20 +163,6 @@ void pagoda_pack_rows(pagoda_rows *rows, const void *source, int32_t source_is_b
 
 /* --- rotary embedding and slot writes -------------------------------------------------------------------------- */
 
-static void write(void *to, bool is_bf16, int64_t at, f32x16 value, int64_t count) {
-    if (count >= LANES) {
-        if (is_bf16) bf16_store((bf16 *)to + at, value);
-        else f32x16_store((float *)to + at, value);
-        return;
-    }
-    float parts[LANES];
-    f32x16_store(parts, value);
-    for (int64_t i = 0; i < count; i++) {
-        if (is_bf16) ((bf16 *)to)[at + i] = bf16_from(parts[i]);
-        else ((float *)to)[at + i] = parts[i];
-    }
-}
-
 /* Normalizes and rotates one head into element `at` of `to`. */
 static void rotate(const pagoda_rope_call *call, const float *head, const float *norm, const float *cosines, void *to,
                    int64_t at) {
@@ -197,9 +200,5 @@ static void rope_token(void *args, int64_t token) {
 
 void pagoda_rope_and_store(const pagoda_rope_call *call) {
     int64_t elements = (int64_t)call->num_tokens * (call->num_heads + 2 * call->num_kv_heads) * call->head_dim;
-    if (elements >= FEW_ELEMENTS) {
-        pagoda_parallel_for(call->num_tokens, rope_token, (void *)call);
-        return;
-    }
-    for (int64_t token = 0; token < call->num_tokens; token++) rope_token((void *)call, token);
+    for_each_row(call->num_tokens, elements, rope_token, (void *)call);
 }
