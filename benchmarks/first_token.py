@@ -38,9 +38,9 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--options", type=json.loads, default={})
     options = parser.parse_args()
-    from engine import model_runner  # what Engine.from_config imports later
     from engine.llm import LLM
     from engine.sampling_params import SamplingParams
+    from engine.worker import model_runner  # what Engine.from_config imports later
 
     imported = time.time()
     marks = _Marks()

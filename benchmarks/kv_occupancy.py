@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.buddy_allocator import BuddyAllocator
 from benchmarks.length_traces import Lengths
-from engine.block_manager import BlockManager
+from engine.kv.block_manager import BlockManager
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step import SampledTokens
 from engine.sequence import SequenceGroup
-from engine.step import SampledTokens
 
 __all__ = ["Occupancy", "next_power_of_two", "simulate_contiguous", "simulate_paged"]
 

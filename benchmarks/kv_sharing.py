@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.length_traces import Lengths
-from engine.block_manager import BlockManager
+from engine.kv.block_manager import BlockManager
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
 

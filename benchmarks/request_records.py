@@ -29,12 +29,12 @@ from ray._common.formatters import JSONFormatter
 from ray.serve._private.logging_utils import ServeFormatter
 
 from benchmarks.machine import describe
-from deployments.asgi import RecordRequests
+from deployments.api.asgi import RecordRequests
+from deployments.api.protocol import ChatRequest
 from deployments.config import LoggingOptions, TracingOptions
-from deployments.protocol import ChatRequest
-from deployments.request_log import RequestLog
-from deployments.request_record import Attempt, RequestRecord, current_record
-from deployments.tracing import Tracer, open_tracer
+from deployments.requests.log import RequestLog
+from deployments.requests.record import Attempt, RequestRecord, current_record
+from deployments.requests.tracing import Tracer, open_tracer
 from engine.async_engine import TokenBatch
 from engine.sampling_params import SamplingParams
 from engine.sequence import RequestTiming

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe
-from engine.block_manager import BlockManager
+from engine.kv.block_manager import BlockManager
 from engine.prefix_hash import root_hash
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step import SampledTokens
 from engine.sequence import SequenceGroup
-from engine.step import SampledTokens
 
 VOCAB_SIZE = 150_000
 

@@ -30,10 +30,10 @@ from benchmarks.peers.runner import WARM_UP
 from benchmarks.throughput import load_engine
 from benchmarks.workloads import load as load_workload
 from engine.engine import Engine
-from engine.metrics import StepTimes
-from engine.model_runner import ModelRunner
-from engine.sampler import Sampler
-from engine.step import SampledTokens, SchedulerOutput
+from engine.observability.metrics import StepTimes
+from engine.sampling.sampler import Sampler
+from engine.scheduling.step import SampledTokens, SchedulerOutput
+from engine.worker.model_runner import ModelRunner
 
 __all__ = ["PARTS", "Step", "main", "recorded_steps", "summarize"]
 

@@ -32,17 +32,17 @@ from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
 from benchmarks.peers import runner
 from benchmarks.workloads import Request, load
-from deployments.telemetry import Recorder, render
+from deployments.observability.telemetry import Recorder, render
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo
-from engine.metrics import METRICS, EngineMetrics, MetricSink, NullSink, StepTimes
+from engine.observability.metrics import METRICS, EngineMetrics, MetricSink, NullSink, StepTimes
 from engine.sampling_params import SamplingParams
+from engine.scheduling.step import SampledTokens, SchedulerOutput
 from engine.sequence import Sequence
-from engine.step import SampledTokens, SchedulerOutput
 
 __all__ = ["main"]
 
-PARTS = ("deployments.ray_exporter:RayExporter", "benchmarks.telemetry:Scraper")
+PARTS = ("deployments.observability.ray_exporter:RayExporter", "benchmarks.telemetry:Scraper")
 SCRAPE_PERIOD_S = 5.0  # more often than a Prometheus usually comes
 NULL_SEQUENCES, NULL_STEPS, NULL_BLOCKS = 64, 2000, 5000
 

@@ -15,12 +15,12 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from deployments.api_keys import ApiKeys
+from deployments.api.api_keys import ApiKeys
 from deployments.config import AppConfig
 from deployments.ingress import Ingress
 from deployments.replica import EngineReplica
+from deployments.requests.tracing import require_exporter
 from deployments.router import PrefixRouter
-from deployments.tracing import require_exporter
 from engine.errors import ConfigError
 
 __all__ = ["build_app"]

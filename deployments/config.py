@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deployments.routing import RoutingOptions
+from deployments.routing.policy import RoutingOptions
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.sampling_params import MAX_SEQUENCES
@@ -78,7 +78,7 @@ class LimitOptions(_Options):
 
 
 class RouterOptions(_Options):
-    """How PrefixRouter weighs cached prefixes against load; see deployments/routing.py."""
+    """How PrefixRouter weighs cached prefixes against load; see deployments/routing/policy.py."""
 
     miss_weight: Share = _ROUTING.miss_weight
     decode_weight: Share = _ROUTING.decode_weight
@@ -110,7 +110,7 @@ class AutoscalingOptions(_Options):
 
 
 class LoggingOptions(_Options):
-    """What is written of each request when it has ended; see deployments/request_log.py."""
+    """What is written of each request when it has ended; see deployments/requests/log.py."""
 
     requests: bool = True
     prompts: bool = False
@@ -119,7 +119,7 @@ class LoggingOptions(_Options):
 
 
 class TracingOptions(_Options):
-    """Where OpenTelemetry spans go, and of how many requests; see deployments/tracing.py."""
+    """Where OpenTelemetry spans go, and of how many requests; see deployments/requests/tracing.py."""
 
     # None: where OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say, if they are set.
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^/\s]+\S*$")

@@ -23,32 +23,32 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from deployments.admission import require_room
-from deployments.api_keys import ApiKeys, RequireKey
-from deployments.asgi import CountRequests, EventStream, RecordRequests, read_body
-from deployments.cluster_view import cluster_view
+from deployments.api.api_keys import ApiKeys, RequireKey
+from deployments.api.asgi import CountRequests, EventStream, RecordRequests, read_body
+from deployments.api.overload import require_room
+from deployments.api.parsing import parse_body
+from deployments.api.prompts import Prompt, PromptBuilder
+from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from deployments.api.responses import Answer, ChatFormat, CompletionFormat, Format, best_answers, usage
+from deployments.api.sampling import for_answers, require_few_answers
+from deployments.api.sse import stream_events
+from deployments.api.structured import as_response_format
 from deployments.config import AppConfig
-from deployments.engine_client import EngineClient
 from deployments.errors import ApiError, as_api_error, unwrap
-from deployments.events import stream_events
-from deployments.generation import Generation
-from deployments.live_view import LiveView
-from deployments.merge import merge
-from deployments.parsing import parse_body
-from deployments.prompts import Prompt, PromptBuilder
-from deployments.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from deployments.ray_exporter import RayExporter
+from deployments.observability.ray_exporter import RayExporter
+from deployments.observability.telemetry import INGRESS_INFO, REPLICAS_MIN, Series, ingress_recorder, render
 from deployments.replica import EngineRequest
-from deployments.request_log import RequestLog
-from deployments.request_record import RequestRecord, current_record, note_error
-from deployments.responses import Answer, ChatFormat, CompletionFormat, Format, best_answers, usage
-from deployments.routing_log import RoutedRequest
-from deployments.sampling import for_answers, require_few_answers
-from deployments.structured import as_response_format
-from deployments.telemetry import INGRESS_INFO, REPLICAS_MIN, Series, ingress_recorder, render
-from deployments.tracing import open_tracer
+from deployments.requests.engine_client import EngineClient
+from deployments.requests.generation import Generation
+from deployments.requests.log import RequestLog
+from deployments.requests.merge import merge
+from deployments.requests.record import RequestRecord, current_record, note_error
+from deployments.requests.tracing import open_tracer
+from deployments.routing.cluster_view import cluster_view
+from deployments.routing.log import RoutedRequest
 from deployments.version import pagoda_version
-from deployments.web_page import WebPage
+from deployments.web.live_view import LiveView
+from deployments.web.page import WebPage
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
 from engine.text import Tokenizer, import_tokenizers

@@ -27,10 +27,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from deployments.api_keys import ApiKeys
-from deployments.log_follower import LogFollower
-from deployments.preflight import Endpoint, check_config, require_free_port
-from deployments.processes import adopt_orphans, argument_of, descendants, end
+from deployments.api.api_keys import ApiKeys
+from deployments.launcher.log_follower import LogFollower
+from deployments.launcher.preflight import Endpoint, check_config, require_free_port
+from deployments.launcher.processes import adopt_orphans, argument_of, descendants, end
 from engine.errors import PagodaError
 
 __all__ = ["deploy_nothing", "main", "serve_details"]

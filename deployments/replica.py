@@ -17,18 +17,18 @@ import ray
 from ray import serve
 
 from deployments.autoscaling import replica_pressure
-from deployments.cluster_view import BLOCK_SIZE, ENDPOINT
-from deployments.kv_publisher import KVEventPublisher
-from deployments.live_view import EngineSnapshot
-from deployments.ray_exporter import RayExporter
-from deployments.stats_line import StatsLine
-from deployments.telemetry import Recorder, Series
+from deployments.observability.ray_exporter import RayExporter
+from deployments.observability.stats_line import StatsLine
+from deployments.observability.telemetry import Recorder, Series
+from deployments.routing.cluster_view import BLOCK_SIZE, ENDPOINT
+from deployments.web.live_view import EngineSnapshot
+from deployments.wire.publisher import KVEventPublisher
 from engine.async_engine import AsyncEngine, TokenBatch
 from engine.config import EngineConfig
 from engine.engine import EngineInfo
 from engine.errors import EngineDeadError, OverloadedError
-from engine.logs import forward_logs
-from engine.metrics import METRICS
+from engine.observability.logs import forward_logs
+from engine.observability.metrics import METRICS
 from engine.sampling_params import SamplingParams
 
 __all__ = ["EngineOutput", "EngineReplica", "EngineRequest"]

@@ -14,15 +14,15 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deployments.cluster_view import cluster_view
-from deployments.routing import RoutingOptions
-from deployments.telemetry import ROUTING_DECISION_SECONDS, ROUTING_DECISIONS, ingress_recorder
+from deployments.observability.telemetry import ROUTING_DECISION_SECONDS, ROUTING_DECISIONS, ingress_recorder
+from deployments.routing.cluster_view import cluster_view
+from deployments.routing.policy import RoutingOptions
 
 __all__ = ["PrefixRouter"]
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a prompt where the sum of queue and uncached tokens costs least time (deployments/routing.py)."""
+    """Sends a prompt where the sum of queue and uncached tokens costs least time (deployments/routing/policy.py)."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Take the fields of ``RoutingOptions`` from the deployment's request_router_kwargs."""

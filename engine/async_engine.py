@@ -17,13 +17,13 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from engine.block_map import BlockMap, cell_size, cells_by_slice
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo, EngineStats
 from engine.errors import EngineDeadError, OverloadedError, RequestError
-from engine.kv_events import KVEventBatch
-from engine.load import EngineLoad, LoadReporter
-from engine.metrics import MetricSink
+from engine.kv.block_map import BlockMap, cell_size, cells_by_slice
+from engine.kv.events import KVEventBatch
+from engine.observability.load import EngineLoad, LoadReporter
+from engine.observability.metrics import MetricSink
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import FinishReason, RequestTiming

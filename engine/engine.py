@@ -19,24 +19,32 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.admission import QueueBounds
-from engine.block_manager import BlockManager
 from engine.config import EngineConfig
-from engine.drafter import Drafter
 from engine.errors import OverloadedError, RequestError
-from engine.kv_events import KVEventBatch
-from engine.load import EngineLoad, LoadMeter
-from engine.metrics import ENGINE_INFO, ENGINE_START_TIME, OVERLOADED, EngineMetrics, MetricSink, NullSink, StepTimes
-from engine.ngram_proposer import NgramProposer
+from engine.kv.block_manager import BlockManager
+from engine.kv.events import KVEventBatch
+from engine.observability.load import EngineLoad, LoadMeter
+from engine.observability.metrics import (
+    ENGINE_INFO,
+    ENGINE_START_TIME,
+    OVERLOADED,
+    EngineMetrics,
+    MetricSink,
+    NullSink,
+    StepTimes,
+)
 from engine.outputs import StepOutput, step_outputs
-from engine.prefill_backlog import PrefillBacklog
-from engine.prefill_pace import PrefillPace
 from engine.prefix_hash import root_hash
 from engine.request_limits import RequestLimits
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.drafter import Drafter
+from engine.scheduling.ngram_proposer import NgramProposer
+from engine.scheduling.prefill_backlog import PrefillBacklog
+from engine.scheduling.prefill_pace import PrefillPace
+from engine.scheduling.queue_limits import QueueBounds
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step import SampledTokens, SchedulerOutput
 from engine.sequence import FinishReason, SequenceGroup
-from engine.step import SampledTokens, SchedulerOutput
 
 if TYPE_CHECKING:
     from engine.structured_outputs.compiler import GrammarCompiler
@@ -177,7 +185,7 @@ class Engine:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(config).items())
         logger.info("Initializing an engine with config: %s", options)
         started = perf_counter()
-        from engine.model_runner import ModelRunner  # imports torch
+        from engine.worker.model_runner import ModelRunner  # imports torch
 
         runner = ModelRunner(config)
         info = EngineInfo(

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
 from engine.logprobs import TokenLogprobs
-from engine.logs import show_logs
+from engine.observability.logs import show_logs
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
 from engine.text import TextStream, Tokenizer

@@ -18,7 +18,7 @@ from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.logprobs import TokenLogprobs
-    from engine.ngram_proposer import NgramIndex
+    from engine.scheduling.ngram_proposer import NgramIndex
     from engine.structured_outputs.grammar import Grammar  # imports torch
 
 __all__ = ["FinishReason", "RequestTiming", "Sequence", "SequenceGroup", "SequenceStatus"]

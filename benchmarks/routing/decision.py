@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from deployments.routing import RoutingState
-from engine.load import EngineLoad
+from deployments.routing.policy import RoutingState
+from engine.observability.load import EngineLoad
 
 __all__ = ["main", "measure"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.routing.cache import BlockCache
 from benchmarks.routing.traces import BLOCK_SIZE, Request
-from engine.load import EngineLoad
+from engine.observability.load import EngineLoad
 
 __all__ = ["Job", "KVLogEntry", "Settings", "SimulatedReplica"]
 

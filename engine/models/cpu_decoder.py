@@ -13,10 +13,10 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from engine.distributed.tensor_parallel import TensorParallel
-from engine.forward_context import ForwardContext
 from engine.models.config import ModelConfig
 from engine.models.decoder import VocabParallelEmbedding
+from engine.models.forward_context import ForwardContext
+from engine.models.tensor_parallel import TensorParallel
 from kernels.cpu import attention
 from kernels.cpu.layer import CLayer, CpuStep, Scratch, all_layers, attention_half, logits, mlp_half
 from kernels.cpu.linear import LANES, PackedLinear, WeightKind, has_int8

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from engine.distributed.tensor_parallel import TensorParallel
-from engine.forward_context import ForwardContext
 from engine.models.config import ModelConfig
+from engine.models.forward_context import ForwardContext
 from engine.models.rope import apply_rope
 from engine.models.sharding import vocab_range
+from engine.models.tensor_parallel import TensorParallel
 from kernels.store_kvcache import store_kvcache
 
 __all__ = ["Decoder"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine.distributed.tensor_parallel import TensorParallel
 from engine.models.decoder import RowParallelLinear
+from engine.models.tensor_parallel import TensorParallel
 
 __all__ = ["Int8Linear", "quantize_linears", "quantize_rows"]
 
@@ -34,9 +34,7 @@ class Int8Linear(nn.Module):
         parallel: the ranks whose results are to be summed; the bias is rank 0's.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, parallel: TensorParallel | None = None
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parallel: TensorParallel | None = None) -> None:
         super().__init__()
         self._weight, self._scales = (nn.Parameter(one, requires_grad=False) for one in quantize_rows(weight))
         self._bias, self._parallel = bias, parallel

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from engine.distributed.tensor_parallel import TensorParallel
 from engine.models.checkpoint import open_checkpoint
 from engine.models.config import ModelConfig
 from engine.models.cpu_decoder import CpuDecoder
@@ -20,6 +19,7 @@ from engine.models.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder import Decoder
 from engine.models.int8_linear import quantize_linears
 from engine.models.rope import rope_table
+from engine.models.tensor_parallel import TensorParallel
 from engine.models.weights import read_weights
 from kernels.cpu.linear import WeightKind
 

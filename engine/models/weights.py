@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.distributed.tensor_parallel import TensorParallel
 from engine.errors import ModelLoadError
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import ModelConfig
 from engine.models.sharding import Shard, shard_of
+from engine.models.tensor_parallel import TensorParallel
 
 __all__ = ["read_weights"]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from engine.sampling.choice import build_choosers
-from engine.sampling.logit_filters import MinTokens, build_filters, column
+from engine.sampling.filters import MinTokens, build_filters, column
 from engine.sequence import Sequence
 
 __all__ = ["SamplingBatch"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Sequence_
 import numpy as np
 import torch
 
-from engine.sampling.logit_filters import column
+from engine.sampling.filters import column
 from engine.sampling.noise import as_uint64, gumbel_noise, noise_keys
 from engine.sampling.ranking import likeliest
 from engine.sequence import Sequence

@@ -1,6 +1,6 @@
 """The table of metrics in README.md, from where they are defined.
 
-    python -m k8s.monitoring.metrics_table    # writes it into README.md
+python -m k8s.monitoring.metrics_table    # writes it into README.md
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from deployments.telemetry import INGRESS_METRICS
-from engine.metrics import METRICS, Metric
+from deployments.observability.telemetry import INGRESS_METRICS
+from engine.observability.metrics import METRICS, Metric
 
 __all__ = ["README", "main", "with_table"]
 

@@ -11,12 +11,12 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
-    import deployments.ray_exporter  # noqa: F401
+    import deployments.observability.ray_exporter  # noqa: F401
 
 from benchmarks import telemetry
 from benchmarks.workloads import Request, Workload
-from deployments.telemetry import Recorder
-from engine.metrics import GENERATION_TOKENS, STEP_TOKENS, Metric, NullSink
+from deployments.observability.telemetry import Recorder
+from engine.observability.metrics import GENERATION_TOKENS, STEP_TOKENS, Metric, NullSink
 from tests.benchmarks.test_throughput import SMALL
 
 seen: list[list[float]] = []

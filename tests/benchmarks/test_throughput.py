@@ -17,9 +17,9 @@ from benchmarks.peers import runner
 from benchmarks.roofline import ModelShape
 from benchmarks.workloads import Request, Workload
 from engine.engine import Engine
-from engine.model_runner import ModelRunner
 from engine.models import cpu_decoder
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
+from engine.worker.model_runner import ModelRunner
 from kernels.cpu.library import library
 
 MODEL = str(Path(__file__).parents[2] / "demo" / "model")

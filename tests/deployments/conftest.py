@@ -18,9 +18,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
     import ray.serve  # noqa: F401
 
-    from deployments.cluster_view import cluster_view
     from deployments.config import AppConfig
     from deployments.ingress import Ingress
+    from deployments.routing.cluster_view import cluster_view
     from tests.deployments.fakes import FakeEngines, output
 
 

@@ -11,13 +11,13 @@ from typing import Any
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.cluster_view import ClusterView
-from deployments.engine_client import EngineClient
 from deployments.replica import EngineOutput, EngineRequest
+from deployments.requests.engine_client import EngineClient
+from deployments.routing.cluster_view import ClusterView
 from engine.async_engine import TokenBatch
 from engine.engine import EngineInfo
-from engine.load import EngineLoad
 from engine.logprobs import Logprob, TokenLogprobs
+from engine.observability.load import EngineLoad
 from engine.sequence import RequestTiming
 
 Script = list[EngineOutput | BaseException]

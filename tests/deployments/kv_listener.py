@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from threading import Condition
 
-from engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
-from engine.load import EngineLoad
+from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+from engine.observability.load import EngineLoad
 
 DEADLINE_S = 20.0
 

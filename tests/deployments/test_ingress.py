@@ -14,11 +14,11 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 from starlette.testclient import TestClient
 
-from deployments.cluster_view import cluster_view
+from deployments.api.prompts import PromptBuilder
+from deployments.api.protocol import NOT_OFFERED
 from deployments.errors import RequestTimeoutError
-from deployments.prompts import PromptBuilder
-from deployments.protocol import NOT_OFFERED
-from engine.load import EngineLoad
+from deployments.routing.cluster_view import cluster_view
+from engine.observability.load import EngineLoad
 from tests.deployments.fakes import INFO, FakeEngines, Script, events, output, waiting
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from engine.llm import LLM, RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.scheduling.step import SchedulerOutput
 from engine.sequence import SequenceStatus
-from engine.step import SchedulerOutput
 from tests.engine.shadow import check_integrity
 
 

@@ -13,14 +13,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from engine import block_manager as block_manager_module
 from engine.errors import RequestError
-from engine.metrics import StepTimes
+from engine.kv import block_manager as block_manager_module
+from engine.observability.metrics import StepTimes
 from engine.outputs import StepOutput
 from engine.prefix_hash import pack_tokens, root_hash
 from engine.sampling_params import SamplingParams
+from engine.scheduling.step import SampledTokens, SchedulerOutput
 from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
-from engine.step import SampledTokens, SchedulerOutput
 from tests.engine.shadow import ShadowProposer, check_integrity, make_engine, next_token, token_logprob
 
 NO_CHOICE = "there is no token to go on with"

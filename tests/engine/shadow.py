@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Callable
 
 from engine.beam_search import BeamSearch, Candidates, Hypothesis
-from engine.block_manager import BlockPair
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo
-from engine.kv_events import KVEventBatch
+from engine.kv.block_manager import BlockPair
+from engine.kv.events import KVEventBatch
 from engine.logprobs import Logprob, TokenLogprobs
-from engine.metrics import MetricSink, StepTimes
+from engine.observability.metrics import MetricSink, StepTimes
 from engine.sampling_params import SamplingParams
+from engine.scheduling.step import SampledTokens, SchedulerOutput
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
-from engine.step import SampledTokens, SchedulerOutput
 
 VOCAB_SIZE = 64
 

@@ -17,11 +17,11 @@ from engine import async_engine as async_engine_module
 from engine.async_engine import AsyncEngine, TokenBatch
 from engine.engine import Engine
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
-from engine.metrics import StepTimes
+from engine.observability.metrics import StepTimes
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
+from engine.scheduling.step import SchedulerOutput
 from engine.sequence import Sequence, SequenceGroup
-from engine.step import SchedulerOutput
 from tests.engine.shadow import ShadowRunner, make_engine
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.drafter import Drafter
 from engine.errors import ConfigError, PromptTooLongError, RequestError
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
+from engine.scheduling.drafter import Drafter
+from engine.scheduling.step import SampledTokens, SchedulerOutput
 from engine.sequence import Sequence
-from engine.step import SampledTokens, SchedulerOutput
 from tests.engine.checkpoints import build_model, save_checkpoint, save_tokenizer
 from tests.engine.conftest import SavedModel
 

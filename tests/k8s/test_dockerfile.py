@@ -121,7 +121,7 @@ def test_what_is_copied_is_enough(image: Path) -> None:
     python, _, entry, config = json.loads(command)
     assert python == "python"
     program = (
-        f"import deployments.app, deployments.drain, {entry}, pathlib, deployments.preflight as preflight\n"
+        f"import deployments.app, deployments.drain, {entry}, pathlib, deployments.launcher.preflight as preflight\n"
         f"assert deployments.__file__.startswith({str(image)!r})\n"
         f"print(preflight.check_config(pathlib.Path({config!r})).model)"
     )

@@ -18,11 +18,11 @@ from tests.k8s.monitoring_files import FOLDER, ROOT, Json, dashboard, label_quer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
-    from deployments.telemetry import INGRESS_METRICS
+    from deployments.observability.telemetry import INGRESS_METRICS
     from k8s.monitoring import metrics_table
     from k8s.monitoring.dashboard import dashboard as written_by_source
 
-from engine.metrics import METRICS, Metric
+from engine.observability.metrics import METRICS, Metric
 
 SCHEMAS = Path(__file__).parent / "schemas"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}

@@ -9,9 +9,9 @@ import yaml
 from pydantic import BaseModel
 
 from deployments.config import AppConfig
-from deployments.telemetry import INGRESS_METRICS
+from deployments.observability.telemetry import INGRESS_METRICS
 from engine.config import EngineConfig
-from engine.metrics import METRICS
+from engine.observability.metrics import METRICS
 from tests.k8s.crd import SCHEMAS
 from tests.k8s.manifests import DEMO, K8S, ROOT, head, ray_service, serve_config
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.distributed.tensor_parallel import TensorParallel
-from engine.forward_context import ForwardContext
-from engine.kv_cache import KVCache
+from engine.kv.kv_cache import KVCache
 from engine.models import loader
 from engine.models.config import load_hf_config
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.decoder import Decoder
+from engine.models.forward_context import ForwardContext
+from engine.models.tensor_parallel import TensorParallel
 from kernels.attention import AttentionMetadata, select_backend
 from kernels.cpu.library import library, set_num_threads
 from kernels.cpu.linear import has_int8

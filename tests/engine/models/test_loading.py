@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.distributed.tensor_parallel import TensorParallel
 from engine.errors import ConfigError, ModelLoadError
 from engine.models import loader
 from engine.models.config import GenerationDefaults, ModelConfig, load_hf_config
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
+from engine.models.tensor_parallel import TensorParallel
 from tests.engine.checkpoints import build_model
 from tests.engine.conftest import SavedModel
 

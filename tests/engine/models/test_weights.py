@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from engine.distributed.tensor_parallel import TensorParallel
 from engine.errors import ModelLoadError
 from engine.models import tensor_files as module
 from engine.models.checkpoint import Checkpoint, open_checkpoint
@@ -25,6 +24,7 @@ from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder
 from engine.models.sharding import Shard, shard_of
 from engine.models.tensor_files import TensorFiles
+from engine.models.tensor_parallel import TensorParallel
 from engine.models.weights import read_weights
 from tests.engine.conftest import SavedModel
 

@@ -15,7 +15,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from engine.sampling.logit_filters import build_filters
+from engine.sampling.filters import build_filters
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
 from engine.structured_outputs.bitmask import apply_bitmask

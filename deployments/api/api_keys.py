@@ -1,0 +1,169 @@
+"""API keys: who may ask. With keys set every path but /health, /ping and /version needs one.
+
+Keys come from the environment of each node, ``PAGODA_API_KEYS`` (separated by commas or white space) or the file that
+``PAGODA_API_KEYS_FILE`` names (one a line), and never from the YAML. Only their SHA-256 is kept, and each of them is
+compared in constant time.
+
+Clients send ``Authorization: Bearer KEY``. A browser cannot do that when a page is opened, so HTTP Basic with the key
+as password (and any user name) counts too: whoever opens the page is asked for it by the browser, which from then on
+sends it by itself. It would also send it for another site's script or form; so a request with Basic that may change
+something is refused unless it comes from our own page. Neither a cookie nor a script ever holds the key.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from deployments.api.asgi import path_of
+from deployments.errors import ApiError
+from deployments.requests.record import note_error
+from engine.errors import ConfigError
+
+__all__ = ["ApiKeys", "RequireKey"]
+
+KEYS, KEYS_FILE = "PAGODA_API_KEYS", "PAGODA_API_KEYS_FILE"
+MIN_LENGTH = 16  # characters
+OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+_HOW_TO_MAKE_ONE = "make one with: openssl rand -hex 32"
+
+
+class ApiKeys:
+    """The keys that are taken, as digests; none means that everybody may ask."""
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ApiKeys:
+        """Read the keys.
+
+        Raises:
+            ConfigError: if a source is given and holds no key, or one that is no good. It never repeats a key.
+        """
+        keys: list[str] = []
+        if (listed := environ.get(KEYS)) is not None:
+            keys += _checked(re.split(r"[\s,]+", listed), KEYS)
+        if (name := environ.get(KEYS_FILE)) is not None:
+            keys += _checked(_lines(name), f"the file of {KEYS_FILE}")
+        return cls(keys)
+
+    def require(self) -> None:
+        """Raise ConfigError if there is none."""
+        if not self:
+            raise ConfigError(
+                f"{KEYS} or {KEYS_FILE} was set where the application was built and is not set on this node; "
+                "set it on every node, before Ray starts there"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accept(self, key: bytes) -> bool:
+        """Whether ``key`` is one of them; it takes as long whichever it is."""
+        digest = hashlib.sha256(key).digest()
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # all are compared
+
+
+def _lines(name: str) -> list[str]:
+    try:
+        return [line.strip() for line in Path(name).expanduser().read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(
+            f"{KEYS_FILE}='{name}' cannot be read ({reason}); name a file with one key a line, or unset it"
+        ) from None
+
+
+def _checked(found: list[str], source: str) -> list[str]:
+    keys = [key for key in found if key]
+    if not keys:
+        raise ConfigError(f"{source} holds no key; unset the variable to serve without keys, or {_HOW_TO_MAKE_ONE}")
+    for number, key in enumerate(keys, 1):
+        if len(key) < MIN_LENGTH:
+            raise ConfigError(
+                f"key {number} of {source} has {len(key)} characters, fewer than {MIN_LENGTH}; {_HOW_TO_MAKE_ONE}"
+            )
+        if not re.fullmatch(r"[!-~]+", key):
+            raise ConfigError(f"key {number} of {source} has characters that no header can carry; {_HOW_TO_MAKE_ONE}")
+    return keys
+
+
+class RequireKey:
+    """Middleware that lets nobody past without a key.
+
+    Args:
+        app: what is behind the door.
+        keys: at least one.
+        asks_browsers: whether there is a page, so that a browser that opens it is to ask its user for a key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, *, asks_browsers: bool) -> None:
+        self._app = app
+        self._keys = keys
+        self._asks_browsers = asks_browsers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008, "reason": "not offered"})
+        elif path_of(scope) in OPEN_PATHS or (refusal := self._refusal(scope)) is None:
+            await self._app(scope, receive, send)
+        else:
+            await refusal(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        """Return the answer to a request that may not pass, or None if it may."""
+        headers = Headers(scope=scope)
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
+        scheme, key = scheme.lower(), _key(scheme.lower(), credentials.strip())
+        if key is None or not self._keys.accept(key):
+            return self._unauthorized(scope, headers, was_given=bool(scheme))
+        if scheme == "basic" and scope["method"] not in ("GET", "HEAD") and not _is_from_our_page(headers):
+            return _answer(ApiError(403, "a request from another site; send Authorization: Bearer KEY"))
+        return None
+
+    def _unauthorized(self, scope: Scope, headers: Headers, *, was_given: bool) -> JSONResponse:
+        asks = self._asks_browsers and path_of(scope) == "/" and "text/html" in headers.get("accept", "")
+        problem = "the API key is wrong" if was_given else "an API key is needed"
+        how = "reload and give it as the password, with any user name" if asks else "send Authorization: Bearer KEY"
+        answer = _answer(ApiError(401, f"{problem}; {how}", code="invalid_api_key"))
+        answer.headers["WWW-Authenticate"] = 'Basic realm="Pagoda", charset="UTF-8"' if asks else "Bearer"
+        return answer
+
+
+def _key(scheme: str, credentials: str) -> bytes | None:
+    """Return the key in an Authorization header, or None if there is none."""
+    if scheme == "bearer":
+        return credentials.encode("latin-1")
+    if scheme == "basic":
+        try:
+            return base64.b64decode(credentials, validate=True).partition(b":")[2]
+        except (binascii.Error, ValueError):
+            return None
+    return None
+
+
+def _is_from_our_page(headers: Headers) -> bool:
+    """Whether a browser says so, or no browser sent this."""
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None:
+        return site == "same-origin"
+    return origin is None or origin.partition("://")[2] == headers.get("host")
+
+
+def _answer(error: ApiError) -> JSONResponse:
+    note_error(error)
+    return JSONResponse(error.body, error.status, headers=error.headers | {"Cache-Control": "no-store"})

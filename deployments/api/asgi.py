@@ -1,0 +1,158 @@
+"""Small pieces of ASGI: a bounded body, a stream that is closed whatever happens, request counts, ids and records.
+
+Nothing here knows the OpenAI API beyond its paths.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from time import monotonic
+
+from fastapi import Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.errors import ApiError
+from deployments.observability.telemetry import HTTP_REQUESTS, ingress_recorder
+from deployments.requests.record import OPERATIONS, RequestRecord, recording
+
+__all__ = ["CountRequests", "EventStream", "RecordRequests", "path_of", "read_body"]
+
+logger = logging.getLogger("ray.serve")
+
+_COUNTED_PATHS = frozenset(
+    {"/", "/live", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ping", "/metrics", "/version"}
+)
+_TRACE_HEADERS = ("traceparent", "tracestate")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def path_of(scope: Scope) -> str:
+    """Return a request's path below the application's route_prefix, which ASGI's path includes."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    below = path.removeprefix(root)
+    return below if below.startswith("/") else path
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return a JSON body of at most ``limit`` bytes.
+
+    Raises:
+        ApiError: 400 for another content type, 413 for a longer body, before it is read to its end.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(400, f"content-type '{kind[:80]}' is not taken; send application/json")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise _too_large(limit)
+    return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body exceeds {limit} bytes; send less, or raise limits.max_body_bytes")
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events whose source is closed when the response ends, also if the client goes away."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(
+            _chain(first, rest),
+            media_type="text/event-stream",
+            headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._source = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._source.aclose()
+
+
+async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    yield first
+    async for chunk in rest:
+        yield chunk
+
+
+class CountRequests:
+    """Middleware that counts answers by path and status."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request and count its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = path_of(scope)
+                counted = path if path in _COUNTED_PATHS else "other"
+                ingress_recorder().increment(HTTP_REQUESTS, path=counted, status=str(message["status"]))
+            await send(message)
+
+        await self._app(scope, receive, counting_send)
+
+
+class RecordRequests:
+    """Middleware that gives every request an id and a record.
+
+    Args:
+        app: what serves them.
+        on_end: gets the record of a request for tokens that has ended, however.
+    """
+
+    def __init__(self, app: ASGIApp, on_end: Callable[[RequestRecord], None]) -> None:
+        self._app = app
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request and keep its record."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        record = RequestRecord(request_id, path_of(scope))
+        recording(record)
+
+        async def noting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.sent_status = message["status"]
+                if request_id != given:  # one that is given, if only by Serve itself, Serve echoes
+                    MutableHeaders(scope=message).append("X-Request-Id", request_id)
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                record.is_complete = True
+
+        if scope["method"] != "POST" or record.path not in OPERATIONS:
+            await self._app(scope, receive, noting_send)
+            return
+        record.trace_context = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
+        try:
+            await self._app(scope, receive, noting_send)
+        finally:
+            record.ended = monotonic()
+            self._tell(record)
+
+    def _tell(self, record: RequestRecord) -> None:
+        try:
+            self._on_end(record)
+        except Exception:  # the client has its answer
+            logger.exception("the record of a request could not be written")

@@ -1,0 +1,167 @@
+"""PromptBuilder: from a validated request to token ids, block hashes and parameters, once, in the ingress.
+
+It owns the tokenizer and the rule that a prompt must leave room for an answer. It knows nothing of HTTP or replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from deployments.api.sampling import for_prompt, sampling_params, with_bad_words
+from engine.engine import EngineInfo
+from engine.errors import PromptTooLongError, RequestError
+from engine.prefix_hash import hash_blocks, root_hash
+from engine.sampling_params import SamplingParams
+from engine.text import TextStream, Tokenizer
+
+__all__ = ["Prompt", "PromptBuilder"]
+
+CHARACTERS_PER_MESSAGE = 32  # what rendering and masking a message costs, in characters of tokenising
+INLINE_CHARACTERS = 4096  # about a millisecond of tokenising; more would hold up every stream of this process
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, ready to be sent to an engine."""
+
+    token_ids: list[int]
+    block_hashes: list[int]
+    text: str = ""  # where it is to be echoed
+
+
+class PromptBuilder:
+    """Tokenises, checks and hashes prompts for one model.
+
+    Args:
+        path: the checkpoint's directory.
+        info: what the engines say of themselves.
+        model_name: the name in error messages.
+    """
+
+    def __init__(self, path: Path, info: EngineInfo, model_name: str) -> None:
+        self.tokenizer = Tokenizer(path)
+        # A fast tokenizer may not be used from two threads at once, so the thread for long prompts has its own.
+        self._background_tokenizer = Tokenizer(path)
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
+        self._info = info
+        self._model_name = model_name
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that prompt and answer can have together."""
+        return min(self._info.max_model_len, self._info.num_blocks * self._info.block_size)
+
+    async def chat(self, request: ChatRequest) -> list[Prompt]:
+        """Render and tokenise a conversation."""
+        messages = [message.for_template() for message in request.messages]
+        size = sum(len(message["content"]) for message in messages)
+        self._require_plausible_length(size, "messages")
+        size += CHARACTERS_PER_MESSAGE * len(messages)
+        _require_unicode((message["content"] for message in messages), "messages")
+        token_ids = await self.run(size, lambda tokenizer: tokenizer.encode_chat(messages))
+        return [self._build(token_ids, request.cache_salt, "messages")]
+
+    async def completion(self, request: CompletionRequest, max_prompts: int) -> list[Prompt]:
+        """Tokenise one or several prompts.
+
+        Raises:
+            RequestError: if a prompt is empty, too long, or out of the vocabulary, or there are too many.
+        """
+        prompts = request.prompt
+        if not prompts:
+            raise RequestError("prompt=[] is empty; give at least one token", "prompt")
+        if len(prompts) > max_prompts:
+            raise RequestError(f"prompt has {len(prompts)} prompts; give at most {max_prompts}", "prompt")
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self._require_plausible_length(len(text), "prompt")
+        _require_unicode(texts, "prompt")
+        size = sum(map(len, texts))
+        encoded = iter(await self.run(size, lambda tokenizer: [tokenizer.encode(t) if t else [] for t in texts]))
+        ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+        built = [self._build(token_ids, request.cache_salt, "prompt") for token_ids in ids]
+        return await self._with_texts(built, request) if request.echo else built
+
+    async def _with_texts(self, built: list[Prompt], request: CompletionRequest) -> list[Prompt]:
+        """Add the text to echo: as it was sent, or what the ids sent stand for."""
+
+        def text(tokenizer: Tokenizer, sent: str | list[int]) -> str:
+            skip = request.skip_special_tokens
+            return sent if isinstance(sent, str) else tokenizer.decode(sent, skip_special_tokens=skip)
+
+        size = sum(len(prompt.token_ids) for prompt in built)
+        texts = await self.run(size, lambda tokenizer: [text(tokenizer, sent) for sent in request.prompt])
+        return [replace(prompt, text=text) for prompt, text in zip(built, texts, strict=True)]
+
+    async def params(self, request: GenerationRequest, prompts: Sequence[Prompt]) -> list[SamplingParams]:
+        """Return each prompt's sampling parameters.
+
+        Raises:
+            RequestError: for a value out of range, or an id outside the vocabulary.
+        """
+        common = sampling_params(request, self._info.default_sampling)
+        if common.bad_words:
+            size = sum(map(len, common.bad_words))
+            common = await self.run(size, partial(with_bad_words, common, vocab_size=self._info.vocab_size))
+        for name, token_ids in common.ids_by_parameter():
+            self._check_vocabulary(token_ids, name)
+        return [for_prompt(common, self.context_length - len(prompt.token_ids)) for prompt in prompts]
+
+    def text_stream(self, prompt: Prompt, params: SamplingParams) -> TextStream:
+        """Return what turns the tokens that follow ``prompt`` into text."""
+        return TextStream(self.tokenizer, prompt.token_ids, params)
+
+    async def run(self, characters: int, work: Callable[[Tokenizer], Any]) -> Any:
+        """Do what costs as much as tokenising so many characters: here if that is quick, else in the background."""
+        if characters <= INLINE_CHARACTERS:
+            return work(self.tokenizer)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._background, work, self._background_tokenizer)
+
+    def _require_plausible_length(self, characters: int, param: str) -> None:
+        """Refuse before it is tokenised, which may take minutes, a text that is too long whatever its tokens are."""
+        least = characters // self.tokenizer.longest_token
+        if least > self.context_length:
+            raise PromptTooLongError(
+                f"{param} has {characters} characters, at least {least} tokens, but the context of "
+                f"'{self._model_name}' holds {self.context_length} with the answer; shorten it",
+                param,
+            )
+
+    def _build(self, token_ids: list[int], cache_salt: str | None, param: str) -> Prompt:
+        self._check(token_ids, param)
+        root = root_hash(self._info.model, "", cache_salt or "")
+        return Prompt(token_ids, hash_blocks(token_ids, self._info.block_size, root))
+
+    def _check(self, token_ids: Sequence[int], param: str) -> None:
+        if not token_ids:
+            raise RequestError(f"{param} is empty; give at least one token", param)
+        self._check_vocabulary(token_ids, param)
+        if len(token_ids) >= self.context_length:
+            raise PromptTooLongError(
+                f"{param} has {len(token_ids)} tokens, but the context of '{self._model_name}' holds "
+                f"{self.context_length} with the answer; shorten it by at least "
+                f"{len(token_ids) - self.context_length + 1}",
+                param,
+            )
+
+    def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
+        if (highest := max(token_ids)) >= self._info.vocab_size:
+            raise RequestError(f"{param} has the id {highest}; the vocabulary is 0..{self._info.vocab_size - 1}", param)
+
+
+def _require_unicode(texts: Any, param: str) -> None:
+    """Refuse lone surrogates, which JSON can spell but UTF-8 and tokenizers cannot."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise RequestError(f"{param} has {half!r}, which is half a character; send valid text", param) from None

@@ -1,0 +1,216 @@
+"""The OpenAI response bodies: whole answers, stream chunks, usage, and their SSE framing.
+
+Plain dicts, built once a chunk on the hot path; what they mean is the API's business, how the tokens came about is
+not known here.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.api.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from deployments.api.protocol import CompletionRequest, GenerationRequest
+from deployments.requests.generation import Delta, Generation
+from engine.text import Tokenizer
+
+__all__ = ["DONE", "Answer", "ChatFormat", "CompletionFormat", "Format", "best_answers", "sse", "usage"]
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """Return ``body`` as one server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+@dataclass(slots=True)
+class Answer:
+    """One whole answer, gathered from its deltas."""
+
+    generation: Generation
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append what a batch brought."""
+        self.pieces.append(delta.text)
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        """The answer's text."""
+        return "".join(self.pieces)
+
+
+def best_answers(answers: Sequence[Answer], draws: int, n: int) -> list[Answer]:
+    """Return the ``n`` likeliest of each prompt's ``draws`` answers, the likeliest first."""
+    if draws == n:
+        return list(answers)
+    best: list[Answer] = []
+    for start in range(0, len(answers), draws):
+        of_prompt = answers[start : start + draws]
+        best += sorted(of_prompt, key=lambda answer: answer.generation.mean_logprob, reverse=True)[:n]
+    return best
+
+
+class Format(ABC):
+    """How one endpoint writes the answers to one request.
+
+    Args:
+        response_id: the id that all chunks of a response share.
+        created: Unix time in seconds, shared likewise.
+        model: the served name.
+        request: what the client asked to see.
+        tokenizer: for the tokens' texts.
+    """
+
+    whole: str  # the ``object`` of a whole response
+    chunk: str  # the ``object`` of a stream's chunk
+
+    def __init__(
+        self, response_id: str, created: int, model: str, request: GenerationRequest, tokenizer: Tokenizer
+    ) -> None:
+        self._id = response_id
+        self._created = created
+        self._model = model
+        self._request = request
+        self._tokenizer = tokenizer
+
+    def response(self, answers: Sequence[Answer], tokens: dict[str, Any]) -> dict[str, Any]:
+        """Return the whole, non-streamed response; ``tokens`` is its usage."""
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        body = self._head(self.whole) | {"choices": choices, "usage": tokens}
+        return body | self._response_extras(answers[0].generation)
+
+    def delta_chunk(self, index: int, delta: Delta, generation: Generation, *, first: bool) -> dict[str, Any]:
+        """Return the chunk for one delta of the choice ``index``."""
+        choice: dict[str, Any] = {"index": index, **self._delta(delta.text, generation, first=first)}
+        choice["logprobs"] = self._logprobs(index, delta, generation, first=first)
+        choice["finish_reason"] = delta.finish_reason
+        choice["stop_reason"] = delta.stop_reason
+        if self._request.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = generation.prompt.token_ids
+        return self._head(self.chunk) | {"choices": [choice]}
+
+    def usage_chunk(self, tokens: dict[str, Any]) -> dict[str, Any]:
+        """Return the last chunk of a stream that includes usage."""
+        return self._head(self.chunk) | {"choices": [], "usage": tokens}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        generation = answer.generation
+        choice: dict[str, Any] = {"index": index, **self._message(answer.text, generation)}
+        everything = Delta("", generation.token_ids, logprobs=generation.logprobs)
+        choice["logprobs"] = self._logprobs(index, everything, generation, first=True)
+        choice["finish_reason"] = answer.finish_reason
+        choice["stop_reason"] = answer.stop_reason
+        if self._request.return_token_ids:
+            choice["token_ids"] = generation.token_ids
+            choice["prompt_token_ids"] = generation.prompt.token_ids
+        return choice
+
+    def _prompt_logprobs(self, generation: Generation) -> dict[str, Any]:
+        """Return vLLM's extra field, if it was asked for."""
+        top = self._request.prompt_logprobs
+        if top is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._tokenizer, generation.prompt_logprobs or (), top)}
+
+    def _response_extras(self, generation: Generation) -> dict[str, Any]:
+        return {}
+
+    @abstractmethod
+    def _message(self, text: str, generation: Generation) -> dict[str, Any]:
+        """Return a whole choice's text in this endpoint's shape."""
+
+    @abstractmethod
+    def _delta(self, text: str, generation: Generation, *, first: bool) -> dict[str, Any]:
+        """Return a delta's text in this endpoint's shape."""
+
+    @abstractmethod
+    def _logprobs(self, index: int, delta: Delta, generation: Generation, *, first: bool) -> Any:
+        """Return the next tokens' log-probabilities in this endpoint's shape, if they were asked for."""
+
+
+class ChatFormat(Format):
+    """POST /v1/chat/completions."""
+
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def _message(self, text: str, generation: Generation) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _delta(self, text: str, generation: Generation, *, first: bool) -> dict[str, Any]:
+        content = {"content": text}
+        return {"delta": {"role": "assistant", **content} if first else content}
+
+    def _logprobs(self, index: int, delta: Delta, generation: Generation, *, first: bool) -> Any:
+        top = self._request.num_logprobs
+        return None if top is None else chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs or (), top)
+
+    def _response_extras(self, generation: Generation) -> dict[str, Any]:
+        extras = self._prompt_logprobs(generation)
+        return extras | ({"prompt_token_ids": generation.prompt.token_ids} if self._request.return_token_ids else {})
+
+
+class CompletionFormat(Format):
+    """POST /v1/completions."""
+
+    whole = "text_completion"
+    chunk = "text_completion"
+
+    def __init__(
+        self, response_id: str, created: int, model: str, request: GenerationRequest, tokenizer: Tokenizer
+    ) -> None:
+        super().__init__(response_id, created, model, request, tokenizer)
+        self._echoes = isinstance(request, CompletionRequest) and request.echo
+        self._places: dict[int, CompletionLogprobs] = {}  # by choice: where in its text it is
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        return super()._choice(index, answer) | self._prompt_logprobs(answer.generation)
+
+    def _message(self, text: str, generation: Generation) -> dict[str, Any]:
+        return {"text": generation.prompt.text + text}
+
+    def _delta(self, text: str, generation: Generation, *, first: bool) -> dict[str, Any]:
+        return {"text": generation.prompt.text + text if first else text}
+
+    def _logprobs(self, index: int, delta: Delta, generation: Generation, *, first: bool) -> Any:
+        top = self._request.num_logprobs
+        if top is None:
+            return None
+        place = self._places.get(index)
+        if place is None:
+            skip = self._request.skip_special_tokens
+            place = self._places[index] = CompletionLogprobs(self._tokenizer, top, skip_special_tokens=skip)
+        if not (first and self._echoes):
+            return place.add(delta.token_ids, delta.logprobs or ())
+        prompt = generation.prompt
+        known = generation.prompt_logprobs or [None] * len(prompt.token_ids)  # an answer that failed tells none
+        parts = [place.add(prompt.token_ids, known)]
+        place.skip_to(len(prompt.text))
+        parts.append(place.add(delta.token_ids, delta.logprobs or ()))
+        return {name: parts[0][name] + parts[1][name] for name in parts[0]}
+
+
+def usage(generations: Sequence[Generation], draws: int) -> dict[str, Any]:
+    """Return the token counts of a response so far; a prompt counts once, however many answers it has."""
+    prompt = sum(len(generation.prompt.token_ids) for generation in generations[::draws])
+    completion = sum(len(generation.token_ids) for generation in generations)
+    cached = sum(generation.num_cached_tokens for generation in generations[::draws])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -1,0 +1,139 @@
+"""LiveView: what the web page shows of the cluster, as the JSON of ``GET /live``.
+
+The page asks once a second while somebody looks at it, and nothing is collected while nobody does. An ingress collects
+at most once a second, however many pages are open: every engine tells of itself, and every ingress where it has sent
+its last requests, so that the answer is the same whichever ingress gives it.
+
+    {"time": 1700000000.1,                         Unix seconds of the collection
+     "model": "pagoda-demo",                       the served name
+     "replicas": [{
+       "name": "abc",
+       "running": 3, "waiting": 0, "swapped": 0,   sequences
+       "prompt_tokens": 9, "generated_tokens": 9,  since the replica began
+       "query_tokens": 9, "hit_tokens": 9,         looked up in the prefix cache, and found there
+       "evicted_blocks": 0, "preemptions": 0,
+       "blocks": {"free": 1, "cached": 1, "used": 2, "shared": 1},   shared is a part of used
+       "num_blocks": 4, "blocks_per_cell": 1,
+       "cells": "AQAA..."                          base64 of BlockMap.cells: three bytes a cell
+     }],
+     "routed": [{"time": 1700000000.0, "ingress": "def", "replica": "abc", "outcome": "hit",
+       "prompt_tokens": 90, "predicted_tokens": 64, "best_tokens": 64}]}    the latest first
+
+It knows neither Serve nor HTTP: it is given what asks the engines and the ingresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deployments.observability.telemetry import Series
+from deployments.routing.log import LENGTH, RoutedRequest
+from engine.engine import EngineStats
+from engine.kv.block_map import BlockMap
+from engine.observability.metrics import (
+    BLOCKS_EVICTED,
+    CACHE_HITS,
+    CACHE_QUERIES,
+    GENERATION_TOKENS,
+    PREEMPTIONS,
+    PROMPT_TOKENS,
+    Metric,
+)
+
+__all__ = ["EngineSnapshot", "LiveView"]
+
+FRESH_S = 0.9  # a little less than the page's second, else every other look would find what was there before
+
+_COUNTERS: dict[str, Metric] = {
+    "prompt_tokens": PROMPT_TOKENS,
+    "generated_tokens": GENERATION_TOKENS,
+    "query_tokens": CACHE_QUERIES,
+    "hit_tokens": CACHE_HITS,
+    "evicted_blocks": BLOCKS_EVICTED,
+    "preemptions": PREEMPTIONS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """What one engine tells of itself. It pickles."""
+
+    stats: EngineStats
+    counters: Mapping[str, int]  # by their names in the JSON
+    blocks: BlockMap
+
+    @classmethod
+    def take(cls, stats: EngineStats, series: Iterable[Series], blocks: BlockMap) -> EngineSnapshot:
+        """Pick the counters out of all series."""
+        totals: Counter[str] = Counter()
+        for one in series:
+            totals[one.metric.name] += int(one.value) if one.metric.kind == "counter" else 0
+        return cls(stats, {name: totals[metric.name] for name, metric in _COUNTERS.items()}, blocks)
+
+    def as_json(self, name: str) -> dict[str, Any]:
+        """Return what the page gets of this replica."""
+        return {
+            "name": name,
+            "running": self.stats.num_running,
+            "waiting": self.stats.num_waiting,
+            "swapped": self.stats.num_swapped,
+            **self.counters,
+            "blocks": asdict(self.blocks.counts()),
+            "num_blocks": self.blocks.num_blocks,
+            "blocks_per_cell": self.blocks.blocks_per_cell,
+            "cells": base64.b64encode(self.blocks.cells).decode(),
+        }
+
+
+class LiveView:
+    """What all who look at the page of one ingress share.
+
+    Args:
+        model: the served name.
+        engines: asks every engine for its snapshot; by replica.
+        ingresses: asks every ingress where it sent its last requests; by ingress.
+        clock: seconds that only rise.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        engines: Callable[[], Awaitable[Mapping[str, EngineSnapshot]]],
+        ingresses: Callable[[], Awaitable[Mapping[str, Sequence[RoutedRequest]]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._engines = engines
+        self._ingresses = ingresses
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._taken = float("-inf")
+        self._body = b""
+
+    async def body(self) -> bytes:
+        """Return the JSON, not older than ``FRESH_S``."""
+        async with self._lock:  # who comes meanwhile gets what is being collected
+            if self._clock() - self._taken > FRESH_S:
+                engines, ingresses = await asyncio.gather(self._engines(), self._ingresses())
+                self._body, self._taken = self._written(engines, ingresses), self._clock()
+            return self._body
+
+    def _written(
+        self, engines: Mapping[str, EngineSnapshot], ingresses: Mapping[str, Sequence[RoutedRequest]]
+    ) -> bytes:
+        routed = [asdict(one) | {"ingress": name} for name, requests in ingresses.items() for one in requests]
+        routed.sort(key=lambda one: float(one["time"]), reverse=True)
+        content = {
+            "time": time.time(),
+            "model": self._model,
+            "replicas": [snapshot.as_json(name) for name, snapshot in sorted(engines.items())],
+            "routed": routed[:LENGTH],
+        }
+        return json.dumps(content, separators=(",", ":")).encode()

@@ -1,0 +1,82 @@
+"""The web page at ``/``: its files, and the headers that keep it to itself.
+
+The files lie in static/ as a browser takes them: HTML, CSS and JavaScript modules, with no build step and
+nothing from elsewhere. They are read once; a browser keeps them and asks whether they have changed. What the page shows
+comes from the API and from ``GET /live`` (live_view.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from deployments.errors import ApiError
+from deployments.web.live_view import LiveView
+
+__all__ = ["WebPage"]
+
+FOLDER = Path(__file__).with_name("static")
+INDEX = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    body: bytes
+    media_type: str
+    etag: str
+
+    def answer(self, request: Request) -> Response:
+        """Return the file, or that the browser's copy is good."""
+        headers = _HEADERS | {"ETag": self.etag, "Cache-Control": "no-cache"}
+        held = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        if self.etag in held:
+            return Response(status_code=304, headers=headers)
+        return Response(self.body, media_type=self.media_type, headers=headers)
+
+
+def _read(path: Path) -> _File:
+    body = path.read_bytes()
+    return _File(body, _TYPES[path.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+class WebPage:
+    """The page, its files and its data, as endpoints."""
+
+    def __init__(self, live: LiveView) -> None:
+        self._live = live
+        self._files = {path.name: _read(path) for path in FOLDER.iterdir() if path.suffix in _TYPES}
+
+    async def index(self, request: Request) -> Response:
+        """Return the page itself."""
+        return self._files[INDEX].answer(request)
+
+    async def file(self, request: Request, name: str) -> Response:
+        """Return one of the page's files."""
+        if name not in self._files:
+            raise ApiError(404, f"there is no /web/{name[:80]}")
+        return self._files[name].answer(request)
+
+    async def live(self) -> Response:
+        """Return what the page shows of the cluster now; live_view.py describes it."""
+        body = await self._live.body()
+        return Response(body, media_type="application/json", headers=_HEADERS | {"Cache-Control": "no-store"})

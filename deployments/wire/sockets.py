@@ -1,0 +1,123 @@
+"""KV sockets: the ZeroMQ sockets on which KV messages travel, with every limit that they are under.
+
+Who binds names the one address to bind to, and who connects gives a literal address and port, so that neither listens
+to the whole world nor asks a name server. This module knows nothing of the messages.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+import zmq
+
+from deployments.wire.messages import MAX_SNAPSHOT_BYTES
+from engine.errors import ConfigError
+
+__all__ = ["Wakeup", "bind_publisher", "check_endpoint", "connect_subscriber"]
+
+MAX_SUBSCRIPTION_BYTES = 4096  # of what a subscriber may send to a publisher: the names of topics
+ENVELOPE_BYTES = 4096  # what a message may be longer than its hashes
+ALIVE_IVL_MS, ALIVE_TIMEOUT_MS = 1000, 5000  # how soon a connection is cut whose other side has vanished
+RECONNECT_IVL_MS, RECONNECT_MAX_MS = 100, 2000
+CONNECT_TIMEOUT_MS = 3000
+MAX_RECEIVED = 1024  # messages that wait for the subscriber's thread, per replica
+
+_ENDPOINT = re.compile(r"tcp://(?P<host>[0-9.]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+
+
+class Wakeup:
+    """Ends another thread's poll; any thread may ring, and many rings before the other looks are one."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._has_rung = False
+
+    def ring(self) -> None:
+        """Wake the other thread; never blocks. After ``close`` nothing happens."""
+        if not self._has_rung:
+            self._has_rung = True
+            try:
+                self._writer.send(b"\0")
+            except OSError:  # closed, or full: then it wakes anyway
+                return
+
+    def clear(self) -> None:
+        """Take note of the rings. What they announced is looked at after this, else it might be missed."""
+        try:
+            self.reader.recv(64)
+        except BlockingIOError:
+            return
+        self._has_rung = False
+
+    def close(self) -> None:
+        """Give the pair back."""
+        self.reader.close()
+        self._writer.close()
+
+
+def bind_publisher(
+    context: zmq.Context[zmq.Socket[bytes]], host: str, max_queued: int
+) -> tuple[zmq.Socket[bytes], str]:
+    """Return an XPUB socket on a free port of ``host``, and its endpoint.
+
+    Raises:
+        ConfigError: ``host`` is not one address of this node.
+    """
+    address = _one_address(host)
+    made = context.socket(zmq.XPUB)
+    made.setsockopt(zmq.SNDHWM, max_queued)
+    made.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
+    _set_common(made, address)
+    try:
+        made.bind(f"tcp://{_in_url(address)}:*")
+    except zmq.ZMQError as error:
+        made.close(0)
+        raise ConfigError(f"cannot listen on host={host!r}: {error}; give an address of this node") from None
+    return made, made.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def connect_subscriber(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """Return a SUB socket that connects to ``endpoint``, again and again; raises what ``check_endpoint`` raises."""
+    made = context.socket(zmq.SUB)
+    made.setsockopt(zmq.RCVHWM, MAX_RECEIVED)
+    made.setsockopt(zmq.MAXMSGSIZE, MAX_SNAPSHOT_BYTES + ENVELOPE_BYTES)
+    made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_IVL_MS)
+    made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+    _set_common(made, check_endpoint(endpoint))
+    made.connect(endpoint)
+    return made
+
+
+def check_endpoint(endpoint: str) -> IPv4Address | IPv6Address:
+    """Return the address in ``endpoint``; raises ConfigError unless it is ``tcp://<address>:<port>`` of one host."""
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None or not 0 < int(match["port"]) < 2**16:
+        raise ConfigError(f"endpoint={endpoint[:80]!r} is not tcp://<address>:<port>")
+    return _one_address(match["host"].strip("[]"))
+
+
+def _set_common(made: zmq.Socket[bytes], address: IPv4Address | IPv6Address) -> None:
+    made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.IPV6, int(address.version == 6))
+    made.setsockopt(zmq.HEARTBEAT_IVL, ALIVE_IVL_MS)
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, ALIVE_TIMEOUT_MS)
+
+
+def _one_address(host: str) -> IPv4Address | IPv6Address:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        raise ConfigError(f"host={host[:80]!r} is not an IP address; give the node's own") from None
+    plain = getattr(address, "ipv4_mapped", None) or address
+    if plain.is_unspecified or plain.is_multicast:
+        raise ConfigError(f"host={host!r} is not one host; give the node's own address")
+    return address
+
+
+def _in_url(address: IPv4Address | IPv6Address) -> str:
+    return f"[{address}]" if address.version == 6 else str(address)

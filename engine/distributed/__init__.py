@@ -1,1 +1,0 @@
-"""Tensor parallelism: the ranks of one engine, processes of one host that compute each step together."""

@@ -1,0 +1,223 @@
+"""KVCache: the keys and values of one rank, on the device and, for swapped-out blocks, in a pool on the host.
+
+It moves blocks by number. Which block belongs to which sequence, and which may be overwritten, is the block manager's
+business.
+
+    device pool   [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]    a layer's keys are one tensor
+    host pool     [num_host_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]    a block is one piece of memory
+
+Moves copy bits, never numbers: both pools are also seen as integers, so a NaN's payload survives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.errors import ConfigError, KVCacheError
+from kernels.cpu.memory import huge_zeros
+from kernels.cpu.prefaulter import Prefaulter
+
+__all__ = ["KVCache"]
+
+_PARTS = ("key", "value")
+
+
+class KVCache:
+    """The paged keys and values of every layer that one rank computes.
+
+    On a GPU every operation is queued on the current stream and returns at once, so it takes place after the steps that
+    were launched before it and before those launched after. Only who reads the host pool itself must synchronize.
+
+    Args:
+        num_layers: layers of the model.
+        num_blocks: blocks of the device pool.
+        block_size: tokens per block.
+        num_kv_heads: key-value heads of this rank.
+        head_dim: elements per head.
+        dtype: of keys and values.
+        device: where attention reads them.
+        num_host_blocks: blocks of the host pool; pinned memory if ``device`` is a GPU.
+        num_blocks_ahead: blocks whose memory is to be had before they are used; only where there are CPU kernels.
+
+    Attributes:
+        layers: each layer's (keys, values), both ``[num_blocks, block_size, num_kv_heads, head_dim]``; views.
+
+    Raises:
+        ConfigError: if the memory for a pool cannot be had.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_blocks: int = 0,
+        num_blocks_ahead: int = 0,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.block_size = block_size
+        self.device = device
+        self.bytes_per_block = num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+        block = (block_size, num_kv_heads, head_dim)
+        remedy = "lower num_blocks, kv_cache_memory or gpu_memory_utilization"
+        with _explained(f"{num_blocks} KV blocks on {device}", self.num_bytes, remedy):
+            self._cache = _zeros((num_layers, 2, num_blocks, *block), dtype, device)
+        pinned = device.type == "cuda" and num_host_blocks > 0
+        with _explained(
+            f"{num_host_blocks} swapped KV blocks on the host", self.num_host_bytes, "lower swap_space_gib"
+        ):
+            self._host = torch.empty((num_host_blocks, num_layers, 2, *block), dtype=dtype, pin_memory=pinned)
+        self.layers = [(layer[0], layer[1]) for layer in self._cache]
+        self._prefaulter = None
+        if num_blocks_ahead:
+            self._prefaulter = Prefaulter([part for layer in self.layers for part in layer], num_blocks_ahead)
+            self._prefaulter.use(0)
+        self._words = _as_words(self._cache.flatten(0, 1).flatten(2))  # [num_layers * 2, num_blocks, words]
+        self._host_words = _as_words(self._host.flatten(1, 2).flatten(2))  # [num_host_blocks, num_layers * 2, words]
+
+    # --- size ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device pool."""
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Bytes of the host pool."""
+        return self.num_host_blocks * self.bytes_per_block
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the device pool holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def tokens_per_gib(self) -> int:
+        """Tokens whose keys and values fit into one GiB."""
+        return 2**30 * self.block_size // self.bytes_per_block
+
+    def expect(self, slot_mapping: npt.NDArray[np.int64]) -> None:
+        """Say which slots a step writes; returns at once."""
+        if self._prefaulter is not None:
+            self._prefaulter.use(int(slot_mapping.max()) // self.block_size)
+
+    # --- moves --------------------------------------------------------------------------------------------------
+
+    def gather(self, block_ids: list[int], layer: int | None = None, *, which: Literal["key", "value"]) -> torch.Tensor:
+        """Return a copy of the keys or the values of some blocks, in the order of ``block_ids``.
+
+        Returns:
+            ``[len(block_ids) * block_size, num_kv_heads, head_dim]`` of one layer; of all, without ``layer``, the same
+            with num_layers in front.
+
+        Raises:
+            KVCacheError: for a block, a layer or a part that does not exist.
+        """
+        if which not in _PARTS:
+            raise KVCacheError(f"which={which!r} is no part of a KV cache; choose 'key' or 'value'")
+        if layer is not None:
+            _check_ids("layer", [layer], len(self.layers))
+        _check_ids("block", block_ids, self.num_blocks)
+        part, index = _PARTS.index(which), self._index(block_ids)
+        if layer is None:
+            return self._cache[:, part].index_select(1, index).flatten(1, 2)
+        return self._cache[layer, part].index_select(0, index).flatten(0, 1)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks ``(source, target)`` on the device, in all layers, all sources before any target is written.
+
+        The sources take as much memory once more while they are copied: it is meant for copy-on-write, a few at a time.
+
+        Raises:
+            KVCacheError: for a block that does not exist or is a target twice; nothing has been copied then.
+        """
+        sources, targets = self._check_pairs(pairs, ("block", self.num_blocks), ("block", self.num_blocks))
+        if pairs:
+            self._words.index_copy_(1, self._index(targets), self._words.index_select(1, self._index(sources)))
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks ``(device block, host block)`` to the host pool.
+
+        On a GPU the device blocks may be overwritten by whatever is launched next, and ``swap_in`` may follow at once.
+
+        Raises:
+            KVCacheError: for a block that does not exist or is a target twice; nothing has been copied then.
+        """
+        self._check_pairs(pairs, ("block", self.num_blocks), ("host block", self.num_host_blocks))
+        # A block at a time: it needs no staging for the whole lot, for which a full GPU would have no room.
+        for block_id, host_id in pairs:
+            self._host_words[host_id].copy_(self._words[:, block_id], non_blocking=True)
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks ``(host block, device block)`` back to the device; the host blocks keep what they hold.
+
+        On a GPU the next ``swap_out`` may reuse the host blocks at once: it is queued behind the reads.
+
+        Raises:
+            KVCacheError: for a block that does not exist or is a target twice; nothing has been copied then.
+        """
+        self._check_pairs(pairs, ("host block", self.num_host_blocks), ("block", self.num_blocks))
+        for host_id, block_id in pairs:
+            self._words[:, block_id].copy_(self._host_words[host_id], non_blocking=True)
+
+    def _index(self, block_ids: list[int]) -> torch.Tensor:
+        on_gpu = self.device.type == "cuda"
+        index = torch.tensor(block_ids, dtype=torch.int64, pin_memory=on_gpu)
+        return index.to(self.device, non_blocking=True)
+
+    @staticmethod
+    def _check_pairs(
+        pairs: list[tuple[int, int]], source_pool: tuple[str, int], target_pool: tuple[str, int]
+    ) -> tuple[list[int], list[int]]:
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        _check_ids(source_pool[0], sources, source_pool[1])
+        _check_ids(target_pool[0], targets, target_pool[1])
+        if len(set(targets)) < len(targets):
+            twice = next(target for target in targets if targets.count(target) > 1)
+            raise KVCacheError(f"{target_pool[0]} {twice} is written twice in one call; name every target once")
+        return sources, targets
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros: a NaN left by others would survive being masked. On a CPU they cost nothing until they are used."""
+    return huge_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def _explained(what: str, num_bytes: int, remedy: str) -> Iterator[None]:
+    """Turn a failed allocation into an error that says how much was wanted and which option to change."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one, and a CPU raises no other
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{what} take {num_bytes / 2**30:.2f} GiB, which cannot be had; {remedy} ({reason})"
+        ) from error
+
+
+def _check_ids(kind: str, ids: Iterable[int], count: int) -> None:
+    for number in ids:
+        if not 0 <= number < count:
+            valid = f"0 to {count - 1}" if count else "none: the pool is empty"
+            raise KVCacheError(f"{kind} {number} is out of range; valid are {valid}")
+
+
+def _as_words(blocks: torch.Tensor) -> torch.Tensor:
+    """Return a view of the last dimension as the widest integers that divide it: those are copied fastest."""
+    num_bytes = blocks.shape[-1] * blocks.dtype.itemsize
+    widest = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+                  if num_bytes % dtype.itemsize == 0)  # fmt: skip
+    return blocks.view(widest)

@@ -1,0 +1,4 @@
+"""What an engine reports of itself: metrics, load, log lines.
+
+Knows what each metric means. Does not know where the numbers go.
+"""

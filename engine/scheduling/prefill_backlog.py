@@ -1,0 +1,142 @@
+"""PrefillBacklog: how many tokens of the requests that wait or have begun are still to be computed before they decode.
+
+What the prefix cache holds when a request arrives does not count, and a block that several requests have in common
+counts once: whoever computes it first publishes it for the others.
+
+    prompt of A   [ cached ][ awaited ][ awaited ][ tail ]      awaited blocks are counted by hash,
+    prompt of B   [ cached ][ awaited ][ awaited, not A's ]     tails, which nobody can share, by length
+
+It is bookkeeping beside the scheduler: a request costs work when it arrives, leaves or computes a chunk of its prompt,
+and none while it only waits or decodes. It is not exact where blocks are evicted while a request waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from engine.kv.block_manager import BlockManager
+from engine.sequence import Sequence, SequenceGroup
+
+__all__ = ["PrefillBacklog"]
+
+
+class _Part:
+    """What one sequence adds to the backlog: blocks ``first`` to ``last`` of its hashes, and a tail behind them."""
+
+    __slots__ = ("end", "first", "hashes", "last", "tail")
+
+    def __init__(self, hashes: list[int], first: int, last: int, end: int, tail: int) -> None:
+        self.hashes = hashes  # the sequence's own list, which only grows
+        self.first = first
+        self.last = last
+        self.end = end  # tokens that are known, and have to be computed before the next one
+        self.tail = tail
+
+
+class PrefillBacklog:
+    """Follows the requests of one engine from their arrival to their first token, and through every recomputation."""
+
+    def __init__(self, block_manager: BlockManager) -> None:
+        self._blocks = block_manager
+        self._awaited: Counter[int] = Counter()  # hashes of blocks to compute, and how many sequences bring each
+        self._num_tail_tokens = 0
+        self._parts: dict[SequenceGroup, dict[Sequence, _Part]] = {}
+        self._begun: dict[SequenceGroup, None] = {}  # those of them that run
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens still to be computed, of waiting and running requests together."""
+        return len(self._awaited) * self._blocks.block_size + self._num_tail_tokens
+
+    def tokens_of(self, sequence: Sequence) -> int:
+        """Return by how much a sequence that is not counted yet would lengthen the backlog; at most, if blocks in the
+        middle of a chain were evicted. It hashes no further than the first block that nobody has or brings."""
+        size = self._blocks.block_size
+        shared = 0
+        if self._shares_blocks(sequence):
+            for index in range(sequence.num_tokens // size):
+                block_hash = sequence.block_hash(index, size)
+                if block_hash not in self._awaited and not self._blocks.is_published(block_hash):
+                    break
+                shared += size
+        return sequence.num_tokens - shared
+
+    def add(self, group: SequenceGroup) -> None:
+        """A request waits: it has arrived, or must give way for a while (then what it had counted before does not)."""
+        self.remove(group)
+        self._parts[group] = {one: self._counted(one) for one in group.unfinished}
+
+    def begin(self, group: SequenceGroup) -> None:
+        """A waiting request was admitted to the batch."""
+        self._begun[group] = None
+
+    def advance(self) -> None:
+        """A step was computed: what it did to prompts is done."""
+        for group in list(self._begun):
+            parts = self._parts[group]
+            for sequence, part in list(parts.items()):
+                if _is_done(sequence, part):
+                    self._release(parts.pop(sequence))
+                elif sequence.num_computed_tokens:
+                    self._compute(part, sequence.num_computed_tokens)
+            if not parts:
+                del self._parts[group], self._begun[group]
+
+    def end(self, sequence: Sequence) -> None:
+        """One of a request's sequences has ended from outside."""
+        part = self._parts.get(sequence.group, {}).pop(sequence, None)
+        if part is not None:
+            self._release(part)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """A request has ended or is to be counted anew."""
+        for part in self._parts.pop(group, {}).values():
+            self._release(part)
+        self._begun.pop(group, None)
+
+    def _shares_blocks(self, sequence: Sequence) -> bool:
+        return self._blocks.enable_prefix_caching and not sequence.group.wants_prompt_logprobs
+
+    def _counted(self, sequence: Sequence) -> _Part:
+        """Enter a sequence; what is swapped needs no block computed anew."""
+        size, end = self._blocks.block_size, sequence.num_tokens
+        first = last = 0
+        if self._shares_blocks(sequence) and not sequence.host_table:
+            last = end // size
+            if last:
+                sequence.block_hash(last - 1, size)  # and with it all before
+            while first < last and self._blocks.is_published(sequence.block_hashes[first]):
+                first += 1
+            self._awaited.update(sequence.block_hashes[first:last])
+        tail = end - max(sequence.num_computed_tokens, last * size)
+        self._num_tail_tokens += tail
+        return _Part(sequence.block_hashes, first, last, end, tail)
+
+    def _compute(self, part: _Part, num_computed: int) -> None:
+        """Take out what was computed: its blocks are published, so they count for nobody any more."""
+        size = self._blocks.block_size
+        done = min(num_computed // size, part.last)
+        for block_hash in part.hashes[part.first : done]:
+            self._awaited.pop(block_hash, None)
+        part.first = max(part.first, done)
+        tail = max(0, part.end - max(num_computed, part.last * size))
+        self._num_tail_tokens += tail - part.tail
+        part.tail = tail
+
+    def _release(self, part: _Part) -> None:
+        """Take out what is left of a sequence; the blocks that others bring too stay until somebody publishes them."""
+        awaited = self._awaited
+        for block_hash in part.hashes[part.first : part.last]:
+            count = awaited.get(block_hash, 0)  # none if another one has computed it meanwhile
+            if count > 1 and not self._blocks.is_published(block_hash):
+                awaited[block_hash] = count - 1
+            elif count:
+                del awaited[block_hash]
+        self._num_tail_tokens -= part.tail
+
+
+def _is_done(sequence: Sequence, part: _Part) -> bool:
+    """Whether a sequence that ran has got its next token, or gets none: ended, or a beam that found no heir."""
+    if sequence.num_tokens > part.end or sequence.is_finished:
+        return True
+    return sequence not in sequence.group.sequences

@@ -1,0 +1,168 @@
+"""ModelRunner: computes one scheduled batch with all ranks, and samples from its logits.
+
+It turns a SchedulerOutput into a plan, has the workers execute it, and samples on rank 0. It decides nothing: which
+tokens are computed and where their keys and values go is the scheduler's and the block manager's business.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from itertools import islice, takewhile
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.logprobs import TokenLogprobs
+from engine.models.config import GenerationDefaults
+from engine.observability.metrics import StepTimes
+from engine.sampling.sampler import NO_TOKEN, Sampler
+from engine.scheduling.step import SampledTokens, SchedulerOutput
+from engine.sequence import SequenceGroup
+from engine.worker.memory import host_blocks_for
+from engine.worker.step_plan import build_step_plan
+from engine.worker.worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    from engine.structured_outputs.bitmask import MaskBuilder
+
+__all__ = ["ModelRunner"]
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """One model with its KV cache, on one device or on several ranks.
+
+    Raises:
+        ConfigError: if an option does not fit the model, the backend or the machine.
+        ModelLoadError: if the checkpoint cannot be served.
+        EngineDeadError: if a rank dies while it loads.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        started = perf_counter()
+        self.workers = WorkerPool(config)
+        worker = self.workers.local
+        size = worker.weight_bytes * config.tensor_parallel_size / 2**30
+        logger.info("Model loading took %.2f GiB and %.2f seconds", size, perf_counter() - started)
+        self.device, self.dtype, self.backend = worker.device, worker.dtype, worker.backend
+        self.model_config = worker.model_config
+        self.max_model_len, self.block_size = worker.max_model_len, worker.block_size
+        self.free_tokens = worker.free_tokens
+        self.sampler = Sampler(self.model_config.vocab_size, self.device)
+        self._mask_builder: MaskBuilder | None = None
+        try:
+            self.generation_defaults = GenerationDefaults.load(config.model, worker.hf_config)
+            self.num_blocks = self._allocate_blocks()
+        except BaseException:
+            self.close()
+            raise
+        self._log_capacity()
+
+    @torch.inference_mode()
+    def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+        """Compute the batch and sample for each of ``output.sampling``; the phases' seconds go to ``times``.
+
+        Raises:
+            EngineDeadError: if a rank has died; no later step can run.
+        """
+        started = perf_counter()
+        constrained = [row for row, sequence in enumerate(output.sampling) if sequence.grammar is not None]
+        masks = self._start_masks([output.sampling[row].grammar for row in constrained]) if constrained else None
+        plan = build_step_plan(output, self.block_size)
+        prompts = _PromptLogprobs(self.sampler, output) if len(plan.prompt_rows) else None
+        logits = self.workers.execute(plan, None if prompts is None else prompts.add)
+        times.forward = perf_counter() - started
+        sampled = SampledTokens([])
+        if logits is not None:
+            grammar = (constrained, masks.result()) if masks is not None else None
+            sampled = self._sample(logits, output, grammar)
+        if prompts is not None:
+            sampled.prompt_logprobs = prompts.by_group()
+        times.sample = perf_counter() - started - times.forward
+        return sampled
+
+    def _sample(
+        self, logits: torch.Tensor, output: SchedulerOutput, grammar: tuple[list[int], torch.Tensor] | None
+    ) -> SampledTokens:
+        """Sample from the rows of the sequences, and find the likeliest tokens behind drafts in those that follow."""
+        if not output.drafts:
+            return self.sampler.sample(logits, output.sampling, grammar)
+        num_sampled = len(output.sampling)
+        behind = iter(self.sampler.likeliest_tokens(logits[num_sampled:]))
+        sampled = self.sampler.sample(logits[:num_sampled], output.sampling, grammar)
+        for sequence, draft in output.drafts.items():
+            found = list(islice(behind, len(draft)))
+            sampled.behind_drafts[sequence] = list(takewhile(lambda token_id: token_id != NO_TOKEN, found))
+        return sampled
+
+    def _start_masks(self, grammars: list[Any]) -> Future[torch.Tensor]:
+        """Compute the masks of the next tokens beside the forward pass."""
+        if self._mask_builder is None:
+            from engine.structured_outputs.bitmask import MaskBuilder  # only where grammars are used
+
+            self._mask_builder = MaskBuilder()
+        return self._mask_builder.start(grammars)
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if a rank has died, even if no step has noticed yet."""
+        self.workers.check_health()
+
+    def close(self) -> None:
+        """End the other ranks; nothing can run afterwards."""
+        self.workers.close()
+        if self._mask_builder is not None:
+            self._mask_builder.close()
+
+    def _allocate_blocks(self) -> int:
+        """Make the KV cache on every rank, in the size that the tightest one can hold; returns the number of blocks."""
+        num_blocks = self.config.num_blocks or min(self.workers.call("measure_num_blocks"))
+        if num_blocks * self.block_size < 2:
+            raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
+        bytes_per_block = self.workers.local.bytes_per_block * self.config.tensor_parallel_size
+        self.num_host_blocks = host_blocks_for(self.config.swap_space_gib, bytes_per_block)
+        self.workers.call("allocate", num_blocks, self.num_host_blocks)
+        return num_blocks
+
+    def _log_capacity(self) -> None:
+        tokens = self.workers.local.kv_cache.num_tokens
+        size = self.workers.local.kv_cache.num_bytes * self.config.tensor_parallel_size
+        kind = "CPU" if self.device.type == "cpu" else "GPU"
+        logger.info(
+            "%s KV cache size: %s tokens, %d blocks of %d in %.2f GiB",
+            kind, f"{tokens:,}", self.num_blocks, self.block_size, size / 2**30,
+        )  # fmt: skip
+        length = self.max_model_len
+        logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", tokens / length)
+
+
+class _PromptLogprobs:
+    """What a step tells of prompts whose log-probabilities are wanted, gathered slice by slice."""
+
+    def __init__(self, sampler: Sampler, output: SchedulerOutput) -> None:
+        self._sampler = sampler
+        self._groups: list[tuple[SequenceGroup, int]] = []  # and how many rows are its own, in batch order
+        self._token_ids: list[int] = []  # by row: the prompt's token that comes next
+        self._counts: list[int] = []  # by row: how many of the likeliest are wanted
+        self._found: list[TokenLogprobs] = []
+        for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
+            group, start = sequence.group, sequence.num_computed_tokens
+            if positions := group.prompt_logprob_positions(start, start + count):
+                self._groups.append((group, len(positions)))
+                self._token_ids += sequence.token_ids[positions.start + 1 : positions.stop + 1]
+                self._counts += [group.params.prompt_logprobs or 0] * len(positions)
+
+    def add(self, logits: torch.Tensor) -> None:
+        """Take the logits [rows, vocab_size] of the next rows."""
+        rows = slice(len(self._found), len(self._found) + len(logits))
+        self._found += self._sampler.prompt_logprobs(logits, self._token_ids[rows], self._counts[rows])
+
+    def by_group(self) -> list[tuple[SequenceGroup, list[TokenLogprobs]]]:
+        """Return each request's part, once all rows have come."""
+        found = iter(self._found)
+        return [(group, list(islice(found, count))) for group, count in self._groups]

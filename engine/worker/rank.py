@@ -1,0 +1,67 @@
+"""A tensor-parallel rank's process: it does what rank 0 tells it, and ends when rank 0's process ends.
+
+    python -m engine.worker.rank NUMBER FD PARENT DIRECTORY
+
+ranks.py starts it: FD is its end of the socket pair, PARENT rank 0's process id, DIRECTORY the engine's private one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import torch
+
+from engine.errors import PagodaError
+from engine.worker.model_worker import ModelWorker
+from engine.worker.ranks import RankFailure
+
+
+def main(number: int, fd: int, parent: int, directory: str) -> None:
+    """Serve calls until rank 0 ends this process; report what goes wrong, and then only wait for the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; rank 0 decides
+    watcher = threading.Thread(target=_end_with_parent, args=(fd, parent, directory), daemon=True)
+    watcher.start()
+    connection = Connection(fd)
+    try:
+        _serve(number, connection)
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}"
+        typed = error if isinstance(error, PagodaError) else None
+        with suppress(OSError):  # nobody is there any longer
+            connection.send((None, RankFailure(message, typed, traceback.format_exc())))
+    watcher.join()
+
+
+def _serve(number: int, connection: Connection) -> None:
+    config, num_threads = pickle.loads(connection.recv_bytes())
+    torch.set_num_threads(num_threads)
+    worker = ModelWorker(config, number)
+    connection.send((None, None))
+    while True:
+        method, args, wants_reply = pickle.loads(connection.recv_bytes())
+        result = getattr(worker, method)(*args)
+        if wants_reply:
+            connection.send((result, None))
+
+
+def _end_with_parent(fd: int, parent: int, directory: str) -> None:
+    """End this process, whatever it is doing, when rank 0's is gone. A forked copy of that may keep the socket open."""
+    poller = select.poll()
+    poller.register(fd, 0)  # only the other end's hanging up counts
+    while not poller.poll(1000) and os.getppid() == parent:
+        pass
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

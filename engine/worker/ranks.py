@@ -1,0 +1,219 @@
+"""RemoteRanks: the processes of ranks 1, 2, ..., as rank 0 sees them. It knows nothing of models or steps.
+
+Each rank has a socket pair to rank 0. Down it go the calls, up it the replies, and its end is the sign of death: a
+thread here waits for any rank's, and one in every rank for this process's. So when one dies, however it dies, all do.
+
+A rank that fails reports the error and waits to be ended. Whatever happens first, the others' collectives fail because
+of it or are aborted, and rank 0 raises the first cause: the dead process, else the reported error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError, PagodaError
+
+__all__ = ["RankFailure", "RemoteRanks"]
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_SECONDS = 0.2  # a death makes others fail, and their reports may arrive before its own sign
+_NOTICE_SECONDS = 3.0  # how long rank 0's own error waits for a rank's that caused it
+_SEND_SECONDS = 60  # a rank that takes no more calls for so long stands still
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """An error that ended a rank, as it travels to rank 0."""
+
+    message: str
+    error: PagodaError | None  # what rank 0 shall raise; None: EngineDeadError with the message
+    traceback: str
+
+
+@dataclass(frozen=True)
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+
+class RemoteRanks:
+    """Ranks 1 to ``tensor_parallel_size`` - 1, started and waiting for calls.
+
+    Args:
+        config: the engine's.
+        abort: frees rank 0 from a collective when the others have ended; called from any thread, maybe twice.
+
+    Raises:
+        PagodaError: if a rank cannot start.
+    """
+
+    def __init__(self, config: EngineConfig, abort: Callable[[], None]) -> None:
+        self._size = config.tensor_parallel_size
+        self._abort = abort
+        self._owner = os.getpid()
+        self._directory = tempfile.mkdtemp(prefix="pagoda-ranks-")
+        self._replies: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()  # None: a rank has failed
+        self._failure: PagodaError | None = None
+        self._failed = threading.Event()
+        self._closing = False
+        self._ranks = [self._start(number) for number in range(1, self._size)]
+        self._watcher = threading.Thread(target=self._watch, name="engine-rank-watcher", daemon=True)
+        self._watcher.start()
+        with self.together():
+            self.send((config, max(1, torch.get_num_threads() // self._size)))
+            self.receive()
+
+    @property
+    def rendezvous(self) -> str:
+        """The file at which the ranks meet, in a directory that is this engine's own."""
+        return str(Path(self._directory) / "store")
+
+    def _start(self, number: int) -> _Rank:
+        """Start a rank: an interpreter of its own, which never imports the user's ``__main__`` as spawn would."""
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "engine.worker.rank",
+                 str(number), str(theirs.fileno()), str(os.getpid()), self._directory],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            )  # fmt: skip
+        return _Rank(number, process, Connection(ours.detach()))
+
+    # --- calls, from the thread that drives rank 0 ----------------------------------------------------------------
+
+    def send(self, message: object) -> None:
+        """Send an object that pickles to every rank."""
+        data = pickle.dumps(message)
+        for rank in self._ranks:
+            rank.connection.send_bytes(data)
+
+    def receive(self) -> list[Any]:
+        """Return one reply from every rank, in the ranks' order.
+
+        Raises:
+            PagodaError: what ended a rank.
+        """
+        replies: dict[int, Any] = {}
+        while len(replies) < len(self._ranks):
+            item = self._replies.get()
+            if item is None:
+                assert self._failure is not None
+                raise self._failure
+            replies[item[0]] = item[1]
+        return [replies[number] for number in sorted(replies)]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Surround what all ranks do at once: if it fails on any, all of them end, and the first cause is raised."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except BaseException as error:
+            # A collective may fail on rank 0 a moment before it is known which rank has died.
+            if isinstance(error, Exception) and not isinstance(error, PagodaError):
+                self._failed.wait(_NOTICE_SECONDS)
+            cause = self._failure
+            self._failure = cause or EngineDeadError(f"tensor-parallel rank 0 failed: {_describe(error)}")
+            self.close()
+            if cause is None or cause is error:
+                raise
+            raise cause from error
+
+    def check_health(self) -> None:
+        """Raise what ended the ranks, if they have ended."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End every rank and wait until it is gone."""
+        if self._closing or os.getpid() != self._owner:  # a forked copy of this object owns nothing
+            return
+        self._closing = True
+        self._failure = self._failure or EngineDeadError("the engine was closed")
+        for rank in self._ranks:
+            rank.process.kill()  # a rank holds nothing that must be saved
+        for rank in self._ranks:
+            rank.process.wait()
+        if threading.current_thread() is not self._watcher:  # the garbage collector runs in any thread
+            self._watcher.join()
+        for rank in self._ranks:
+            rank.connection.close()
+        self._abort()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    # --- the watcher's thread -------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Pass replies on until a rank fails or its connection ends."""
+        poller = select.poll()
+        ranks = {rank.connection.fileno(): rank for rank in self._ranks}
+        for fd in ranks:
+            poller.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                rank, failure = ranks[fd], None
+                try:
+                    reply, failure = rank.connection.recv()
+                except Exception:  # the end of the connection, be it in the middle of a reply
+                    return self._end_all(rank, None)
+                if failure is not None:
+                    return self._end_all(rank, failure)
+                self._replies.put((rank.number, reply))
+
+    def _end_all(self, rank: _Rank, failure: RankFailure | None) -> None:
+        if not self._closing:
+            time.sleep(_SETTLE_SECONDS)
+        if self._closing:
+            return
+        dead = next((one for one in self._ranks if one.process.poll() is not None), None)
+        where = f"tensor-parallel rank {(dead or rank).number} of {self._size}"
+        if dead is not None:
+            self._failure = EngineDeadError(f"{where} {_how_it_ended(dead.process.returncode)}; restart the engine")
+        elif failure is not None:
+            logger.error("%s failed\n%s", where, failure.traceback)
+            self._failure = failure.error or EngineDeadError(f"{where} failed: {failure.message}")
+        else:
+            self._failure = EngineDeadError(f"{where} closed its connection; restart the engine")
+        self._failed.set()
+        self._replies.put(None)
+        for one in self._ranks:
+            one.process.kill()
+        self._abort()
+
+
+def _how_it_ended(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (the kernel does so when memory runs out)"
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,66 @@
+"""WorkerPool: the workers of one engine, rank 0's in this process and the others in processes of their own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.worker.model_worker import ModelWorker
+from engine.worker.ranks import RemoteRanks
+from engine.worker.step_plan import StepPlan
+
+__all__ = ["WorkerPool"]
+
+
+class WorkerPool:
+    """Every rank's ModelWorker, loaded. The other ranks end with this object, at the latest with the interpreter.
+
+    Raises:
+        ConfigError, ModelLoadError: as the ModelWorker does, on whichever rank.
+        EngineDeadError: if a rank dies while it loads.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.local = ModelWorker(config)  # most mistakes end here, before any process has started
+        self._ranks: RemoteRanks | None = None
+        if config.tensor_parallel_size > 1:
+            self._ranks = RemoteRanks(config, abort=self.local.abort)
+            self._close_ranks = weakref.finalize(self, self._ranks.close)
+        self.call("load", "" if self._ranks is None else self._ranks.rendezvous)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker at the same time and return what they returned, rank by rank."""
+        run = getattr(self.local, method)
+        if self._ranks is None:
+            return [run(*args)]
+        with self._ranks.together():
+            self._ranks.send((method, args, True))
+            return [run(*args), *self._ranks.receive()]
+
+    def execute(
+        self, plan: StepPlan, on_prompt_logits: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor | None:
+        """Compute one step on every rank; returns and passes on the logits as rank 0's ``ModelWorker.execute`` does.
+
+        Raises:
+            EngineDeadError: if a rank has died.
+        """
+        if self._ranks is None:
+            return self.local.execute(plan, on_prompt_logits)
+        with self._ranks.together():
+            self._ranks.send(("execute", (plan,), False))  # the collectives tell that it was done
+            return self.local.execute(plan, on_prompt_logits)
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if another rank has died."""
+        if self._ranks is not None:
+            self._ranks.check_health()
+
+    def close(self) -> None:
+        """End the other ranks, if there are any."""
+        if self._ranks is not None:
+            self._close_ranks()

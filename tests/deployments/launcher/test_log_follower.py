@@ -1,0 +1,85 @@
+"""The terminal's view of the replicas' log files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from deployments.launcher import log_follower
+from deployments.launcher.log_follower import LogFollower
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_only_what_is_new_is_shown_and_only_of_replicas(tmp_path: Path) -> None:
+    old = tmp_path / "replica_a.log"
+    shown: list[str] = []
+    _append(old, "before\n")
+    follower = LogFollower(tmp_path, shown.append)
+    _append(old, "one\ntwo\n")
+    _append(tmp_path / "replica_b.log", "a new replica\n")
+    _append(tmp_path / "controller_1.log", "other\n")
+    follower.look()
+    assert shown == ["one", "two", "a new replica"]
+    follower.look()
+    assert len(shown) == 3
+
+
+def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "replica_a.log"
+    shown: list[str] = []
+    follower = LogFollower(tmp_path, shown.append)
+    _append(path, "whole\nha")
+    follower.look()
+    assert shown == ["whole"]
+    _append(path, "lf\n")
+    follower.look()
+    assert shown == ["whole", "half"]
+
+
+def test_a_file_that_was_rotated_is_read_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "replica_a.log"
+    shown: list[str] = []
+    follower = LogFollower(tmp_path, shown.append)
+    _append(path, "a long first line\n")
+    follower.look()
+    path.rename(tmp_path / "replica_a.log.1")
+    _append(path, "new\n")
+    follower.look()
+    assert shown == ["a long first line", "new"]
+
+
+def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_follower, "MAX_READ", 16)
+    path = tmp_path / "replica_a.log"
+    shown: list[str] = []
+    follower = LogFollower(tmp_path, shown.append)
+    _append(path, "".join(f"line {number}\n" for number in range(50)))
+    _append(path, "x" * 40 + "\nend\n")
+    follower.look()
+    assert shown[:50] == [f"line {number}" for number in range(50)]
+    assert "".join(shown[50:]) == "x" * 40 + "end"
+
+
+def test_it_follows_by_itself_until_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_follower, "PERIOD_S", 0.01)
+    path = tmp_path / "replica_a.log"
+    shown: list[str] = []
+    follower = LogFollower(tmp_path / "not yet there", shown.append)
+    follower.start()
+    follower.stop()
+    follower = LogFollower(tmp_path, shown.append)
+    follower.start()
+    _append(path, "one\n")
+    deadline = time.monotonic() + 5
+    while not shown:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    _append(path, "last\n")
+    follower.stop()
+    assert shown == ["one", "last"]

@@ -1,0 +1,242 @@
+"""One prompt's way through engines that die, and several streams as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import RequestCancelledError
+
+from deployments.api.prompts import Prompt
+from deployments.errors import ApiError, as_api_error, is_replica_loss, unwrap
+from deployments.replica import EngineRequest
+from deployments.requests.generation import Delta, Generation
+from deployments.requests.merge import merge
+from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
+from engine.sampling_params import SamplingParams
+from engine.structured_outputs.params import StructuredOutputsParams
+from tests.deployments.fakes import FakeEngines, FakeText, Script, client, output
+
+
+def _generation(
+    scripts: list[Script], *, stop: str | None = None, is_empty: bool = False, **params: Any
+) -> tuple[Generation, FakeEngines]:
+    engines = FakeEngines(scripts)
+    request = EngineRequest("id", [1, 2, 3], SamplingParams(**({"max_tokens": 6} | params)))
+    text: Any = FakeText(stop)
+    return Generation(client(engines), request, Prompt([1, 2, 3], [77]), text, is_empty=is_empty), engines
+
+
+async def _all(generation: Generation) -> list[Delta]:
+    return [delta async for delta in generation.deltas()]
+
+
+async def test_tokens_become_deltas() -> None:
+    generation, engines = _generation([[output([5], cached=2), output([6, 7], "stop", cached=2)]])
+    deltas = await _all(generation)
+    assert "".join(delta.text for delta in deltas) == "<5><6><7>"
+    assert [delta.finish_reason for delta in deltas] == [None, "stop"]
+    assert (generation.token_ids, generation.num_cached_tokens, generation.replica) == ([5, 6, 7], 2, "r1")
+    assert engines.calls[0][1] == {"block_hashes": [77], "avoid": []}
+    assert engines.responses[0].cancelled
+
+
+async def test_a_stop_string_ends_the_request_at_the_replica_too() -> None:
+    generation, engines = _generation([[output([5]), output([6, 7]), output([8])]], stop="<7>")
+    deltas = await _all(generation)
+    assert [delta.text for delta in deltas] == ["<5>", "<6>"]
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "<7>")
+    assert engines.responses[0].cancelled
+
+
+async def test_tokens_behind_a_stop_string_are_not_counted() -> None:
+    generation, _ = _generation([[output([5]), output([6, 7, 8, 9])]], stop="<7>")
+    deltas = await _all(generation)
+    assert [delta.token_ids for delta in deltas] == [[5], [6, 7]]
+    assert generation.token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize("loss", [ActorDiedError(), EngineDeadError("gone")])
+async def test_after_a_loss_the_next_replica_goes_on_where_the_first_stopped(loss: Exception) -> None:
+    first: Script = [output([5]), output([6, 7]), loss]
+    second: Script = [output([8], replica="r2", cached=4), output([9, 10], "length", replica="r2", cached=4)]
+    generation, engines = _generation([first, second], min_tokens=4, temperature=0)
+    deltas = await _all(generation)
+    assert "".join(delta.text for delta in deltas) == "<5><6><7><8><9><10>"
+    request, kwargs = engines.calls[1]
+    assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [5, 6, 7])
+    assert request.params == engines.calls[0][0].params  # the engine counts what was generated before
+    assert request.request_id != "id"
+    assert kwargs["avoid"] == ["r1"]
+    assert generation.num_cached_tokens == 0  # of the prompt as the client sent it
+    assert generation.replica == "r2"
+
+
+async def test_logprobs_survive_a_loss() -> None:
+    first: Script = [output([5], logprobs=[-0.5], prompt_logprobs=True), output([6], logprobs=[-1.5]), ActorDiedError()]
+    second: Script = [output([7, 8], "length", logprobs=[-2.0, -4.0], replica="r2")]
+    form = StructuredOutputsParams(regex="a+")
+    asked: dict[str, Any] = {"frequency_penalty": 1.0, "structured_outputs": form, "logprobs": 0, "prompt_logprobs": 0}
+    generation, engines = _generation([first, second], **asked)
+    deltas = await _all(generation)
+    assert [one[token].logprob for d in deltas for token, one in zip(d.token_ids, d.logprobs or (), strict=True)] == [
+        -0.5, -1.5, -2.0, -4.0,
+    ]  # fmt: skip
+    assert generation.mean_logprob == -2.0
+    assert generation.prompt_logprobs is not None
+    params = engines.calls[1][0].params
+    assert (params.frequency_penalty, params.structured_outputs, params.logprobs) == (1.0, form, 0)
+    assert params.prompt_logprobs is None  # not computed a second time
+
+
+async def test_before_the_first_token_the_same_request_is_sent_again() -> None:
+    generation, engines = _generation([[ActorDiedError()], [output([5], "stop")]], prompt_logprobs=1)
+    await _all(generation)
+    assert engines.calls[1][0].params == engines.calls[0][0].params
+    assert engines.calls[1][0].output_token_ids == []
+
+
+async def test_logprobs_behind_a_stop_string_are_cut_with_their_tokens() -> None:
+    script: Script = [output([5], logprobs=[-1.0]), output([6, 7, 8], logprobs=[-2.0, -3.0, -4.0])]
+    generation, _ = _generation([script], stop="<7>", logprobs=0)
+    deltas = await _all(generation)
+    assert [len(delta.logprobs or ()) for delta in deltas] == [1, 2]
+    assert generation.mean_logprob == -2.0
+
+
+async def test_an_answer_of_no_tokens_drops_the_one_that_the_engine_made() -> None:
+    generation, _ = _generation([[output([5], "stop", logprobs=[-1.0], prompt_logprobs=True)]], is_empty=True)
+    deltas = await _all(generation)
+    assert [(delta.text, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in deltas] == [
+        ("", [], "length", [])
+    ]
+    assert generation.prompt_logprobs is not None
+    assert generation.mean_logprob == float("-inf")
+
+
+async def test_too_many_losses_are_an_error() -> None:
+    generation, engines = _generation([[output([5]), ActorDiedError()]], max_tokens=100)
+    with pytest.raises(ApiError, match="4 replicas were lost") as caught:
+        await _all(generation)
+    assert (caught.value.status, caught.value.code) == (503, "replica_lost")
+    assert len(engines.calls) == 4
+
+
+async def test_a_full_replica_is_no_loss_and_another_is_asked() -> None:
+    full = OverloadedError("full")
+    full.replica = "r1"
+    generation, engines = _generation([[full], [output([5], "stop", replica="r2")]])
+    await _all(generation)
+    assert [call[1]["avoid"] for call in engines.calls] == [[], ["r1"]]
+
+
+async def test_when_all_are_full_the_client_hears_it() -> None:
+    scripts: list[Script] = []
+    for number in range(9):
+        full = OverloadedError("full")
+        full.replica = f"r{number}"
+        scripts.append([full])
+    generation, engines = _generation(scripts)
+    with pytest.raises(OverloadedError):
+        await _all(generation)
+    assert len(engines.calls) == 2
+    one = OverloadedError("full")
+    one.replica = "r1"
+    generation, engines = _generation([[one]])  # the only replica there is
+    with pytest.raises(OverloadedError):
+        await _all(generation)
+    assert len(engines.calls) == 2
+
+
+async def test_replicas_that_are_dead_from_the_start_are_avoided_by_name() -> None:
+    dead = []
+    for name in ("r1", "r2"):
+        dead.append(EngineDeadError("gone"))
+        dead[-1].replica = name
+    generation, engines = _generation([[dead[0]], [dead[1]], [output([5], "stop", replica="r3")]])
+    await _all(generation)
+    assert [call[1]["avoid"] for call in engines.calls] == [[], ["r1"], ["r1", "r2"]]
+    assert generation.replica == "r3"
+
+
+async def test_a_stream_that_ends_without_a_reason_goes_on_elsewhere() -> None:
+    generation, engines = _generation([[output([5])], [output([6], "length", replica="r2")]])
+    assert [delta.finish_reason for delta in await _all(generation)] == [None, "length"]
+    assert engines.calls[1][0].output_token_ids == [5]
+
+
+@pytest.mark.parametrize("error", [TaskCancelledError(), GetTimeoutError(), RequestCancelledError("x")])
+async def test_what_was_cancelled_is_not_sent_again(error: Exception) -> None:
+    generation, engines = _generation([[output([5]), error]])
+    with pytest.raises(type(error)):
+        await _all(generation)
+    assert len(engines.calls) == 1
+
+
+async def test_a_request_error_is_not_tried_elsewhere() -> None:
+    generation, engines = _generation([[RequestError("bad", "prompt")]])
+    with pytest.raises(RequestError):
+        await _all(generation)
+    assert len(engines.calls) == 1
+
+
+async def test_closing_a_generation_cancels_the_call() -> None:
+    generation, engines = _generation([[output([5]), output([6])]])
+    async with aclosing(generation.deltas()) as deltas:
+        await anext(deltas)
+    assert engines.responses[0].cancelled
+
+
+def test_errors_become_answers() -> None:
+    wrapped = RayTaskError("generate", "traceback", PromptTooLongError("too long for '/models/secret/x'", "prompt"))
+    answer = as_api_error(wrapped)
+    assert (answer.status, answer.body["error"]["param"]) == (400, "prompt")
+    assert "/models" not in answer.message
+    assert as_api_error(ActorDiedError()).status == 503
+    busy = as_api_error(OverloadedError("others are being served; try again later", "structured_outputs"))
+    assert (busy.status, busy.param, busy.code) == (503, "structured_outputs", "overloaded")
+    assert int(busy.headers["Retry-After"]) > 0
+    assert as_api_error(ActorDiedError()).headers == {"Retry-After": "1"}
+    assert as_api_error(RuntimeError("secret")).message == "internal error; the server's log says more"
+    assert len(ApiError(400, "x" * 9999).message) <= 400
+    assert not is_replica_loss(wrapped)
+    assert isinstance(unwrap(wrapped), PromptTooLongError)
+
+
+async def _count(label: str, number: int) -> AsyncGenerator[str, None]:
+    for index in range(number):
+        await asyncio.sleep(0)
+        yield f"{label}{index}"
+
+
+async def test_merge_keeps_each_streams_order() -> None:
+    seen = [item async for item in merge([_count("a", 3), _count("b", 5), _count("c", 0)])]
+    assert [item for index, item in seen if index == 0] == ["a0", "a1", "a2"]
+    assert [item for index, item in seen if index == 1] == ["b0", "b1", "b2", "b3", "b4"]
+    assert len(seen) == 8
+
+
+async def test_an_error_in_one_stream_ends_all() -> None:
+    closed = []
+
+    async def endless() -> AsyncGenerator[str, None]:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield "x"
+        finally:
+            closed.append(True)
+
+    async def failing() -> AsyncGenerator[str, None]:
+        await asyncio.sleep(0)
+        raise RequestError("no")
+        yield ""
+
+    with pytest.raises(RequestError):
+        async for _ in merge([endless(), failing()]):
+            pass
+    assert closed == [True]

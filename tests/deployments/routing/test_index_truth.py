@@ -1,0 +1,225 @@
+"""After a random hour the index is what the block managers hold: no block is missing and none is a ghost.
+
+Three real engines, each with a scheduler, a block manager and a pool so small that it turns over every few steps, run
+random requests. What they publish goes through real publishers and sockets to several ingresses, each with the index
+that the router uses and a plain dict of sets beside it. Messages are lost, replicas and ingresses are restarted, prefix
+caches are reset. An hour at ten steps a second is 36,000 steps; they are 4,000 of each of three replicas, with three
+seeds, and evict so much that each pool is replaced hundreds of times.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+import pytest
+import zmq
+
+from deployments.observability.telemetry import KV_INDEX_GAPS, Recorder
+from deployments.routing.policy import RoutingState
+from deployments.wire.publisher import KVEventPublisher
+from deployments.wire.subscriber import KVEventSubscriber
+from engine.engine import Engine
+from engine.sampling_params import SamplingParams
+from tests.deployments.kv_listener import Known, eventually
+from tests.engine.shadow import make_engine
+
+NUM_STEPS = 4000
+REPLICAS = ("r1", "r10", "r2")
+NUM_INGRESSES = 2
+NUM_BLOCKS = 48
+SYNC_EVERY = 100
+
+
+class Lossy(KVEventPublisher):
+    """Loses a share of its messages."""
+
+    def __init__(self, replica: str, seed: int) -> None:
+        self._rng, self.loss, self.num_lost = random.Random(seed), 0.0, 0
+        super().__init__(replica, "127.0.0.1", heartbeat_s=0.05)
+
+    def _send(self, topic: bytes, data: bytes | zmq.Frame) -> None:
+        if self.loss and self._rng.random() < self.loss:
+            self.num_lost += 1
+        else:
+            super()._send(topic, data)
+
+
+class Replica:
+    """One engine under random load, and its publisher."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.publisher = Lossy(name, seed)
+        self.engine: Engine
+        self.engine, _ = make_engine(
+            block_size=4, num_blocks=NUM_BLOCKS, on_kv_events=self.publisher.publish_events, max_num_batched_tokens=64
+        )
+        self._num_requests = 0
+        self._texts: list[list[int]] = [[0] * 8]
+
+    def step(self) -> None:
+        """Let a request come in now and then, and make a step."""
+        while len(self.engine.scheduler.running) + len(self.engine.scheduler.waiting) < 4:
+            self._add()
+        self.engine.step()
+        if self.rng.random() < 0.002:
+            self.engine.reset_prefix_cache()
+
+    def _add(self) -> None:
+        head = self.rng.choice(self._texts)[: self.rng.choice([0, 8, 16, 24])]
+        prompt = head + [self.rng.randrange(64) for _ in range(self.rng.randint(1, 40))]
+        self._texts = [*self._texts[-20:], prompt]
+        params = SamplingParams(max_tokens=self.rng.randint(1, 12))
+        self.engine.add_request(str(self._num_requests), prompt, params)
+        self._num_requests += 1
+
+    @property
+    def blocks(self) -> set[int]:
+        """What the block manager's table says."""
+        return set(self.engine.block_manager._by_hash)
+
+
+class Indexed(Known):
+    """Tells the router's own state too, index and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routing = RoutingState()
+        self.routing.set_replicas(REPLICAS)
+
+    def stored(self, replica: str, hashes: Iterable[int]) -> None:
+        self.routing.stored(replica, hashes)
+        super().stored(replica, hashes)
+
+    def removed(self, replica: str, hashes: Iterable[int]) -> None:
+        self.routing.removed(replica, hashes)
+        super().removed(replica, hashes)
+
+    def cleared(self, replica: str) -> None:
+        self.routing.cleared(replica)
+        super().cleared(replica)
+
+    def replaced(self, replica: str, hashes: Iterable[int]) -> None:
+        self.routing.replaced(replica, hashes)
+        super().replaced(replica, hashes)
+
+    def knows(self, replica: str, blocks: set[int]) -> bool:
+        """Whether both say that the replica holds exactly these."""
+        return self.blocks[replica] == blocks == self.routing.index.blocks(replica)
+
+    def num_indexed(self) -> int:
+        """Return how many blocks the index knows."""
+        return len(self.routing.index)
+
+
+class Cluster:
+    """Replicas, ingresses, and what may happen to them."""
+
+    def __init__(self, stack: ExitStack, seed: int) -> None:
+        self._stack = stack
+        self._seed = seed
+        self.num_made = 0
+        self.num_lost = 0
+        self.num_evicted = 0
+        self.replicas = {name: self._replica(name) for name in REPLICAS}
+        self.recorders: list[Recorder] = []
+        self.ingresses = [self._ingress() for _ in range(NUM_INGRESSES)]
+
+    def restart_replica(self, name: str) -> None:
+        """End a replica; another one of the same name begins elsewhere."""
+        self.replicas[name].publisher.close()
+        self._count(self.replicas[name])
+        self.replicas[name] = self._replica(name)
+        for _, subscriber in self.ingresses:
+            subscriber.set_endpoints(self._endpoints)
+
+    def restart_ingress(self, place: int) -> None:
+        """End an ingress; another one begins and knows nothing."""
+        self.ingresses[place][1].close()
+        self.ingresses[place] = self._ingress()
+
+    def set_loss(self, share: float) -> None:
+        """Lose such a share of all messages from now on."""
+        for replica in self.replicas.values():
+            replica.publisher.loss = share
+
+    def check_truth(self) -> None:
+        """Wait until all has arrived; then every ingress knows exactly what there is."""
+        for known, _ in self.ingresses:
+            for name, replica in self.replicas.items():
+                eventually(lambda k=known, n=name, r=replica: k.knows(n, r.blocks))  # type: ignore[misc]
+            union = set().union(*(replica.blocks for replica in self.replicas.values()))
+            assert known.num_indexed() == len(union), "the index knows a block that nobody has"
+
+    def close(self) -> None:
+        """Sum up what happened."""
+        for replica in self.replicas.values():
+            self._count(replica)
+
+    def _count(self, replica: Replica) -> None:
+        self.num_lost += replica.publisher.num_lost
+        self.num_evicted += replica.engine.block_manager.num_evicted
+
+    def _replica(self, name: str) -> Replica:
+        self.num_made += 1
+        made = Replica(name, 1000 * self._seed + self.num_made)
+        self._stack.callback(made.publisher.close)
+        return made
+
+    def _ingress(self) -> tuple[Indexed, KVEventSubscriber]:
+        known, recorder = Indexed(), Recorder()
+        made = KVEventSubscriber(known, recorder, resync_s=0.1)
+        self._stack.callback(made.close)
+        self.recorders.append(recorder)
+        made.set_endpoints(self._endpoints)
+        return known, made
+
+    @property
+    def _endpoints(self) -> dict[str, str]:
+        return {name: replica.publisher.endpoint for name, replica in self.replicas.items()}
+
+
+def num_gaps(recorders: Iterable[Recorder]) -> float:
+    return sum(one.value for recorder in recorders for one in recorder.snapshot() if one.metric is KV_INDEX_GAPS)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_index_is_the_truth_after_a_random_hour(seed: int) -> None:
+    with ExitStack() as stack:
+        cluster, rng = Cluster(stack, seed), random.Random(seed)
+        for step in range(NUM_STEPS):
+            for replica in cluster.replicas.values():
+                replica.step()
+            if rng.random() < 0.01:
+                cluster.set_loss(rng.choice([0.0, 0.0, 0.02, 0.3]))
+            if rng.random() < 0.003:
+                cluster.restart_replica(rng.choice(REPLICAS))
+            if rng.random() < 0.003:
+                cluster.restart_ingress(rng.randrange(NUM_INGRESSES))
+            if step % SYNC_EVERY == SYNC_EVERY - 1:
+                cluster.check_truth()
+        cluster.close()
+        assert cluster.num_lost > 20, "too little was lost"
+        assert num_gaps(cluster.recorders) > 5
+        assert cluster.num_made > len(REPLICAS), "no replica was restarted"
+        assert len(cluster.recorders) > NUM_INGRESSES, "no ingress was restarted"
+        assert cluster.num_evicted > 100 * len(REPLICAS) * NUM_BLOCKS, "too little was evicted"
+
+
+def test_without_loss_there_is_no_gap_and_no_snapshot_but_the_first() -> None:
+    with ExitStack() as stack:
+        cluster = Cluster(stack, 99)
+        cluster.check_truth()
+        for known, _ in cluster.ingresses:
+            for name in REPLICAS:
+                known.wait_count("replaced", name)
+        for _ in range(NUM_STEPS // 10):
+            for replica in cluster.replicas.values():
+                replica.step()
+        cluster.check_truth()
+        assert num_gaps(cluster.recorders) == 0
+        for known, _ in cluster.ingresses:
+            assert [known.count("replaced", name) for name in REPLICAS] == [1, 1, 1]
+            assert not [name for name in REPLICAS if known.count("lost", name)]

@@ -1,0 +1,239 @@
+"""The web page's files and headers, and the live data behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from deployments.config import AppConfig
+from deployments.ingress import Ingress
+from deployments.observability.telemetry import Recorder
+from deployments.routing.log import LENGTH, RoutedRequest, RoutingLog
+from deployments.routing.policy import Decision
+from deployments.web.live_view import EngineSnapshot, LiveView
+from deployments.web.page import FOLDER
+from engine.engine import EngineStats
+from engine.kv.block_map import BlockMap
+from engine.observability.metrics import (
+    CACHE_HITS,
+    CACHE_QUERIES,
+    GENERATION_TOKENS,
+    PREEMPTIONS,
+    PROMPT_TOKENS,
+    STEP_TOKENS,
+)
+from tests.deployments.fakes import FakeEngines
+
+FILES = sorted(FOLDER.iterdir())
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_and_all_its_files_are_served(client: TestClient) -> None:
+    page = client.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "<title>Pagoda</title>" in page.text
+    kinds = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
+    for path in FILES:
+        answer = client.get(f"/web/{path.name}")
+        assert answer.content == path.read_bytes()
+        assert answer.headers["content-type"].startswith(kinds[path.suffix])
+
+
+def test_what_a_file_refers_to_is_there_and_nothing_is_elsewhere() -> None:
+    referred = set()
+    for path in FILES:
+        text = path.read_text()
+        assert re.findall(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)[a-z]\S*", re.sub(r"//\s.*", "", text)) == [], path
+        referred |= set(re.findall(r'(?:src|href)="web/([^"]+)"', text))
+        referred |= set(re.findall(r'from "\./([^"]+)"', text))
+    names = {path.name for path in FILES}
+    assert referred == names - {"index.html"}
+    assert sum(path.stat().st_size for path in FILES) < 100_000
+
+
+def test_nothing_is_inline_and_no_text_becomes_html() -> None:
+    page = (FOLDER / "index.html").read_text()
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script>|javascript:", page)
+    for path in FILES:
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", path.read_text()), path
+
+
+@pytest.mark.parametrize("path", ["/", "/web/app.js", "/web/style.css"])
+def test_headers_keep_the_page_to_itself(client: TestClient, path: str) -> None:
+    headers = client.get(path).headers
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", ["/", "/web/app.js"])
+def test_a_browser_keeps_a_file_and_asks_whether_it_has_changed(client: TestClient, path: str) -> None:
+    first = client.get(path)
+    assert first.headers["cache-control"] == "no-cache"
+    for held in (first.headers["etag"], f'"x", W/{first.headers["etag"]}'):
+        again = client.get(path, headers={"If-None-Match": held})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", first.headers["etag"])
+    assert client.get(path, headers={"If-None-Match": '"x"'}).content == first.content
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..%2Fapp.py", "%2e%2e/ingress.py", "", "app.js/"])
+def test_nothing_else_is_served(client: TestClient, name: str) -> None:
+    answer = client.get(f"/web/{name}", follow_redirects=False)
+    assert answer.status_code in (404, 307)
+    if answer.status_code == 404:
+        assert answer.json()["error"]["type"] == "not_found_error"
+
+
+def test_one_line_turns_it_off(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
+    config = AppConfig.parse({"model": str(tokenizer_path), "web": False})
+    ingress: Any = Ingress(engines, config)  # type: ignore[arg-type]
+    with TestClient(ingress.__serve_build_asgi_app__()) as client:
+        for path in ("/", "/live", "/web/app.js"):
+            assert client.get(path).status_code == 404
+            assert client.get(path).json()["error"]["message"] == f"there is no {path}"
+        assert client.get("/version").status_code == 200
+
+
+# --- live data --------------------------------------------------------------------------------------------------------
+
+
+def snapshot() -> EngineSnapshot:
+    recorder = Recorder()
+    recorder.increment(PROMPT_TOKENS, 90)
+    recorder.increment(GENERATION_TOKENS, 7)
+    recorder.increment(CACHE_QUERIES, 90)
+    recorder.increment(CACHE_HITS, 64)
+    recorder.increment(PREEMPTIONS, 2, kind="swap")
+    recorder.increment(PREEMPTIONS, 1, kind="recompute")
+    recorder.observe(STEP_TOKENS, 5)
+    stats = EngineStats(3, 2, 1, 0, 0, 0)
+    return EngineSnapshot.take(stats, recorder.snapshot(), BlockMap(5, 2, bytes([1, 1, 0, 0, 0, 2, 0, 0, 0])))
+
+
+class Cluster:
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.num_asked = 0
+        self.routed: dict[str, list[RoutedRequest]] = {}
+
+    async def engines(self) -> dict[str, EngineSnapshot]:
+        self.num_asked += 1
+        await asyncio.sleep(0.01)
+        return {"b": snapshot(), "a": snapshot()}
+
+    async def ingresses(self) -> dict[str, list[RoutedRequest]]:
+        return self.routed
+
+    def view(self) -> LiveView:
+        return LiveView("tiny", self.engines, self.ingresses, lambda: self.now)
+
+
+async def test_the_documented_shape() -> None:
+    cluster = Cluster()
+    cluster.routed = {
+        "i": [RoutedRequest(5.0, "a", "hit", 90, 64, 64)],
+        "j": [RoutedRequest(6.0, "b", "cold", 30, 0, 0), RoutedRequest(4.0, "b", "cold", 31, 0, 0)],
+    }
+    state = json.loads(await cluster.view().body())
+    assert state["model"] == "tiny"
+    assert [replica["name"] for replica in state["replicas"]] == ["a", "b"]
+    assert state["replicas"][0] == {
+        "name": "a", "running": 3, "waiting": 2, "swapped": 1,
+        "prompt_tokens": 90, "generated_tokens": 7, "query_tokens": 90, "hit_tokens": 64,
+        "evicted_blocks": 0, "preemptions": 3,
+        "blocks": {"free": 1, "cached": 1, "used": 3, "shared": 2}, "num_blocks": 5, "blocks_per_cell": 2,
+        "cells": base64.b64encode(bytes([1, 1, 0, 0, 0, 2, 0, 0, 0])).decode(),
+    }  # fmt: skip
+    assert [(one["ingress"], one["time"]) for one in state["routed"]] == [("j", 6.0), ("i", 5.0), ("j", 4.0)]
+    assert state["routed"][1] == {
+        "time": 5.0, "ingress": "i", "replica": "a", "outcome": "hit",
+        "prompt_tokens": 90, "predicted_tokens": 64, "best_tokens": 64,
+    }  # fmt: skip
+
+
+async def test_many_pages_cost_one_collection_a_second() -> None:
+    cluster = Cluster()
+    view = cluster.view()
+    bodies = await asyncio.gather(*(view.body() for _ in range(50)))
+    assert (cluster.num_asked, len(set(bodies))) == (1, 1)
+    cluster.now += 0.5
+    await view.body()
+    assert cluster.num_asked == 1
+    cluster.now += 0.5
+    assert await view.body() != bodies[0]  # the time is another
+    assert cluster.num_asked == 2
+
+
+async def test_who_goes_away_while_it_is_collected_harms_nobody() -> None:
+    cluster = Cluster()
+    view = cluster.view()
+    first, second = asyncio.create_task(view.body()), asyncio.create_task(view.body())
+    await asyncio.sleep(0.001)
+    first.cancel()
+    assert json.loads(await second)["replicas"]
+    assert cluster.num_asked == 2
+
+
+def test_live_answers_without_a_replica(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.ingress._siblings", lambda: None)
+    answer = client.get("/live")
+    assert answer.status_code == 200
+    assert answer.headers["cache-control"] == "no-store"
+    assert (answer.json()["replicas"], answer.json()["routed"]) == ([], [])
+
+
+# --- where requests went ----------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_told_when_a_replica_has_taken_it() -> None:
+    log = RoutingLog(clock=lambda: 8.0)
+    log.decided("r", Decision(["a", "b"], "hit", 4, 4))
+    assert log.recent() == []
+    log.placed("r", "a", 70, 4, 16)
+    log.placed("r", "b", 70, 0, 16)  # it was told already
+    assert log.recent() == [RoutedRequest(8.0, "a", "hit", 70, 64, 64)]
+
+
+def test_a_replica_that_was_full_is_not_called_a_hit() -> None:
+    log = RoutingLog(clock=lambda: 8.0)
+    log.decided("r", Decision(["a", "b"], "hit", 4, 4))
+    log.placed("r", "b", 70, 1, 16)
+    assert log.recent() == [RoutedRequest(8.0, "b", "balanced", 70, 16, 64)]
+
+
+def test_a_request_that_a_replica_refused_is_told_where_it_went_then() -> None:
+    log = RoutingLog(clock=lambda: 8.0)
+    for replica in ("a", "b"):
+        log.decided("r", Decision(["a", "b"], "cold", 0, 0))
+        log.placed("r", replica, 70, 0, 16)
+    assert [one.replica for one in log.recent()] == ["b"]
+    log.ended("r")
+    log.decided("r", Decision(["a"], "cold", 0, 0))
+    log.placed("r", "a", 70, 0, 16)
+    assert [one.replica for one in log.recent()] == ["b", "a"]
+
+
+def test_the_log_is_bounded() -> None:
+    log = RoutingLog()
+    for number in range(2 * LENGTH):
+        log.decided(str(number), Decision(["a"], "cold", 0, 0))
+        log.placed(str(number), "a", number, 0, 16)
+    assert [one.prompt_tokens for one in log.recent()] == list(range(LENGTH, 2 * LENGTH))
+    log.decided("gone", Decision(["a"], "cold", 0, 0))
+    log.ended("gone")
+    log.placed("gone", "a", 1, 0, 16)
+    assert len(log.recent()) == LENGTH

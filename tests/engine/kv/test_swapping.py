@@ -1,0 +1,141 @@
+"""A swapped sequence comes back bit by bit as it went, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from engine.kv.kv_cache import KVCache
+from engine.llm import LLM
+from engine.observability.metrics import StepTimes
+from engine.sampling_params import SamplingParams
+from engine.scheduling.step import SampledTokens, SchedulerOutput
+from engine.sequence import Sequence, SequenceStatus
+from tests.engine.conftest import SavedModel
+from tests.engine.oracle import Activity, answers, make_llm, random_tokens, run
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 1.0, "seed": 2, "n": 3},
+    {"temperature": 0.0, "beam_width": 4, "n": 2},
+    {"temperature": 1.0, "seed": 5, "n": 2, "best_of": 3},
+    {"temperature": 0.0, "beam_width": 2, "length_penalty": 0.0, "early_stopping": True},
+]
+
+
+class SwapWitness:
+    """Compares what a sequence's blocks hold before they are swapped out and after they came back."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.num_compared: dict[str, int] = {"alone": 0, "n": 0, "beams": 0}
+        self._kept: dict[Sequence, tuple[int, torch.Tensor]] = {}
+        runner: Any = llm.engine.runner
+        self._cache: KVCache = runner.workers.local.kv_cache
+        self._engine = llm.engine
+        schedule, computed = llm.engine.scheduler.schedule, runner.run
+        execute = runner.workers.local.execute
+
+        def watching_schedule() -> SchedulerOutput:
+            tables = {one: (list(one.block_table), one.num_computed_tokens) for one in self._engine.scheduler.running}
+            output = schedule()
+            for sequence, (table, count) in tables.items():
+                if sequence.status is SequenceStatus.SWAPPED and count:
+                    assert sequence.num_computed_tokens == count
+                    self._kept[sequence] = (count, self._bytes(table, count))
+            self._back = [s for group in output.admitted for s in group.unfinished if s in self._kept]
+            return output
+
+        def watching_execute(*args: Any) -> Any:
+            result = execute(*args)
+            for sequence in self._back:
+                count, before = self._kept.pop(sequence)
+                after = self._bytes(sequence.block_table, count)
+                assert torch.equal(before, after), f"{sequence.request_id} came back with other bytes"
+                group = sequence.group
+                kind = "beams" if group.beams else "n" if group.params.num_sequences > 1 else "alone"
+                self.num_compared[kind] += 1
+            self._back = []
+            return result
+
+        def watching_run(output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+            result: SampledTokens = computed(output, times)
+            assert not self._back
+            return result
+
+        llm.engine.scheduler.schedule = watching_schedule  # type: ignore[method-assign]
+        runner.workers.local.execute = watching_execute
+        runner.run = watching_run
+        self._back: list[Sequence] = []
+
+    def _bytes(self, table: list[int], count: int) -> torch.Tensor:
+        """The keys and values of the first ``count`` tokens, as integers."""
+        parts = [self._cache.gather(table, which=which)[:, :count] for which in ("key", "value")]  # type: ignore[arg-type]
+        return torch.stack(parts).view(torch.int32)
+
+
+@pytest.mark.parametrize(("block_size", "caching"), [(1, True), (4, False), (16, True)])
+def test_a_swapped_sequence_resumes_bit_identically(family: SavedModel, block_size: int, caching: bool) -> None:
+    rng = random.Random(block_size)
+    prompts = [random_tokens(rng, rng.randint(1, 24)) for _ in range(24)]
+    params = [SamplingParams(**PARAMS[i % len(PARAMS)], max_tokens=32, ignore_eos=True) for i in range(24)]
+    undisturbed = answers(run(make_llm(family.path, block_size=block_size), prompts, params))
+    llm = make_llm(
+        family.path, block_size=block_size, num_blocks=272 // block_size, enable_prefix_caching=caching,
+        swap_space_gib=0.002, max_num_batched_tokens=48,
+    )  # fmt: skip
+    did = Activity(llm)
+    witness = SwapWitness(llm)
+    assert answers(run(llm, prompts, params)) == undisturbed
+    print(did, witness.num_compared)
+    assert did.num_recomputed == 0
+    assert min(witness.num_compared.values()) > 0, witness.num_compared
+
+
+def test_a_swapped_request_can_be_aborted(qwen3: SavedModel) -> None:
+    rng = random.Random(8)
+    llm = make_llm(qwen3.path, block_size=4, num_blocks=40, swap_space_gib=0.001)
+    prompts = [random_tokens(rng, 30) for _ in range(6)]
+    params = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=40, ignore_eos=True)
+    expected = answers(run(llm, prompts[:1], params))[0]
+    for i, prompt in enumerate(prompts):
+        llm.engine.add_request(str(i), prompt, params)
+    got: list[list[int]] = [[], []]
+    aborted = 0
+    while llm.engine.has_unfinished:
+        for output in llm.engine.step():
+            if output.request_id == "0":
+                got[output.index] += output.token_ids
+        for group in list(llm.engine.scheduler.waiting):
+            if group.status is SequenceStatus.SWAPPED and group.request_id != "0":
+                aborted += 1
+                if aborted % 2:
+                    assert llm.engine.abort(group.request_id)
+                else:  # one answer only: the other comes back alone
+                    assert llm.engine.end_sequence(group.request_id, 0)
+    assert aborted > 1
+    assert got == expected
+    run(llm, prompts, params)
+
+
+def test_two_ranks_swap_and_copy_blocks_as_one_does(qwen3: SavedModel) -> None:
+    """Every rank keeps its own heads of the swapped and copied blocks; the plan that tells it so has to travel."""
+    rng = random.Random(9)
+    prompts = [random_tokens(rng, rng.randint(1, 24)) for _ in range(18)]
+    params = [SamplingParams(**PARAMS[i % len(PARAMS)], max_tokens=32, ignore_eos=True) for i in range(18)]
+    undisturbed = answers(run(make_llm(qwen3.path, block_size=4), prompts, params))
+    llm = make_llm(
+        qwen3.path, block_size=4, num_blocks=68, swap_space_gib=0.002, max_num_batched_tokens=48,
+        tensor_parallel_size=2,
+    )  # fmt: skip
+    try:
+        did = Activity(llm)
+        assert answers(run(llm, prompts, params)) == undisturbed
+    finally:
+        llm.engine.close()
+    assert did.num_copies > 0
+    assert did.swapped_beams > 0
+    assert did.num_swapped_in > 0

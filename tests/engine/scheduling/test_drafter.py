@@ -1,0 +1,330 @@
+"""Drafts: who gets them, what they may take, and that an answer is the same with them, at fewer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from engine.outputs import StepOutput
+from engine.sampling_params import SamplingParams
+from engine.scheduling.drafter import confirmed_tokens
+from engine.scheduling.step import SchedulerOutput
+from engine.sequence import FinishReason, Sequence
+from tests.engine.shadow import ShadowRunner, check_integrity, make_engine, next_token, run_to_end
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Oracle:
+    """Guesses rightly, but for the positions of an answer that are given as wrong."""
+
+    def __init__(self, runner: ShadowRunner, wrong: Collection[int]) -> None:
+        self._runner, self._wrong = runner, wrong
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        answer = self._runner.answer(sequence.token_ids, limit, sequence.cache_salt)
+        first = sequence.num_output_tokens
+        return [token + (first + place in self._wrong) for place, token in enumerate(answer)]
+
+
+def start(num_draft_tokens: int, *, wrong: Collection[int] = (), **options: Any) -> tuple[Engine, ShadowRunner]:
+    speculation = {"method": "ngram", "num_speculative_tokens": num_draft_tokens}
+    engine, runner = make_engine(speculative_config=speculation, **options)
+    assert engine.scheduler.drafter is not None
+    engine.scheduler.drafter.proposer = Oracle(runner, wrong)
+    return engine, runner
+
+
+def greedy(**params: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, **params)
+
+
+def watch(engine: Engine) -> list[SchedulerOutput]:
+    """Return a list that grows by every batch."""
+    seen: list[SchedulerOutput] = []
+    schedule = engine.scheduler.schedule
+
+    def watching() -> SchedulerOutput:
+        seen.append(schedule())
+        return seen[-1]
+
+    engine.scheduler.schedule = watching  # type: ignore[method-assign]
+    return seen
+
+
+def joined(told: list[list[StepOutput]]) -> list[int]:
+    """Return the tokens of all steps."""
+    return [token_id for outputs in told for output in outputs for token_id in output.token_ids]
+
+
+def steps(engine: Engine) -> list[list[StepOutput]]:
+    """Step to the end, and return what each step has told."""
+    told = []
+    while engine.has_unfinished:
+        told.append(engine.step())
+        check_integrity(engine)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("draft", "behind", "expected"),
+    [
+        ([1, 2, 3], [2, 3, 4], [2, 3, 4]),  # the whole draft is right, and one more comes behind it
+        ([1, 2, 3], [2, 9, 4], [2, 9]),
+        ([1, 2, 3], [9, 3, 4], [9]),
+        ([7, 2, 3], [2, 3, 4], []),
+        ([1, 2, 3], [2], [2]),  # the model says nothing behind the second
+        ([1, 2, 3], [], []),
+    ],
+)
+def test_a_draft_is_right_as_far_as_the_model_says_the_same(
+    draft: list[int], behind: list[int], expected: list[int]
+) -> None:
+    assert list(confirmed_tokens(1, draft, behind)) == expected
+
+
+def test_right_drafts_give_several_tokens_a_step() -> None:
+    engine, runner = start(4)
+    engine.add_request("a", PROMPT, greedy(max_tokens=12))
+    told = steps(engine)
+    assert [len(output.token_ids) for (output,) in told] == [1, 5, 5, 1]  # the first one is the prefill's
+    assert joined(told) == runner.answer(PROMPT, 12)
+
+
+@pytest.mark.parametrize("wrong", [{1}, {2}, {3, 4}, set(range(40))])
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+def test_wrong_drafts_change_nothing(wrong: set[int], block_size: int) -> None:
+    engine, runner = start(4, wrong=wrong, block_size=block_size)
+    for name in ("a", "b"):  # the second one finds what the first one published
+        engine.add_request(name, PROMPT, greedy(max_tokens=30))
+        told = steps(engine)
+        assert joined(told) == runner.answer(PROMPT, 30)
+        assert len(told) < 30 or len(wrong) == 40
+
+
+def test_nothing_is_told_behind_a_stop_token_in_a_right_draft() -> None:
+    expected = make_engine()[1].answer(PROMPT, 12)
+    stop = expected[3]
+    assert stop not in expected[:3]
+    for eos, params in (((stop,), greedy(max_tokens=12)), ((), greedy(max_tokens=12, stop_token_ids=[stop]))):
+        engine, _ = start(8, block_size=4, eos_token_ids=eos)
+        engine.add_request("a", PROMPT, params)
+        seen = watch(engine)
+        told = steps(engine)
+        assert [output.token_ids for (output,) in told] == [expected[:1], expected[1:4]]
+        assert told[-1][0].finish_reason is FinishReason.STOP
+        assert told[-1][0].stop_reason == (None if eos else stop)
+        assert told[-1][0].is_last
+        assert list(seen[-1].num_accepted.values()) == [2]
+        # The prompt's 5 tokens and the answer's first 3 are computed: two blocks, and nothing of the draft.
+        assert len(engine.block_manager.published_hashes()) == 2
+
+
+def test_min_tokens_hold_drafts_back_only_while_a_token_is_forbidden() -> None:
+    expected = make_engine()[1].answer(PROMPT, 20)
+    stop = expected[9]
+    assert stop not in expected[:9]
+    for params, sizes in (
+        (greedy(max_tokens=12, min_tokens=4, stop_token_ids=[stop]), [1, 1, 1, 1, 5, 1]),
+        (greedy(max_tokens=11, min_tokens=11), [1, 5, 5]),  # there is no token to forbid
+    ):
+        engine, _ = start(4)
+        engine.add_request("a", PROMPT, params)
+        assert [len(output.token_ids) for (output,) in steps(engine)] == sizes
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 8))
+def test_a_draft_ends_before_the_answer_does(max_tokens: int) -> None:
+    engine, runner = start(20, max_model_len=10)
+    engine.add_request("a", PROMPT, greedy(max_tokens=max_tokens))
+    seen = watch(engine)
+    count = min(max_tokens, 5)
+    assert run_to_end(engine) == {"a": runner.answer(PROMPT, count)}
+    assert sum(output.num_draft_tokens for output in seen) == max(0, count - 2)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.5},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": [3]},
+        {"bad_words_token_ids": ((3, 4),)},
+        {"logprobs": 0},
+        {"beam_width": 1},
+        {"beam_width": 2},
+        {"temperature": 1, "n": 2},
+    ],
+    ids=repr,
+)
+def test_only_who_takes_the_likeliest_token_gets_drafts_and_the_others_go_on_beside(params: dict[str, Any]) -> None:
+    engine, _ = start(4)
+    seen = watch(engine)
+    engine.add_request("other", PROMPT, SamplingParams(**{"temperature": 0, "max_tokens": 8} | params))
+    engine.add_request("greedy", PROMPT, greedy(max_tokens=8))
+    steps(engine)
+    assert {one.request_id for output in seen for one in output.drafts} == {"greedy"}
+
+
+def test_drafts_get_only_tokens_that_nobody_else_wants() -> None:
+    """Each sequence has its token and each prefill its chunk, as without drafts; what is left is drafted by rank."""
+    engine, _ = start(4, max_num_batched_tokens=12, max_num_seqs=3)
+    for name in "ab":
+        engine.add_request(name, PROMPT, greedy(max_tokens=50))
+    engine.step()
+    seen = watch(engine)
+    engine.step()
+    assert seen[-1].num_new_tokens == [5, 5]
+    engine.add_request("long", [7] * 30, greedy(max_tokens=1))
+    for _ in range(2):
+        engine.step()
+        assert seen[-1].num_new_tokens == [1, 1, 10]
+    engine.step()
+    assert seen[-1].num_new_tokens == [1, 1, 10]
+    engine.step()
+    assert seen[-1].num_new_tokens == [5, 5]
+
+
+def test_a_draft_is_no_longer_than_the_budget_or_the_threshold() -> None:
+    for options, size in (({"max_num_batched_tokens": 3}, 3), ({"long_prefill_threshold": 2}, 2)):
+        engine, _ = start(9, **options)
+        engine.add_request("a", [1], greedy(max_tokens=30))
+        engine.step()
+        seen = watch(engine)
+        engine.step()
+        assert seen[-1].num_new_tokens == [size]
+
+
+def test_drafts_leave_the_blocks_of_the_next_step_alone() -> None:
+    """Two sequences in a pool of 8 blocks: 4 are in use, each may need one in the next step, so drafts get two."""
+    engine, _ = start(12, num_blocks=8, block_size=4, enable_prefix_caching=False, wrong=set(range(99)))
+    for name in "ab":
+        engine.add_request(name, PROMPT, greedy(max_tokens=3 + 10))
+    engine.step()
+    seen = watch(engine)
+    engine.step()
+    # 6 tokens of 2 blocks each are known; the first draft takes both blocks, the second one what is left in its last.
+    assert list(map(len, seen[-1].drafts.values())) == [10, 2]
+    assert [len(one.block_table) for one in engine.scheduler.running] == [2, 2], "drafts keep blocks"
+    assert engine.block_manager.num_free_blocks == 4
+
+
+@pytest.mark.parametrize("swap", [0, 64])
+def test_drafts_preempt_nobody_that_would_not_be_preempted(swap: int) -> None:
+    """Wrong drafts, which give nothing, in a pool that is always nearly full: as many preemptions as without."""
+    preemptions = []
+    for num_draft_tokens in (0, 8):
+        options: dict[str, Any] = {"num_blocks": 24, "block_size": 2, "num_host_blocks": swap}
+        if num_draft_tokens:
+            engine, _ = start(num_draft_tokens, wrong=set(range(99)), **options)
+        else:
+            engine, _ = make_engine(**options)
+        seen = watch(engine)
+        for index in range(6):
+            engine.add_request(str(index), [index] * 7, greedy(max_tokens=16))
+        run_to_end(engine)
+        preemptions.append([(step, len(output.preempted)) for step, output in enumerate(seen) if output.preempted])
+        assert num_draft_tokens == 0 or sum(output.num_draft_tokens for output in seen) > 50
+    assert preemptions[0] == preemptions[1] != []
+
+
+def test_a_block_is_published_when_its_tokens_are_known_and_not_before() -> None:
+    engine, _ = start(8, block_size=2, wrong={4})
+    engine.add_request("a", PROMPT, greedy(max_tokens=40))
+    sequence = engine.scheduler.waiting[-1].sequences[0]
+    while not sequence.is_finished:
+        engine.step()
+        known = {sequence.block_hash(index, 2) for index in range(sequence.num_tokens // 2)}
+        assert set(engine.block_manager.published_hashes()) <= known
+    assert len(engine.block_manager.published_hashes()) == (5 + 40 - 1) // 2
+
+
+def test_a_sequence_that_fails_beside_its_draft_ends_with_what_it_had() -> None:
+    engine, runner = start(4)
+    engine.add_request("a", PROMPT, greedy(max_tokens=20))
+    engine.step()
+    compute = runner.run
+
+    def fail(output: SchedulerOutput, times: Any) -> Any:
+        sampled = compute(output, times)
+        assert output.drafts
+        sampled.failed[0] = "no choice"
+        return sampled
+
+    engine.runner.run = fail  # type: ignore[method-assign]
+    (output,) = engine.step()
+    assert (output.token_ids, output.finish_reason, output.is_last) == ([], FinishReason.ABORT, True)
+    check_integrity(engine)
+
+
+def test_drafts_stop_where_the_model_says_nothing() -> None:
+    """A NaN behind the second guess: two tokens come now, and the row is computed again with the next step."""
+    engine, runner = start(4)
+    engine.add_request("a", PROMPT, greedy(max_tokens=9))
+    engine.step()
+    compute = runner.run
+
+    def cut(output: SchedulerOutput, times: Any) -> Any:
+        sampled = compute(output, times)
+        sampled.behind_drafts = {one: found[:1] for one, found in sampled.behind_drafts.items()}
+        return sampled
+
+    engine.runner.run = cut  # type: ignore[method-assign]
+    assert [len(output.token_ids) for (output,) in steps(engine)] == [2, 2, 2, 2]
+
+
+def test_prompt_logprobs_come_once_with_the_first_tokens() -> None:
+    """The prompt's last token may be computed alone, beside the first draft."""
+    engine, _ = start(4, max_num_batched_tokens=4)
+    engine.add_request("a", PROMPT, greedy(max_tokens=9, prompt_logprobs=0))
+    told = [output for outputs in steps(engine) for output in outputs]
+    assert [len(output.token_ids) for output in told] == [4, 4, 1]
+    assert [output.prompt_logprobs is not None for output in told] == [True, False, False]
+    assert len(told[0].prompt_logprobs or ()) == len(PROMPT)
+
+
+def test_a_request_resumed_elsewhere_tells_only_what_is_new() -> None:
+    engine, runner = start(4)
+    answer = runner.answer(PROMPT, 12)
+    engine.queue_request("a", PROMPT, greedy(max_tokens=12), output_token_ids=answer[:3])
+    assert joined(steps(engine)) == answer[3:]
+
+
+def test_the_load_of_a_step_does_not_count_guesses_as_prefill() -> None:
+    engine, _ = start(100, max_num_batched_tokens=500)
+    for index in range(4):
+        engine.add_request(str(index), PROMPT, greedy(max_tokens=300))
+    steps(engine)
+    assert engine.load().prefill_tokens_per_s == 0
+    assert engine.load().decode_step_s > 0
+
+
+def test_n_grams_that_are_looked_up_make_an_echo_quick() -> None:
+    """The proposer of the configuration, where the model says the prompt again, from its first token on."""
+    prompt = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
+    engine, runner = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    run = runner.run
+
+    def echo(output: SchedulerOutput, times: Any) -> Any:
+        sampled = run(output, times)
+        for position, sequence in enumerate(output.sampling):
+            known = sequence.num_tokens
+            draft = output.drafts.get(sequence, [])
+            said = [prompt[(known + place) % len(prompt)] for place in range(1 + len(draft))]
+            sampled.token_ids[position] = said[0]
+            if draft:
+                sampled.behind_drafts[sequence] = said[1:]
+        return sampled
+
+    runner.run = echo  # type: ignore[method-assign]
+    engine.add_request("a", prompt, greedy(max_tokens=30))
+    told = steps(engine)
+    assert joined(told) == prompt * 3
+    assert [len(output.token_ids) for (output,) in told] == [1, 1, 1, 5, 5, 5, 5, 5, 2]
+    assert next_token(0) != prompt[0]  # the shadow itself would say something else

@@ -1,0 +1,359 @@
+"""Each bug that nano-vllm had, and a few that this engine could have, is planted, and the random load must find it.
+
+Every test is named after what goes wrong. First the same runs pass on the code as it is; then the bug is put in, and
+some run must fail in the way that the test expects. This shows that the machine is able to see such a bug at all.
+The bugs of the list in the design that are none of scheduling have their tests where they belong:
+
+- only one EOS id is read: ``test_generation.test_every_eos_id_of_generation_config_ends_the_answer``
+- temperature 0 is refused: ``test_sampling_params.test_temperature_zero_is_greedy_and_not_refused``
+- unknown options are dropped: ``test_config.test_a_bad_option_is_refused``, ``test_llm``
+- a fixed port and shared-memory name: ``test_tensor_parallel.test_two_engines_at_once_do_not_collide``
+- CUDA-graph buckets that miss max_num_seqs: no graphs are captured so far (see ``EngineConfig.enforce_eager``)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from engine import sequence as sequence_module
+from engine.kv import block_manager as block_manager_module
+from engine.kv.block_manager import Block, BlockManager, BlockPair, PrefixMatch
+from engine.prefix_hash import packed_block_hash
+from engine.request_limits import RequestLimits
+from engine.scheduling import drafter as drafter_module
+from engine.scheduling.drafter import Drafter, confirmed_tokens
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step import SchedulerOutput
+from engine.sequence import Sequence, SequenceGroup
+from tests.engine.random_load import drive, lone_arrival
+
+NUM_SEEDS = 40  # in which a planted bug must be found; about 10,000 steps
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@cache
+def passes(seed: int, **options: Any) -> bool:
+    """Whether the code as it is passes a run; it raises if not."""
+    return not drive(seed, **options).requests
+
+
+def assert_found(plant: Plant, symptom: str, **options: Any) -> None:
+    """Assert that sound code passes the runs until the one in which the planted bug shows this symptom."""
+    for seed in range(NUM_SEEDS):
+        passes(seed, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            try:
+                drive(seed, **options)
+            except Exception as error:
+                found = f"{type(error).__name__}: {error}"
+                assert re.search(symptom, found), f"seed {seed} shows another symptom: {found}"
+                return
+    raise AssertionError(f"the planted bug was not found in {NUM_SEEDS} runs")
+
+
+# --- nano-vllm's ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stale_hash_entry_serves_a_foreign_prefixs_kv() -> None:
+    def take_free_block(manager: BlockManager) -> Block:
+        block = manager.blocks[manager._free.popleft() if manager._free else manager._evictable.popitem(last=False)[0]]
+        block.ref_count = 1  # and still published
+        return block
+
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "_take_free_block", take_free_block),
+        "reads foreign KV|published with foreign content|not found under its hash",
+    )
+
+
+def plant_weak_hash(patch: pytest.MonkeyPatch) -> None:
+    for module in (sequence_module, block_manager_module):
+        patch.setattr(module, "packed_block_hash", lambda parent, packed: packed_block_hash(parent, packed) % 8)
+
+
+def test_a_colliding_hash_is_harmless_because_hits_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_weak_hash(monkeypatch)
+    for seed in range(30):
+        drive(seed, draw=lone_arrival, twins_share=False, enable_prefix_caching=True)
+
+
+def test_colliding_hashes_may_cost_one_of_several_answers_but_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several answers rely on sharing to fit a tight pool, which colliding hashes can prevent for ever."""
+    plant_weak_hash(monkeypatch)
+    counts: Counter[str] = Counter()
+    for seed in range(60):
+        counts += drive(seed, twins_share=False, enable_prefix_caching=True).counts
+    assert counts["dropped"] > 0
+
+
+def test_a_hash_collision_without_verification_serves_foreign_kv() -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        plant_weak_hash(patch)
+        patch.setattr(Block, "holds", lambda block, token_bytes, parent: True)
+
+    assert_found(plant, "reads foreign KV", twins_share=False, enable_prefix_caching=True)
+
+
+def test_a_block_verified_without_its_parent_serves_foreign_kv() -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        plant_weak_hash(patch)
+        patch.setattr(Block, "holds", lambda block, token_bytes, parent: block.token_bytes == token_bytes)
+
+    assert_found(plant, "reads foreign KV", twins_share=False, enable_prefix_caching=True)
+
+
+def test_a_fully_cached_prompt_gives_an_empty_query() -> None:
+    take_prefix = BlockManager.take_prefix
+
+    def take_all(manager: BlockManager, sequence: Sequence, match: PrefixMatch) -> None:
+        take_prefix(manager, sequence, match)
+        sequence.num_computed_tokens = match.num_tokens
+
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "take_prefix", take_all), "empty query|computes nothing|starved"
+    )
+
+
+def test_preemption_loses_the_last_token() -> None:
+    preempt = Scheduler._preempt
+
+    def preempt_and_lose(scheduler: Scheduler, group: SequenceGroup, output: SchedulerOutput) -> None:
+        preempt(scheduler, group, output)
+        for sequence in group.unfinished:
+            if sequence.num_output_tokens:
+                sequence.token_ids.pop()
+
+    assert_found(lambda patch: patch.setattr(Scheduler, "_preempt", preempt_and_lose), "answers|reads foreign KV")
+
+
+def test_preemption_recomputes_at_a_wrong_position() -> None:
+    take_prefix = BlockManager.take_prefix
+
+    def go_on_too_far(manager: BlockManager, sequence: Sequence, match: PrefixMatch) -> None:
+        take_prefix(manager, sequence, match)
+        if sequence.group.num_preemptions and sequence.num_computed_tokens < sequence.num_tokens - 2:
+            sequence.num_computed_tokens += 1
+
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "take_prefix", go_on_too_far),
+        "reads foreign KV|published with foreign content",
+    )
+
+
+def test_a_prompt_larger_than_the_pool_kills_the_engine() -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(RequestLimits, "_check_length", lambda *of_request: None)
+        patch.setattr(RequestLimits, "_check_width", lambda *of_request: None)
+
+    assert_found(plant, "cannot fit|cannot hold|no progress|computes nothing|KeyError|goes on behind its end")
+
+
+def test_a_sequence_that_outgrows_the_pool_kills_the_engine() -> None:
+    limit = RequestLimits.max_total_tokens
+    assert_found(
+        lambda patch: patch.setattr(RequestLimits, "max_total_tokens", lambda *of_request: limit(*of_request) + 20),
+        "cannot fit|cannot hold|no progress|computes nothing|KeyError",
+    )
+
+
+def test_identical_prompts_in_one_step_get_duplicate_blocks() -> None:
+    publish_full = BlockManager._publish_full
+
+    def publish_when_computed(manager: BlockManager, sequence: Sequence, num_tokens: int) -> None:
+        publish_full(manager, sequence, min(num_tokens, sequence.num_computed_tokens))
+
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "_publish_full", publish_when_computed),
+        "equal prompts get duplicate blocks",
+    )
+
+
+def test_sustained_prefill_starves_decode() -> None:
+    fill = Scheduler._fill
+
+    def prefills_only(scheduler: Scheduler, output: SchedulerOutput, counts: list[int], partial: set[int]) -> None:
+        fill(scheduler, output, counts, partial)
+        keep = [row for row, count in enumerate(output.num_new_tokens) if count > 1]
+        if keep and not output.forks:
+            rows = {row: place for place, row in enumerate(keep)}
+            pairs = zip(output.sampling, output.sampling_rows, strict=True)
+            kept = [(one, rows[row]) for one, row in pairs if row in rows]
+            output.sampling, output.sampling_rows = [one for one, _ in kept], [row for _, row in kept]
+            output.sequences = [output.sequences[row] for row in keep]
+            output.num_new_tokens = [output.num_new_tokens[row] for row in keep]
+
+    assert_found(lambda patch: patch.setattr(Scheduler, "_fill", prefills_only), "is starved")
+
+
+# --- what this engine does besides ----------------------------------------------------------------------------------
+
+
+def test_a_shared_block_is_written() -> None:
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "_unshare", lambda manager, sequence: None),
+        "is written while others hold it",
+    )
+
+
+def patch_swap_in(change: Callable[[list[BlockPair]], list[BlockPair]]) -> Plant:
+    swap_in = BlockManager.swap_in
+    return lambda patch: patch.setattr(
+        BlockManager, "swap_in", lambda manager, sequences: change(swap_in(manager, sequences))
+    )
+
+
+def test_a_swapped_block_is_lost() -> None:
+    assert_found(patch_swap_in(lambda pairs: pairs[:-1]), "reads foreign KV|published with foreign content")
+
+
+def test_swapped_blocks_come_back_in_the_wrong_order() -> None:
+    def reverse(pairs: list[BlockPair]) -> list[BlockPair]:
+        return list(zip([source for source, _ in pairs], [target for _, target in reversed(pairs)], strict=True))
+
+    assert_found(patch_swap_in(reverse), "reads foreign KV|published with foreign content")
+
+
+def test_a_swapped_request_keeps_its_host_blocks_for_ever() -> None:
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "_release_on_host", lambda manager, sequence: None),
+        "a host block is held by another number of sequences",
+    )
+
+
+def test_a_freed_block_is_published_with_what_it_does_not_hold() -> None:
+    free = BlockManager.free
+
+    def free_too_full(manager: BlockManager, sequence: Sequence) -> None:
+        if sequence.block_table and manager.enable_prefix_caching:
+            last = min(sequence.num_tokens, len(sequence.block_table) * manager.block_size)  # with the uncomputed token
+            manager._publish_full(sequence, last)
+        free(manager, sequence)
+
+    assert_found(lambda patch: patch.setattr(BlockManager, "free", free_too_full), "published with foreign content")
+
+
+def test_a_prefix_is_evicted_before_what_follows_it() -> None:
+    free = BlockManager.free
+
+    def free_head_first(manager: BlockManager, sequence: Sequence) -> None:
+        if manager.enable_prefix_caching and not sequence.host_table:
+            manager._publish_full(sequence, sequence.num_computed_tokens)
+        sequence.block_table.reverse()
+        free(manager, sequence)
+
+    assert_found(lambda patch: patch.setattr(BlockManager, "free", free_head_first), "a prefix is evicted first")
+
+
+def test_an_abort_leaks_blocks() -> None:
+    def forget(scheduler: Scheduler, group: SequenceGroup, reason: Any) -> None:
+        if group in scheduler.waiting:
+            scheduler.end_sequence(group.unfinished[0], reason)
+            return
+        for sequence in group.unfinished:
+            scheduler.running.remove(sequence)
+            sequence.finish(reason)
+        scheduler._num_places -= group.num_places
+
+    assert_found(lambda patch: patch.setattr(Scheduler, "abort", forget), "0 tables list it|is in the wrong list")
+
+
+def test_a_fork_shares_blocks_without_counting_itself() -> None:
+    def fork(manager: BlockManager, parent: Sequence, child: Sequence) -> None:
+        child.block_table, child.content_ids = list(parent.block_table), list(parent.content_ids)
+        child.num_computed_tokens = parent.num_computed_tokens
+
+    assert_found(lambda patch: patch.setattr(BlockManager, "fork", fork), "tables list it")
+
+
+# --- drafts ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_guess_too_many_is_taken_for_right() -> None:
+    def confirmed_and_one_more(token_id: int, draft: list[int], behind: list[int]) -> list[int]:
+        confirmed = list(confirmed_tokens(token_id, draft, behind))
+        return confirmed + behind[len(confirmed) : len(confirmed) + 1]
+
+    assert_found(
+        lambda patch: patch.setattr(drafter_module, "confirmed_tokens", confirmed_and_one_more),
+        "answers|reads foreign KV",
+    )
+
+
+def test_the_model_is_not_asked_what_it_says_behind_the_last_guess() -> None:
+    """The token that follows is taken from the guesses: as if what is right so far made the next one right."""
+
+    def guesses(token_id: int, draft: list[int], behind: list[int]) -> list[int]:
+        num_right = len(list(confirmed_tokens(token_id, draft, behind)))
+        return draft[1 : 1 + num_right]
+
+    assert_found(lambda patch: patch.setattr(drafter_module, "confirmed_tokens", guesses), "answers|reads foreign KV")
+
+
+def test_tokens_come_behind_the_end_of_an_answer() -> None:
+    def go_on(sequence: Sequence, draft: list[int], behind: list[int]) -> int:
+        confirmed = list(confirmed_tokens(sequence.token_ids[-1], draft, behind))
+        sequence.token_ids += confirmed
+        for token_id in confirmed[-1:]:
+            sequence.check_end(token_id)
+        return len(confirmed)
+
+    assert_found(lambda patch: patch.setattr(drafter_module, "_append_confirmed", go_on), "answers|goes on|ends at")
+
+
+def test_blocks_of_wrong_guesses_are_published() -> None:
+    """With the tokens that the sequence gets in their place: their slots hold K and V of others."""
+    take_back = BlockManager.take_back
+
+    def publish_then_take_back(manager: BlockManager, sequence: Sequence) -> None:
+        if manager.enable_prefix_caching:
+            manager._publish_full(sequence, min(sequence.num_tokens, len(sequence.block_table) * manager.block_size))
+        take_back(manager, sequence)
+
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "take_back", publish_then_take_back), "published with foreign content"
+    )
+
+
+def test_wrong_guesses_count_as_computed() -> None:
+    append_confirmed = drafter_module._append_confirmed
+
+    def append_and_count_all(sequence: Sequence, draft: list[int], behind: list[int]) -> int:
+        append_confirmed(sequence, draft, behind)
+        return len(draft)
+
+    assert_found(
+        lambda patch: patch.setattr(drafter_module, "_append_confirmed", append_and_count_all),
+        "answers|tokens are computed that are not there|published with foreign content",
+    )
+
+
+def test_a_draft_keeps_blocks_that_it_has_not_filled() -> None:
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "take_back", lambda manager, sequence: None),
+        "holds blocks that it does not fill",
+    )
+
+
+def test_a_draft_takes_from_the_budget_of_others() -> None:
+    draft = Drafter.draft
+
+    def draft_without_limit(drafter: Drafter, *args: Any) -> dict[Sequence, list[int]]:
+        args[-1].num_tokens = drafter.num_tokens
+        return draft(drafter, *args)
+
+    assert_found(lambda patch: patch.setattr(Drafter, "draft", draft_without_limit), "the budget is exceeded")
+
+
+def test_a_sequence_that_draws_gets_a_draft() -> None:
+    assert_found(
+        lambda patch: patch.setattr(Sequence, "takes_likeliest", property(lambda sequence: sequence.is_alone)),
+        "a draft for a sequence that draws",
+    )

@@ -1,0 +1,231 @@
+"""QueueBounds: who may wait, and who gives way. No threads: the engine is asked as the step thread asks it."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from engine.engine import Engine
+from engine.errors import OverloadedError
+from engine.observability import metrics as m
+from engine.sampling_params import SamplingParams
+from engine.sequence import SequenceGroup
+from tests.engine.shadow import check_integrity, make_engine
+from tests.engine.observability.test_metrics import RecordingSink
+
+PARAMS = SamplingParams(max_tokens=8)
+
+
+class Queue:
+    """An engine with a bounded queue, and who was shed from it; ``is_busy``: the only place in its batch is taken."""
+
+    def __init__(self, *, is_busy: bool = False, **options: Any) -> None:
+        self.sink = RecordingSink()
+        self.engine: Engine = make_engine(sink=self.sink, max_num_seqs=1, **options)[0]
+        self.shed: dict[str, OverloadedError] = {}
+        if is_busy:
+            self.engine.add_request("running", [63], PARAMS)
+            self.engine.step()
+
+    def arrive(self, name: str, prompt: list[int] | None = None, priority: int = 0, **options: Any) -> SequenceGroup:
+        prompt = [len(name), ord(name[-1]) % 64, 1] if prompt is None else prompt
+        return self.engine.queue_request(
+            name, prompt, PARAMS, priority=priority, on_shed=self.shed.__setitem__, **options
+        )
+
+    @property
+    def waiting(self) -> list[str]:
+        return sorted(group.request_id for group in self.engine.scheduler.waiting)
+
+    @property
+    def queued(self) -> int:
+        return self.engine.load().queued_prefill_tokens
+
+
+def test_as_many_wait_as_may_and_the_next_is_refused_with_both_numbers() -> None:
+    queue = Queue(max_queued_requests=2)
+    for name in "abc":  # the first of them has a place in the batch, and only waits for the step
+        queue.arrive(name)
+    with pytest.raises(OverloadedError, match=r"3 requests wait .*max_queued_requests=2; try again later") as caught:
+        queue.arrive("d")
+    assert caught.value.param is None
+    assert queue.waiting == ["a", "b", "c"]
+    assert not queue.engine.is_unfinished("d")
+    queue.engine.step()  # "a" runs now
+    with pytest.raises(OverloadedError, match="2 requests wait"):
+        queue.arrive("d")
+    queue.engine.abort("b")
+    queue.arrive("d")
+    assert queue.waiting == ["c", "d"]
+    assert queue.sink.counters[m.REQUESTS_REJECTED, "overloaded"] == 2
+
+
+def test_a_refusal_by_number_makes_no_sequence_and_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(is_busy=True, max_queued_requests=1)
+    queue.arrive("a")
+    monkeypatch.setattr("engine.engine.SequenceGroup", None)
+    monkeypatch.setattr("engine.engine.root_hash", None)
+    with pytest.raises(OverloadedError):
+        queue.arrive("b")
+
+
+def test_tokens_are_bounded_and_an_empty_queue_takes_any_request() -> None:
+    queue = Queue(max_queued_prefill_tokens=50, block_size=4)
+    queue.arrive("long", list(range(60)))
+    with pytest.raises(OverloadedError, match=r"60 prompt tokens wait .*brings 3 more.*max_queued_prefill_tokens=50"):
+        queue.arrive("short")
+    queue.engine.step()
+    queue.arrive("a", [50 - i for i in range(40)])
+    with pytest.raises(OverloadedError, match=r"40 prompt tokens wait .*brings 12 more"):
+        queue.arrive("b", [60] * 12)
+    queue.arrive("c", [60] * 10)
+    queue.arrive("twin", [50 - i for i in range(40)])  # brings nothing that "a" does not
+    queue.arrive("cached", list(range(60)))
+    assert queue.queued == 50
+
+
+def test_the_lowest_in_rank_give_way_just_as_many_as_are_needed() -> None:
+    queue = Queue(max_queued_prefill_tokens=40, block_size=4)
+    for name, priority, length in (("low", -2, 4), ("mid", -1, 12), ("late", -1, 12), ("peer", 0, 12)):
+        queue.arrive(name, [ord(name[0]) % 64] * length, priority)
+    queue.arrive("new", [1] * 16, 0)
+    assert sorted(queue.shed) == ["late", "low"]
+    assert queue.waiting == ["mid", "new", "peer"]
+    assert "of priority -2 made room for one of priority 0" in str(queue.shed["low"])
+    assert not queue.engine.is_unfinished("low")
+    assert queue.queued == 40
+    assert queue.sink.counters[m.REQUESTS_REJECTED, "overloaded"] == 2
+    assert not queue.sink.counters[m.REQUESTS_FINISHED, "abort"]
+    check_integrity(queue.engine)
+
+
+def test_nobody_is_shed_in_vain() -> None:
+    queue = Queue(max_queued_prefill_tokens=40, block_size=4)
+    queue.arrive("low", [1] * 8, -1)
+    queue.arrive("peer", [2] * 32, 0)
+    with pytest.raises(OverloadedError, match="40 prompt tokens wait"):
+        queue.arrive("new", [3] * 16, 0)
+    assert queue.waiting == ["low", "peer"]
+    assert not queue.shed
+    assert queue.queued == 40
+
+
+def test_a_newcomer_counts_in_full_once_its_twin_is_shed() -> None:
+    queue = Queue(is_busy=True, max_queued_prefill_tokens=40, block_size=4, max_queued_requests=2)
+    queue.arrive("low", [1] * 8, -1)
+    queue.arrive("peer", [2] * 32, 0)
+    queue.arrive("twin", [1] * 8, 0)
+    assert list(queue.shed) == ["low"]
+    assert queue.queued == 40
+
+
+def test_resumed_and_preempted_requests_are_neither_refused_nor_shed() -> None:
+    queue = Queue(is_busy=True, max_queued_requests=1)
+    queue.arrive("resumed", priority=-1, output_token_ids=[5, 6])
+    queue.arrive("another", priority=-1, output_token_ids=[5, 6])
+    with pytest.raises(OverloadedError):
+        queue.arrive("new", priority=3)
+    assert queue.waiting == ["another", "resumed"]
+    queue = Queue(is_busy=True, max_queued_requests=1)
+    group = queue.arrive("preempted", priority=-1)
+    group.num_preemptions = 1
+    with pytest.raises(OverloadedError):
+        queue.arrive("new", priority=3)
+
+
+def test_without_a_listener_the_queue_has_no_bounds() -> None:
+    queue = Queue(max_queued_requests=1, max_queued_prefill_tokens=1)
+    for i in range(5):
+        queue.engine.add_request(str(i), [1, 2, 3], PARAMS)
+    assert len(queue.waiting) == 5
+
+
+def test_the_error_pickles() -> None:
+    error = pickle.loads(pickle.dumps(OverloadedError("full", None)))
+    assert (type(error), str(error), error.param) == (OverloadedError, "full", None)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Any sequence of arrivals, steps and aborts keeps the bounds and the ranks."""
+
+    queue: Queue | None = None
+
+    @initialize(
+        max_queued_requests=st.none() | st.integers(1, 5),
+        max_queued_prefill_tokens=st.none() | st.integers(1, 60),
+        num_blocks=st.integers(8, 24),
+        num_host_blocks=st.sampled_from([0, 40]),
+        max_num_batched_tokens=st.sampled_from([4, 64]),
+    )
+    def start(self, **options: Any) -> None:
+        self.queue = Queue(block_size=4, **options)
+        self.queue.engine.scheduler.max_num_running = min(3, options["max_num_batched_tokens"])
+        self.counts: Counter[str] = Counter()
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+        priority=st.integers(-2, 2),
+        is_resumed=st.booleans(),
+    )
+    def arrive(self, prompt: list[int], priority: int, is_resumed: bool) -> None:
+        queue, scheduler = self.queue, self.queue.engine.scheduler
+        before, shed_before, queued_before = list(scheduler.waiting), set(queue.shed), queue.queued
+        self.counts["arrived"] += 1
+        name = str(self.counts["arrived"])
+        try:
+            queue.arrive(name, prompt, priority, output_token_ids=[1] if is_resumed else [])
+        except OverloadedError:
+            assert not is_resumed
+            assert before, "an empty queue refuses"
+            assert scheduler.waiting == before
+            assert queue.queued <= queued_before, "what was evicted meanwhile may count less, nothing counts more"
+            assert not queue.engine.is_unfinished(name)
+            return
+        shed = {group for group in before if group.request_id in queue.shed.keys() - shed_before}
+        kept = [group for group in before if group not in shed]
+        assert scheduler.waiting.count(queue.engine._groups[name]) == 1
+        assert not any(group.has_begun for group in shed), "one that had begun was shed"
+        assert all(group.priority < priority for group in shed)
+        assert all(other.rank < one.rank for one in shed for other in kept if not other.has_begun), "the wrong is shed"
+        if not is_resumed and kept:
+            self.check_bounds()
+        assert not is_resumed or not shed
+
+    def check_bounds(self) -> None:
+        config, places = self.queue.engine.config, self.queue.engine.scheduler.num_free_places
+        assert len(self.queue.waiting) <= places + (config.max_queued_requests or len(self.queue.waiting))
+        assert self.queue.queued <= (config.max_queued_prefill_tokens or self.queue.queued)
+
+    @precondition(lambda self: self.queue is not None and self.queue.engine.has_unfinished)
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.queue.engine.step()
+
+    @precondition(lambda self: self.queue is not None and self.queue.engine.has_unfinished)
+    @rule(pick=st.integers(0, 20))
+    def abort(self, pick: int) -> None:
+        names = list(self.queue.engine._groups)
+        assert self.queue.engine.abort(names[pick % len(names)])
+
+    def teardown(self) -> None:
+        if self.queue is None:
+            return
+        engine = self.queue.engine
+        check_integrity(engine)
+        while engine.has_unfinished:
+            engine.step()
+        check_integrity(engine)
+        assert self.queue.queued == 0
+        assert not engine._groups
+        assert not engine.metrics._times
+
+
+QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestQueue = QueueMachine.TestCase

@@ -1,0 +1,274 @@
+"""Structured outputs through the whole engine: every text has its form, and no neighbour notices."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import RequestError
+from engine.llm import LLM, RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.structured_outputs import bitmask
+from engine.structured_outputs.grammar import Grammar
+from engine.structured_outputs.params import StructuredOutputsParams
+from tests.engine.oracle import Activity, check_idle, make_llm
+
+DEMO_MODEL = str(Path(__file__).parents[3] / "demo" / "model")
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+REGEX = r"[A-Z][a-z]{2,8} \d{3}-\d{4}"
+CHOICES = ["red", "green", "blue green", "blue"]
+GRAMMAR = 'start: NUM ("+" NUM){0,3}\nNUM: /[0-9]{1,4}/'
+KINDS = {
+    "json": StructuredOutputsParams(json=SCHEMA),
+    "regex": StructuredOutputsParams(regex=REGEX),
+    "choice": StructuredOutputsParams(choice=CHOICES),
+    "grammar": StructuredOutputsParams(grammar=GRAMMAR),
+    "json_object": StructuredOutputsParams(json_object=True),
+}
+
+
+def check_text(kind: str, text: str) -> None:
+    if kind == "json":
+        value = json.loads(text)
+        assert list(value) == ["name", "age", "tags"]
+        assert isinstance(value["name"], str)
+        assert len(value["name"]) <= 12
+        assert type(value["age"]) is int
+        assert 0 <= value["age"] <= 120
+        assert len(value["tags"]) <= 3
+        assert set(value["tags"]) <= {"a", "b", "c"}
+    elif kind == "json_object":
+        assert isinstance(json.loads(text), dict)
+    elif kind == "choice":
+        assert text in CHOICES
+    else:
+        assert re.fullmatch(REGEX if kind == "regex" else r"\d{1,4}(\+\d{1,4}){0,3}", text), text
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return make_llm(DEMO_MODEL, skip_tokenizer_init=False, kv_cache_memory="32MiB")
+
+
+def params_for(llm: LLM, kind: str, seed: int, **options: Any) -> SamplingParams:
+    """At temperature 1 the demo model talks for ever where the form allows it: there it may only stammer."""
+    assert llm.tokenizer is not None
+    if kind == "json_object":
+        ids = {piece: llm.tokenizer.encode(piece)[0] for piece in '{}[]":, 0123456789abc'}
+        options["allowed_token_ids"] = [*ids.values(), *llm.engine.info.eos_token_ids]
+        options["logit_bias"] = {ids['"']: 8.0, ids["}"]: 8.0, ids["]"]: 8.0}
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=200, structured_outputs=KINDS[kind], **options)
+
+
+def mixed(llm: LLM, seeds: range, **options: Any) -> tuple[list[str], list[SamplingParams], list[str]]:
+    """Constrained requests, with an unconstrained one behind every second of them."""
+    kinds, params, prompts = [], [], []
+    for seed in seeds:
+        for i, kind in enumerate(KINDS):
+            kinds.append(kind)
+            params.append(params_for(llm, kind, seed, **options))
+            prompts.append(f"Write {kind} number {i}.")
+            if (seed + i) % 2:
+                kinds.append("free")
+                params.append(SamplingParams(temperature=1.0, seed=seed, max_tokens=24, ignore_eos=True))
+                prompts.append(f"How does number {i} work?")
+    return kinds, params, prompts
+
+
+def check_outputs(kinds: list[str], outputs: list[RequestOutput]) -> None:
+    for kind, output in zip(kinds, outputs, strict=True):
+        for answer in output.outputs:
+            if kind != "free":
+                assert (answer.finish_reason, answer.stop_reason) == ("stop", None), (kind, answer)
+                check_text(kind, answer.text)
+
+
+def texts(outputs: list[RequestOutput]) -> list[list[str]]:
+    return [[answer.text for answer in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[str]]:
+    """The answers to the mixed requests, each alone."""
+    _, params, prompts = mixed(llm, range(6))
+    return [texts(llm.generate(prompt, one, use_tqdm=False))[0] for prompt, one in zip(prompts, params, strict=True)]
+
+
+def test_every_form_in_a_mixed_batch_is_kept_and_no_neighbour_changed(llm: LLM, alone: list[list[str]]) -> None:
+    kinds, params, prompts = mixed(llm, range(6))
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    check_outputs(kinds, outputs)
+    assert texts(outputs) == alone
+    check_idle(llm)
+    for kind in KINDS:
+        assert len({answer[0] for answer, other in zip(alone, kinds, strict=True) if other == kind}) > 1
+
+
+@pytest.mark.parametrize("swap_space_gib", [0.0, 0.01])
+def test_forms_survive_preemption(llm: LLM, alone: list[list[str]], swap_space_gib: float) -> None:
+    kinds, params, prompts = mixed(llm, range(6))
+    small = make_llm(DEMO_MODEL, skip_tokenizer_init=False, num_blocks=20, block_size=16, swap_space_gib=swap_space_gib)
+    did = Activity(small)
+    outputs = small.generate(prompts, params, use_tqdm=False)
+    assert (did.num_swapped_out if swap_space_gib else did.num_recomputed) > 0
+    check_outputs(kinds, outputs)
+    assert texts(outputs) == alone
+    check_idle(small)
+
+
+def test_each_of_several_answers_has_a_grammar_of_its_own(llm: LLM) -> None:
+    for kind in KINDS:
+        together = llm.generate("Go on.", params_for(llm, kind, 50, n=3), use_tqdm=False)
+        check_outputs([kind], together)
+        apart = llm.generate(["Go on."] * 3, [params_for(llm, kind, 50 + i) for i in range(3)], use_tqdm=False)
+        assert texts(together)[0] == [text for answer in texts(apart) for text in answer]
+        best = llm.generate("Go on.", params_for(llm, kind, 50, n=1, best_of=3), use_tqdm=False)
+        check_outputs([kind], best)
+        assert texts(best)[0][0] in texts(together)[0]
+
+
+@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 3}, {"min_tokens": 150}])
+def test_a_complete_text_ends_whatever_min_tokens_and_ignore_eos_say(llm: LLM, options: dict[str, Any]) -> None:
+    """No other token could follow; at worst a text that may not end yet fails, with a reason."""
+    for seed in range(3):
+        for kind in ("regex", "choice", "grammar", "json"):
+            output = llm.generate("Go on.", params_for(llm, kind, seed, **options), use_tqdm=False)[0].outputs[0]
+            if output.finish_reason == "stop":
+                check_text(kind, output.text)
+            else:
+                assert options.get("min_tokens"), output
+                assert output.finish_reason == "abort"
+                assert output.stop_reason
+    check_idle(llm)
+
+
+def test_an_answer_cut_off_says_length(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, structured_outputs=KINDS["json"])
+    output = llm.generate("Go on.", params, use_tqdm=False)[0].outputs[0]
+    assert (output.finish_reason, len(output.token_ids)) == ("length", 3)
+
+
+def test_a_dead_end_ends_its_own_request_alone(llm: LLM) -> None:
+    """What the grammar wants is forbidden by the request itself: nothing can come, and only its reader hears of it."""
+    assert llm.tokenizer is not None
+    free = SamplingParams(temperature=1.0, seed=4, max_tokens=20, ignore_eos=True)
+    expected = texts(llm.generate("Tell me.", free, use_tqdm=False))[0]
+    dead = SamplingParams(
+        temperature=1.0, seed=1, max_tokens=20, structured_outputs=KINDS["choice"],
+        allowed_token_ids=llm.tokenizer.encode("z"),
+    )  # fmt: skip
+    outputs = llm.generate(["Go on.", "Tell me.", "Go on."], [dead, free, params_for(llm, "json", 3)], use_tqdm=False)
+    assert outputs[0].outputs[0].finish_reason == "abort"
+    assert outputs[0].outputs[0].stop_reason
+    assert outputs[0].outputs[0].token_ids == []
+    assert texts(outputs)[1] == expected
+    check_outputs(["json"], outputs[2:])
+    check_idle(llm)
+
+
+def test_a_grammar_error_is_refused_and_harms_nobody(llm: LLM) -> None:
+    engine = llm.engine
+    rng = random.Random(1)
+    prompt = [rng.randrange(3, 3000) for _ in range(20)]
+    free = SamplingParams(temperature=1.0, seed=9, max_tokens=20, ignore_eos=True)
+    expected = llm.generate([{"prompt_token_ids": prompt}], free, use_tqdm=False)[0].outputs[0].token_ids
+    engine.add_request("free", prompt, free)
+    bad = [
+        StructuredOutputsParams(regex="(unclosed"),
+        StructuredOutputsParams(regex=r"(?=ahead)a"),
+        StructuredOutputsParams(grammar="start: missing"),
+        StructuredOutputsParams(json={"type": "nonsense"}),
+    ]
+    got = []
+    while engine.has_unfinished:
+        if bad:
+            with pytest.raises(RequestError) as caught:
+                engine.add_request("bad", prompt, SamplingParams(structured_outputs=bad.pop()))
+            assert caught.value.param == "structured_outputs"
+        got += [token_id for output in engine.step() for token_id in output.token_ids]
+    assert not bad
+    assert got == expected
+    check_idle(llm)
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(1, None), (2, None), (1, 2)])
+def test_a_grammar_that_fails_in_the_middle_is_no_normal_stop(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, n: int, best_of: int | None
+) -> None:
+    accept, num_accepted = Grammar.accept, 0
+
+    def accept_some(grammar: Grammar, token_id: int) -> bool:
+        nonlocal num_accepted
+        num_accepted += 1
+        if num_accepted > 6 and grammar.error is None:
+            grammar.error = "a limit of the automaton"
+        return accept(grammar, token_id)
+
+    monkeypatch.setattr(Grammar, "accept", accept_some)
+    params = params_for(llm, "json", 3, n=n, best_of=best_of, logprobs=0)
+    for answer in llm.generate("Write json.", params, use_tqdm=False)[0].outputs:
+        assert (answer.finish_reason, answer.stop_reason) == ("abort", "a limit of the automaton")
+        assert answer.logprobs is not None
+        assert [next(iter(one)) for one in answer.logprobs] == answer.token_ids  # none for the token refused
+        known = sum(next(iter(one.values())).logprob for one in answer.logprobs)
+        assert answer.cumulative_logprob == pytest.approx(known)
+    check_idle(llm)
+
+
+def test_a_mask_that_cannot_be_computed_is_no_normal_stop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill, num_steps = bitmask.fill_rows, 0
+
+    def fill_some(grammars: list[Grammar], rows: Any) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        fill(grammars, rows)
+        if num_steps > 4:
+            grammars[0].error = "a limit of the automaton"
+            rows[0] = grammars[0].vocabulary.eos_bits
+
+    monkeypatch.setattr(bitmask, "fill_rows", fill_some)
+    for options in ({}, {"min_tokens": 50}):  # EOS is drawn and refused, or nothing at all may be drawn
+        num_steps = 0
+        output = llm.generate("Write json.", params_for(llm, "json", 3, **options), use_tqdm=False)[0].outputs[0]
+        assert (output.finish_reason, output.stop_reason) == ("abort", "a limit of the automaton")
+        assert len(output.token_ids) == 4
+    check_idle(llm)
+
+
+async def test_a_cached_grammar_waits_for_no_thread(llm: LLM) -> None:
+    engine = llm.engine
+    fresh = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["sun", "moon"]))
+    assert engine.cached_grammar(SamplingParams()) is None
+    engine.compile_grammar(params_for(llm, "regex", 0))
+    assert engine.cached_grammar(fresh) is None
+    assert await engine.compile_grammar_soon(fresh) is not None
+    assert await engine.compile_grammar_soon(SamplingParams()) is None
+    grammar = engine.cached_grammar(fresh)
+    assert grammar is not None
+    assert grammar is not engine.cached_grammar(fresh)
+    with pytest.raises(RequestError, match="do not fit"):
+        engine.cached_grammar(fresh, [5])
+
+
+def test_an_engine_that_is_closed_leaves_no_process_that_tries_grammars_out() -> None:
+    llm = make_llm(DEMO_MODEL, skip_tokenizer_init=False, kv_cache_memory="8MiB")
+    llm.engine.compile_grammar(params_for(llm, "regex", 0))
+    assert llm.engine._compiler is not None
+    child = llm.engine._compiler._resources()[2]._child
+    assert child is not None
+    llm.engine.close()
+    assert child.poll() is not None

@@ -1,0 +1,91 @@
+"""How many blocks fit, what is said about it, and the errors when none do."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.worker import memory
+from engine.worker.memory import available_host_memory, blocks_that_fit, host_blocks_for
+from engine.worker.model_runner import ModelRunner
+from tests.engine.conftest import SavedModel
+
+
+def test_blocks_that_fit_are_at_most_the_useful_ones() -> None:
+    assert blocks_that_fit(1000, 100, useful=50) == 10
+    assert blocks_that_fit(1000, 100, useful=3) == 3
+
+
+@pytest.mark.parametrize("left", [99, 0, -(2**30)])
+def test_too_little_memory_is_an_error_that_says_what_to_change(left: int) -> None:
+    with pytest.raises(ConfigError, match=r"0\.0 MiB are left .* raise kv_cache_memory or gpu_memory_utilization"):
+        blocks_that_fit(left, 100, useful=50)
+
+
+def test_a_model_whose_block_exceeds_kv_cache_memory_is_refused(qwen3: SavedModel) -> None:
+    with pytest.raises(ConfigError, match="one block takes .* raise kv_cache_memory"):
+        ModelRunner(EngineConfig(model=qwen3.path, device="cpu", kv_cache_memory="1KiB"))
+
+
+def test_the_log_says_blocks_tokens_gib_and_full_length_requests(
+    qwen3: SavedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="engine.worker.model_runner")
+    config = EngineConfig(model=qwen3.path, device="cpu", block_size=16, num_blocks=24, max_model_len=128)
+    runner = ModelRunner(config)
+    lines = [record.getMessage() for record in caplog.records]
+    size = runner.workers.local.kv_cache.num_bytes / 2**30
+    assert lines[-2:] == [
+        f"CPU KV cache size: 384 tokens, 24 blocks of 16 in {size:.2f} GiB",
+        "Maximum concurrency for 128 tokens per request: 3.00x",
+    ]
+    assert runner.workers.local.kv_cache.bytes_per_block == runner.workers.local.bytes_per_block
+    assert runner.workers.local.kv_cache.num_host_blocks == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what a process holds")
+def test_a_start_touches_nothing_of_the_pool_on_a_cpu(qwen3: SavedModel) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    runner = ModelRunner(EngineConfig(model=qwen3.path, device="cpu", kv_cache_memory="1GiB", max_num_seqs=10**6))
+    assert runner.workers.local.kv_cache.num_bytes > 2**29
+    assert resident() - before < 2**27
+
+
+def test_the_host_pool_takes_the_swap_space_and_not_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 8 * 2**30)
+    assert host_blocks_for(0, 2**20) == 0
+    assert host_blocks_for(2, 2**20) == 2048
+    assert host_blocks_for(0.5, 3 * 2**20) == 170
+    assert host_blocks_for(8, 2**30) == 8
+
+
+def test_a_swap_space_beyond_the_machine_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 3 * 2**29)
+    with pytest.raises(ConfigError, match=r"swap_space_gib=1\.6 exceeds the 1\.50 GiB of memory .* lower it"):
+        host_blocks_for(1.6, 2**20)
+
+
+def test_a_swap_space_below_one_block_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"swap_space_gib=0\.001 holds no block, which takes 2\.00 MiB; raise it"):
+        host_blocks_for(0.001, 2**21)
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    for limit, expected in (("1000\n", 450), ("600\n", 50), ("100\n", 0), ("max\n", 2**63)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert memory._container_memory(tmp_path) == expected
+    assert memory._container_memory(tmp_path / "none") == 2**63
+
+
+def test_a_machine_has_some_memory_available() -> None:
+    assert 2**20 < available_host_memory() < 2**50

@@ -1,0 +1,111 @@
+"""The model runner: what a step's plan makes of the KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.llm import LLM
+from engine.observability.metrics import StepTimes
+from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams
+from engine.scheduling.step import SchedulerOutput
+from engine.worker.model_runner import ModelRunner
+from engine.worker.model_worker import PROMPT_ROWS_AT_ONCE
+from tests.engine.conftest import SavedModel
+
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+def test_a_step_without_tokens_still_copies_its_blocks(qwen3: SavedModel) -> None:
+    """A request that gives way when nothing else runs is swapped out by a step that computes nothing."""
+    runner = ModelRunner(
+        EngineConfig(model=qwen3.path, device="cpu", dtype="float32", num_blocks=8, block_size=4, swap_space_gib=0.001)
+    )
+    cache = runner.workers.local.kv_cache
+    for key, value in cache.layers:
+        key.normal_()
+        value.normal_()
+    before = cache.gather([2], which="key")
+    assert runner.run(SchedulerOutput(swap_out=[(2, 1)]), StepTimes()).token_ids == []
+    assert runner.run(SchedulerOutput(swap_in=[(1, 5)], block_copies=[(5, 6)]), StepTimes()).token_ids == []
+    assert torch.equal(cache.gather([6], which="key"), before)
+
+
+def watch_logits(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by the number of rows whenever logits are computed."""
+    sizes: list[int] = []
+    compute = worker.model.compute_logits
+    monkeypatch.setattr(
+        worker.model, "compute_logits", lambda hidden, rows: sizes.append(len(rows)) or compute(hidden, rows)
+    )
+    return sizes
+
+
+def test_the_logits_of_a_long_prompt_do_not_fill_the_memory(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows' at once, and what was derived from them, took 2.4 MiB a row at 152k tokens and ended the engine."""
+    llm = LLM(qwen3.path, device="cpu", dtype="float32", num_blocks=64, skip_tokenizer_init=True)
+    sizes = watch_logits(llm.engine.runner.workers.local, monkeypatch)  # type: ignore[attr-defined]
+    prompts: Any = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (150, 1, 80)]
+    params = [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=k) for k in (2, 20, 0)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert sizes == [64, 64, 64, 149 + 79 - 3 * 64, 3]
+    for output, k in zip(outputs, (2, 20, 0), strict=True):
+        found = output.prompt_logprobs or []
+        assert [next(iter(one)) for one in found if one] == output.prompt_token_ids[1:]
+        assert {len(one) for one in found if one} <= {k, k + 1}
+        assert found[0] is None
+
+
+def test_the_warm_up_measures_a_slice_of_prompt_logprobs(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=qwen3.path, device="cpu", dtype="float32", num_blocks=8, max_num_seqs=5)
+    worker = ModelRunner(config).workers.local
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    sizes = watch_logits(worker, monkeypatch)
+    reduced: list[int] = []
+    monkeypatch.setattr(Sampler, "prompt_logprobs", lambda self, logits, *args: reduced.append(len(logits)))
+    worker._warm_up()
+    assert sizes == [PROMPT_ROWS_AT_ONCE, 5]
+    assert reduced == [PROMPT_ROWS_AT_ONCE]
+
+
+@pytest.mark.parametrize(("max_num_batched_tokens", "num_rows"), [(2048, 5 * 4), (12, 12), (3, 3)])
+def test_the_warm_up_measures_the_logits_behind_drafts(
+    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int, num_rows: int
+) -> None:
+    config = EngineConfig(
+        model=qwen3.path, device="cpu", dtype="float32", num_blocks=8, max_num_seqs=5,
+        max_num_batched_tokens=max_num_batched_tokens, speculative_config=NGRAM,
+    )  # fmt: skip
+    worker = ModelRunner(config).workers.local
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    sizes = watch_logits(worker, monkeypatch)
+    sampled: list[int] = []
+    monkeypatch.setattr(Sampler, "warm_up", lambda self, rows: sampled.append(rows))
+    worker._warm_up()
+    assert sizes == [min(PROMPT_ROWS_AT_ONCE, max_num_batched_tokens), num_rows]
+    assert sampled == [min(5, max_num_batched_tokens)]
+
+
+def test_a_nan_behind_a_guess_ends_the_draft_and_no_answer(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The likeliest token is kept by where it was said; a row in between that cannot be sampled is computed again."""
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "skip_tokenizer_init": True}
+    prompt: Any = {"prompt_token_ids": [7, 8, 9, 10] * 8}
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    expected = LLM(qwen3.path, **options).generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+    llm = LLM(qwen3.path, speculative_config=NGRAM | {"prompt_lookup_min": 1}, **options)
+    likeliest, found = Sampler.likeliest_tokens, []
+
+    def spoil(sampler: Sampler, logits: torch.Tensor) -> list[int]:
+        logits[1:2] = torch.nan
+        found.append(likeliest(sampler, logits))
+        return found[-1]
+
+    monkeypatch.setattr(Sampler, "likeliest_tokens", spoil)
+    assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+    assert any(one[1:2] == [-1] for one in found)

@@ -1,0 +1,171 @@
+"""Blocks have their memory before they are used, a bounded number of them, and what they hold stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kv.kv_cache import KVCache
+from kernels.cpu.library import library
+from kernels.cpu.memory import huge_zeros
+from kernels.cpu.prefaulter import Prefaulter
+from tests.kernels.cpu.test_memory import num_resident_bytes
+
+ROOT = Path(__file__).parents[3]
+BLOCK = 64 * 2**10
+HUGE_BLOCKS = 2 * 2**20 // BLOCK  # what a huge page gives beyond what was asked for
+
+
+def impolite(parts: list[torch.Tensor], num_ahead: int) -> Prefaulter:
+    """Return one that other tests on this machine cannot keep waiting."""
+    return Prefaulter(parts, num_ahead, is_polite=False)
+
+
+def can_prefault() -> bool:
+    """Return whether this system gives memory beforehand, as Linux does from 5.14 on; else all counts as ready."""
+    if library() is None:
+        return False
+    prefaulter = impolite([torch.zeros(1000, 4096)], 0)
+    prefaulter.use(7)
+    while not prefaulter.num_ready:
+        time.sleep(0.001)
+    return prefaulter.num_ready == 8
+
+
+@pytest.fixture
+def parts() -> list[torch.Tensor]:
+    return [huge_zeros((1000, BLOCK), torch.uint8) for _ in range(2)]
+
+
+def wait(prefaulter: Prefaulter, num_ready: int) -> None:
+    """Wait until exactly as many blocks are ready."""
+    deadline = time.monotonic() + 60
+    while prefaulter.num_ready != num_ready and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert prefaulter.num_ready == num_ready
+
+
+pytestmark = pytest.mark.skipif(
+    not can_prefault(), reason="takes the CPU kernels, and a system that gives memory beforehand"
+)
+
+
+def num_resident_blocks(part: torch.Tensor) -> int:
+    return num_resident_bytes(part) // BLOCK
+
+
+def test_blocks_ahead_are_ready_and_no_more(parts: list[torch.Tensor]) -> None:
+    prefaulter = impolite(parts, 100)
+    assert prefaulter.num_ready == 0
+    prefaulter.use(0)
+    wait(prefaulter, 101)
+    for part in parts:
+        assert 101 <= num_resident_blocks(part) <= 101 + HUGE_BLOCKS
+
+
+def test_it_goes_on_with_every_few_blocks(parts: list[torch.Tensor]) -> None:
+    prefaulter = impolite(parts, 100)
+    for used, num_ready in ((0, 101), (2, 101), (7, 101), (8, 109), (30, 131), (20, 131), (-1, 131), (60, 161)):
+        prefaulter.use(used)
+        wait(prefaulter, num_ready)
+    for part in parts:
+        assert 161 <= num_resident_blocks(part) <= 161 + HUGE_BLOCKS
+
+
+def test_it_ends_with_the_pool(parts: list[torch.Tensor]) -> None:
+    prefaulter = impolite(parts, 100)
+    for used, num_ready in ((885, 986), (3, 986), (899, 1000), (999, 1000), (0, 1000)):
+        prefaulter.use(used)
+        wait(prefaulter, num_ready)
+    for part in parts:
+        assert num_resident_blocks(part) == 1000
+
+
+def test_a_polite_one_comes_to_its_end_too(parts: list[torch.Tensor]) -> None:
+    prefaulter = Prefaulter(parts, 10)
+    prefaulter.use(0)
+    wait(prefaulter, 11)
+
+
+def test_what_is_written_meanwhile_stays(parts: list[torch.Tensor]) -> None:
+    prefaulter = impolite(parts, 1000)
+    prefaulter.use(0)
+    for block_id in range(1000):
+        for part in parts:
+            part[block_id] = block_id % 251
+    wait(prefaulter, 1000)
+    expected = (torch.arange(1000) % 251).to(torch.uint8)[:, None]
+    for part in parts:
+        assert bool((part == expected).all())
+
+
+def test_wishes_that_come_while_it_works_are_heard() -> None:
+    """Each may meet the thread anywhere, at its end too."""
+    for round_number in range(200):
+        prefaulter = impolite([torch.zeros(4000, 64) for _ in range(2)], 8)
+        for block_id in range(0, 3000, 8 + round_number % 7):
+            prefaulter.use(block_id)
+        prefaulter.use(3991)
+        wait(prefaulter, 4000)
+
+
+def test_memory_may_go_while_it_works() -> None:
+    for _ in range(20):
+        parts = [huge_zeros((1000, BLOCK), torch.uint8) for _ in range(2)]
+        prefaulter = impolite(parts, 1000)
+        prefaulter.use(0)
+        del prefaulter, parts
+    assert int(huge_zeros((100, BLOCK), torch.uint8).sum()) == 0
+
+
+def test_memory_that_cannot_be_given_is_not_asked_for_again() -> None:
+    class Nowhere(torch.Tensor):
+        def data_ptr(self) -> int:
+            return 4096  # which nobody may use
+
+    prefaulter = impolite([torch.zeros(1000, 4096).as_subclass(Nowhere)], 10)
+    prefaulter.use(0)
+    wait(prefaulter, 1000)
+
+
+def test_a_program_may_end_while_it_works() -> None:
+    program = """
+import torch
+from engine.prefaulter import Prefaulter
+from kernels.cpu.memory import huge_zeros
+prefaulter = Prefaulter([huge_zeros((32_000, 2**16), torch.uint8)], num_ahead=32_000)
+prefaulter.use(0)
+print(prefaulter.num_ready < 32_000)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")
+
+
+def test_a_cache_is_ready_for_the_first_step_and_for_what_is_expected() -> None:
+    cache = KVCache(
+        num_layers=2, num_blocks=1000, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16,
+        device=torch.device("cpu"), num_blocks_ahead=64,
+    )  # fmt: skip
+    assert cache._prefaulter is not None
+    wait(cache._prefaulter, 65)
+    for layer in cache.layers:
+        for part in layer:
+            assert num_resident_bytes(part[:65]) >= part[:65].nbytes
+    cache.expect(np.array([3, 500 * 16 + 5, -1]))
+    wait(cache._prefaulter, 565)
+    assert num_resident_bytes(cache.layers[1][1][:565]) >= cache.layers[1][1][:565].nbytes
+
+
+def test_a_cache_takes_nothing_beforehand_unless_asked() -> None:
+    cache = KVCache(
+        num_layers=1, num_blocks=1000, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    cache.expect(np.array([999 * 16]))
+    assert num_resident_bytes(cache.layers[0][0]) == 0
