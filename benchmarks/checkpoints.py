@@ -24,14 +24,26 @@ __all__ = ["SHAPES", "write_checkpoint"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
     },
     "tiny": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 8192,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 2048,
+        "max_position_embeddings": 8192,
     },
-}  # fmt: skip
+}
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 LEARNT_TOKENS = 2048
 SOURCE_FILES = 60  # of the standard library
@@ -44,9 +56,16 @@ CHAT_TEMPLATE = (
 def write_checkpoint(directory: Path, shape: dict[str, Any], *, seed: int = 0) -> int:
     """Write config, safetensors and tokenizer; returns the number of parameters."""
     config = Qwen3Config(
-        **shape, rope_theta=1_000_000, rms_norm_eps=1e-6, tie_word_embeddings=True,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, architectures=["Qwen3ForCausalLM"], dtype="bfloat16",
-    )  # fmt: skip
+        **shape,
+        rope_theta=1_000_000,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+    )
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory)

@@ -18,9 +18,15 @@ from engine.async_engine import AsyncEngine
 from engine.sampling_params import SamplingParams
 
 __all__ = [
-    "MODEL_NAME", "Gaps", "engine_first_tokens", "gaps_of", "http_first_tokens", "http_gaps", "http_tokens_per_s",
+    "MODEL_NAME",
+    "Gaps",
+    "engine_first_tokens",
+    "gaps_of",
+    "http_first_tokens",
+    "http_gaps",
+    "http_tokens_per_s",
     "random_ids",
-]  # fmt: skip
+]
 
 MODEL_NAME = "benchmark"
 STREAM_PROMPT = 64  # tokens
@@ -117,9 +123,14 @@ def gaps_of(outcomes: list[Outcome], long: Outcome, failed: int = 0) -> Gaps:
         raise RuntimeError("the streams had ended when the long prompt came; let them run for longer (--gap-tokens)")
     p50, p99 = np.percentile(gaps, (50, 99))
     return Gaps(
-        len(outcomes), round(float(p50), 2), round(float(p99), 2), round(max(gaps), 2),
-        round(float(np.median(calm)), 2) if calm else float("nan"), round(long.first_token_s, 3), failed,
-    )  # fmt: skip
+        len(outcomes),
+        round(float(p50), 2),
+        round(float(p99), 2),
+        round(max(gaps), 2),
+        round(float(np.median(calm)), 2) if calm else float("nan"),
+        round(long.first_token_s, 3),
+        failed,
+    )
 
 
 def _session() -> aiohttp.ClientSession:

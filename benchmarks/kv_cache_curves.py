@@ -92,10 +92,15 @@ def _write(
     parsed: argparse.Namespace, options: dict[str, Any], cached: Seconds, recomputed: Seconds, ratios: dict[str, float]
 ) -> None:
     document = {
-        "machine": describe(torch.device("cpu")), "model": Path(parsed.model).name, "options": options,
-        "prompt_tokens": parsed.prompt_tokens, "stride": parsed.stride, "ratio_by_tokens": ratios,
-        "with_cache_s": cached.round(5).tolist(), "without_cache_s": recomputed.round(5).tolist(),
-    }  # fmt: skip
+        "machine": describe(torch.device("cpu")),
+        "model": Path(parsed.model).name,
+        "options": options,
+        "prompt_tokens": parsed.prompt_tokens,
+        "stride": parsed.stride,
+        "ratio_by_tokens": ratios,
+        "with_cache_s": cached.round(5).tolist(),
+        "without_cache_s": recomputed.round(5).tolist(),
+    }
     parsed.out.write_text(json.dumps(document) + "\n")
 
 

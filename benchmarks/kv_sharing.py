@@ -42,9 +42,15 @@ class SharedBlocks:
     def add(self, num_tokens: int) -> Sequence:
         """Begin a sequence of ``num_tokens`` computed tokens."""
         group = SequenceGroup(
-            "request", [0] * num_tokens, self._params, arrival=0, root=0, stop_token_ids=frozenset(),
-            max_total_tokens=10**9, seed=0,
-        )  # fmt: skip
+            "request",
+            [0] * num_tokens,
+            self._params,
+            arrival=0,
+            root=0,
+            stop_token_ids=frozenset(),
+            max_total_tokens=10**9,
+            seed=0,
+        )
         sequence = group.sequences[0]
         self._blocks.allocate(sequence, num_tokens)
         sequence.num_computed_tokens = num_tokens

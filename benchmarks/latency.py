@@ -63,9 +63,14 @@ def measure(engine: Engine, context: int, num_tokens: int, shape: ModelShape, we
     read = (shape.layer_parameters + shape.head_parameters) * weight_bytes + shape.kv_bytes_per_token * mean_context
     gb_s, plain_gb_s = read / median / 1e6, measure_read_gb_s(READ_BYTES)
     return Latency(
-        context, round(seconds[0], 4), round(median, 3), round(float(np.percentile(decodes, 99)), 3),
-        round(gb_s, 2), round(plain_gb_s, 2), round(plain_gb_s / gb_s, 3),
-    )  # fmt: skip
+        context,
+        round(seconds[0], 4),
+        round(median, 3),
+        round(float(np.percentile(decodes, 99)), 3),
+        round(gb_s, 2),
+        round(plain_gb_s, 2),
+        round(plain_gb_s / gb_s, 3),
+    )
 
 
 def _step_seconds(engine: Engine, prompt: list[int], num_tokens: int) -> list[float]:
@@ -112,9 +117,12 @@ def main(arguments: list[str] | None = None) -> None:
     engine.close()
     if options.out:
         document = {
-            "machine": describe(torch.device("cpu")), "model": Path(options.model).name, "options": chosen,
-            "tokens": options.tokens, "results": results,
-        }  # fmt: skip
+            "machine": describe(torch.device("cpu")),
+            "model": Path(options.model).name,
+            "options": chosen,
+            "tokens": options.tokens,
+            "results": results,
+        }
         options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 

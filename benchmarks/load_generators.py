@@ -24,28 +24,57 @@ def guidellm_command(program: str, url: str, model: str, model_name: str, report
     """Return the command that keeps CLIENTS requests running and writes its report to that file."""
     backend = f"kind=openai_http,target={url},model={model_name},request_format=/v1/completions,http2=false"
     return [
-        program, "run", "--disable-progress",
-        "--backend", backend,
-        "--profile", f"kind=concurrent,streams={CLIENTS}",
-        "--constraint", f"kind=max_requests,count={REQUESTS}",
-        "--tokenizer", f"kind=hf_auto,model={model}",
-        "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
-        "--output", f"kind=json,path={report}",
-    ]  # fmt: skip
+        program,
+        "run",
+        "--disable-progress",
+        "--backend",
+        backend,
+        "--profile",
+        f"kind=concurrent,streams={CLIENTS}",
+        "--constraint",
+        f"kind=max_requests,count={REQUESTS}",
+        "--tokenizer",
+        f"kind=hf_auto,model={model}",
+        "--data",
+        f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
+        "--output",
+        f"kind=json,path={report}",
+    ]
 
 
 def aiperf_command(program: str, url: str, model: str, model_name: str, directory: Path) -> list[str]:
     """Return the command that keeps CLIENTS requests running and writes its reports to that directory."""
     return [
-        program, "profile", "--ui", "none",
-        "--model", model_name, "--url", url, "--endpoint-type", "completions", "--streaming",
-        "--concurrency", str(CLIENTS), "--request-count", str(REQUESTS),
-        "--tokenizer", model,
-        "--synthetic-input-tokens-mean", str(PROMPT_TOKENS), "--synthetic-input-tokens-stddev", "0",
-        "--output-tokens-mean", str(OUTPUT_TOKENS), "--output-tokens-stddev", "0",
-        "--extra-inputs", "ignore_eos:true",
-        "--artifact-dir", str(directory),
-    ]  # fmt: skip
+        program,
+        "profile",
+        "--ui",
+        "none",
+        "--model",
+        model_name,
+        "--url",
+        url,
+        "--endpoint-type",
+        "completions",
+        "--streaming",
+        "--concurrency",
+        str(CLIENTS),
+        "--request-count",
+        str(REQUESTS),
+        "--tokenizer",
+        model,
+        "--synthetic-input-tokens-mean",
+        str(PROMPT_TOKENS),
+        "--synthetic-input-tokens-stddev",
+        "0",
+        "--output-tokens-mean",
+        str(OUTPUT_TOKENS),
+        "--output-tokens-stddev",
+        "0",
+        "--extra-inputs",
+        "ignore_eos:true",
+        "--artifact-dir",
+        str(directory),
+    ]
 
 
 def run_guidellm(program: str, *, url: str, model: str, model_name: str) -> dict[str, Any]:

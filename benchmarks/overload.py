@@ -117,12 +117,19 @@ def _phase(name: str, rate: float, outcomes: list[Outcome], memory: list[float],
     began, ended = min(one.sent for one in outcomes), max(one.sent for one in outcomes)
     in_time = [one for one in accepted if one.sent + one.total_s <= ended]
     return Phase(
-        name, rate, len(accepted), sum(one.status == 503 for one in outcomes), int(at_the_door),
+        name,
+        rate,
+        len(accepted),
+        sum(one.status == 503 for one in outcomes),
+        int(at_the_door),
         sum(not one.succeeded and one.status != 503 for one in outcomes),
-        float(np.percentile(first, 50)), float(np.percentile(first, 99)),
-        float(np.percentile(refused, 99)), max(refused),
-        sum(one.tokens for one in in_time) / (ended - began), memory,
-    )  # fmt: skip
+        float(np.percentile(first, 50)),
+        float(np.percentile(first, 99)),
+        float(np.percentile(refused, 99)),
+        max(refused),
+        sum(one.tokens for one in in_time) / (ended - began),
+        memory,
+    )
 
 
 def measure(server: Server, seconds: float) -> list[Phase]:

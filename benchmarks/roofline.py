@@ -41,10 +41,14 @@ class ModelShape:
         config = json.loads((Path(directory) / "config.json").read_text())
         heads = config["num_attention_heads"]
         return cls(
-            config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"], heads,
-            config.get("num_key_value_heads") or heads, config.get("head_dim") or config["hidden_size"] // heads,
+            config["hidden_size"],
+            config["intermediate_size"],
+            config["num_hidden_layers"],
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or config["hidden_size"] // heads,
             config["vocab_size"],
-        )  # fmt: skip
+        )
 
     @property
     def layer_linears(self) -> list[tuple[int, int]]:
@@ -128,9 +132,7 @@ class Limit:
 
     def to_json(self) -> dict[str, float]:
         """Return the times and both rates."""
-        return asdict(self) | {
-            "tokens_per_s": self.tokens_per_s, "linear_tokens_per_s": self.linear_tokens_per_s
-        }  # fmt: skip
+        return asdict(self) | {"tokens_per_s": self.tokens_per_s, "linear_tokens_per_s": self.linear_tokens_per_s}
 
 
 class Roofline:
@@ -213,10 +215,13 @@ def _print_limits(model: Path, out: Path | None) -> None:
         print(f"{name:10} {limit.tokens_per_s:9.1f} {limit.linear_tokens_per_s:13.1f}    {times}")
     if out:
         document: dict[str, Any] = {
-            "machine": describe(torch.device("cpu")), "model": model.name, "read_gb_s": read_gb_s,
-            "rates": asdict(rates[TORCH]), "rates_by_linear": {name: asdict(one) for name, one in rates.items()},
+            "machine": describe(torch.device("cpu")),
+            "model": model.name,
+            "read_gb_s": read_gb_s,
+            "rates": asdict(rates[TORCH]),
+            "rates_by_linear": {name: asdict(one) for name, one in rates.items()},
             "limits": {name: limit.to_json() for name, limit in limits.items()},
-        }  # fmt: skip
+        }
         out.write_text(json.dumps(document, indent=1) + "\n")
 
 

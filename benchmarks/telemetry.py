@@ -136,9 +136,13 @@ def throughput(
         print(f"  {'on ' if is_on else 'off'} {rates[is_on][-1]:8.1f} tok/s", flush=True)
     off, on = statistics.median(rates[False]), statistics.median(rates[True])
     return {
-        "workload": workload.name, "output_tokens_per_s_off": rates[False], "output_tokens_per_s_on": rates[True],
-        "median_off": off, "median_on": on, "on_by_off": round(on / off, 4),
-    }  # fmt: skip
+        "workload": workload.name,
+        "output_tokens_per_s_off": rates[False],
+        "output_tokens_per_s_on": rates[True],
+        "median_off": off,
+        "median_on": on,
+        "on_by_off": round(on / off, 4),
+    }
 
 
 # ---- microseconds of a step --------------------------------------------------------------------------------------
@@ -177,9 +181,18 @@ class _TimedMetrics(EngineMetrics):
 def step_microseconds(sink: MetricSink) -> float:
     """Return what a step of ``NULL_SEQUENCES`` decodes spends on metrics."""
     info = EngineInfo(
-        model="null", block_size=256, num_blocks=NULL_BLOCKS, num_host_blocks=0, max_model_len=10**6, vocab_size=1000,
-        dtype="none", device="cpu", attention_backend="none", eos_token_ids=(), default_sampling={},
-    )  # fmt: skip
+        model="null",
+        block_size=256,
+        num_blocks=NULL_BLOCKS,
+        num_host_blocks=0,
+        max_model_len=10**6,
+        vocab_size=1000,
+        dtype="none",
+        device="cpu",
+        attention_backend="none",
+        eos_token_ids=(),
+        default_sampling={},
+    )
     engine = Engine(EngineConfig(model="null", max_num_seqs=NULL_SEQUENCES), NullRunner(), info, sink)
     timed = engine.metrics = _TimedMetrics(sink, engine.block_manager, engine.scheduler)
     for number in range(NULL_SEQUENCES):
@@ -220,9 +233,13 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{result['workload']}: {rates}, on by off {result['on_by_off']:.4f}")
     if options.out:
         document = {
-            "machine": describe(torch.device("cpu")), "model": Path(options.model).name, "options": chosen,
-            "on": names, "step_microseconds": micros, "throughput": result,
-        }  # fmt: skip
+            "machine": describe(torch.device("cpu")),
+            "model": Path(options.model).name,
+            "options": chosen,
+            "on": names,
+            "step_microseconds": micros,
+            "throughput": result,
+        }
         options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 

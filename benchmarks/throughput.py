@@ -76,8 +76,11 @@ def _write(path: Path, model: str, options: dict[str, Any], results: list[dict[s
     from benchmarks.machine import describe
 
     document = {
-        "machine": describe(torch.device("cpu")), "model": Path(model).name, "options": options, "results": results
-    }  # fmt: skip
+        "machine": describe(torch.device("cpu")),
+        "model": Path(model).name,
+        "options": options,
+        "results": results,
+    }
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -21,9 +21,15 @@ __all__ = ["CHROMIUM", "FLAGS"]
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = [
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 FOLDER = Path(__file__).with_name("screenshots")
 CLIENTS = 10
 WARM_UP_S = 75.0  # so that the charts show something, and the caches are not full

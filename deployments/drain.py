@@ -74,10 +74,25 @@ def _announce(node: str, address: str, seconds: int) -> bool:
     """Tell Ray that ``node`` will be gone after ``seconds``; returns whether it has understood."""
     try:
         told = subprocess.run(
-            ["ray", "drain-node", "--address", address, "--node-id", node, "--reason", REASON,
-             "--reason-message", "Kubernetes ends the pod", "--deadline-remaining-seconds", str(seconds)],
-            capture_output=True, text=True, check=False, timeout=ANNOUNCE_TIMEOUT_S,
-        )  # fmt: skip
+            [
+                "ray",
+                "drain-node",
+                "--address",
+                address,
+                "--node-id",
+                node,
+                "--reason",
+                REASON,
+                "--reason-message",
+                "Kubernetes ends the pod",
+                "--deadline-remaining-seconds",
+                str(seconds),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=ANNOUNCE_TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
         problem = f"no answer within {ANNOUNCE_TIMEOUT_S:g} s"
     else:

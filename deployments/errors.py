@@ -82,8 +82,13 @@ class RequestTimeoutError(PagodaError):
 
 
 _LOSSES = (
-    EngineDeadError, ReplicaStalledError, DeploymentUnavailableError, RayActorError, NodeDiedError, WorkerCrashedError,
-)  # fmt: skip
+    EngineDeadError,
+    ReplicaStalledError,
+    DeploymentUnavailableError,
+    RayActorError,
+    NodeDiedError,
+    WorkerCrashedError,
+)
 
 
 def unwrap(error: BaseException) -> BaseException:

@@ -210,9 +210,15 @@ class AsyncEngine:
         def add() -> None:
             try:
                 self._engine.queue_request(
-                    stream.key, prompt_token_ids, params, priority=priority, cache_salt=cache_salt,
-                    output_token_ids=output_token_ids, grammar=grammar, on_shed=self._shed,
-                )  # fmt: skip
+                    stream.key,
+                    prompt_token_ids,
+                    params,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    output_token_ids=output_token_ids,
+                    grammar=grammar,
+                    on_shed=self._shed,
+                )
             except OverloadedError as error:
                 _call_soon(stream.loop, stream.fail, error)
             except Exception as error:  # a request that trips over a bug of ours is still only one request

@@ -131,9 +131,13 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             self._require_positive_int(name)
         for name in (
-            "max_model_len", "block_size", "num_blocks", "max_queued_requests", "max_queued_prefill_tokens",
+            "max_model_len",
+            "block_size",
+            "num_blocks",
+            "max_queued_requests",
+            "max_queued_prefill_tokens",
             "num_threads",
-        ):  # fmt: skip
+        ):
             if getattr(self, name) is not None:
                 self._require_positive_int(name)
         for name in ("enable_prefix_caching", "use_tqdm_on_load", "skip_tokenizer_init", "enforce_eager"):

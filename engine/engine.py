@@ -151,9 +151,14 @@ class Engine:
         sink = sink or NullSink()
         self.metrics = EngineMetrics(sink, self.block_manager, self.scheduler)
         sink.set(
-            ENGINE_INFO, 1, model=config.served_model_name or info.model, block_size=str(info.block_size),
-            num_blocks=str(info.num_blocks), attention_backend=info.attention_backend, dtype=info.dtype,
-        )  # fmt: skip
+            ENGINE_INFO,
+            1,
+            model=config.served_model_name or info.model,
+            block_size=str(info.block_size),
+            num_blocks=str(info.num_blocks),
+            attention_backend=info.attention_backend,
+            dtype=info.dtype,
+        )
         sink.set(ENGINE_START_TIME, time.time())
         self.metrics.report_state()
         self._backlog = PrefillBacklog(self.block_manager)
@@ -540,5 +545,8 @@ def _log_sharing(group: SequenceGroup) -> None:
         saved, held = group.num_blocks_saved, group.num_blocks_held
         logger.info(
             "request %s: sharing saved %d of the %d KV blocks of its answers (%.0f%%)",
-            group.request_id, saved, held, 100 * saved / held,
-        )  # fmt: skip
+            group.request_id,
+            saved,
+            held,
+            100 * saved / held,
+        )

@@ -28,7 +28,11 @@ def argmax_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(len(rows))
     indices = torch.empty(len(rows), dtype=torch.int64)
     kernels.pagoda_argmax(
-        pointer(values), pointer(indices), pointer(rows),
-        ctypes.c_int64(len(rows)), ctypes.c_int64(rows.shape[1]), ctypes.c_int64(rows.stride(0)),
-    )  # fmt: skip
+        pointer(values),
+        pointer(indices),
+        pointer(rows),
+        ctypes.c_int64(len(rows)),
+        ctypes.c_int64(rows.shape[1]),
+        ctypes.c_int64(rows.stride(0)),
+    )
     return values, indices

@@ -19,16 +19,27 @@ __all__ = ["check_tokens", "measure_throughput"]
 
 MAX_TOKENS = 24
 _TOKENS_SHAPE: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 2048,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2048,
+}
 
 
 def _save_random_model(directory: str, device: torch.device, dtype: torch.dtype, **shape: Any) -> Qwen3ForCausalLM:
     config = Qwen3Config(
-        **shape, tie_word_embeddings=True, eos_token_id=2, bos_token_id=1, pad_token_id=0, rope_theta=1e6,
+        **shape,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        bos_token_id=1,
+        pad_token_id=0,
+        rope_theta=1e6,
         architectures=["Qwen3ForCausalLM"],
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen3ForCausalLM(config).to(dtype).eval()
@@ -52,8 +63,14 @@ def check_tokens(device: torch.device) -> dict[str, Any]:
         expected = [_transformers_answer(model, prompt, device) for prompt in prompts]
         results: dict[str, Any] = {"passed": True}
         for options in ({}, {"num_blocks": 48, "block_size": 16, "max_num_batched_tokens": 64}):
-            llm = LLM(directory, dtype="float32", device=str(device), skip_tokenizer_init=True,
-                      kv_cache_memory=None if options else "64MiB", **options)  # fmt: skip
+            llm = LLM(
+                directory,
+                dtype="float32",
+                device=str(device),
+                skip_tokenizer_init=True,
+                kv_cache_memory=None if options else "64MiB",
+                **options,
+            )
             outputs = llm.generate(
                 [{"prompt_token_ids": prompt} for prompt in prompts],
                 SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True),
@@ -73,9 +90,13 @@ def check_tokens(device: torch.device) -> dict[str, Any]:
 def _transformers_answer(model: Qwen3ForCausalLM, prompt: list[int], device: torch.device) -> list[int]:
     ids = torch.tensor([prompt], device=device)
     output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS,
-        do_sample=False, eos_token_id=None,
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=MAX_TOKENS,
+        min_new_tokens=MAX_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+    )
     answer: list[int] = output[0, len(prompt) :].tolist()
     return answer
 
@@ -86,11 +107,15 @@ def measure_throughput(device: torch.device, sizes: Sizes, limits: dict[str, flo
     The limit counts the bytes that a decode step must read, weights and K and V, at the measured copy bandwidth.
     """
     shape = {
-        "hidden_size": sizes.hidden_size, "intermediate_size": sizes.intermediate_size,
-        "num_hidden_layers": sizes.num_layers, "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads, "head_dim": sizes.head_dim, "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocab_size,
         "max_position_embeddings": 8192,
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as directory:
         model = _save_random_model(directory, device, torch.bfloat16, **shape)
         weight_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
@@ -99,9 +124,16 @@ def measure_throughput(device: torch.device, sizes: Sizes, limits: dict[str, flo
         if device.type == "cuda":
             torch.cuda.empty_cache()
         started = perf_counter()
-        llm = LLM(directory, device=str(device), skip_tokenizer_init=True, max_num_seqs=max(sizes.batches),
-                  max_model_len=2048, enable_prefix_caching=False, max_num_batched_tokens=8192,
-                  kv_cache_memory=None if device.type == "cuda" else "64MiB")  # fmt: skip
+        llm = LLM(
+            directory,
+            device=str(device),
+            skip_tokenizer_init=True,
+            max_num_seqs=max(sizes.batches),
+            max_model_len=2048,
+            enable_prefix_caching=False,
+            max_num_batched_tokens=8192,
+            kv_cache_memory=None if device.type == "cuda" else "64MiB",
+        )
         results: dict[str, Any] = {"load_seconds": perf_counter() - started, "num_blocks": llm.engine.info.num_blocks}
         _our_seconds(llm, 2, sizes, 4)
         for batch in sizes.batches:
@@ -139,9 +171,13 @@ def _transformers_seconds(model: Qwen3ForCausalLM, batch: int, sizes: Sizes, dev
 
     def generate(tokens: int) -> None:
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
             eos_token_id=None,
-        )  # fmt: skip
+        )
         synchronize(device)
 
     generate(2)

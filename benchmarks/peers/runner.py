@@ -21,7 +21,7 @@ from benchmarks.workloads import load as load_workload
 __all__ = [
     "KV_CACHE_GIB", "MAX_MODEL_LEN", "MAX_NUM_BATCHED_TOKENS", "MAX_NUM_SEQS", "WARM_UP", "Generate", "Load", "main",
     "measure", "num_cores", "run_workloads",
-]  # fmt: skip
+]
 
 Generate = Callable[[list[Request]], int]  # answers all requests greedily, ignoring EOS; returns how many tokens came
 Load = Callable[[str, list[Workload]], Generate]

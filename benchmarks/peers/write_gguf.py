@@ -20,7 +20,7 @@ _IN_LAYER = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+}
 
 
 def gguf_name(name: str) -> str | None:
@@ -78,7 +78,7 @@ def _add_vocabulary(writer: Any, tokenizer: dict[str, Any], config: dict[str, An
         else gguf.TokenType.CONTROL if token_id in special
         else gguf.TokenType.NORMAL
         for token_id in range(size)
-    ]  # fmt: skip
+    ]
     writer.add_tokenizer_model("gpt2")  # byte-level BPE
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list([texts.get(token_id, f"[UNUSED{token_id}]") for token_id in range(size)])

@@ -28,8 +28,14 @@ def plot(results: dict[str, Any], path: Path) -> None:
         left.annotate(str(number), (x, hit["mean"] * 100), xytext=(4, 4), textcoords="offset points", fontsize=8)
         right.barh(number, x, xerr=p90["ci95"], color=colour, height=0.7)
         text = f"{p90['mean']:.2f} s" + (" (beyond the axis)" if p90["mean"] > slowest else "")
-        right.text(min(x + p90["ci95"] + 0.2, slowest - 5.5 if x == slowest else slowest), number, text, va="center",
-                   fontsize=8, color="white" if x == slowest else "black")  # fmt: skip
+        right.text(
+            min(x + p90["ci95"] + 0.2, slowest - 5.5 if x == slowest else slowest),
+            number,
+            text,
+            va="center",
+            fontsize=8,
+            color="white" if x == slowest else "black",
+        )
     limits = rows[0]["bounds"]
     left.axhline(limits["pooled"] * 100, color="black", ls="--", lw=1)
     left.text(slowest, limits["pooled"] * 100 + 0.3, "one LRU cache of 12M tokens", ha="right", fontsize=8)

@@ -106,8 +106,10 @@ def _measure(result: Result) -> dict[str, Any]:
     waits = np.array([job.first_token_at - job.request.at for job in result.jobs])
     tokens = sum(job.request.input_tokens for job in result.jobs)
     computed = [replica.computed_tokens for replica in result.cluster.all_replicas]
-    wrong = [abs(min(job.predicted_blocks * BLOCK_SIZE, job.request.input_tokens - 1) - job.hit_tokens)
-             for job in result.jobs]  # fmt: skip
+    wrong = [
+        abs(min(job.predicted_blocks * BLOCK_SIZE, job.request.input_tokens - 1) - job.hit_tokens)
+        for job in result.jobs
+    ]
     return {
         "hit": sum(job.hit_tokens for job in result.jobs) / tokens,
         "ttft_mean": float(waits.mean()),

@@ -18,10 +18,25 @@ from engine.text import Tokenizer
 __all__ = ["for_answers", "for_prompt", "require_few_answers", "sampling_params", "with_bad_words"]
 
 _NAMES = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
-    "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
-)  # fmt: skip
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
 
 
 def require_few_answers(request: GenerationRequest, num_prompts: int, limits: LimitOptions) -> None:

@@ -50,9 +50,12 @@ DECISION_BUCKETS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 
 HTTP_REQUESTS = Metric("http_requests", "counter", "HTTP requests answered.", ("path", "status"))
 INGRESS_INFO = Metric("ingress_info", "gauge", "Always 1; the labels describe the ingress.", ("model",))
 ROUTING_DECISIONS = Metric(
-    "routing_decisions", "counter", "Choices of a replica for a request, by why it came first.", ("outcome",),
+    "routing_decisions",
+    "counter",
+    "Choices of a replica for a request, by why it came first.",
+    ("outcome",),
     known=(("hit",), ("cold",), ("balanced",), ("fallback",), ("retry",)),
-)  # fmt: skip
+)
 ROUTING_DECISION_SECONDS = Metric(
     "routing_decision_seconds", "histogram", "Time to rank the replicas for one request.", (), DECISION_BUCKETS
 )
@@ -63,18 +66,24 @@ ROUTING_BEST_HIT_TOKENS = Metric(
     "routing_best_hit_tokens", "counter", "Prompt tokens that some replica was thought to have cached."
 )
 INGRESS_REJECTIONS = Metric(
-    "ingress_rejections", "counter", "Requests refused before an engine saw them.", ("reason",),
+    "ingress_rejections",
+    "counter",
+    "Requests refused before an engine saw them.",
+    ("reason",),
     known=(("overloaded",),),
-)  # fmt: skip
+)
 KV_INDEX_BLOCKS = Metric("kv_index_blocks", "gauge", "KV blocks that this ingress knows of.")
 KV_INDEX_LAG = Metric(
     "kv_index_lag_seconds", "histogram", "From an engine's step to when this ingress heard of it.", (), LAG_BUCKETS
 )
 KV_INDEX_GAPS = Metric("kv_index_gaps", "counter", "Times that KV events were missing and a snapshot was asked for.")
 KV_INDEX_DROPPED = Metric(
-    "kv_index_dropped_messages", "counter", "Messages and endpoints that were refused.", ("reason",),
+    "kv_index_dropped_messages",
+    "counter",
+    "Messages and endpoints that were refused.",
+    ("reason",),
     known=(("malformed",), ("oversized",)),
-)  # fmt: skip
+)
 REQUEST_MIGRATIONS = Metric("request_migrations", "counter", "Requests sent to another replica after theirs was lost.")
 REPLICAS = Metric("replicas", "gauge", "Engine replicas that this ingress knows of.", ("state",))
 REPLICAS_MIN = Metric("replicas_min", "gauge", "Engine replicas that there are at least when all is well.")

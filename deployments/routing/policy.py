@@ -113,9 +113,14 @@ class RoutingState:
     # --- decisions -------------------------------------------------------------------------------------------------
 
     def choose(
-        self, candidates: Sequence[str], hashes: Sequence[int], num_tokens: int, *, now: float,
+        self,
+        candidates: Sequence[str],
+        hashes: Sequence[int],
+        num_tokens: int,
+        *,
+        now: float,
         avoid: Collection[str] = (),
-    ) -> Decision:  # fmt: skip
+    ) -> Decision:
         """Order ``candidates`` (one at least) for a prompt of ``num_tokens`` whose full blocks have ``hashes``."""
         with self._lock:
             if not self._replicas.keys() >= set(candidates):  # Serve offers one before it says that it is there

@@ -30,8 +30,14 @@ class ReplicaLoad:
     """One replica's load in tokens and requests; times are monotonic seconds."""
 
     __slots__ = (
-        "_in_flight", "_in_flight_tokens", "_moved_at", "_unreported", "_unreported_tokens", "report", "reported_at",
-    )  # fmt: skip
+        "_in_flight",
+        "_in_flight_tokens",
+        "_moved_at",
+        "_unreported",
+        "_unreported_tokens",
+        "report",
+        "reported_at",
+    )
 
     def __init__(self) -> None:
         self.report: EngineLoad | None = None

@@ -228,9 +228,15 @@ def load_message(generation: int, number: int, load: EngineLoad | None) -> LoadM
     if load is None:
         return LoadMessage(generation, number, None)
     fields = _Load(
-        load.num_running, load.num_waiting, load.queued_prefill_tokens, load.num_blocks, load.num_free_blocks,
-        load.prefill_tokens_per_s, load.decode_step_s, load.num_steps,
-    )  # fmt: skip
+        load.num_running,
+        load.num_waiting,
+        load.queued_prefill_tokens,
+        load.num_blocks,
+        load.num_free_blocks,
+        load.prefill_tokens_per_s,
+        load.decode_step_s,
+        load.num_steps,
+    )
     return LoadMessage(generation, number, fields)
 
 

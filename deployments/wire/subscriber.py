@@ -222,9 +222,13 @@ class KVEventSubscriber:
 
     def _join(self, target: _Target) -> None:
         feed = ReplicaFeed(
-            target.replica, self._listener, self._sink,
-            now=time.monotonic(), silence_s=self._silence_s, resync_s=self._resync_s,
-        )  # fmt: skip
+            target.replica,
+            self._listener,
+            self._sink,
+            now=time.monotonic(),
+            silence_s=self._silence_s,
+            resync_s=self._resync_s,
+        )
         self._connect(target, feed)
 
     def _connect(self, target: _Target, feed: ReplicaFeed) -> None:

@@ -47,12 +47,14 @@ def cells_by_slice(blocks: Sequence_[Block], size: int) -> Iterator[bytes]:
     """Yield the cells of ``size`` blocks that make a BlockMap's ``cells``, a slice of the pool at a time."""
     step = max(1, _SLICE // size) * size
     for start in range(0, len(blocks), step):
-        states = bytes([  # in line: a call for each block would take twice as long
-            (_USED if references == 1 else _SHARED)
-            if (references := block.ref_count)
-            else (_FREE if block.block_hash is None else _CACHED)
-            for block in blocks[start : start + step]
-        ])  # fmt: skip
+        states = bytes(
+            [  # in line: a call for each block would take twice as long
+                (_USED if references == 1 else _SHARED)
+                if (references := block.ref_count)
+                else (_FREE if block.block_hash is None else _CACHED)
+                for block in blocks[start : start + step]
+            ]
+        )
         yield bytes(
             states.count(state, first, first + size)
             for first in range(0, len(states), size)

@@ -218,6 +218,7 @@ def _check_ids(kind: str, ids: Iterable[int], count: int) -> None:
 def _as_words(blocks: torch.Tensor) -> torch.Tensor:
     """Return a view of the last dimension as the widest integers that divide it: those are copied fastest."""
     num_bytes = blocks.shape[-1] * blocks.dtype.itemsize
-    widest = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
-                  if num_bytes % dtype.itemsize == 0)  # fmt: skip
+    widest = next(
+        dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if num_bytes % dtype.itemsize == 0
+    )
     return blocks.view(widest)

@@ -170,11 +170,20 @@ class _Layer:
         self.down = PackedLinear(kind, self.intermediate_size, hidden, has_bias=config.mlp_bias)
         self._norms: dict[str, torch.Tensor] = {}
         self.c_layer = CLayer(
-            self.qkv.c_weight, self.output.c_weight, self.gate_up.c_weight, self.down.c_weight,
-            num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, hidden_size=hidden,
-            intermediate_size=self.intermediate_size, sliding_window=config.sliding_windows[index] or 0,
-            is_bf16=dtype == torch.bfloat16, eps=config.rms_norm_eps, scale=head_dim**-0.5,
-        )  # fmt: skip
+            self.qkv.c_weight,
+            self.output.c_weight,
+            self.gate_up.c_weight,
+            self.down.c_weight,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            hidden_size=hidden,
+            intermediate_size=self.intermediate_size,
+            sliding_window=config.sliding_windows[index] or 0,
+            is_bf16=dtype == torch.bfloat16,
+            eps=config.rms_norm_eps,
+            scale=head_dim**-0.5,
+        )
 
     @property
     def num_bytes(self) -> int:

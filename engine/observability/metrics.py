@@ -66,28 +66,37 @@ KV_USAGE = Metric("kv_cache_usage_ratio", "gauge", "Share of KV blocks in use by
 KV_CACHED = Metric("kv_cache_cached_ratio", "gauge", "Share of KV blocks free but still holding a cached prefix.")
 KV_BLOCKS = Metric("kv_blocks", "gauge", "KV blocks by state; shared is a part of used.", ("state",))
 ENGINE_INFO = Metric(
-    "engine_info", "gauge", "Always 1; the labels describe the engine.",
+    "engine_info",
+    "gauge",
+    "Always 1; the labels describe the engine.",
     ("model", "block_size", "num_blocks", "attention_backend", "dtype"),
-)  # fmt: skip
+)
 CACHE_QUERIES = Metric("prefix_cache_query_tokens", "counter", "Prompt tokens looked up in the prefix cache.")
 CACHE_HITS = Metric("prefix_cache_hit_tokens", "counter", "Prompt tokens that the prefix cache served.")
 ENGINE_START_TIME = Metric(
-    "engine_start_time_seconds", "gauge",
+    "engine_start_time_seconds",
+    "gauge",
     "When this engine was ready, in seconds since 1970; a replica that is restarted comes back under another name.",
-)  # fmt: skip
+)
 PREEMPTIONS = Metric(
     "preemptions", "counter", "Sequences preempted for want of KV blocks.", ("kind",), known=(("swap",), ("recompute",))
 )
 PROMPT_TOKENS = Metric("prompt_tokens", "counter", "Prompt tokens of requests that were started.")
 GENERATION_TOKENS = Metric("generation_tokens", "counter", "Tokens generated.")
 REQUESTS_FINISHED = Metric(
-    "requests_finished", "counter", "Requests that ended, by reason; abort: the client went away.", ("reason",),
+    "requests_finished",
+    "counter",
+    "Requests that ended, by reason; abort: the client went away.",
+    ("reason",),
     known=(("stop",), ("length",), ("abort",), ("error",)),
-)  # fmt: skip
+)
 REQUESTS_REJECTED = Metric(
-    "requests_rejected", "counter", "Requests refused by the engine: overloaded, or the parameter that was wrong.",
-    ("reason",), known=(("overloaded",), ("prompt",)),
-)  # fmt: skip
+    "requests_rejected",
+    "counter",
+    "Requests refused by the engine: overloaded, or the parameter that was wrong.",
+    ("reason",),
+    known=(("overloaded",), ("prompt",)),
+)
 BLOCKS_EVICTED = Metric("blocks_evicted", "counter", "Cached KV blocks that were overwritten.")
 TTFT = Metric("time_to_first_token_seconds", "histogram", "From arrival to the first token.", (), TTFT_BUCKETS)
 INTER_TOKEN = Metric(
@@ -108,9 +117,13 @@ REQUEST_GENERATION = Metric(
 DRAFT_TOKENS = Metric("spec_decode_num_draft_tokens", "counter", "Tokens guessed and computed before they were known.")
 ACCEPTED_TOKENS = Metric("spec_decode_num_accepted_tokens", "counter", "Tokens that were gained by right guesses.")
 STEP_SECONDS = Metric(
-    "step_seconds", "histogram", "Time of one engine step, by phase.", ("phase",), STEP_BUCKETS,
+    "step_seconds",
+    "histogram",
+    "Time of one engine step, by phase.",
+    ("phase",),
+    STEP_BUCKETS,
     (("schedule",), ("forward",), ("sample",)),
-)  # fmt: skip
+)
 STEP_TOKENS = Metric("step_tokens", "histogram", "Tokens computed in one engine step.", (), TOKEN_BUCKETS)
 
 OVERLOADED = "overloaded"  # the reason of REQUESTS_REJECTED where the queue was full

@@ -105,10 +105,18 @@ class Sampler:
         # Equal logits, and more tokens allowed than top-p looks at, so that it has to sort.
         logits = torch.zeros(num_rows, self._vocab_size, device=self._device)
         params = SamplingParams(
-            temperature=0.5, top_p=0.99, min_p=0.01, min_tokens=1, logprobs=MAX_LOGPROBS, repetition_penalty=1.1,
-            frequency_penalty=0.1, presence_penalty=0.1, logit_bias={0: 1.0}, bad_words_token_ids=((0, 0, 0, 0),),
+            temperature=0.5,
+            top_p=0.99,
+            min_p=0.01,
+            min_tokens=1,
+            logprobs=MAX_LOGPROBS,
+            repetition_penalty=1.1,
+            frequency_penalty=0.1,
+            presence_penalty=0.1,
+            logit_bias={0: 1.0},
+            bad_words_token_ids=((0, 0, 0, 0),),
             allowed_token_ids=list(range(min(2 * self._num_candidates, self._vocab_size))),
-        )  # fmt: skip
+        )
         groups = [
             SequenceGroup(
                 "warm-up", [0], params, arrival=0, root=0, stop_token_ids=frozenset({1}), max_total_tokens=2, seed=row

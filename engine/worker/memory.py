@@ -102,8 +102,13 @@ def gpu_memory_for_cache(config: EngineConfig, device: torch.device) -> int:
     budget = int(total * config.gpu_memory_utilization)
     weights = statistics["allocated_bytes.all.current"]
     left = budget - taken_by_others - weights - peak_activations
-    logger.info("GPU memory: %.2f GiB in all, %.2f weights, %.2f activations, %.2f for the KV cache",
-                total / 2**30, weights / 2**30, peak_activations / 2**30, left / 2**30)  # fmt: skip
+    logger.info(
+        "GPU memory: %.2f GiB in all, %.2f weights, %.2f activations, %.2f for the KV cache",
+        total / 2**30,
+        weights / 2**30,
+        peak_activations / 2**30,
+        left / 2**30,
+    )
     return int(min(left, free + reusable - peak_activations))
 
 

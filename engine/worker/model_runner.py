@@ -135,8 +135,12 @@ class ModelRunner:
         kind = "CPU" if self.device.type == "cpu" else "GPU"
         logger.info(
             "%s KV cache size: %s tokens, %d blocks of %d in %.2f GiB",
-            kind, f"{tokens:,}", self.num_blocks, self.block_size, size / 2**30,
-        )  # fmt: skip
+            kind,
+            f"{tokens:,}",
+            self.num_blocks,
+            self.block_size,
+            size / 2**30,
+        )
         length = self.max_model_len
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", tokens / length)
 

@@ -86,8 +86,10 @@ class ModelWorker:
         if rank == 0:
             logger.info(
                 "Using %s attention backend on %s, with blocks of %d tokens",
-                self.backend.name, self.device, self.block_size,
-            )  # fmt: skip
+                self.backend.name,
+                self.device,
+                self.block_size,
+            )
         self.parallel = TensorParallel()
 
     def load(self, rendezvous: str) -> None:
@@ -101,10 +103,16 @@ class ModelWorker:
             self._take_threads()
         self.parallel = TensorParallel.join(self.rank, self.config.tensor_parallel_size, self.device, rendezvous)
         self.model = load_decoder(
-            self.config.model, self.hf_config, dtype=self.dtype, device=self.device,
-            max_model_len=self.max_model_len, parallel=self.parallel, quantization=self.config.quantization,
-            use_cpu_kernels=self.backend.name == "cpu", show_progress=self.config.use_tqdm_on_load and self.rank == 0,
-        )  # fmt: skip
+            self.config.model,
+            self.hf_config,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            parallel=self.parallel,
+            quantization=self.config.quantization,
+            use_cpu_kernels=self.backend.name == "cpu",
+            show_progress=self.config.use_tqdm_on_load and self.rank == 0,
+        )
 
     def _take_threads(self) -> None:
         """Let this rank's share of the threads compute; ranks that are processes of their own begin with it."""

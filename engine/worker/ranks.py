@@ -98,12 +98,20 @@ class RemoteRanks:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "engine.worker.rank",
-                 str(number), str(theirs.fileno()), str(os.getpid()), self._directory],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "engine.worker.rank",
+                    str(number),
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    self._directory,
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            )  # fmt: skip
+            )
         return _Rank(number, process, Connection(ours.detach()))
 
     # --- calls, from the thread that drives rank 0 ----------------------------------------------------------------

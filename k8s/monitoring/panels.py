@@ -52,12 +52,16 @@ class Panel:
             "options": self._options(),
             "targets": [
                 {
-                    "refId": chr(ord("A") + index), "datasource": DATASOURCE, "editorMode": "code",
-                    "expr": expression, "legendFormat": legend, "range": True,
+                    "refId": chr(ord("A") + index),
+                    "datasource": DATASOURCE,
+                    "editorMode": "code",
+                    "expr": expression,
+                    "legendFormat": legend,
+                    "range": True,
                 }
                 for index, (legend, expression) in enumerate(self.targets)
             ],
-        }  # fmt: skip
+        }
 
     def _defaults(self) -> Json:
         limits = [(None, self.base_colour), *self.thresholds]
@@ -74,11 +78,16 @@ class Panel:
 
     def _lines(self) -> Json:
         return {
-            "drawStyle": "line", "lineInterpolation": "linear", "lineWidth": 1, "showPoints": "never",
-            "spanNulls": False, "fillOpacity": 30 if self.stacked else 8, "gradientMode": "none",
+            "drawStyle": "line",
+            "lineInterpolation": "linear",
+            "lineWidth": 1,
+            "showPoints": "never",
+            "spanNulls": False,
+            "fillOpacity": 30 if self.stacked else 8,
+            "gradientMode": "none",
             "stacking": {"mode": "normal" if self.stacked else "none", "group": "A"},
             "thresholdsStyle": {"mode": "dashed" if self.thresholds else "off"},
-        }  # fmt: skip
+        }
 
     def _overrides(self) -> list[Json]:
         return [
@@ -92,16 +101,23 @@ class Panel:
     def _options(self) -> Json:
         if self.kind == "stat":
             return {
-                "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "colorMode": "value",
-                "graphMode": "area", "justifyMode": "auto", "orientation": "auto", "textMode": "auto",
+                "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+                "colorMode": "value",
+                "graphMode": "area",
+                "justifyMode": "auto",
+                "orientation": "auto",
+                "textMode": "auto",
                 "wideLayout": True,
-            }  # fmt: skip
+            }
         return {
             "legend": {
-                "displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": ["mean", "lastNotNull"],
+                "displayMode": "table",
+                "placement": "bottom",
+                "showLegend": True,
+                "calcs": ["mean", "lastNotNull"],
             },
             "tooltip": {"mode": "multi", "sort": "desc"},
-        }  # fmt: skip
+        }
 
 
 def latency(title: str, name: str, description: str, thresholds: Sequence[tuple[float, str]] = ()) -> Panel:

@@ -128,12 +128,24 @@ class CpuStep:
         # The structure holds addresses only: whatever they lead to must live as long.
         self._kept = (hidden, positions, rope, metadata, partial)
         self.c_step = CStep(
-            hidden.data_ptr(), None if partial is None else partial.data_ptr(), rope.data_ptr(), positions.data_ptr(),
-            metadata.slot_mapping.data_ptr(), metadata.cu_seqlens_q.data_ptr(), metadata.seq_lens.data_ptr(),
-            block_tables.data_ptr(), hidden.shape[0], len(metadata.seq_lens), block_tables.shape[1], block_size,
-            scratch.words.data_ptr(), scratch.row_scales.data_ptr(), scratch.wide.data_ptr(),
-            scratch.query.data_ptr(), scratch.attended.data_ptr(),
-        )  # fmt: skip
+            hidden.data_ptr(),
+            None if partial is None else partial.data_ptr(),
+            rope.data_ptr(),
+            positions.data_ptr(),
+            metadata.slot_mapping.data_ptr(),
+            metadata.cu_seqlens_q.data_ptr(),
+            metadata.seq_lens.data_ptr(),
+            block_tables.data_ptr(),
+            hidden.shape[0],
+            len(metadata.seq_lens),
+            block_tables.shape[1],
+            block_size,
+            scratch.words.data_ptr(),
+            scratch.row_scales.data_ptr(),
+            scratch.wide.data_ptr(),
+            scratch.query.data_ptr(),
+            scratch.attended.data_ptr(),
+        )
 
 
 def attention_half(layer: CLayer, step: CpuStep, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
@@ -142,9 +154,11 @@ def attention_half(layer: CLayer, step: CpuStep, key_cache: torch.Tensor, value_
     The caches are [num_blocks, block_size, num_kv_heads, head_dim].
     """
     require().pagoda_attention_half(
-        ctypes.byref(layer), ctypes.byref(step.c_step),
-        pointer(key_cache), pointer(value_cache),
-    )  # fmt: skip
+        ctypes.byref(layer),
+        ctypes.byref(step.c_step),
+        pointer(key_cache),
+        pointer(value_cache),
+    )
 
 
 def mlp_half(layer: CLayer, step: CpuStep) -> None:
@@ -161,9 +175,12 @@ def all_layers(layers: list[CLayer], step: CpuStep, caches: list[tuple[torch.Ten
     count = len(layers)
     addresses = ctypes.c_void_p * count
     require().pagoda_layers(
-        addresses(*map(ctypes.addressof, layers)), ctypes.c_int32(count), ctypes.byref(step.c_step),
-        addresses(*(keys.data_ptr() for keys, _ in caches)), addresses(*(values.data_ptr() for _, values in caches)),
-    )  # fmt: skip
+        addresses(*map(ctypes.addressof, layers)),
+        ctypes.c_int32(count),
+        ctypes.byref(step.c_step),
+        addresses(*(keys.data_ptr() for keys, _ in caches)),
+        addresses(*(values.data_ptr() for _, values in caches)),
+    )
 
 
 def logits(
@@ -174,7 +191,12 @@ def logits(
     assert hidden.dtype == torch.float32
     scratch.reserve(hidden.shape[0])
     require().pagoda_logits(
-        pointer(output), pointer(hidden), ctypes.c_int32(hidden.shape[0]),
-        pointer(norm), ctypes.c_float(eps), ctypes.byref(head.c_weight),
-        pointer(scratch.words), pointer(scratch.row_scales),
-    )  # fmt: skip
+        pointer(output),
+        pointer(hidden),
+        ctypes.c_int32(hidden.shape[0]),
+        pointer(norm),
+        ctypes.c_float(eps),
+        ctypes.byref(head.c_weight),
+        pointer(scratch.words),
+        pointer(scratch.row_scales),
+    )

@@ -78,9 +78,14 @@ class PackedLinear:
         self._sums = torch.zeros(panels * LANES, dtype=torch.int32) if is_int8 else None
         self._bias = torch.zeros(panels * LANES) if has_bias else None
         self.c_weight = CWeight(
-            pointer(self._words), pointer(self._scales), pointer(self._sums), pointer(self._bias),
-            kind, in_features, out_features,
-        )  # fmt: skip
+            pointer(self._words),
+            pointer(self._scales),
+            pointer(self._sums),
+            pointer(self._bias),
+            kind,
+            in_features,
+            out_features,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -102,12 +107,18 @@ class PackedLinear:
             weight = weight.float()
         weight = weight.contiguous()
         require().pagoda_pack_weight(
-            ctypes.c_void_p(self.c_weight.words), ctypes.c_void_p(self.c_weight.scales),
-            ctypes.c_void_p(self.c_weight.sums), pointer(weight),
-            ctypes.c_int32(weight.dtype == torch.bfloat16), ctypes.c_int32(self.kind),
-            ctypes.c_int32(weight.shape[0]), ctypes.c_int32(self.in_features),
-            ctypes.c_int32(first_output), ctypes.c_int32(every), ctypes.c_int32(offset),
-        )  # fmt: skip
+            ctypes.c_void_p(self.c_weight.words),
+            ctypes.c_void_p(self.c_weight.scales),
+            ctypes.c_void_p(self.c_weight.sums),
+            pointer(weight),
+            ctypes.c_int32(weight.dtype == torch.bfloat16),
+            ctypes.c_int32(self.kind),
+            ctypes.c_int32(weight.shape[0]),
+            ctypes.c_int32(self.in_features),
+            ctypes.c_int32(first_output),
+            ctypes.c_int32(every),
+            ctypes.c_int32(offset),
+        )
 
     def set_bias(self, bias: torch.Tensor, *, every: int = 1, offset: int = 0) -> None:
         """Take a bias [n] for the outputs; ``every`` and ``offset`` as for the weights."""
@@ -132,10 +143,14 @@ def pack_rows(
     scales = torch.empty(x.shape[0])
     rows = CRows(words.data_ptr(), scales.data_ptr(), x.shape[0])
     require().pagoda_pack_rows(
-        ctypes.byref(rows), pointer(x), ctypes.c_int32(x.dtype == torch.bfloat16),
-        ctypes.c_int32(kind), ctypes.c_int32(x.shape[1]),
-        pointer(norm), ctypes.c_float(eps),
-    )  # fmt: skip
+        ctypes.byref(rows),
+        pointer(x),
+        ctypes.c_int32(x.dtype == torch.bfloat16),
+        ctypes.c_int32(kind),
+        ctypes.c_int32(x.shape[1]),
+        pointer(norm),
+        ctypes.c_float(eps),
+    )
     return words, scales
 
 
@@ -145,7 +160,10 @@ def linear(x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
     rows = CRows(words.data_ptr(), scales.data_ptr(), x.shape[0])
     output = torch.empty(x.shape[0], weight.out_features)
     require().pagoda_linear(
-        pointer(output), ctypes.c_int64(weight.out_features), ctypes.byref(rows),
-        ctypes.byref(weight.c_weight), ctypes.c_int(0),
-    )  # fmt: skip
+        pointer(output),
+        ctypes.c_int64(weight.out_features),
+        ctypes.byref(rows),
+        ctypes.byref(weight.c_weight),
+        ctypes.c_int(0),
+    )
     return output

@@ -39,10 +39,13 @@ class Prefaulter:
         addresses = (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts))
         self._handle = ctypes.c_void_p(
             new(
-                addresses, ctypes.c_int64(len(parts)), ctypes.c_int64(parts[0][0].nbytes),
-                ctypes.c_int64(self._num_blocks), ctypes.c_int32(is_polite),
+                addresses,
+                ctypes.c_int64(len(parts)),
+                ctypes.c_int64(parts[0][0].nbytes),
+                ctypes.c_int64(self._num_blocks),
+                ctypes.c_int32(is_polite),
             )
-        )  # fmt: skip
+        )
         if not self._handle:
             raise MemoryError("no memory is left for the prefaulter")
         weakref.finalize(self, self._library.pagoda_prefault_free, self._handle)

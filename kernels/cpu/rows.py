@@ -31,9 +31,14 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     num_rows, width = table.shape
     gathered = torch.empty(len(rows), width)
     are_there = require().pagoda_gather_rows(
-        pointer(gathered), pointer(table), ctypes.c_int32(table.dtype == torch.bfloat16), ctypes.c_int64(num_rows),
-        pointer(rows), ctypes.c_int32(len(rows)), ctypes.c_int32(width),
-    )  # fmt: skip
+        pointer(gathered),
+        pointer(table),
+        ctypes.c_int32(table.dtype == torch.bfloat16),
+        ctypes.c_int64(num_rows),
+        pointer(rows),
+        ctypes.c_int32(len(rows)),
+        ctypes.c_int32(width),
+    )
     if not are_there:
         raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} are wanted of a table of {num_rows}")
     return gathered

@@ -46,9 +46,16 @@ def _top_k(
     scores, places = torch.empty(num_rows, k), torch.empty(num_rows, k, dtype=torch.int64)
     log_totals = torch.empty(num_rows, 1)
     require().pagoda_top_k(
-        pointer(scores), pointer(places), pointer(log_totals), pointer(rows), pointer(temperatures),
-        ctypes.c_int64(num_rows), ctypes.c_int64(width), ctypes.c_int64(rows.stride(0)), ctypes.c_int64(k),
-    )  # fmt: skip
+        pointer(scores),
+        pointer(places),
+        pointer(log_totals),
+        pointer(rows),
+        pointer(temperatures),
+        ctypes.c_int64(num_rows),
+        ctypes.c_int64(width),
+        ctypes.c_int64(rows.stride(0)),
+        ctypes.c_int64(k),
+    )
     return scores, places, log_totals
 
 
@@ -69,7 +76,14 @@ def draw(
     values, tokens = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
     assert keys.is_contiguous()
     require().pagoda_draw(
-        pointer(values), pointer(tokens), pointer(logits), pointer(temperatures), pointer(floors), pointer(keys),
-        ctypes.c_int64(len(logits)), ctypes.c_int64(logits.shape[1]), ctypes.c_int64(logits.stride(0)),
-    )  # fmt: skip
+        pointer(values),
+        pointer(tokens),
+        pointer(logits),
+        pointer(temperatures),
+        pointer(floors),
+        pointer(keys),
+        ctypes.c_int64(len(logits)),
+        ctypes.c_int64(logits.shape[1]),
+        ctypes.c_int64(logits.stride(0)),
+    )
     return values, tokens

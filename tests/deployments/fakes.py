@@ -23,9 +23,18 @@ from engine.sequence import RequestTiming
 Script = list[EngineOutput | BaseException]
 
 INFO = EngineInfo(
-    model="/some/where/model", block_size=4, num_blocks=64, num_host_blocks=0, max_model_len=128, vocab_size=384,
-    dtype="float32", device="cpu", attention_backend="cpu", eos_token_ids=(2,), default_sampling={"temperature": 0.5},
-)  # fmt: skip
+    model="/some/where/model",
+    block_size=4,
+    num_blocks=64,
+    num_host_blocks=0,
+    max_model_len=128,
+    vocab_size=384,
+    dtype="float32",
+    device="cpu",
+    attention_backend="cpu",
+    eos_token_ids=(2,),
+    default_sampling={"temperature": 0.5},
+)
 
 
 def output(
@@ -95,9 +104,15 @@ class FakeEngines:
 def waiting(requests: int, tokens: int) -> EngineLoad:
     """Return the load of an engine in which so much waits."""
     return EngineLoad(
-        num_running=1, num_waiting=requests, queued_prefill_tokens=tokens, num_blocks=9, num_free_blocks=1,
-        prefill_tokens_per_s=1000.0, decode_step_s=0.01, num_steps=1,
-    )  # fmt: skip
+        num_running=1,
+        num_waiting=requests,
+        queued_prefill_tokens=tokens,
+        num_blocks=9,
+        num_free_blocks=1,
+        prefill_tokens_per_s=1000.0,
+        decode_step_s=0.01,
+        num_steps=1,
+    )
 
 
 def client(engines: FakeEngines, view: ClusterView | None = None, **timeouts: float) -> EngineClient:

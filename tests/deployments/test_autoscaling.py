@@ -15,9 +15,15 @@ from engine.observability.load import EngineLoad
 
 def _load(**changes: Any) -> EngineLoad:
     values = {
-        "num_running": 1, "num_waiting": 0, "queued_prefill_tokens": 0, "num_blocks": 100, "num_free_blocks": 100,
-        "prefill_tokens_per_s": 2000.0, "decode_step_s": 0.01, "num_steps": 5,
-    }  # fmt: skip
+        "num_running": 1,
+        "num_waiting": 0,
+        "queued_prefill_tokens": 0,
+        "num_blocks": 100,
+        "num_free_blocks": 100,
+        "prefill_tokens_per_s": 2000.0,
+        "decode_step_s": 0.01,
+        "num_steps": 5,
+    }
     return EngineLoad(**(values | changes))
 
 
@@ -27,10 +33,13 @@ def _context(loads: list[EngineLoad], requests: float = 1.0, target: int | None 
         for name, value in replica_pressure(load).items():
             metrics.setdefault(name, {})[f"r{index}"] = value
     return SimpleNamespace(
-        current_num_replicas=len(loads), target_num_replicas=len(loads) if target is None else target,
-        aggregated_metrics=metrics, total_num_requests=requests, policy_state={},
+        current_num_replicas=len(loads),
+        target_num_replicas=len(loads) if target is None else target,
+        aggregated_metrics=metrics,
+        total_num_requests=requests,
+        policy_state={},
         config=AutoscalingConfig(**({"min_replicas": 0, "max_replicas": 8} | config)),
-    )  # fmt: skip
+    )
 
 
 def test_a_replica_speaks_of_seconds_and_shares() -> None:

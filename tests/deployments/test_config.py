@@ -38,7 +38,7 @@ def _write(tmp_path: Path, document: Any) -> Path:
         ({"model": "m", "router": {"load_bound": 0.5}}, "args.router.load_bound=0.5"),
         ({"model": "m", "autoscaling": {"max_replicas": 2, "min_replicas": 2}}, "num_engine_replicas=1 must lie"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line_with_the_remedy(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         AppConfig.parse(args)

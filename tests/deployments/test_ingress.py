@@ -166,11 +166,24 @@ def test_a_model_name_that_cannot_be_encoded_is_answered(client: TestClient) -> 
 
 
 ASKING = {  # parameter -> a value that asks for something
-    "suffix": "x", "use_beam_search": True, "beam_width": 2, "early_stopping": True, "length_penalty": 2.0,
-    "tools": [{"type": "function"}], "functions": [{}], "function_call": "auto", "modalities": ["audio"],
-    "audio": {"voice": "x"}, "add_special_tokens": False, "truncate_prompt_tokens": 3, "continue_final_message": True,
-    "add_generation_prompt": False, "documents": [{"text": "x"}], "logits_processors": ["x"], "detokenize": False,
-}  # fmt: skip
+    "suffix": "x",
+    "use_beam_search": True,
+    "beam_width": 2,
+    "early_stopping": True,
+    "length_penalty": 2.0,
+    "tools": [{"type": "function"}],
+    "functions": [{}],
+    "function_call": "auto",
+    "modalities": ["audio"],
+    "audio": {"voice": "x"},
+    "add_special_tokens": False,
+    "truncate_prompt_tokens": 3,
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "documents": [{"text": "x"}],
+    "logits_processors": ["x"],
+    "detokenize": False,
+}
 
 
 def test_every_parameter_that_is_not_offered_is_tried_below() -> None:

@@ -24,9 +24,15 @@ from engine.sampling_params import SamplingParams
 
 DEPLOYMENT = DeploymentID(name="engine-of-test", app_name="test")
 IDLE = EngineLoad(
-    num_running=0, num_waiting=0, queued_prefill_tokens=0, num_blocks=100, num_free_blocks=100,
-    prefill_tokens_per_s=1000.0, decode_step_s=0.01, num_steps=1,
-)  # fmt: skip
+    num_running=0,
+    num_waiting=0,
+    queued_prefill_tokens=0,
+    num_blocks=100,
+    num_free_blocks=100,
+    prefill_tokens_per_s=1000.0,
+    decode_step_s=0.01,
+    num_steps=1,
+)
 
 
 @dataclass

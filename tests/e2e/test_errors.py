@@ -74,9 +74,18 @@ def test_refused_with_the_value_in_the_message(
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b"", b"[]", b'"x"', b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "top_p": Infinity}', b"\xff",
-     b"[" * 100_000, b'{"prompt": "\\ud800"}'],
-)  # fmt: skip
+    [
+        b"{",
+        b"",
+        b"[]",
+        b'"x"',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "top_p": Infinity}',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"prompt": "\\ud800"}',
+    ],
+)
 def test_a_body_that_is_no_valid_json(client: httpx.Client, content: bytes) -> None:
     answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text

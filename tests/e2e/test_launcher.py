@@ -25,8 +25,12 @@ Change = Callable[[dict[str, Any]], object]
 def _launch(config: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "deployments.launch", str(config)],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def _assert_one_line(result: subprocess.CompletedProcess[str], *parts: str) -> None:

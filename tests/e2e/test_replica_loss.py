@@ -17,13 +17,23 @@ import pytest
 from tests.e2e.conftest import Server
 
 BODY: dict[str, Any] = {
-    "prompt": "Tell me a long story about rivers", "max_tokens": 300, "temperature": 0, "ignore_eos": True,
-}  # fmt: skip
+    "prompt": "Tell me a long story about rivers",
+    "max_tokens": 300,
+    "temperature": 0,
+    "ignore_eos": True,
+}
 # Everything that an engine must go on counting: what was generated, drawn and allowed before the loss.
 SEVERAL = BODY | {
-    "n": 2, "temperature": 0.8, "seed": 11, "logprobs": 2, "frequency_penalty": 0.5, "presence_penalty": 0.5,
-    "repetition_penalty": 1.1, "max_tokens": 200, "structured_outputs": {"regex": "([a-z]{3,7} ){300}"},
-}  # fmt: skip
+    "n": 2,
+    "temperature": 0.8,
+    "seed": 11,
+    "logprobs": 2,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "max_tokens": 200,
+    "structured_outputs": {"regex": "([a-z]{3,7} ){300}"},
+}
 
 
 @dataclass

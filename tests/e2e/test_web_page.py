@@ -137,9 +137,15 @@ def test_the_form_is_what_is_sent(open_page: Opener) -> None:
     page = open_page()
     page.get_by_text("System prompt and parameters").click()
     for label, value in (
-        ("System prompt", "Be brief."), ("Temperature", "0.5"), ("Top p", "0.9"), ("Top k", "40"), ("Max tokens", "5"),
-        ("Frequency penalty", "0.1"), ("Seed", "7"), ("Stop strings", "never\nagain"),
-    ):  # fmt: skip
+        ("System prompt", "Be brief."),
+        ("Temperature", "0.5"),
+        ("Top p", "0.9"),
+        ("Top k", "40"),
+        ("Max tokens", "5"),
+        ("Frequency penalty", "0.1"),
+        ("Seed", "7"),
+        ("Stop strings", "never\nagain"),
+    ):
         page.get_by_label(label).fill(value)
     with page.expect_request("**/v1/chat/completions") as sent:
         answer = ask(page, "What is a block table?")
@@ -149,10 +155,16 @@ def test_the_form_is_what_is_sent(open_page: Opener) -> None:
         {"role": "user", "content": "What is a block table?"},
     ]
     assert body == {
-        "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        "temperature": 0.5, "top_p": 0.9, "top_k": 40, "max_tokens": 5, "frequency_penalty": 0.1, "seed": 7,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "max_tokens": 5,
+        "frequency_penalty": 0.1,
+        "seed": 7,
         "stop": ["never", "again"],
-    }  # fmt: skip
+    }
     assert fact(answer, "tokens") == "5 tokens, cut at the limit"
 
     page.get_by_label("Temperature").fill("3")

@@ -211,9 +211,10 @@ class RandomLoad:
         ]
         # What fills a block with one generated token is published later, with others, even where it is computed again.
         begun = [
-            (one, count) for one, count in begun
+            (one, count)
+            for one, count in begun
             if count > 1 or one.num_computed_tokens + count <= one.num_prompt_tokens
-        ]  # fmt: skip
+        ]
         for place, (first, num_first) in enumerate(begun):
             for second, num_second in begun[:place]:
                 if first.cache_salt != second.cache_salt:
@@ -435,15 +436,22 @@ def random_params(rng: random.Random) -> SamplingParams:
     if kind < 0.2:
         width = rng.randint(1, 4)
         return SamplingParams(
-            temperature=0, beam_width=width, n=rng.randint(1, width), length_penalty=rng.choice([-1.0, 0.0, 1.0]),
-            early_stopping=rng.choice([True, False, "never"]), **common,
-        )  # fmt: skip
+            temperature=0,
+            beam_width=width,
+            n=rng.randint(1, width),
+            length_penalty=rng.choice([-1.0, 0.0, 1.0]),
+            early_stopping=rng.choice([True, False, "never"]),
+            **common,
+        )
     n = rng.randint(2, 4) if kind < 0.45 else 1
     return SamplingParams(
-        temperature=0 if n == 1 and kind >= 0.6 else 1, n=n, best_of=rng.randint(n, 4) if kind < 0.3 else None,
+        temperature=0 if n == 1 and kind >= 0.6 else 1,
+        n=n,
+        best_of=rng.randint(n, 4) if kind < 0.3 else None,
         prompt_logprobs=0 if rng.random() < 0.1 else None,
-        min_tokens=0 if common["max_tokens"] is None else rng.randint(0, common["max_tokens"]), **common,
-    )  # fmt: skip
+        min_tokens=0 if common["max_tokens"] is None else rng.randint(0, common["max_tokens"]),
+        **common,
+    )
 
 
 def random_arrival(rng: random.Random) -> Arrival:

@@ -70,11 +70,19 @@ def test_hypotheses_and_scores_are_those_of_transformers(
             expected = model.generate(
                 torch.tensor([PROMPT]),
                 generation_config=GenerationConfig(
-                    num_beams=width, num_return_sequences=width, do_sample=False, max_new_tokens=8, use_cache=False,
-                    early_stopping=early_stopping, length_penalty=length_penalty, pad_token_id=VOCAB_SIZE - 1,
-                    eos_token_id=list(stops) or None, return_dict_in_generate=True, output_scores=True,
+                    num_beams=width,
+                    num_return_sequences=width,
+                    do_sample=False,
+                    max_new_tokens=8,
+                    use_cache=False,
+                    early_stopping=early_stopping,
+                    length_penalty=length_penalty,
+                    pad_token_id=VOCAB_SIZE - 1,
+                    eos_token_id=list(stops) or None,
+                    return_dict_in_generate=True,
+                    output_scores=True,
                 ),
-            )  # fmt: skip
+            )
             beams = BeamSearch(width, length_penalty, early_stopping, len(PROMPT))
             search(model, beams, frozenset(stops), max_tokens=8)
             outputs = expected.sequences[:, len(PROMPT) :].tolist()
@@ -99,11 +107,16 @@ def test_one_beam_is_a_greedy_search() -> None:
 
 def test_a_hypothesis_tells_whether_a_token_or_its_length_ended_it() -> None:
     beams = BeamSearch(2, 1.0, False, 1)
-    going_on = beams.advance([[7]], [([0, 1, 2, 3], [-0.1, -0.2, -0.3, -0.4])], stop_token_ids=frozenset({0}),
-                             max_total_tokens=3)  # fmt: skip
+    going_on = beams.advance(
+        [[7]], [([0, 1, 2, 3], [-0.1, -0.2, -0.3, -0.4])], stop_token_ids=frozenset({0}), max_total_tokens=3
+    )
     assert [one.token_id for one in going_on] == [1, 2]
-    beams.advance([[7, 1], [7, 2]], [([4, 5, 6, 8], [-0.1, -5.0, -5.0, -5.0])] * 2, stop_token_ids=frozenset({0}),
-                  max_total_tokens=3)  # fmt: skip
+    beams.advance(
+        [[7, 1], [7, 2]],
+        [([4, 5, 6, 8], [-0.1, -5.0, -5.0, -5.0])] * 2,
+        stop_token_ids=frozenset({0}),
+        max_total_tokens=3,
+    )
     assert beams.is_done
     assert {tuple(one.token_ids): one.ended_by_token for one in beams.hypotheses} == {(0,): True, (1, 4): False}
 

@@ -13,9 +13,9 @@ from engine.engine import Engine
 from engine.errors import EngineDeadError, OverloadedError
 from engine.observability.load import EngineLoad
 from engine.sampling_params import SamplingParams
+from tests.engine.observability.test_load import Clock
 from tests.engine.shadow import ShadowRunner, make_engine
 from tests.engine.test_async_engine import Gate, collect, wait_until_idle
-from tests.engine.observability.test_load import Clock
 
 PARAMS = SamplingParams(max_tokens=4)
 

@@ -128,7 +128,12 @@ def test_what_is_copied_is_enough(image: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(image), "HOME": str(image), "HF_HUB_OFFLINE": "1"}
     answer = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
-        cwd=image, env=environment, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        cwd=image,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert (answer.returncode, answer.stdout) == (0, "pagoda-demo\n"), answer.stderr[-2000:]
     assert os.access(image / "deployments/haproxy.sh", os.X_OK)

@@ -66,8 +66,10 @@ def _volumes(overlay: str) -> Iterator[dict[str, Any]]:
 @each
 def test_what_a_pod_names_is_defined(overlay: str) -> None:
     objects = [*build(overlay), *(build(GPU) if overlay not in SERVING else [])]  # the loader fills the GPU's volume
-    defined = {kind: {one["metadata"]["name"] for one in of_kind(objects, kind)}
-               for kind in ("ServiceAccount", "PersistentVolumeClaim", "ConfigMap")}  # fmt: skip
+    defined = {
+        kind: {one["metadata"]["name"] for one in of_kind(objects, kind)}
+        for kind in ("ServiceAccount", "PersistentVolumeClaim", "ConfigMap")
+    }
     for pod in pods(overlay):
         account = pod["spec"].get("serviceAccountName")
         assert account is None or account in defined["ServiceAccount"]

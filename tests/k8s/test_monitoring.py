@@ -208,9 +208,12 @@ def test_what_kustomize_makes_of_the_folder(tmp_path: Path) -> None:
     made = subprocess.run(["kubectl", "kustomize", inside], check=True, capture_output=True, text=True).stdout
     documents = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(made)}
     assert documents.keys() == {
-        ("ConfigMap", "pagoda-dashboard"), ("PodMonitor", "pagoda-head"), ("PodMonitor", "pagoda-workers"),
-        ("PodMonitor", "pagoda-ingress"), ("PrometheusRule", "pagoda"),
-    }  # fmt: skip
+        ("ConfigMap", "pagoda-dashboard"),
+        ("PodMonitor", "pagoda-head"),
+        ("PodMonitor", "pagoda-workers"),
+        ("PodMonitor", "pagoda-ingress"),
+        ("PrometheusRule", "pagoda"),
+    }
     assert {one["metadata"]["namespace"] for one in documents.values()} == {"pagoda"}
     for (kind, _), one in documents.items():
         assert one["metadata"]["labels"]["release"] == "prometheus"

@@ -99,8 +99,12 @@ def test_versions_are_those_of_the_project(overlay: str) -> None:
 def test_head_and_workers_have_the_same_fast_settings(overlay: str) -> None:
     leader, follower = _environment(head(overlay)), _environment(worker(overlay))
     assert {key: follower.get(key) for key in leader} == leader
-    for name in ("RAY_SERVE_THROUGHPUT_OPTIMIZED", "RAY_SERVE_ENABLE_HA_PROXY",
-                 "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE", "TOKENIZERS_PARALLELISM"):  # fmt: skip
+    for name in (
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED",
+        "RAY_SERVE_ENABLE_HA_PROXY",
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE",
+        "TOKENIZERS_PARALLELISM",
+    ):
         assert leader[name] == SETTINGS[name]
     assert overlay == GPU or leader["OMP_WAIT_POLICY"] == SETTINGS["OMP_WAIT_POLICY"]
     script = leader["RAY_SERVE_HAPROXY_BINARY_PATH"].removeprefix("/opt/pagoda/")

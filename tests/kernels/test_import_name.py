@@ -11,18 +11,33 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMES = (  # what transformers imports from it
-    "CUDAProperties", "Device", "KernelizeFallback", "LayerRepository", "LocalLayerRepository", "Mode",
-    "ROCMProperties", "register_kernel_mapping", "replace_kernel_forward_from_hub", "use_kernel_mapping", "get_kernel",
-    "kernelize", "use_kernelized_func",
-)  # fmt: skip
+    "CUDAProperties",
+    "Device",
+    "KernelizeFallback",
+    "LayerRepository",
+    "LocalLayerRepository",
+    "Mode",
+    "ROCMProperties",
+    "register_kernel_mapping",
+    "replace_kernel_forward_from_hub",
+    "use_kernel_mapping",
+    "get_kernel",
+    "kernelize",
+    "use_kernelized_func",
+)
 
 
 def run(program: str, *path: Path) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path)))}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

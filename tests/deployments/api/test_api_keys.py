@@ -150,9 +150,20 @@ def test_a_right_key_is_taken(serve: Callable[..., TestClient], header: str) -> 
 
 @pytest.mark.parametrize(
     "header",
-    ["", "Bearer", "Bearer ", KEY, f"Token {KEY}", f"Bearer {KEY}x", f"Bearer {KEY} {KEY}", f"Bearer \xff\xfe{KEY}",
-     "Basic", "Basic !!!", f"Basic {KEY}"],
-)  # fmt: skip
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        KEY,
+        f"Token {KEY}",
+        f"Bearer {KEY}x",
+        f"Bearer {KEY} {KEY}",
+        f"Bearer \xff\xfe{KEY}",
+        "Basic",
+        "Basic !!!",
+        f"Basic {KEY}",
+    ],
+)
 def test_what_is_no_key(serve: Callable[..., TestClient], header: str) -> None:
     answer = serve().get("/v1/models", headers={"Authorization": header.encode("latin-1")})  # type: ignore[dict-item]
     assert answer.status_code == 401

@@ -30,9 +30,18 @@ def _params(client: TestClient, engines: FakeEngines, body: dict[str, Any]) -> l
 
 def test_every_parameter_reaches_the_engine(client: TestClient, engines: FakeEngines) -> None:
     asked = {
-        "presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "min_tokens": 2, "max_tokens": 9,
-        "temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "seed": -5, "ignore_eos": True,
-    }  # fmt: skip
+        "presence_penalty": 1,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "min_tokens": 2,
+        "max_tokens": 9,
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": -5,
+        "ignore_eos": True,
+    }
     lists: dict[str, Any] = {
         "stop_token_ids": [5, 6],
         "allowed_token_ids": [30, 31],

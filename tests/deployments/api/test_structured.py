@@ -32,7 +32,7 @@ def _json_schema(described: object) -> dict[str, Any]:
         ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputsParams(choice=["a", "b"])),
         ({"structured_outputs": {"grammar": "start: A", "json": None}}, StructuredOutputsParams(grammar="start: A")),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 def test_what_the_engine_is_asked_for(
     client: TestClient, engines: FakeEngines, path: str, body: dict[str, Any], expected: StructuredOutputsParams | None
@@ -64,7 +64,7 @@ def test_what_the_engine_is_asked_for(
         ({"guided_grammar": "a"}, "guided_grammar", "structured_outputs"),
         ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "leave it out"),
     ],
-)  # fmt: skip
+)
 def test_an_incomplete_form_is_refused(client: TestClient, body: dict[str, Any], param: str, shown: str) -> None:
     answer = client.post("/v1/chat/completions", json=CHAT | body)
     assert answer.status_code == 400, answer.text

@@ -60,9 +60,12 @@ def test_the_agent_shows_what_get_metrics_shows(agent: Agent) -> None:
     exporter = RayExporter(recorder)
     exporter.flush()
     assert agent.values == {
-        "pagoda_seconds_sum": 0, "pagoda_seconds_count": 0, "pagoda_seconds_bucket le=0.1": 0,
-        "pagoda_seconds_bucket le=1.0": 0, "pagoda_seconds_bucket le=+Inf": 0,
-    }  # fmt: skip
+        "pagoda_seconds_sum": 0,
+        "pagoda_seconds_count": 0,
+        "pagoda_seconds_bucket le=0.1": 0,
+        "pagoda_seconds_bucket le=1.0": 0,
+        "pagoda_seconds_bucket le=+Inf": 0,
+    }
     for value in (0.05, 0.5, 0.1, 7.0):
         recorder.observe(HISTOGRAM, value)
     for _ in range(3):
@@ -72,10 +75,14 @@ def test_the_agent_shows_what_get_metrics_shows(agent: Agent) -> None:
     recorder.set(GAUGE, 0.5)
     exporter.flush()
     assert agent.values == {
-        "pagoda_seconds_sum": pytest.approx(7.65), "pagoda_seconds_count": 4, "pagoda_seconds_bucket le=0.1": 2,
-        "pagoda_seconds_bucket le=1.0": 3, "pagoda_seconds_bucket le=+Inf": 4, "pagoda_things kind=x": 6,
+        "pagoda_seconds_sum": pytest.approx(7.65),
+        "pagoda_seconds_count": 4,
+        "pagoda_seconds_bucket le=0.1": 2,
+        "pagoda_seconds_bucket le=1.0": 3,
+        "pagoda_seconds_bucket le=+Inf": 4,
+        "pagoda_things kind=x": 6,
         "pagoda_level": 0.5,
-    }  # fmt: skip
+    }
 
 
 def test_what_does_not_change_is_told_again(agent: Agent) -> None:

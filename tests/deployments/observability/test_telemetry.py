@@ -76,11 +76,15 @@ def test_what_has_not_happened_is_there_with_zero() -> None:
     for outcome in ("hit", "cold", "balanced", "fallback", "retry"):
         assert f"pagoda_routing_decisions_total ingress=i outcome={outcome}" in samples
     for name in (
-        "requests_rejected_total reason=overloaded replica=r", "prompt_tokens_total replica=r",
-        "time_to_first_token_seconds_count replica=r", "step_seconds_count phase=forward replica=r",
-        "kv_index_gaps_total ingress=i", "request_migrations_total ingress=i",
-        "ingress_rejections_total ingress=i reason=overloaded", "kv_index_lag_seconds_bucket ingress=i le=+Inf",
-    ):  # fmt: skip
+        "requests_rejected_total reason=overloaded replica=r",
+        "prompt_tokens_total replica=r",
+        "time_to_first_token_seconds_count replica=r",
+        "step_seconds_count phase=forward replica=r",
+        "kv_index_gaps_total ingress=i",
+        "request_migrations_total ingress=i",
+        "ingress_rejections_total ingress=i reason=overloaded",
+        "kv_index_lag_seconds_bucket ingress=i le=+Inf",
+    ):
         assert f"pagoda_{name}" in samples
 
 

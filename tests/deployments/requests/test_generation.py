@@ -84,8 +84,11 @@ async def test_logprobs_survive_a_loss() -> None:
     generation, engines = _generation([first, second], **asked)
     deltas = await _all(generation)
     assert [one[token].logprob for d in deltas for token, one in zip(d.token_ids, d.logprobs or (), strict=True)] == [
-        -0.5, -1.5, -2.0, -4.0,
-    ]  # fmt: skip
+        -0.5,
+        -1.5,
+        -2.0,
+        -4.0,
+    ]
     assert generation.mean_logprob == -2.0
     assert generation.prompt_logprobs is not None
     params = engines.calls[1][0].params

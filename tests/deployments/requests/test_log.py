@@ -55,9 +55,18 @@ def test_a_request_leaves_one_line(client: TestClient, serve_log: Log, stream: b
     client.post("/v1/chat/completions", json=CHAT | {"stream": stream}, headers={"X-Request-Id": "abc-1"})
     fields = _fields(serve_log)
     assert list(fields) == [
-        "id", "path", "replica", "prompt_tokens", "cached_tokens", "output_tokens", "ttft_ms", "e2e_ms", "reason",
-        "status", "migrations",
-    ]  # fmt: skip
+        "id",
+        "path",
+        "replica",
+        "prompt_tokens",
+        "cached_tokens",
+        "output_tokens",
+        "ttft_ms",
+        "e2e_ms",
+        "reason",
+        "status",
+        "migrations",
+    ]
     assert (fields["id"], fields["path"], fields["replica"]) == ("abc-1", "/v1/chat/completions", "r1")
     assert (fields["output_tokens"], fields["cached_tokens"], fields["migrations"]) == ("3", "0", "0")
     assert (fields["reason"], fields["status"]) == ("stop", "200")

@@ -177,8 +177,11 @@ def test_a_migration_shows_two_attempts(traced: TestClient, collector: Collector
     _require_nesting(root, [span for n in (0, 1) for span in sorted(attempts[n], key=lambda s: PHASES.index(s.name))])
     (lost,) = [span for span in spans if span.status == ERROR]
     assert (lost.name, lost.attributes["error.type"]) == ("decode", "ActorDiedError")
-    cached = {span.attributes["pagoda.attempt"]: span.attributes["pagoda.cached_tokens"] for span in spans
-              if span.name == "prefill"}  # fmt: skip
+    cached = {
+        span.attributes["pagoda.attempt"]: span.attributes["pagoda.cached_tokens"]
+        for span in spans
+        if span.name == "prefill"
+    }
     assert cached == {0: 0, 1: 4}
     assert root.attributes["pagoda.migrations"] == 1
     assert root.attributes["gen_ai.latency.time_in_queue"] == pytest.approx(0.004)
@@ -196,9 +199,12 @@ def test_an_error_after_the_first_byte_marks_the_request(
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "kind"),
-    [("/v1/chat/completions", CHAT | {"n": 0}, 400, "refused"), ("/v1/completions", {}, 400, "refused"),
-     ("/v1/chat/completions", CHAT | {"model": "other"}, 404, "model_not_found")],
-)  # fmt: skip
+    [
+        ("/v1/chat/completions", CHAT | {"n": 0}, 400, "refused"),
+        ("/v1/completions", {}, 400, "refused"),
+        ("/v1/chat/completions", CHAT | {"model": "other"}, 404, "model_not_found"),
+    ],
+)
 def test_a_refused_request_has_a_span_of_its_own(
     traced: TestClient, collector: Collector, path: str, body: dict[str, Any], status: int, kind: str
 ) -> None:

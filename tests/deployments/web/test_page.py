@@ -152,17 +152,31 @@ async def test_the_documented_shape() -> None:
     assert state["model"] == "tiny"
     assert [replica["name"] for replica in state["replicas"]] == ["a", "b"]
     assert state["replicas"][0] == {
-        "name": "a", "running": 3, "waiting": 2, "swapped": 1,
-        "prompt_tokens": 90, "generated_tokens": 7, "query_tokens": 90, "hit_tokens": 64,
-        "evicted_blocks": 0, "preemptions": 3,
-        "blocks": {"free": 1, "cached": 1, "used": 3, "shared": 2}, "num_blocks": 5, "blocks_per_cell": 2,
+        "name": "a",
+        "running": 3,
+        "waiting": 2,
+        "swapped": 1,
+        "prompt_tokens": 90,
+        "generated_tokens": 7,
+        "query_tokens": 90,
+        "hit_tokens": 64,
+        "evicted_blocks": 0,
+        "preemptions": 3,
+        "blocks": {"free": 1, "cached": 1, "used": 3, "shared": 2},
+        "num_blocks": 5,
+        "blocks_per_cell": 2,
         "cells": base64.b64encode(bytes([1, 1, 0, 0, 0, 2, 0, 0, 0])).decode(),
-    }  # fmt: skip
+    }
     assert [(one["ingress"], one["time"]) for one in state["routed"]] == [("j", 6.0), ("i", 5.0), ("j", 4.0)]
     assert state["routed"][1] == {
-        "time": 5.0, "ingress": "i", "replica": "a", "outcome": "hit",
-        "prompt_tokens": 90, "predicted_tokens": 64, "best_tokens": 64,
-    }  # fmt: skip
+        "time": 5.0,
+        "ingress": "i",
+        "replica": "a",
+        "outcome": "hit",
+        "prompt_tokens": 90,
+        "predicted_tokens": 64,
+        "best_tokens": 64,
+    }
 
 
 async def test_many_pages_cost_one_collection_a_second() -> None:

@@ -376,9 +376,21 @@ def test_a_replica_that_comes_again_joins_anew(make: Made) -> None:
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["", "tcp://", "tcp://*:5555", "tcp://0.0.0.0:5", "tcp://[::]:5", "tcp://127.0.0.1:0", "tcp://127.0.0.1:70000",
-     "ipc:///tmp/x", "inproc://x", "tcp://some.host:5", "tcp://127.0.0.1:5;tcp://127.0.0.1:6", "tcp://[::ffff:0.0.0.0]:5"],
-)  # fmt: skip
+    [
+        "",
+        "tcp://",
+        "tcp://*:5555",
+        "tcp://0.0.0.0:5",
+        "tcp://[::]:5",
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:70000",
+        "ipc:///tmp/x",
+        "inproc://x",
+        "tcp://some.host:5",
+        "tcp://127.0.0.1:5;tcp://127.0.0.1:6",
+        "tcp://[::ffff:0.0.0.0]:5",
+    ],
+)
 def test_an_endpoint_that_is_none_is_left_out(make: Made, endpoint: str) -> None:
     publisher, ingress = make.publisher(), make.ingress()
     for _ in range(2):

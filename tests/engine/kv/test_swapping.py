@@ -84,9 +84,13 @@ def test_a_swapped_sequence_resumes_bit_identically(family: SavedModel, block_si
     params = [SamplingParams(**PARAMS[i % len(PARAMS)], max_tokens=32, ignore_eos=True) for i in range(24)]
     undisturbed = answers(run(make_llm(family.path, block_size=block_size), prompts, params))
     llm = make_llm(
-        family.path, block_size=block_size, num_blocks=272 // block_size, enable_prefix_caching=caching,
-        swap_space_gib=0.002, max_num_batched_tokens=48,
-    )  # fmt: skip
+        family.path,
+        block_size=block_size,
+        num_blocks=272 // block_size,
+        enable_prefix_caching=caching,
+        swap_space_gib=0.002,
+        max_num_batched_tokens=48,
+    )
     did = Activity(llm)
     witness = SwapWitness(llm)
     assert answers(run(llm, prompts, params)) == undisturbed
@@ -128,9 +132,13 @@ def test_two_ranks_swap_and_copy_blocks_as_one_does(qwen3: SavedModel) -> None:
     params = [SamplingParams(**PARAMS[i % len(PARAMS)], max_tokens=32, ignore_eos=True) for i in range(18)]
     undisturbed = answers(run(make_llm(qwen3.path, block_size=4), prompts, params))
     llm = make_llm(
-        qwen3.path, block_size=4, num_blocks=68, swap_space_gib=0.002, max_num_batched_tokens=48,
+        qwen3.path,
+        block_size=4,
+        num_blocks=68,
+        swap_space_gib=0.002,
+        max_num_batched_tokens=48,
         tensor_parallel_size=2,
-    )  # fmt: skip
+    )
     try:
         did = Activity(llm)
         assert answers(run(llm, prompts, params)) == undisturbed

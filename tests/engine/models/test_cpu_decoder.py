@@ -46,9 +46,14 @@ def load(path: str, kind: type[Any], monkeypatch: pytest.MonkeyPatch, dtype: tor
         if kind is Decoder:
             patched.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
         model = loader.load_decoder(
-            path, load_hf_config(path), dtype=dtype, device=CPU, max_model_len=256, parallel=TensorParallel(),
+            path,
+            load_hf_config(path),
+            dtype=dtype,
+            device=CPU,
+            max_model_len=256,
+            parallel=TensorParallel(),
             quantization=quantization,
-        )  # fmt: skip
+        )
     assert isinstance(model, kind)
     return model
 
@@ -57,9 +62,14 @@ def logits_of_two_steps(model: Any, dtype: torch.dtype) -> torch.Tensor:
     """Compute a prefill of two sequences, then a step that goes on with both and begins a third one."""
     config = model.config
     cache = KVCache(
-        num_layers=config.num_layers, num_blocks=64, block_size=BLOCK_SIZE, num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim, dtype=dtype, device=CPU,
-    )  # fmt: skip
+        num_layers=config.num_layers,
+        num_blocks=64,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device=CPU,
+    )
     backend = select_backend(CPU)
     tables = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:60].view(3, 20).int()
 

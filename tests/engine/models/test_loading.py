@@ -146,7 +146,7 @@ def test_a_missing_directory_is_a_config_error(tmp_path: Path) -> None:
         ({"do_sample": False, "top_p": 0.5}, (2,), {"temperature": 0.0}),
         ({"eos_token_id": None, "top_k": 20.0}, (2,), {"top_k": 20}),
     ],
-)  # fmt: skip
+)
 def test_generation_config(
     checkpoint: Path, raw: dict[str, Any] | None, eos: tuple[int, ...], sampling: dict[str, Any]
 ) -> None:

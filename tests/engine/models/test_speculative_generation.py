@@ -13,8 +13,6 @@ from engine.scheduling.drafter import Drafter
 from engine.scheduling.step import SampledTokens, SchedulerOutput
 from engine.sequence import Sequence
 from tests.engine.conftest import SavedModel
-from tests.engine.worker.test_tensor_parallel import ThreadRanks
-from tests.engine.oracle import Activity, answers, make_llm, run
 from tests.engine.models.test_generation import (
     POOL_TOKENS,
     PreemptionCounter,
@@ -23,6 +21,8 @@ from tests.engine.models.test_generation import (
     max_tokens_for,
     oracle,
 )
+from tests.engine.oracle import Activity, answers, make_llm, run
+from tests.engine.worker.test_tensor_parallel import ThreadRanks
 
 # Short n-grams, so that random models are guessed at all.
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -67,9 +67,14 @@ def test_greedy_equals_transformers_for_every_family(
     for caching, budget, block_size, swap_space_gib in SETTINGS:
         preempted, drafted, accepted = preemptions.count, drafts.num_drafted, drafts.num_accepted
         llm = make_llm(
-            family.path, speculative_config=SPECULATION, enable_prefix_caching=caching, block_size=block_size,
-            max_num_batched_tokens=budget, num_blocks=-(-POOL_TOKENS // block_size), swap_space_gib=swap_space_gib,
-        )  # fmt: skip
+            family.path,
+            speculative_config=SPECULATION,
+            enable_prefix_caching=caching,
+            block_size=block_size,
+            max_num_batched_tokens=budget,
+            num_blocks=-(-POOL_TOKENS // block_size),
+            swap_space_gib=swap_space_gib,
+        )
         Activity(llm)  # checks the invariants before each step
         outputs = run(llm, prompts, [greedy(max_tokens_for(prompt)) for prompt in prompts])
         name = f"caching={caching} budget={budget} block_size={block_size} swap_space_gib={swap_space_gib}"
@@ -118,10 +123,18 @@ def test_an_answer_ends_at_its_eos_within_a_right_draft(family: SavedModel, draf
 def test_drafts_go_beside_whatever_else_is_asked_for(qwen3: SavedModel, drafts: DraftCounter) -> None:
     """Draws, penalties, beams and log-probabilities are what they are without drafts in the same batches."""
     kinds: list[dict[str, Any]] = [
-        {}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.2}, {"temperature": 0.9, "seed": 5, "n": 3},
-        {"logprobs": 2}, {"beam_width": 3, "n": 2}, {"prompt_logprobs": 0}, {"min_tokens": 12},
-        {"frequency_penalty": 0.4}, {"logit_bias": {244: -100.0}}, {"temperature": 0.7, "top_p": 0.9, "seed": 1},
-    ]  # fmt: skip
+        {},
+        {"temperature": 0.8, "seed": 3},
+        {"repetition_penalty": 1.2},
+        {"temperature": 0.9, "seed": 5, "n": 3},
+        {"logprobs": 2},
+        {"beam_width": 3, "n": 2},
+        {"prompt_logprobs": 0},
+        {"min_tokens": 12},
+        {"frequency_penalty": 0.4},
+        {"logit_bias": {244: -100.0}},
+        {"temperature": 0.7, "top_p": 0.9, "seed": 1},
+    ]
     params = [SamplingParams(**{"temperature": 0.0, "max_tokens": 40, "ignore_eos": True} | kind) for kind in kinds * 3]
     prompts = [[7, 8, 9, 10] * (4 + index % 3) for index in range(len(params))]
     options: dict[str, Any] = {"num_blocks": 150, "block_size": 4, "max_num_batched_tokens": 64}

@@ -90,9 +90,13 @@ def test_what_needs_no_change_is_a_view_of_the_file_that_outlives_the_open_check
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at Linux's map of the process")
 def test_the_embedding_of_a_loaded_model_is_the_file(qwen3: SavedModel) -> None:
     model = load_decoder(
-        qwen3.path, load_hf_config(qwen3.path), dtype=torch.float32, device=CPU, max_model_len=64,
+        qwen3.path,
+        load_hf_config(qwen3.path),
+        dtype=torch.float32,
+        device=CPU,
+        max_model_len=64,
         parallel=TensorParallel(),
-    )  # fmt: skip
+    )
     assert mapped_file(model.embed_tokens.weight).endswith("model.safetensors")
 
 
@@ -199,9 +203,14 @@ def bars_of(path: str, show_progress: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("tqdm.tqdm", Recorded)
     load_decoder(
-        path, load_hf_config(path), dtype=torch.bfloat16, device=CPU, max_model_len=64, parallel=TensorParallel(),
+        path,
+        load_hf_config(path),
+        dtype=torch.bfloat16,
+        device=CPU,
+        max_model_len=64,
+        parallel=TensorParallel(),
         show_progress=show_progress,
-    )  # fmt: skip
+    )
     return bars
 
 

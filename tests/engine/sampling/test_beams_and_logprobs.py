@@ -110,9 +110,14 @@ def test_beams_end_at_every_eos_id_of_the_checkpoint_but_not_before_min_tokens(f
     free = run(llm, [prompt], SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True))[0].outputs[0].token_ids
     for early, min_tokens in ((False, 0), (True, 0), ("never", 6), (False, 6)):
         params = SamplingParams(
-            beam_width=4, n=4, temperature=0.0, early_stopping=early, max_tokens=12, min_tokens=min_tokens,
+            beam_width=4,
+            n=4,
+            temperature=0.0,
+            early_stopping=early,
+            max_tokens=12,
+            min_tokens=min_tokens,
             stop_token_ids=[free[2], free[4]],
-        )  # fmt: skip
+        )
         output = run(llm, [prompt], params)[0]
         tokens, _ = oracle_beams(family.model, prompt, params, [2, free[2], free[4]])
         assert answers([output])[0] == tokens
@@ -173,8 +178,10 @@ def test_logprobs_equal_transformers_for_every_family(family: SavedModel, budget
     rng = random.Random(31)
     lengths = [1, 2, 15, 16, 17, 48, 61, 100]
     shared = random_tokens(rng, 32)
-    prompts = [(shared + random_tokens(rng, count))[-count:] if count < 48 else shared + random_tokens(rng, count - 32)
-               for count in lengths]  # fmt: skip
+    prompts = [
+        (shared + random_tokens(rng, count))[-count:] if count < 48 else shared + random_tokens(rng, count - 32)
+        for count in lengths
+    ]
     params = [SamplingParams(**one, max_tokens=12, ignore_eos=True) for one in LOGPROB_PARAMS]
     llm = make_llm(
         family.path, block_size=16, num_blocks=24, max_num_batched_tokens=budget, swap_space_gib=0.0001 * (budget > 16)
@@ -201,9 +208,13 @@ def test_logprobs_survive_preemption(qwen3: SavedModel) -> None:
     ]
     for swap, caching in ((0.0, True), (0.0, False), (0.001, True)):
         llm = make_llm(
-            qwen3.path, block_size=4, num_blocks=60, max_num_batched_tokens=16, swap_space_gib=swap,
+            qwen3.path,
+            block_size=4,
+            num_blocks=60,
+            max_num_batched_tokens=16,
+            swap_space_gib=swap,
             enable_prefix_caching=caching,
-        )  # fmt: skip
+        )
         did = Activity(llm)
         outputs = run(llm, prompts, params)
         assert (did.num_swapped_out if swap else did.num_recomputed) > 0

@@ -92,9 +92,12 @@ def test_penalties_apply_in_vllms_order() -> None:
 def test_bad_words_are_transformers() -> None:
     rng = random.Random(2)
     words: list[list[list[int]]] = [
-        [[3]], [[1, 2], [4, 2], [2]], [[0, 0], [5, 0], [1, 1, 1]], [[6, 7, 8, 9, 10], [2, 3]],
+        [[3]],
+        [[1, 2], [4, 2], [2]],
+        [[0, 0], [5, 0], [1, 1, 1]],
+        [[6, 7, 8, 9, 10], [2, 3]],
         *([[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 2, 3]))] for _ in range(20)] for _ in range(6)),
-    ]  # fmt: skip
+    ]
     kinds: list[dict[str, Any]] = [{}, *({"bad_words_token_ids": one} for one in words)]
     sequences = make_sequences(kinds, num_prompt_tokens=2)
     banned = 0

@@ -116,15 +116,28 @@ def test_draws_follow_the_exact_distribution(params: dict[str, Any], num_candida
 # --- purity and reuse -----------------------------------------------------------------------------------------------
 
 KINDS: list[dict[str, Any]] = [
-    {}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.5},
-    {"repetition_penalty": 1.7}, {"frequency_penalty": 1.5, "presence_penalty": -0.5}, {"presence_penalty": 2.0},
-    {"temperature": 0.0, "repetition_penalty": 0.6, "frequency_penalty": 0.9}, {"logit_bias": {3: 4.0, 8: -100.0}},
-    {"allowed_token_ids": [2, 3, 5, 7, 11]}, {"bad_words_token_ids": ((4,), (1, 9), (3, 1, 9), (2, 3, 5, 6))},
-    {"temperature": 0.0, "bad_words_token_ids": ((12,), (9, 9))}, {"min_tokens": 3},
+    {},
+    {"temperature": 0.0},
+    {"top_k": 3},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"top_k": 9, "top_p": 0.5},
+    {"repetition_penalty": 1.7},
+    {"frequency_penalty": 1.5, "presence_penalty": -0.5},
+    {"presence_penalty": 2.0},
+    {"temperature": 0.0, "repetition_penalty": 0.6, "frequency_penalty": 0.9},
+    {"logit_bias": {3: 4.0, 8: -100.0}},
+    {"allowed_token_ids": [2, 3, 5, 7, 11]},
+    {"bad_words_token_ids": ((4,), (1, 9), (3, 1, 9), (2, 3, 5, 6))},
+    {"temperature": 0.0, "bad_words_token_ids": ((12,), (9, 9))},
+    {"min_tokens": 3},
     {"temperature": 1.7, "top_p": 0.99},
-    {"logprobs": 3, "top_p": 0.9}, {"temperature": 0.0, "logprobs": 0}, {"n": 2, "best_of": 4, "presence_penalty": 1.0},
-    {"temperature": 0.0, "beam_width": 3}, {"temperature": 0.0, "beam_width": 2, "min_tokens": 2},
-]  # fmt: skip
+    {"logprobs": 3, "top_p": 0.9},
+    {"temperature": 0.0, "logprobs": 0},
+    {"n": 2, "best_of": 4, "presence_penalty": 1.0},
+    {"temperature": 0.0, "beam_width": 3},
+    {"temperature": 0.0, "beam_width": 2, "min_tokens": 2},
+]
 
 
 def one_of_each(rows: int) -> list[Sequence]:
@@ -378,9 +391,13 @@ def test_logprobs_are_the_models_own_and_ranked() -> None:
     logits = random_logits(6, 5)
     logits[0, 10:14] = logits[0].max() + 1  # four that are equally likely
     kinds: list[dict[str, Any]] = [
-        {"logprobs": 2}, {"logprobs": 20, "frequency_penalty": 2.0, "logit_bias": {5: 50.0}}, {"logprobs": 0}, {},
-        {"temperature": 0.0, "logprobs": 5}, {"best_of": 3, "n": 1},
-    ]  # fmt: skip
+        {"logprobs": 2},
+        {"logprobs": 20, "frequency_penalty": 2.0, "logit_bias": {5: 50.0}},
+        {"logprobs": 0},
+        {},
+        {"temperature": 0.0, "logprobs": 5},
+        {"best_of": 3, "n": 1},
+    ]
     sequences = [make_sequence(seed=row, **kind) for row, kind in enumerate(kinds)]
     output = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), sequences)
     assert output.logprobs is not None

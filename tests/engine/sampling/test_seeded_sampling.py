@@ -60,9 +60,13 @@ def test_preemption_changes_no_token(
 ) -> None:
     prompts, params = make_requests()
     llm = make_llm(
-        qwen3.path, block_size=block_size, num_blocks=POOL_TOKENS // block_size, enable_prefix_caching=caching,
-        swap_space_gib=swap_space_gib, max_num_batched_tokens=40,
-    )  # fmt: skip
+        qwen3.path,
+        block_size=block_size,
+        num_blocks=POOL_TOKENS // block_size,
+        enable_prefix_caching=caching,
+        swap_space_gib=swap_space_gib,
+        max_num_batched_tokens=40,
+    )
     did = Activity(llm)
     assert answers(run(llm, prompts, params)) == alone  # cold
     assert answers(run(llm, prompts, params)) == alone  # warm

@@ -31,9 +31,15 @@ def plain_search(token_ids: list[int], shortest: int, longest: int, limit: int) 
 
 def make_sequence(token_ids: list[int]) -> Sequence:
     group = SequenceGroup(
-        "a", token_ids, SamplingParams(temperature=0), arrival=0, root=0, stop_token_ids=frozenset(),
-        max_total_tokens=1000, seed=0,
-    )  # fmt: skip
+        "a",
+        token_ids,
+        SamplingParams(temperature=0),
+        arrival=0,
+        root=0,
+        stop_token_ids=frozenset(),
+        max_total_tokens=1000,
+        seed=0,
+    )
     return group.sequences[0]
 
 

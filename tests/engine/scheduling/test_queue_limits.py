@@ -16,8 +16,8 @@ from engine.errors import OverloadedError
 from engine.observability import metrics as m
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
-from tests.engine.shadow import check_integrity, make_engine
 from tests.engine.observability.test_metrics import RecordingSink
+from tests.engine.shadow import check_integrity, make_engine
 
 PARAMS = SamplingParams(max_tokens=8)
 

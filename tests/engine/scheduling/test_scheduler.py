@@ -398,9 +398,11 @@ def test_a_group_alone_in_a_small_pool_fills_it_and_ends(
         for num_blocks in range(1, 10):
             for length in range(1, num_blocks * block_size):
                 engine, _ = make_engine(
-                    num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks,
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                    num_host_blocks=num_host_blocks,
                     enable_prefix_caching=caching,
-                )  # fmt: skip
+                )
                 try:
                     group = engine.add_request("a", [i % 2 for i in range(length)], params)
                 except RequestError:

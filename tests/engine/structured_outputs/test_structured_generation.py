@@ -168,9 +168,12 @@ def test_a_dead_end_ends_its_own_request_alone(llm: LLM) -> None:
     free = SamplingParams(temperature=1.0, seed=4, max_tokens=20, ignore_eos=True)
     expected = texts(llm.generate("Tell me.", free, use_tqdm=False))[0]
     dead = SamplingParams(
-        temperature=1.0, seed=1, max_tokens=20, structured_outputs=KINDS["choice"],
+        temperature=1.0,
+        seed=1,
+        max_tokens=20,
+        structured_outputs=KINDS["choice"],
         allowed_token_ids=llm.tokenizer.encode("z"),
-    )  # fmt: skip
+    )
     outputs = llm.generate(["Go on.", "Tell me.", "Go on."], [dead, free, params_for(llm, "json", 3)], use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "abort"
     assert outputs[0].outputs[0].stop_reason

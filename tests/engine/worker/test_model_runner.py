@@ -78,9 +78,14 @@ def test_the_warm_up_measures_the_logits_behind_drafts(
     qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int, num_rows: int
 ) -> None:
     config = EngineConfig(
-        model=qwen3.path, device="cpu", dtype="float32", num_blocks=8, max_num_seqs=5,
-        max_num_batched_tokens=max_num_batched_tokens, speculative_config=NGRAM,
-    )  # fmt: skip
+        model=qwen3.path,
+        device="cpu",
+        dtype="float32",
+        num_blocks=8,
+        max_num_seqs=5,
+        max_num_batched_tokens=max_num_batched_tokens,
+        speculative_config=NGRAM,
+    )
     worker = ModelRunner(config).workers.local
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)

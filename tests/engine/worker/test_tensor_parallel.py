@@ -413,9 +413,13 @@ def test_no_process_is_left_when_the_interpreter_ends(
     program = SCRIPT.format(path=checkpoint("qwen3"), options=OPTIONS, end=end)
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
+        [sys.executable, "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
         stderr=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(program)

@@ -149,9 +149,15 @@ print(prefaulter.num_ready < 32_000)
 
 def test_a_cache_is_ready_for_the_first_step_and_for_what_is_expected() -> None:
     cache = KVCache(
-        num_layers=2, num_blocks=1000, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16,
-        device=torch.device("cpu"), num_blocks_ahead=64,
-    )  # fmt: skip
+        num_layers=2,
+        num_blocks=1000,
+        block_size=16,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        num_blocks_ahead=64,
+    )
     assert cache._prefaulter is not None
     wait(cache._prefaulter, 65)
     for layer in cache.layers:
@@ -164,8 +170,13 @@ def test_a_cache_is_ready_for_the_first_step_and_for_what_is_expected() -> None:
 
 def test_a_cache_takes_nothing_beforehand_unless_asked() -> None:
     cache = KVCache(
-        num_layers=1, num_blocks=1000, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16,
+        num_layers=1,
+        num_blocks=1000,
+        block_size=16,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
         device=torch.device("cpu"),
-    )  # fmt: skip
+    )
     cache.expect(np.array([999 * 16]))
     assert num_resident_bytes(cache.layers[0][0]) == 0
