@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks.requests import Outcome, complete
 from benchmarks.workloads import VOCABULARY, Workload
 from engine.async_engine import AsyncEngine
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 __all__ = [
@@ -81,7 +82,7 @@ async def engine_first_tokens(engine: AsyncEngine, prompts: list[list[int]]) -> 
     seconds = []
     for number, prompt in enumerate(prompts):
         started = perf_counter()
-        async with aclosing(engine.generate(str(number), prompt, params)) as batches:  # type: ignore[type-var]
+        async with aclosing(engine.generate(EngineRequest(str(number), prompt, params))) as batches:  # type: ignore[type-var]
             async for _ in batches:
                 seconds.append(perf_counter() - started)
     return seconds

@@ -25,6 +25,7 @@ from benchmarks.machine import describe
 from benchmarks.workloads import VOCABULARY
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 __all__ = ["main", "with_cache", "without_cache"]
@@ -37,7 +38,7 @@ def with_cache(engine: Engine, prompt: list[int], num_tokens: int) -> tuple[list
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     tokens: list[int] = []
     seconds, started = [], perf_counter()
-    engine.add_request("with", prompt, params)
+    engine.add_request(EngineRequest("with", prompt, params))
     while engine.has_unfinished:
         for output in engine.step():
             now = perf_counter()

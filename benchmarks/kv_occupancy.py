@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from benchmarks.buddy_allocator import BuddyAllocator
 from benchmarks.length_traces import Lengths
 from engine.kv.block_manager import BlockManager
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import SampledTokens
@@ -133,9 +134,7 @@ def simulate_paged(requests: list[Lengths], pool: int, block_size: int) -> Occup
 
 def _group(request: Lengths, arrival: int) -> SequenceGroup:
     return SequenceGroup(
-        str(arrival),
-        [0] * request.prompt,
-        SamplingParams(),
+        EngineRequest(str(arrival), [0] * request.prompt, SamplingParams()),
         arrival=arrival,
         root=0,
         stop_token_ids=frozenset(),

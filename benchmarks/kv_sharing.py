@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks.length_traces import Lengths
 from engine.kv.block_manager import BlockManager
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
 
@@ -42,9 +43,7 @@ class SharedBlocks:
     def add(self, num_tokens: int) -> Sequence:
         """Begin a sequence of ``num_tokens`` computed tokens."""
         group = SequenceGroup(
-            "request",
-            [0] * num_tokens,
-            self._params,
+            EngineRequest("request", [0] * num_tokens, self._params),
             arrival=0,
             root=0,
             stop_token_ids=frozenset(),
@@ -65,7 +64,7 @@ class SharedBlocks:
     def append(self, sequence: Sequence) -> None:
         """Write one more token, in a new block or in a copy where the last block is shared."""
         sequence.token_ids.append(0)
-        if sequence.num_computed_tokens >= sequence.next_event:
+        if sequence.num_computed_tokens >= sequence.next_block_boundary:
             self._blocks.allocate(sequence, sequence.num_tokens)
         sequence.num_computed_tokens += 1
 

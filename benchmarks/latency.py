@@ -27,6 +27,7 @@ from benchmarks.roofline import ModelShape
 from benchmarks.workloads import VOCABULARY
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 __all__ = ["Latency", "measure"]
@@ -77,7 +78,7 @@ def _step_seconds(engine: Engine, prompt: list[int], num_tokens: int) -> list[fl
     """Return the seconds until the first token and between each and the next."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     seconds, started = [], perf_counter()
-    engine.add_request("stream", prompt, params)
+    engine.add_request(EngineRequest("stream", prompt, params))
     while engine.has_unfinished:
         if engine.step():  # steps that compute a part of the prompt give no token
             now = perf_counter()

@@ -35,14 +35,21 @@ from deployments.config import LoggingOptions, TracingOptions
 from deployments.requests.log import RequestLog
 from deployments.requests.record import Attempt, RequestRecord, current_record
 from deployments.requests.tracing import Tracer, open_tracer
-from engine.async_engine import TokenBatch
+from engine.outputs import EngineOutput, FinishReason, RequestTiming
 from engine.sampling_params import SamplingParams
-from engine.sequence import RequestTiming
 
 REPEATS = 5
-BATCHES = [TokenBatch([1, 2, 3, 4], None, None, 0) for _ in range(14)]
-FIRST = TokenBatch([1], None, None, 128, timing=RequestTiming(0.01, 0.05))
-LAST = TokenBatch([1, 2, 3], "length", None, 128, timing=RequestTiming(0.01, 0.05, 0.5))
+BATCHES = [EngineOutput("id", 0, [1, 2, 3, 4], replica="1kkmte8r") for _ in range(14)]
+FIRST = EngineOutput("id", 0, [1], num_cached_tokens=128, replica="1kkmte8r", timing=RequestTiming(0.01, 0.05))
+LAST = EngineOutput(
+    "id",
+    0,
+    [1, 2, 3],
+    FinishReason.LENGTH,
+    num_cached_tokens=128,
+    replica="1kkmte8r",
+    timing=RequestTiming(0.01, 0.05, 0.5),
+)
 PARAMS = SamplingParams(max_tokens=64)
 BODY = ChatRequest.model_validate({"messages": [{"role": "user", "content": "What is a KV cache?"}], "stream": True})
 
@@ -50,8 +57,8 @@ BODY = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Wha
 def generation() -> Any:
     """Return what an answer leaves behind, with its one attempt noted batch by batch."""
     attempt = Attempt()
-    for batch in (FIRST, *BATCHES, LAST):
-        attempt.receive("1kkmte8r", batch)
+    for output in (FIRST, *BATCHES, LAST):
+        attempt.receive(output)
     attempt.end("1kkmte8r", attempt.started)
     return SimpleNamespace(
         attempts=[attempt],

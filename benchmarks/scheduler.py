@@ -23,6 +23,7 @@ import torch
 from benchmarks.machine import describe
 from engine.kv.block_manager import BlockManager
 from engine.prefix_hash import root_hash
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import SampledTokens
@@ -54,9 +55,11 @@ class Load:
         length = self._random.randint(64, 512)
         longest = 10**6 if self._steady else self._random.randint(16, 512) if first else self._random.randint(64, 512)
         group = SequenceGroup(
-            str(self._num_arrived),
-            [self._random.randrange(VOCAB_SIZE) for _ in range(length)],
-            SamplingParams(max_tokens=None),
+            EngineRequest(
+                str(self._num_arrived),
+                [self._random.randrange(VOCAB_SIZE) for _ in range(length)],
+                SamplingParams(max_tokens=None),
+            ),
             arrival=self._num_arrived,
             root=root_hash("null"),
             stop_token_ids=frozenset((VOCAB_SIZE,)),

@@ -30,9 +30,8 @@ from benchmarks.peers.runner import WARM_UP
 from benchmarks.throughput import load_engine
 from benchmarks.workloads import load as load_workload
 from engine.engine import Engine
-from engine.observability.metrics import StepTimes
 from engine.sampling.sampler import Sampler
-from engine.scheduling.step import SampledTokens, SchedulerOutput
+from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
 from engine.worker.model_runner import ModelRunner
 
 __all__ = ["PARTS", "Step", "main", "recorded_steps", "summarize"]
@@ -98,7 +97,7 @@ def recorded_steps() -> Iterator[list[Step]]:
         patch.object(cpu_decoder, "all_layers", recorder.clock("layers", cpu_decoder.all_layers)),
         patch.object(cpu_decoder, "logits", recorder.clock("logits", cpu_decoder.logits)),
         patch.object(Sampler, "sample", recorder.clock("sampling", Sampler.sample)),
-        patch.object(Sampler, "likeliest_tokens", recorder.clock("sampling", Sampler.likeliest_tokens)),
+        patch.object(Sampler, "argmax_tokens", recorder.clock("sampling", Sampler.argmax_tokens)),
         patch.object(ModelRunner, "run", lambda *args: recorder.run(*args)),  # a function is bound, a bound one is not
         patch.object(Engine, "step", lambda engine: recorder.step(engine)),
     ):

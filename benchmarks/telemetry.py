@@ -35,9 +35,10 @@ from benchmarks.workloads import Request, load
 from deployments.observability.telemetry import Recorder, render
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo
-from engine.observability.metrics import METRICS, EngineMetrics, MetricSink, NullSink, StepTimes
+from engine.observability.metrics import METRICS, EngineMetrics, MetricSink, NullSink
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens, SchedulerOutput
+from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence
 
 __all__ = ["main"]
@@ -114,7 +115,7 @@ def generate(engine: Engine, requests: list[Request]) -> int:
     """Answer all requests and return how many tokens came."""
     for number, request in enumerate(requests):
         params = SamplingParams(temperature=0.0, max_tokens=request.out, ignore_eos=True)
-        engine.add_request(str(number), request.prompt, params)
+        engine.add_request(EngineRequest(str(number), request.prompt, params))
     count = 0
     while engine.has_unfinished:
         count += sum(len(output.token_ids) for output in engine.step())
@@ -196,7 +197,9 @@ def step_microseconds(sink: MetricSink) -> float:
     engine = Engine(EngineConfig(model="null", max_num_seqs=NULL_SEQUENCES), NullRunner(), info, sink)
     timed = engine.metrics = _TimedMetrics(sink, engine.block_manager, engine.scheduler)
     for number in range(NULL_SEQUENCES):
-        engine.add_request(str(number), [number + 1] * 16, SamplingParams(max_tokens=10**5, temperature=0.0))
+        engine.add_request(
+            EngineRequest(str(number), [number + 1] * 16, SamplingParams(max_tokens=10**5, temperature=0.0))
+        )
     for _ in range(100):
         engine.step()
     timed.seconds = 0.0

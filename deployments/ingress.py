@@ -37,7 +37,6 @@ from deployments.config import AppConfig
 from deployments.errors import ApiError, as_api_error, unwrap
 from deployments.observability.ray_exporter import RayExporter
 from deployments.observability.telemetry import INGRESS_INFO, REPLICAS_MIN, Series, ingress_recorder, render
-from deployments.replica import EngineRequest
 from deployments.requests.engine_client import EngineClient
 from deployments.requests.generation import Generation
 from deployments.requests.log import RequestLog
@@ -50,6 +49,7 @@ from deployments.version import pagoda_version
 from deployments.web.live_view import LiveView
 from deployments.web.page import WebPage
 from engine.errors import RequestError
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text import Tokenizer, import_tokenizers
 

@@ -10,7 +10,6 @@ import gc
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -23,46 +22,18 @@ from deployments.observability.telemetry import Recorder, Series
 from deployments.routing.cluster_view import BLOCK_SIZE, ENDPOINT
 from deployments.web.live_view import EngineSnapshot
 from deployments.wire.publisher import KVEventPublisher
-from engine.async_engine import AsyncEngine, TokenBatch
+from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.engine import EngineInfo
 from engine.errors import EngineDeadError, OverloadedError
 from engine.observability.logs import forward_logs
 from engine.observability.metrics import METRICS
-from engine.sampling_params import SamplingParams
+from engine.outputs import EngineOutput
+from engine.request import EngineRequest
 
-__all__ = ["EngineOutput", "EngineReplica", "EngineRequest"]
+__all__ = ["EngineReplica"]
 
 logger = logging.getLogger("ray.serve")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """One prompt, as it travels from the ingress to an engine.
-
-    ``output_token_ids`` is what a replica that was lost had generated: the engine replays it, and with it penalties,
-    the grammar's state and the positions that the seed counts, and goes on behind it.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-    output_token_ids: list[int] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the engine must have the KV of before it can go on."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
-    """Tokens on their way back, and the name of the replica that made them."""
-
-    replica: str
-    batch: TokenBatch
 
 
 class EngineReplica:
@@ -79,6 +50,7 @@ class EngineReplica:
             sink=self._recorder,
             on_kv_events=self._publisher.publish_events,
             on_load=self._publisher.publish_load,
+            replica=self._name,
         )
         self._exporter = RayExporter(self._recorder, label="replica")
         self._exporter.start()
@@ -97,18 +69,10 @@ class EngineReplica:
         """
         if block_hashes:
             self._publisher.publish_awaited(block_hashes)
-        batches = self._engine.generate(
-            request.request_id,
-            request.prompt_token_ids,
-            request.params,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            output_token_ids=request.output_token_ids,
-        )
         try:
-            async with aclosing(batches):  # type: ignore[type-var]  # closing it aborts the sequence
-                async for batch in batches:
-                    yield EngineOutput(self._name, batch)
+            async with aclosing(self._engine.generate(request)) as outputs:  # closing it aborts the sequence
+                async for output in outputs:
+                    yield output
         except (EngineDeadError, OverloadedError) as error:
             error.replica = self._name  # so that the retry can avoid it
             raise

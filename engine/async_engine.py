@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo, EngineStats
@@ -24,34 +23,15 @@ from engine.kv.block_map import BlockMap, cell_size, cells_by_slice
 from engine.kv.events import KVEventBatch
 from engine.observability.load import EngineLoad, LoadReporter
 from engine.observability.metrics import MetricSink
-from engine.outputs import StepOutput
-from engine.sampling_params import SamplingParams
-from engine.sequence import FinishReason, RequestTiming
+from engine.outputs import EngineOutput, FinishReason
+from engine.request import EngineRequest
 
-if TYPE_CHECKING:
-    from engine.logprobs import TokenLogprobs
-
-__all__ = ["AsyncEngine", "TokenBatch"]
+__all__ = ["AsyncEngine"]
 
 logger = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.01  # between two reports of a busy engine's load, at least
 MAP_PAUSE_S = 0.001  # between two slices of the block map, in which the step thread gets the interpreter's lock
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """What has queued for one answer of a request since its reader last took something. It pickles small."""
-
-    token_ids: list[int]  # none when the answer was ended from outside
-    finish_reason: str | None  # "stop", "length" or "abort" on the answer's last batch, else None
-    stop_reason: int | str | None  # the id of stop_token_ids that ended it, or why it was aborted, if something did
-    num_cached_tokens: int  # prompt tokens that the prefix cache served
-    index: int = 0  # of the answer
-    logprobs: list[TokenLogprobs] | None = None  # of token_ids, if asked for
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first batch of answer 0, if asked for
-    cumulative_logprob: float | None = None  # of the whole answer so far, if logprobs are computed
-    timing: RequestTiming | None = None  # with an answer's first batch, and with the request's last one
 
 
 @dataclass(slots=True)
@@ -63,15 +43,16 @@ class _Stream:
     """
 
     key: str
+    replica: str
     loop: asyncio.AbstractEventLoop
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    outputs: list[StepOutput] = field(default_factory=list)
+    outputs: list[EngineOutput] = field(default_factory=list)
     aborted: bool = False  # from outside: no output says so
     closed: bool = False  # its last answer was ended from outside
     is_done: bool = False  # nothing more will come
     error: Exception | None = None
 
-    def put(self, output: StepOutput) -> None:
+    def put(self, output: EngineOutput) -> None:
         self.outputs.append(output)
         self.ready.set()
 
@@ -87,7 +68,7 @@ class _Stream:
         self.error = error
         self.ready.set()
 
-    async def take(self) -> list[TokenBatch]:
+    async def take(self) -> list[EngineOutput]:
         """Wait until something has queued and return all of it; how it ended comes after its last tokens."""
         await self.ready.wait()
         self.ready.clear()
@@ -97,30 +78,14 @@ class _Stream:
                 raise self.error
             self.is_done = True
             assert self.aborted or self.closed
-            return [TokenBatch([], FinishReason.ABORT.value, None, 0)] if self.aborted else []
+            return [EngineOutput(self.key, 0, [], FinishReason.ABORT, replica=self.replica)] if self.aborted else []
         if self.error is not None or self.aborted or self.closed:
             self.ready.set()
         self.is_done = any(output.is_last for output in outputs)
-        by_answer: dict[int, list[StepOutput]] = {}
+        by_answer: dict[int, list[EngineOutput]] = {}
         for output in outputs:
             by_answer.setdefault(output.index, []).append(output)
-        return [_batch(one) for one in by_answer.values()]
-
-
-def _batch(outputs: list[StepOutput]) -> TokenBatch:
-    """Return an answer's outputs of several steps as one batch."""
-    first, last = outputs[0], outputs[-1]
-    return TokenBatch(
-        [token_id for output in outputs for token_id in output.token_ids],
-        None if last.finish_reason is None else last.finish_reason.value,
-        last.stop_reason,
-        last.num_cached_tokens,
-        last.index,
-        None if first.logprobs is None else [one for output in outputs for one in output.logprobs or ()],
-        first.prompt_logprobs,
-        last.cumulative_logprob,
-        last.timing or first.timing,
-    )
+        return [EngineOutput.join(one, self.replica) for one in by_answer.values()]
 
 
 class AsyncEngine:
@@ -131,6 +96,7 @@ class AsyncEngine:
         on_load: called from the step thread when requests have arrived or left or the queue has changed, at most every
             10 ms, now and then while it only decodes, and when it has become idle. It must be quick; what it raises is
             logged.
+        replica: what the outputs say of where they come from.
         clock: seconds that only rise.
     """
 
@@ -139,10 +105,12 @@ class AsyncEngine:
         engine: Engine,
         on_load: Callable[[EngineLoad], None] | None = None,
         *,
+        replica: str = "",
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.info: EngineInfo = engine.info
         self._engine = engine
+        self._replica = replica
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards the next three between the step thread and the readers
         self._streams: dict[str, _Stream] = {}  # by request id
@@ -165,26 +133,18 @@ class AsyncEngine:
         sink: MetricSink | None = None,
         on_kv_events: Callable[[KVEventBatch], None] | None = None,
         on_load: Callable[[EngineLoad], None] | None = None,
+        replica: str = "",
     ) -> AsyncEngine:
         """Load the model (this blocks) and start the step loop.
 
         Raises:
             ConfigError, ModelLoadError: as ``Engine.from_config``.
         """
-        return cls(Engine.from_config(config, sink, on_kv_events), on_load)
+        return cls(Engine.from_config(config, sink, on_kv_events), on_load, replica=replica)
 
     # --- for the event loop -------------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        output_token_ids: Sequence[int] = (),
-    ) -> AsyncIterator[TokenBatch]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Run one request and yield its answers' tokens as they come. Closing the iterator aborts the request.
 
         Each answer's last batch has a ``finish_reason``; where the best answers are known only at the end (``best_of``,
@@ -198,27 +158,18 @@ class AsyncEngine:
             RuntimeError: if it trips over a bug of ours; other requests go on.
             EngineDeadError: if the step loop has ended or ends meanwhile.
         """
-        self._engine.check_request(
-            prompt_token_ids, params, priority=priority, cache_salt=cache_salt, output_token_ids=output_token_ids
-        )
+        self._engine.check_request(request)
+        params, request_id = request.params, request.request_id
         grammar = None
         if params.structured_outputs is not None:
             self.check_health()
-            grammar = await self._engine.compile_grammar_soon(params, output_token_ids)
+            grammar = await self._engine.compile_grammar_soon(params, request.output_token_ids)
         stream = self._open(request_id)
 
         def add() -> None:
             try:
-                self._engine.queue_request(
-                    stream.key,
-                    prompt_token_ids,
-                    params,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    output_token_ids=output_token_ids,
-                    grammar=grammar,
-                    on_shed=self._shed,
-                )
+                keyed = replace(request, request_id=stream.key)
+                self._engine.queue_request(keyed, grammar=grammar, on_shed=self._shed)
             except OverloadedError as error:
                 _call_soon(stream.loop, stream.fail, error)
             except Exception as error:  # a request that trips over a bug of ours is still only one request
@@ -312,7 +263,7 @@ class AsyncEngine:
             if held is not None and not held.loop.is_closed():
                 raise RequestError(f"request_id '{request_id}' is in use; choose another", "request_id")
             self._num_streams += 1
-            stream = _Stream(f"{request_id}#{self._num_streams}", asyncio.get_running_loop())
+            stream = _Stream(f"{request_id}#{self._num_streams}", self._replica, asyncio.get_running_loop())
             self._streams[request_id] = self._by_key[stream.key] = stream
         if held is not None:  # the step thread has not noticed yet
             self._inbox.put(lambda: self._forget(held.loop))
@@ -385,9 +336,9 @@ class AsyncEngine:
         if self._engine.end_sequence(stream.key, index) and not self._engine.is_unfinished(stream.key):
             _call_soon(stream.loop, stream.close)
 
-    def _deliver(self, outputs: list[StepOutput]) -> None:
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Post the step's tokens, in one message per event loop."""
-        posts: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, StepOutput]]] = {}
+        posts: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}
         with self._lock:
             for output in outputs:
                 stream = self._by_key.get(output.request_id)
@@ -415,7 +366,7 @@ class AsyncEngine:
             _call_soon(stream.loop, stream.fail, EngineDeadError(reason))
 
 
-def _put_all(post: list[tuple[_Stream, StepOutput]]) -> None:
+def _put_all(post: list[tuple[_Stream, EngineOutput]]) -> None:
     for stream, output in post:
         stream.put(output)
 

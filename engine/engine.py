@@ -24,17 +24,10 @@ from engine.errors import OverloadedError, RequestError
 from engine.kv.block_manager import BlockManager
 from engine.kv.events import KVEventBatch
 from engine.observability.load import EngineLoad, LoadMeter
-from engine.observability.metrics import (
-    ENGINE_INFO,
-    ENGINE_START_TIME,
-    OVERLOADED,
-    EngineMetrics,
-    MetricSink,
-    NullSink,
-    StepTimes,
-)
-from engine.outputs import StepOutput, step_outputs
+from engine.observability.metrics import ENGINE_INFO, ENGINE_START_TIME, OVERLOADED, EngineMetrics, MetricSink, NullSink
+from engine.outputs import EngineOutput, FinishReason
 from engine.prefix_hash import root_hash
+from engine.request import EngineRequest
 from engine.request_limits import RequestLimits
 from engine.sampling_params import SamplingParams
 from engine.scheduling.drafter import Drafter
@@ -43,8 +36,9 @@ from engine.scheduling.prefill_backlog import PrefillBacklog
 from engine.scheduling.prefill_pace import PrefillPace
 from engine.scheduling.queue_limits import QueueBounds
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import SampledTokens, SchedulerOutput
-from engine.sequence import FinishReason, SequenceGroup
+from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.scheduling.step_outputs import step_outputs
+from engine.sequence import SequenceGroup
 
 if TYPE_CHECKING:
     from engine.structured_outputs.compiler import GrammarCompiler
@@ -223,50 +217,29 @@ class Engine:
         """Tokens, prompt and output together, that one request can have at most."""
         return self.limits.capacity
 
-    def check_request(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        output_token_ids: Sequence_[int] = (),
-    ) -> None:
+    def check_request(self, request: EngineRequest) -> None:
         """Refuse, and count, a request that could never run. Reads only what is fixed, so any thread may call it.
 
         Raises:
             RequestError, PromptTooLongError: as ``RequestLimits.check``.
         """
         try:
-            self.limits.check(
-                prompt_token_ids, params, priority=priority, cache_salt=cache_salt, output_token_ids=output_token_ids
-            )
+            self.limits.check(request)
         except RequestError as error:
             self.metrics.request_rejected(error.param or "invalid")
             raise
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> SequenceGroup:
+    def add_request(self, request: EngineRequest) -> SequenceGroup:
         """Check a request and queue it.
 
         Raises:
             RequestError: as ``check_request``, or if the id is in use.
         """
-        self.check_request(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
-        if request_id in self._groups:
+        self.check_request(request)
+        if (request_id := request.request_id) in self._groups:
             self.metrics.request_rejected("request_id")
             raise RequestError(f"request_id '{request_id}' is in use; choose another", "request_id")
-        grammar = self.compile_grammar(params)
-        return self.queue_request(
-            request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt, grammar=grammar
-        )
+        return self.queue_request(request, grammar=self.compile_grammar(request.params))
 
     def compile_grammar(self, params: SamplingParams, output_token_ids: Sequence_[int] = ()) -> Grammar | None:
         """Return the grammar of a request's structured outputs, if it has any, in its state behind these tokens.
@@ -325,52 +298,41 @@ class Engine:
 
     def queue_request(
         self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
+        request: EngineRequest,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
-        output_token_ids: Sequence_[int] = (),
         grammar: Grammar | None = None,
         on_shed: Callable[[str, OverloadedError], None] | None = None,
     ) -> SequenceGroup:
         """Queue a request that ``check_request`` has let in, under an id that is not in use.
 
         Args:
-            output_token_ids: what another engine generated for this request before it was lost: the answer goes on
-                behind it with the same parameters, of which ``max_tokens`` and the like count these tokens too.
-            grammar: what ``compile_grammar`` made of the request's structured outputs and these tokens.
+            request: the request.
+            grammar: what ``compile_grammar`` made of its structured outputs and its output tokens.
             on_shed: told who gave way to this request, and what to tell its reader. Without it the queue has no bounds.
 
         Raises:
             OverloadedError: if the queue is full and nobody gives way.
         """
-        assert request_id not in self._groups
-        is_bounded = on_shed is not None and not output_token_ids
+        assert request.request_id not in self._groups
+        is_bounded = on_shed is not None and not request.output_token_ids
         if is_bounded:
-            self._refuse_early(priority)
-        length = len(prompt_token_ids)
+            self._refuse_early(request.priority)
+        length, params = len(request.prompt_token_ids), request.params
         longest = self.limits.max_total_tokens(length, params.num_sequences)
         eos_ids = () if params.ignore_eos else self.info.eos_token_ids
         group = SequenceGroup(
-            request_id,
-            prompt_token_ids,
-            params,
+            request,
             arrival=self._num_arrived,
-            root=root_hash(self.info.model, "", cache_salt),
-            cache_salt=cache_salt,
+            root=root_hash(self.info.model, "", request.cache_salt),
             stop_token_ids=frozenset((*eos_ids, *(params.stop_token_ids or ()))),
             max_total_tokens=longest if params.max_tokens is None else min(longest, length + params.max_tokens),
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
-            priority=priority,
-            output_token_ids=output_token_ids,
         )
         group.sequences[0].grammar = grammar
         if is_bounded and on_shed is not None:
             self._make_room(group, on_shed)
         self._num_arrived += 1
-        self._groups[request_id] = group
+        self._groups[request.request_id] = group
         self.metrics.request_added(group)
         self.scheduler.add(group)
         self._backlog.add(group)
@@ -418,7 +380,7 @@ class Engine:
         """
         group = self._groups.get(request_id)
         found = [one for one in group.unfinished if one.index == index] if group is not None else []
-        if group is None or not found or group.holds_back or not group.is_forked:
+        if group is None or not found or group.outputs_at_end or not group.is_forked:
             return False
         self.scheduler.end_sequence(found[0], reason)
         self._backlog.end(found[0])
@@ -487,7 +449,7 @@ class Engine:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def step(self) -> list[StepOutput]:
+    def step(self) -> list[EngineOutput]:
         """Schedule, compute and record one batch; returns what each answer got that got something to tell."""
         times = StepTimes()
         self._meter.step_started()

@@ -18,9 +18,9 @@ from tqdm import tqdm
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
-from engine.logprobs import TokenLogprobs
 from engine.observability.logs import show_logs
-from engine.outputs import StepOutput
+from engine.outputs import EngineOutput, TokenLogprobs
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text import TextStream, Tokenizer
 
@@ -140,7 +140,7 @@ class LLM:
     ) -> list[RequestOutput]:
         grammars = []
         for prompt, one in zip(prompts, params, strict=True):
-            self.engine.check_request(prompt, one)
+            self.engine.check_request(EngineRequest("", prompt, one))
             grammars.append(self.engine.compile_grammar(one))
         requests: dict[str, _Request] = {}
         bar = tqdm(total=len(prompts), desc="Processed prompts", unit="req", disable=not use_tqdm, dynamic_ncols=True)
@@ -148,7 +148,7 @@ class LLM:
             for prompt, text, one, grammar in zip(prompts, texts, params, grammars, strict=True):
                 request_id = str(next(self._request_ids))
                 request = requests[request_id] = _Request(request_id, text, prompt, one, self.tokenizer)
-                self.engine.queue_request(request_id, prompt, request.engine_params, grammar=grammar)
+                self.engine.queue_request(EngineRequest(request_id, prompt, request.engine_params), grammar=grammar)
             self._step_until_done(requests, bar)
         finally:
             bar.close()
@@ -264,7 +264,7 @@ class _Request:
             self.output.outputs = best
         return self.output
 
-    def push(self, step: StepOutput) -> bool:
+    def push(self, step: EngineOutput) -> bool:
         """Take an answer's new tokens into the output; True if a stop string ended an answer that would go on."""
         completion = self.output.outputs[step.index]
         completion.token_ids += step.token_ids
@@ -280,7 +280,7 @@ class _Request:
         self.output.finished = all(one.finish_reason is not None for one in self.output.outputs)
         return stopped
 
-    def _add_text(self, completion: CompletionOutput, step: StepOutput) -> bool:
+    def _add_text(self, completion: CompletionOutput, step: EngineOutput) -> bool:
         if not self._texts:
             return False
         text = self._texts[step.index]

@@ -1,126 +1,82 @@
-"""StepOutput: what a step has to tell about each request, and which of several answers are the best."""
+"""EngineOutput: tokens on their way back from the scheduler to the client, and what is known about them.
+
+One type carries them all the way: the scheduler's step makes one for each answer, AsyncEngine joins those of several
+steps when the reader lags, and the ingress turns it into text. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from engine.sequence import FinishReason, RequestTiming, Sequence, SequenceGroup
+__all__ = ["EngineOutput", "FinishReason", "Logprob", "RequestTiming", "TokenLogprobs"]
 
-if TYPE_CHECKING:
-    from engine.logprobs import TokenLogprobs
 
-__all__ = ["StepOutput", "step_outputs"]
+class FinishReason(enum.StrEnum):
+    """Why an answer ended, in the words of the OpenAI API (``abort`` is ours: the client went away)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability at one position, as in vLLM.
+
+    It is the model's own, before temperature, penalties or masks.
+    """
+
+    logprob: float
+    rank: int  # 1 is the most likely; tokens that are equally likely share a rank
+    decoded_token: str | None = None  # filled in where text is made
+
+
+TokenLogprobs = dict[int, Logprob]  # one position: the sampled (or prompt) token first, then the most likely in order
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one answer of a request got in a step, and how it ended if it did."""
+class RequestTiming:
+    """Seconds that an engine has taken for one request so far; known from its first token on."""
+
+    queue_s: float  # from arrival to the first step
+    prefill_s: float  # from the first step to the first token
+    decode_s: float = 0.0  # from the first token to the last one; 0 until that is there
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """New tokens of one answer of a request, and how the answer ended if it did. It pickles small."""
 
     request_id: str
     index: int  # of the answer
-    # One new token, more where a draft was right; all of them, at the end, where the best answers are known only then.
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    num_cached_tokens: int
+    token_ids: list[int]  # none when the answer ended without a token, or from outside
+    finish_reason: FinishReason | None = None  # set on the answer's last output
+    stop_reason: int | str | None = None  # the id of stop_token_ids that ended it, or why it was aborted
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
     is_last: bool = False  # the request has ended
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, if asked for
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output of answer 0, if asked for
     cumulative_logprob: float | None = None  # of the whole answer so far, if logprobs are computed
     timing: RequestTiming | None = None  # with an answer's first output, and with the request's last one
+    replica: str = ""  # name of the replica that generated them, where there are several
 
-
-def step_outputs(got_token: Iterable[Sequence], num_accepted: Mapping[Sequence, int] | None = None) -> list[StepOutput]:
-    """Return the outputs of a step after which these sequences have a new token or have ended.
-
-    ``num_accepted`` tells of some of them how many more tokens they have got from a draft.
-    """
-    outputs: list[StepOutput] = []
-    last: dict[SequenceGroup, int] = {}  # of the groups that have ended, where their last output is
-    for sequence in got_token:
-        group = sequence.group
-        has_ended = sequence.is_finished and group.is_finished
-        if not group.holds_back:
-            outputs.append(_new_tokens(sequence, 1 + num_accepted.get(sequence, 0) if num_accepted else 1))
-        elif has_ended and group not in last:
-            outputs += _best_answers(group)
-        if has_ended:
-            last[group] = len(outputs) - 1
-    for group, position in last.items():
-        outputs[position] = replace(outputs[position], is_last=True, timing=group.timing)
-    return outputs
-
-
-def _new_tokens(sequence: Sequence, count: int) -> StepOutput:
-    params = sequence.params
-    num_told = sequence.num_output_tokens - sequence.group.num_resumed_tokens
-    is_first = num_told == (0 if sequence.has_failed else count)
-    tells_prompt = params.prompt_logprobs is not None and sequence.index == 0 and is_first
-    return StepOutput(
-        sequence.group.request_id,
-        sequence.index,
-        [] if sequence.has_failed else sequence.token_ids[-count:],
-        sequence.finish_reason,
-        sequence.stop_reason,
-        sequence.num_cached_tokens,
-        logprobs=sequence.logprobs[-count:] if params.logprobs is not None and not sequence.has_failed else None,
-        prompt_logprobs=sequence.group.prompt_logprobs if tells_prompt else None,
-        cumulative_logprob=sequence.cumulative_logprob if params.needs_logprobs else None,
-        timing=sequence.group.timing if is_first else None,
-    )
-
-
-def _best_answers(group: SequenceGroup) -> list[StepOutput]:
-    """Return the ``n`` best answers of a request that has ended, the best first."""
-    if group.beams is not None:
-        return _beams(group)
-    answers = sorted(group.sequences, key=_mean_logprob, reverse=True)[: group.params.n]
-    return [
-        StepOutput(
-            group.request_id,
-            index,
-            answer.output_token_ids,
-            answer.finish_reason,
-            answer.stop_reason,
-            answer.num_cached_tokens,
-            logprobs=answer.logprobs if group.params.logprobs is not None else None,
-            prompt_logprobs=group.prompt_logprobs if group.params.prompt_logprobs is not None and not index else None,
-            cumulative_logprob=answer.cumulative_logprob,
+    @classmethod
+    def join(cls, outputs: Sequence[EngineOutput], replica: str = "") -> EngineOutput:
+        """Return consecutive outputs of one answer as one."""
+        first, last = outputs[0], outputs[-1]
+        return cls(
+            last.request_id,
+            last.index,
+            [token_id for output in outputs for token_id in output.token_ids],
+            last.finish_reason,
+            last.stop_reason,
+            last.num_cached_tokens,
+            last.is_last,
+            None if first.logprobs is None else [one for output in outputs for one in output.logprobs or ()],
+            first.prompt_logprobs,
+            last.cumulative_logprob,
+            last.timing or first.timing,
+            replica,
         )
-        for index, answer in enumerate(answers)
-    ]
-
-
-def _mean_logprob(answer: Sequence) -> float:
-    """Rank as the OpenAI API does, by log-probability a token; an answer that failed comes last."""
-    if answer.finish_reason is FinishReason.ABORT or not answer.num_output_tokens:
-        return float("-inf")
-    return answer.cumulative_logprob / answer.num_output_tokens
-
-
-def _beams(group: SequenceGroup) -> list[StepOutput]:
-    """Return the ``n`` best hypotheses; in place of those that the search could not find, why."""
-    assert group.beams is not None
-    first = group.sequences[0]
-    outputs: list[StepOutput] = []
-    for index, hypothesis in enumerate(group.beams.hypotheses[: group.params.n]):
-        last = hypothesis.token_ids[-1]
-        outputs.append(
-            StepOutput(
-                group.request_id,
-                index,
-                hypothesis.token_ids,
-                FinishReason.STOP if hypothesis.ended_by_token else FinishReason.LENGTH,
-                last if hypothesis.ended_by_token and last in (group.params.stop_token_ids or ()) else None,
-                first.num_cached_tokens,
-                cumulative_logprob=hypothesis.cumulative_logprob,
-            )
-        )
-    why = first.stop_reason or "the search found no further answer: too few tokens are allowed"
-    outputs += [
-        StepOutput(group.request_id, index, [], FinishReason.ABORT, why, first.num_cached_tokens)
-        for index in range(len(outputs), group.params.n)
-    ]
-    return outputs

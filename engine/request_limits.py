@@ -10,6 +10,7 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import KW_ONLY, dataclass
 
 from engine.errors import PromptTooLongError, RequestError
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 __all__ = ["RequestLimits"]
@@ -48,15 +49,7 @@ class RequestLimits:
         shared = num_prompt_tokens // self.block_size if self.shares_prefixes and width > 1 else 0
         return min(self.capacity, (shared + (self.num_blocks - shared) // width) * self.block_size)
 
-    def check(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        output_token_ids: Sequence_[int] = (),
-    ) -> None:
+    def check(self, request: EngineRequest) -> None:
         """Refuse a request that could never run.
 
         Raises:
@@ -64,6 +57,8 @@ class RequestLimits:
                 more answers are asked for than can ever run together.
             PromptTooLongError: if the prompt leaves no room for a token in the context or the KV pool.
         """
+        prompt_token_ids, output_token_ids, params = request.prompt_token_ids, request.output_token_ids, request.params
+        priority, cache_salt = request.priority, request.cache_salt
         self._check_ids("prompt", prompt_token_ids)
         for name, token_ids in (("output", output_token_ids), *params.ids_by_parameter()):
             self._check_ids(name, token_ids)

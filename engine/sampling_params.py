@@ -337,7 +337,7 @@ class SamplingParams:
         return self.temperature <= _ROUNDS_TO_ZERO
 
     @cached_property
-    def takes_likeliest(self) -> bool:
+    def is_plain_greedy(self) -> bool:
         """Whether each token is simply the likeliest by the model's own logits, and nobody wants to see those."""
         return (
             self.is_greedy

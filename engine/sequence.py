@@ -8,20 +8,18 @@ of sequences: one of them unless it asks for several answers or for beams, which
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.beam_search import BeamSearch
+from engine.outputs import FinishReason, RequestTiming, TokenLogprobs
 from engine.prefix_hash import BYTES_PER_TOKEN, pack_tokens, packed_block_hash
-from engine.sampling_params import SamplingParams
+from engine.request import EngineRequest
 
 if TYPE_CHECKING:
-    from engine.logprobs import TokenLogprobs
     from engine.scheduling.ngram_proposer import NgramIndex
     from engine.structured_outputs.grammar import Grammar  # imports torch
 
-__all__ = ["FinishReason", "RequestTiming", "Sequence", "SequenceGroup", "SequenceStatus"]
+__all__ = ["Sequence", "SequenceGroup", "SequenceStatus"]
 
 
 class SequenceStatus(enum.Enum):
@@ -31,23 +29,6 @@ class SequenceStatus(enum.Enum):
     SWAPPED = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
-
-
-class FinishReason(enum.StrEnum):
-    """Why a sequence ended, in the words of the OpenAI API (``abort`` is ours: the client went away)."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTiming:
-    """Seconds that an engine took for one request so far, known from its first token on."""
-
-    queue_s: float  # from arrival to the first step
-    prefill_s: float  # from the first step to the first token
-    decode_s: float = 0.0  # from the first token to the last one; 0 until that is there
 
 
 class Sequence:
@@ -73,10 +54,10 @@ class Sequence:
         "has_failed",
         "host_table",
         "index",
-        "is_alone",
+        "is_single",
         "logprobs",
         "max_total_tokens",
-        "next_event",
+        "next_block_boundary",
         "ngrams",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -99,7 +80,7 @@ class Sequence:
         self.num_prompt_tokens = num_prompt_tokens
         self.seed = seed
         # The next four are the group's; here too because each step reads them for every sequence.
-        self.is_alone = group.num_places == 1
+        self.is_single = group.num_places == 1
         self.params = group.params
         self.stop_token_ids = group.stop_token_ids
         self.max_total_tokens = group.max_total_tokens
@@ -119,7 +100,9 @@ class Sequence:
         self.block_hashes: list[int] = []  # of the leading full blocks, made on demand
         self.content_ids: list[int] = []  # identity of what each published or matched block holds
         self.cache_epoch = 0  # of the prefix cache when the sequence began: what it computes belongs there
-        self.next_event = 0  # num_computed_tokens at which the block manager has something to do; see BlockManager
+        self.next_block_boundary = (
+            0  # num_computed_tokens at which the block manager has something to do; see BlockManager
+        )
 
     @property
     def request_id(self) -> str:
@@ -152,10 +135,10 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def takes_likeliest(self) -> bool:
+    def is_plain_greedy(self) -> bool:
         """Whether each further token is the model's likeliest, since none is forbidden in order not to end it yet."""
         params = self.params
-        return params.takes_likeliest and (not self.stop_token_ids or self.num_output_tokens >= params.min_tokens)
+        return params.is_plain_greedy and (not self.stop_token_ids or self.num_output_tokens >= params.min_tokens)
 
     @property
     def is_finished(self) -> bool:
@@ -231,23 +214,17 @@ class SequenceGroup:
     """One request: the sequences that answer it, which are scheduled, preempted and swapped together.
 
     Args:
-        request_id: unique among the unfinished requests of an engine.
-        prompt_token_ids: at least one token id.
-        params: how to sample and when to stop.
+        request: the prompt, its parameters, and what was generated elsewhere before.
         arrival: position in the order of arrival, for first-come-first-served scheduling.
         root: root of the block hash chain.
-        cache_salt: what salted ``root``.
         stop_token_ids: every id that ends a sequence (EOS ids of the model included, unless ignored).
         max_total_tokens: length at which a sequence ends with reason ``length``.
         seed: of the first answer; the others count on from it.
-        priority: higher is more important.
-        output_token_ids: what was generated already, elsewhere: the sequence goes on behind it.
     """
 
     __slots__ = (
         "arrival",
         "beams",
-        "cache_salt",
         "is_forked",
         "max_total_tokens",
         "num_blocks_held",
@@ -257,9 +234,8 @@ class SequenceGroup:
         "num_resumed_tokens",
         "num_stalls",
         "params",
-        "priority",
         "prompt_logprobs",
-        "request_id",
+        "request",
         "root",
         "seed",
         "sequences",
@@ -270,30 +246,24 @@ class SequenceGroup:
 
     def __init__(
         self,
-        request_id: str,
-        prompt_token_ids: Sequence_[int],
-        params: SamplingParams,
+        request: EngineRequest,
         *,
         arrival: int,
         root: int,
         stop_token_ids: frozenset[int],
         max_total_tokens: int,
         seed: int,
-        cache_salt: str = "",
-        priority: int = 0,
-        output_token_ids: Sequence_[int] = (),
     ) -> None:
-        self.request_id = request_id
+        params, prompt, output = request.params, request.prompt_token_ids, request.output_token_ids
+        self.request = request
         self.params = params
         self.arrival = arrival
         self.root = root
-        self.cache_salt = cache_salt
         self.stop_token_ids = stop_token_ids
         self.max_total_tokens = max_total_tokens
-        self.priority = priority
         self.seed = seed
         self.num_preemptions = 0
-        self.num_resumed_tokens = len(output_token_ids)
+        self.num_resumed_tokens = len(output)
         self.num_blocks_saved = 0  # by sharing, when an answer ended: each counts them all, the pool once
         self.num_blocks_held = 0  # by all answers then, shared or not
         self.num_stalls = 0  # times that it gave way to nobody, at the length of ``stalled_at``
@@ -303,11 +273,24 @@ class SequenceGroup:
         self.is_forked = self.num_places == 1
         # Of the prompt's tokens computed so far; the first one has none.
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
-        self.beams = BeamSearch.from_params(params, len(prompt_token_ids)) if params.uses_beam_search else None
-        first = Sequence(
-            self, 0, [*prompt_token_ids, *output_token_ids], num_prompt_tokens=len(prompt_token_ids), seed=seed
-        )
+        self.beams = BeamSearch.from_params(params, len(prompt)) if params.uses_beam_search else None
+        first = Sequence(self, 0, [*prompt, *output], num_prompt_tokens=len(prompt), seed=seed)
         self.sequences = [first]  # all answers so far, the finished ones too; of beams only those that go on
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def priority(self) -> int:
+        """The request's priority: higher is more important."""
+        return self.request.priority
+
+    @property
+    def cache_salt(self) -> str:
+        """What salts the root of the hash chain."""
+        return self.request.cache_salt
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -315,7 +298,7 @@ class SequenceGroup:
         return (-self.priority, self.arrival)
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether it ever ran, here or elsewhere: somebody may have seen tokens of it."""
         return self.status is SequenceStatus.RUNNING or self.num_preemptions > 0 or self.num_resumed_tokens > 0
 
@@ -342,7 +325,7 @@ class SequenceGroup:
             self.num_blocks_saved, self.num_blocks_held = saved, held
 
     @property
-    def holds_back(self) -> bool:
+    def outputs_at_end(self) -> bool:
         """Whether nothing can be told before the end: which answers are the best is known only then."""
         return self.beams is not None or self.params.num_sequences > self.params.n
 

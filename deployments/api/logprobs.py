@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from engine.logprobs import Logprob, TokenLogprobs
+from engine.outputs import Logprob, TokenLogprobs
 from engine.text import Tokenizer
 
 __all__ = ["CompletionLogprobs", "chat_logprobs", "prompt_logprobs"]

@@ -12,10 +12,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from deployments.errors import ReplicaStalledError, RequestTimeoutError, unwrap
-from deployments.replica import EngineOutput, EngineRequest
 from deployments.requests.record import Attempt
 from deployments.routing.cluster_view import ClusterView
 from engine.errors import EngineDeadError, PagodaError
+from engine.outputs import EngineOutput
+from engine.request import EngineRequest
 
 __all__ = ["AttemptError", "Dispatch", "EngineClient"]
 
@@ -85,7 +86,7 @@ class EngineClient:
             while (output := await self._next(outputs, request.request_id, deadline)) is not None:
                 replica = output.replica
                 if attempt is not None:
-                    attempt.receive(replica, output.batch)
+                    attempt.receive(output)
                 yield output
             raise EngineDeadError("the replica ended the stream without a reason")
         except Exception as error:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from deployments.api.prompts import Prompt
 from deployments.errors import ApiError, is_replica_loss, unwrap
 from deployments.observability.telemetry import REQUEST_MIGRATIONS, ingress_recorder
-from deployments.replica import EngineOutput, EngineRequest
 from deployments.requests.engine_client import AttemptError, EngineClient
 from deployments.requests.record import Attempt
 from engine.errors import OverloadedError
-from engine.logprobs import TokenLogprobs
+from engine.outputs import EngineOutput, FinishReason, TokenLogprobs
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text import TextStream
 
@@ -111,22 +111,21 @@ class Generation:
                     return
 
     def _receive(self, output: EngineOutput) -> Delta:
-        batch = output.batch
         if not self.token_ids:
-            self.num_cached_tokens = batch.num_cached_tokens
+            self.num_cached_tokens = output.num_cached_tokens
         self.replica = output.replica
-        if batch.prompt_logprobs is not None:
-            self.prompt_logprobs = batch.prompt_logprobs
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         if self._is_empty:
-            return Delta("", [], "length", logprobs=None if batch.logprobs is None else [])
-        text = self._text.push(batch.token_ids, final=batch.finish_reason is not None)
-        token_ids, logprobs = batch.token_ids, batch.logprobs
-        finish_reason, stop_reason = batch.finish_reason, batch.stop_reason
+            return Delta("", [], "length", logprobs=None if output.logprobs is None else [])
+        text = self._text.push(output.token_ids, final=output.finish_reason is not None)
+        token_ids, logprobs = output.token_ids, output.logprobs
+        finish_reason, stop_reason = output.finish_reason, output.stop_reason
         if self._text.stop_string is not None:
             # However many tokens came at once, those behind the stop string are not the client's.
             kept = self._text.num_tokens - len(self.token_ids)
             token_ids, logprobs = token_ids[:kept], None if logprobs is None else logprobs[:kept]
-            finish_reason, stop_reason = "stop", self._text.stop_string
+            finish_reason, stop_reason = FinishReason.STOP, self._text.stop_string
         self.token_ids += token_ids
         self.logprobs += logprobs or ()
         return Delta(text, token_ids, finish_reason, stop_reason, logprobs)

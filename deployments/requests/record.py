@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from deployments.api.protocol import GenerationRequest
     from deployments.errors import ApiError
     from deployments.requests.generation import Generation
-    from engine.async_engine import TokenBatch
-    from engine.sequence import RequestTiming
+    from engine.outputs import EngineOutput, RequestTiming
 
 __all__ = ["OPERATIONS", "Attempt", "RequestRecord", "current_record", "note_error", "recording"]
 
@@ -42,19 +41,19 @@ class Attempt:
     timing: RequestTiming | None = None  # what the engine measured
     error: str = ""  # the type of what ended it, if that was an error
 
-    def receive(self, replica: str, batch: TokenBatch) -> None:
+    def receive(self, output: EngineOutput) -> None:
         """Note that tokens have come."""
         now = monotonic()
-        self.replica = replica
-        if batch.timing is not None:
-            self.timing = batch.timing
+        self.replica = output.replica
+        if output.timing is not None:
+            self.timing = output.timing
         if self.first_token is None:
             # Where all tokens come at once, the first one is as much older as the engine says.
-            decode_s = batch.timing.decode_s if batch.timing is not None else 0.0
+            decode_s = output.timing.decode_s if output.timing is not None else 0.0
             self.first_token = max(self.started, now - decode_s)
-            self.num_cached_tokens = batch.num_cached_tokens
+            self.num_cached_tokens = output.num_cached_tokens
         self.last_token = now
-        self.num_tokens += len(batch.token_ids)
+        self.num_tokens += len(output.token_ids)
 
     def end(self, replica: str, chosen: float | None) -> None:
         """Note that it is over, and what the router knows of it."""

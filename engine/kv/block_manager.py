@@ -9,8 +9,8 @@ A block holds the K and V of ``block_size`` tokens for all layers. It is in exac
 A full block of a prefill is published under its chained hash *when the step that fills it is scheduled*: a layer writes
 K and V before its attention reads, so a sequence scheduled later in the same step may already share it. A block filled
 by decodes is published some time later, at the latest when the sequence is freed, and a decode costs nothing here but
-once a block: ``Sequence.next_event`` says when. A hit is verified against the block's token ids and the identity of the
-block before it, so a hash collision never serves foreign KV.
+once a block: ``Sequence.next_block_boundary`` says when. A hit is verified against the block's token ids and the
+identity of the block before it, so a hash collision never serves foreign KV.
 
 A chain is given back its end first, so it is evicted from its end: who holds a block holds its parent too, nearly
 always. The exception are sequences that computed the same block side by side, of which one published it: when that one
@@ -247,7 +247,7 @@ class BlockManager:
         table, size = sequence.block_table, self.block_size
         if not table:
             sequence.cache_epoch = self._epoch
-        copy = None if sequence.is_alone else self._unshare(sequence)
+        copy = None if sequence.is_single else self._unshare(sequence)
         while len(table) * size < num_tokens:
             table.append(self._take_free_block().block_id)
         if self.enable_prefix_caching:
@@ -256,7 +256,7 @@ class BlockManager:
             if not is_decode or num_tokens // size % PUBLISHED_TOGETHER == 0:
                 self._publish_full(sequence, num_tokens)
         # A decode needs nothing before its block is full; a prefill's chunks are looked at one by one.
-        sequence.next_event = len(table) * size if num_tokens >= len(sequence.token_ids) else 0
+        sequence.next_block_boundary = len(table) * size if num_tokens >= len(sequence.token_ids) else 0
         return copy
 
     def extend(self, sequence: Sequence, num_tokens: int) -> int:
@@ -290,7 +290,7 @@ class BlockManager:
         child.cache_epoch = parent.cache_epoch
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_matched_tokens = parent.num_matched_tokens
-        child.next_event = parent.next_event = 0  # whoever writes first must copy
+        child.next_block_boundary = parent.next_block_boundary = 0  # whoever writes first must copy
 
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's blocks back, the last one first, so that prefixes outlive suffixes in the LRU order."""
@@ -373,7 +373,7 @@ class BlockManager:
         sequence.host_table = []
         sequence.content_ids = []
         sequence.num_matched_tokens = 0
-        sequence.next_event = 0
+        sequence.next_block_boundary = 0
 
     # --- one block ----------------------------------------------------------------------------------------------
 

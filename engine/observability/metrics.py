@@ -13,11 +13,12 @@ from time import monotonic
 from typing import Literal, Protocol
 
 from engine.kv.block_manager import BlockManager
+from engine.outputs import FinishReason, RequestTiming
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import SchedulerOutput
-from engine.sequence import FinishReason, RequestTiming, Sequence, SequenceGroup, SequenceStatus
+from engine.scheduling.step import SchedulerOutput, StepTimes
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
-__all__ = ["METRICS", "EngineMetrics", "Metric", "MetricSink", "NullSink", "StepTimes"]
+__all__ = ["METRICS", "EngineMetrics", "Metric", "MetricSink", "NullSink"]
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -155,15 +156,6 @@ class NullSink:
 
     def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
         """Ignore it."""
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Seconds that the phases of one step took."""
-
-    schedule: float = 0.0
-    forward: float = 0.0
-    sample: float = 0.0
 
 
 @dataclass(slots=True)

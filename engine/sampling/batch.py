@@ -43,7 +43,7 @@ class SamplingBatch:
         self.filters = build_filters(sequences, vocab_size, device)
         self.choosers = build_choosers(sequences, vocab_size, device, num_candidates)
         # Rows with columns that depend on their tokens or how many there are; drafts give only the others several.
-        self._counted = np.array([not one.takes_likeliest for one in sequences], dtype=bool)
+        self._counted = np.array([not one.is_plain_greedy for one in sequences], dtype=bool)
         self._needs_history = any(one.needs_history for one in self.filters)
         params = [sequence.params for sequence in sequences]
         self.ranked_rows = [row for row, p in enumerate(params) if p.needs_logprobs]

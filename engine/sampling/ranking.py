@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.logprobs import Logprob, TokenLogprobs
+from engine.outputs import Logprob, TokenLogprobs
 from kernels.cpu import sampling as cpu_sampling
 
 __all__ = ["gather_logprobs", "likeliest"]

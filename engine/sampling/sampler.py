@@ -12,7 +12,8 @@ from math import isfinite, isnan
 
 import torch
 
-from engine.logprobs import TokenLogprobs
+from engine.outputs import TokenLogprobs
+from engine.request import EngineRequest
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.ranking import gather_logprobs, likeliest
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -93,7 +94,7 @@ class Sampler:
         return gather_logprobs(logits.log_softmax(dim=1), index, counts)
 
     @torch.inference_mode()
-    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
+    def argmax_tokens(self, logits: torch.Tensor) -> list[int]:
         """Return the likeliest token of each row of ``logits`` [rows, vocab_size], as ``sample`` takes it where nothing
         changes the logits; -1 where there is none."""
         best, token_ids = argmax_rows(logits)
@@ -119,7 +120,12 @@ class Sampler:
         )
         groups = [
             SequenceGroup(
-                "warm-up", [0], params, arrival=0, root=0, stop_token_ids=frozenset({1}), max_total_tokens=2, seed=row
+                EngineRequest("warm-up", [0], params),
+                arrival=0,
+                root=0,
+                stop_token_ids=frozenset({1}),
+                max_total_tokens=2,
+                seed=row,
             )
             for row in range(num_rows)
         ]

@@ -72,7 +72,7 @@ class Drafter:
         """
         drafts: dict[Sequence, list[int]] = {}
         for place, sequence in enumerate(running):
-            if counts[place] != 1 or place in partial or not sequence.takes_likeliest:
+            if counts[place] != 1 or place in partial or not sequence.is_plain_greedy:
                 continue
             # The step gives a token more than the draft has, and the last one of an answer is never computed.
             to_the_end = sequence.max_total_tokens - sequence.num_tokens - 1
@@ -102,7 +102,7 @@ class Drafter:
         ended = []
         for sequence, draft in output.drafts.items():
             goes_on = not sequence.is_finished
-            gained = _append_confirmed(sequence, draft, sampled.behind_drafts[sequence]) if goes_on else 0
+            gained = _append_confirmed(sequence, draft, sampled.after_drafts[sequence]) if goes_on else 0
             output.num_accepted[sequence] = gained
             sequence.num_computed_tokens -= len(draft) - gained
             self._blocks.take_back(sequence)

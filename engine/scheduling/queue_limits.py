@@ -115,5 +115,5 @@ def _victims(newcomer: SequenceGroup, waiting: list[SequenceGroup]) -> Iterator[
     for group in waiting:
         if group.priority >= newcomer.priority:
             return
-        if not group.has_begun:
+        if not group.has_started:
             yield group

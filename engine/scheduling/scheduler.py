@@ -22,11 +22,12 @@ from collections.abc import Sequence as Sequence_
 
 from engine.beam_search import Candidates
 from engine.kv.block_manager import BlockManager, Growth, PrefixMatch
+from engine.outputs import FinishReason
 from engine.scheduling.drafter import Drafter, Room
 from engine.scheduling.prefill_pace import PrefillPace
 from engine.scheduling.recording import append_tokens, fail_searches, record_logprobs
 from engine.scheduling.step import SampledTokens, SchedulerOutput
-from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 __all__ = ["Scheduler"]
 
@@ -174,7 +175,7 @@ class Scheduler:
         self._due = []
         for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
             sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + count
-            if num_computed >= sequence.next_event:
+            if num_computed >= sequence.next_block_boundary:
                 self._due.append(sequence)
         for sequence in output.forks:
             self.block_manager.fork(sequence.group.sequences[0], sequence)
@@ -209,13 +210,13 @@ class Scheduler:
                 continue
             num_tokens = len(sequence.token_ids)
             # Nearly always a decode whose last block is full, of a request for one answer: the short way.
-            if sequence.is_alone and num_tokens == sequence.num_computed_tokens + 1:
+            if sequence.is_single and num_tokens == sequence.num_computed_tokens + 1:
                 needed = int(num_tokens > len(sequence.block_table) * blocks.block_size)
                 if not needed or self._make_room(group, needed, output):
                     blocks.allocate(sequence, num_tokens)
                 continue
             planned = group
-            members = [sequence] if sequence.is_alone else [one for one in running if one.group is group]
+            members = [sequence] if sequence.is_single else [one for one in running if one.group is group]
             growths = self._plan_with_room(members, spare, output)
             if growths is not None:
                 first = running.index(members[0])
@@ -243,8 +244,8 @@ class Scheduler:
         The last update has found them in passing, but for groups of several, which change otherwise too.
         """
         if self._has_groups:
-            self._due = [one for one in self.running if one.num_computed_tokens >= one.next_event]
-            self._has_groups = not all(one.is_alone for one in self.running)
+            self._due = [one for one in self.running if one.num_computed_tokens >= one.next_block_boundary]
+            self._has_groups = not all(one.is_single for one in self.running)
         return self._due
 
     def _plan(self, members: list[Sequence], spare: int) -> list[Growth]:
@@ -431,7 +432,7 @@ class Scheduler:
         for sequence in members:
             sequence.status = SequenceStatus.RUNNING
         self._num_places += group.num_places
-        self._has_groups = self._has_groups or not members[0].is_alone
+        self._has_groups = self._has_groups or not members[0].is_single
         return place
 
     def _blocks_to_start(self, group: SequenceGroup) -> int:
@@ -474,7 +475,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of the batch and free its blocks and its place."""
         group = sequence.group
-        if not sequence.is_alone:
+        if not sequence.is_single:
             group.note_sharing()
         self.running.remove(sequence)
         self.block_manager.free(sequence)

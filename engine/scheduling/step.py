@@ -14,9 +14,9 @@ from engine.kv.block_manager import BlockPair
 from engine.sequence import Sequence, SequenceGroup
 
 if TYPE_CHECKING:
-    from engine.logprobs import TokenLogprobs
+    from engine.outputs import TokenLogprobs
 
-__all__ = ["SampledTokens", "SchedulerOutput"]
+__all__ = ["SampledTokens", "SchedulerOutput", "StepTimes"]
 
 
 @dataclass(slots=True)
@@ -64,4 +64,13 @@ class SampledTokens:
     failed: dict[int, str] = field(default_factory=dict)  # positions without a token to sample, and why
     prompt_logprobs: list[tuple[SequenceGroup, list[TokenLogprobs]]] = field(default_factory=list)
     # The likeliest token behind each token of a draft; cut short where there is none.
-    behind_drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    after_drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds that the phases of one step took."""
+
+    schedule: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0

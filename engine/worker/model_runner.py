@@ -16,11 +16,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.logprobs import TokenLogprobs
 from engine.models.config import GenerationDefaults
-from engine.observability.metrics import StepTimes
+from engine.outputs import TokenLogprobs
 from engine.sampling.sampler import NO_TOKEN, Sampler
-from engine.scheduling.step import SampledTokens, SchedulerOutput
+from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import SequenceGroup
 from engine.worker.memory import host_blocks_for
 from engine.worker.step_plan import build_step_plan
@@ -94,11 +93,11 @@ class ModelRunner:
         if not output.drafts:
             return self.sampler.sample(logits, output.sampling, grammar)
         num_sampled = len(output.sampling)
-        behind = iter(self.sampler.likeliest_tokens(logits[num_sampled:]))
+        behind = iter(self.sampler.argmax_tokens(logits[num_sampled:]))
         sampled = self.sampler.sample(logits[:num_sampled], output.sampling, grammar)
         for sequence, draft in output.drafts.items():
             found = list(islice(behind, len(draft)))
-            sampled.behind_drafts[sequence] = list(takewhile(lambda token_id: token_id != NO_TOKEN, found))
+            sampled.after_drafts[sequence] = list(takewhile(lambda token_id: token_id != NO_TOKEN, found))
         return sampled
 
     def _start_masks(self, grammars: list[Any]) -> Future[torch.Tensor]:

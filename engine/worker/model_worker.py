@@ -289,8 +289,8 @@ class ModelWorker:
         hidden = self._forward(model_input, self._make_cache(width))
         self._compute_prompt_logits(hidden, prompt_rows, take)
         if (logits := self.model.compute_logits(hidden, rows)) is not None:
-            behind_drafts = logits[num_sampled:].clone()  # beside which the others are sampled from
+            after_drafts = logits[num_sampled:].clone()  # beside which the others are sampled from
             del logits
             sampler.warm_up(num_sampled)
-            del behind_drafts
+            del after_drafts
         torch.cuda.synchronize(self.device)

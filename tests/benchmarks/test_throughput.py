@@ -107,7 +107,7 @@ def test_rates_of_small_linears_are_measured() -> None:
 @pytest.mark.skipif(library() is None, reason="no C compiler is installed")
 def test_a_step_profile_tells_every_step_and_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
     def replaced() -> list[Any]:
-        of_engine = [Engine.step, ModelRunner.run, Sampler.sample, Sampler.likeliest_tokens]
+        of_engine = [Engine.step, ModelRunner.run, Sampler.sample, Sampler.argmax_tokens]
         return [*of_engine, cpu_decoder.all_layers, cpu_decoder.logits]
 
     file, out = tmp_path / "small.json", tmp_path / "profile.json"

@@ -11,14 +11,12 @@ from typing import Any
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.replica import EngineOutput, EngineRequest
 from deployments.requests.engine_client import EngineClient
 from deployments.routing.cluster_view import ClusterView
-from engine.async_engine import TokenBatch
 from engine.engine import EngineInfo
-from engine.logprobs import Logprob, TokenLogprobs
 from engine.observability.load import EngineLoad
-from engine.sequence import RequestTiming
+from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming, TokenLogprobs
+from engine.request import EngineRequest
 
 Script = list[EngineOutput | BaseException]
 
@@ -50,10 +48,18 @@ def output(
     """Return what a replica would send."""
     ranked = [{t: Logprob(value, 1)} for t, value in zip(token_ids, logprobs, strict=True)] if logprobs else None
     of_prompt = [None] if prompt_logprobs is True else prompt_logprobs or None
-    batch = TokenBatch(
-        token_ids, finish_reason, None, cached, logprobs=ranked, prompt_logprobs=of_prompt, timing=timing
+    return EngineOutput(
+        "id",
+        0,
+        token_ids,
+        None if finish_reason is None else FinishReason(finish_reason),
+        None,
+        cached,
+        logprobs=ranked,
+        prompt_logprobs=of_prompt,
+        timing=timing,
+        replica=replica,
     )
-    return EngineOutput(replica, batch)
 
 
 @dataclass

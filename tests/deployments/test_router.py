@@ -16,10 +16,10 @@ from ray.serve._private.request_router.common import RequestRoutingContext
 from ray.serve.handle import DeploymentBroadcastResponse
 from ray.serve.request_router import RequestRouter
 
-from deployments.replica import EngineRequest
 from deployments.router import PrefixRouter
 from deployments.routing.cluster_view import cluster_view
 from engine.observability.load import EngineLoad
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 DEPLOYMENT = DeploymentID(name="engine-of-test", app_name="test")

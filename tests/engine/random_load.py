@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from engine.errors import RequestError
 from engine.kv import block_manager as block_manager_module
-from engine.observability.metrics import StepTimes
-from engine.outputs import StepOutput
+from engine.outputs import EngineOutput, FinishReason
 from engine.prefix_hash import pack_tokens, root_hash
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens, SchedulerOutput
-from engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from tests.engine.shadow import ShadowProposer, check_integrity, make_engine, next_token, token_logprob
 
 NO_CHOICE = "there is no token to go on with"
@@ -46,7 +46,7 @@ class Expected:
     group: SequenceGroup
     answers: list[list[int]]
     got: dict[int, list[int]] = field(default_factory=dict)
-    held_back: list[StepOutput] = field(default_factory=list)
+    held_back: list[EngineOutput] = field(default_factory=list)
 
 
 class RandomLoad:
@@ -85,7 +85,7 @@ class RandomLoad:
         self.counts["requests"] += 1
         try:
             group = self.engine.add_request(
-                request_id, prompt, arrival.params, priority=arrival.priority, cache_salt=arrival.salt
+                EngineRequest(request_id, prompt, arrival.params, priority=arrival.priority, cache_salt=arrival.salt)
             )
         except RequestError:
             self.counts["refused"] += 1
@@ -109,7 +109,7 @@ class RandomLoad:
         expected = self.requests[request_id]
         unfinished = expected.group.unfinished
         index = unfinished[pick % len(unfinished)].index
-        if expected.group.holds_back or not expected.group.is_forked:
+        if expected.group.outputs_at_end or not expected.group.is_forked:
             assert not self.engine.end_sequence(request_id, index), "nothing was told that could be ended"
             return
         assert self.engine.end_sequence(request_id, index)
@@ -254,7 +254,7 @@ class RandomLoad:
             assert self.engine.block_manager.num_free_blocks >= 0
         for sequence, draft in output.drafts.items():
             params = sequence.params
-            assert params.takes_likeliest, "a draft for a sequence that draws"
+            assert params.is_plain_greedy, "a draft for a sequence that draws"
             assert 0 < len(draft) <= self.engine.scheduler.drafter.num_tokens  # type: ignore[union-attr]
             assert sequence.num_tokens + len(draft) < sequence.max_total_tokens, "a draft goes beyond the answer's end"
             self.counts["tokens drafted"] += len(draft)
@@ -337,13 +337,13 @@ class RandomLoad:
                 return tokens[len(prompt) :]
             prefix = self.runner.ids.chain(prefix, tokens[-1:])[0]
 
-    def _is_told_at_once(self, output: StepOutput) -> bool:
-        return not self.requests[output.request_id].group.holds_back
+    def _is_told_at_once(self, output: EngineOutput) -> bool:
+        return not self.requests[output.request_id].group.outputs_at_end
 
-    def _hear(self, output: StepOutput) -> None:
+    def _hear(self, output: EngineOutput) -> None:
         expected = self.requests[output.request_id]
         assert 0 <= output.index < expected.group.params.n
-        if expected.group.holds_back:
+        if expected.group.outputs_at_end:
             expected.held_back.append(output)
         else:
             self._check_answer(expected, output)
@@ -351,13 +351,13 @@ class RandomLoad:
             self._check_prompt_logprobs(expected, output)
         if output.is_last:
             assert expected.group.is_finished
-            if expected.group.holds_back:
+            if expected.group.outputs_at_end:
                 self._check_best(expected)
             self._texts.append(expected.prompt + expected.group.sequences[0].output_token_ids)
             del self.requests[output.request_id]
             self.counts["finished"] += 1
 
-    def _check_answer(self, expected: Expected, output: StepOutput) -> None:
+    def _check_answer(self, expected: Expected, output: EngineOutput) -> None:
         got = expected.got.setdefault(output.index, [])
         got += output.token_ids
         wanted = expected.answers[output.index]
@@ -370,12 +370,12 @@ class RandomLoad:
         else:
             assert len(got) < len(wanted), f"{output.request_id} goes on behind its end"
 
-    def _check_abort(self, output: StepOutput) -> None:
+    def _check_abort(self, output: EngineOutput) -> None:
         is_dropped = str(output.stop_reason).startswith("the KV cache cannot hold all answers")
         assert output.stop_reason == NO_CHOICE or (is_dropped and not self._twins_share), output.stop_reason
         self.counts["dropped"] += is_dropped
 
-    def _check_reason(self, expected: Expected, output: StepOutput, tokens: list[int]) -> None:
+    def _check_reason(self, expected: Expected, output: EngineOutput, tokens: list[int]) -> None:
         group = expected.group
         is_stop = tokens[-1] in group.stop_token_ids and (len(tokens) > group.params.min_tokens or group.beams)
         assert output.finish_reason is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
@@ -413,7 +413,7 @@ class RandomLoad:
         chain = self.runner.ids.chain(expected.salt, expected.prompt + answer)[len(expected.prompt) - 1 : -1]
         return sum(token_logprob(prefix, index) for prefix in chain) / len(answer)
 
-    def _check_prompt_logprobs(self, expected: Expected, output: StepOutput) -> None:
+    def _check_prompt_logprobs(self, expected: Expected, output: EngineOutput) -> None:
         assert output.prompt_logprobs is not None
         chain = self.runner.ids.chain(expected.salt, expected.prompt)
         wanted = [token_logprob(prefix) for prefix in chain[:-1]]

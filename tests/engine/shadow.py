@@ -15,10 +15,10 @@ from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo
 from engine.kv.block_manager import BlockPair
 from engine.kv.events import KVEventBatch
-from engine.logprobs import Logprob, TokenLogprobs
-from engine.observability.metrics import MetricSink, StepTimes
+from engine.observability.metrics import MetricSink
+from engine.outputs import Logprob, TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens, SchedulerOutput
+from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 VOCAB_SIZE = 64
@@ -135,7 +135,7 @@ class ShadowRunner:
             assert computed.token_ids == sequence.token_ids, "a fork samples from a foreign row"
             prefix = chains[row][end - 1]
             if num_drafted:
-                sampled.behind_drafts[sequence] = [next_token(one, sequence.index) for one in chains[row][end:]]
+                sampled.after_drafts[sequence] = [next_token(one, sequence.index) for one in chains[row][end:]]
             if sequence.params.beam_width is None:
                 sampled.token_ids.append(next_token(prefix, sequence.index))
             else:

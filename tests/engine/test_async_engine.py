@@ -10,17 +10,18 @@ import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine import async_engine as async_engine_module
-from engine.async_engine import AsyncEngine, TokenBatch
+from engine.async_engine import AsyncEngine
 from engine.engine import Engine
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
-from engine.observability.metrics import StepTimes
-from engine.outputs import StepOutput
+from engine.outputs import EngineOutput
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SchedulerOutput
+from engine.scheduling.step import SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
 from tests.engine.shadow import ShadowRunner, make_engine
 
@@ -33,7 +34,7 @@ async def running() -> AsyncIterator[tuple[AsyncEngine, ShadowRunner, Engine]]:
     await async_engine.shutdown()
 
 
-async def collect(stream: AsyncIterator[TokenBatch]) -> list[int]:
+async def collect(stream: AsyncIterator[EngineOutput]) -> list[int]:
     return [token_id async for batch in stream for token_id in batch.token_ids]
 
 
@@ -46,13 +47,16 @@ async def wait_until_idle(engine: AsyncEngine) -> None:
 async def test_concurrent_streams_each_get_their_own_tokens(running: tuple[AsyncEngine, ShadowRunner, Engine]) -> None:
     engine, runner, _ = running
     prompts = [[i, i + 1, i % 3] for i in range(40)]
-    streams = [engine.generate(str(i), prompt, SamplingParams(max_tokens=12)) for i, prompt in enumerate(prompts)]
+    streams = [
+        engine.generate(EngineRequest(str(i), prompt, SamplingParams(max_tokens=12)))
+        for i, prompt in enumerate(prompts)
+    ]
     answers = await asyncio.gather(*map(collect, streams))
     assert answers == [runner.answer(prompt, 12) for prompt in prompts]
 
 
 async def test_the_last_batch_says_why_it_ended(running: tuple[AsyncEngine, ShadowRunner, Engine]) -> None:
-    batches = [batch async for batch in running[0].generate("a", [1, 2], SamplingParams(max_tokens=3))]
+    batches = [batch async for batch in running[0].generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=3)))]
     assert [batch.finish_reason for batch in batches[:-1]] == [None] * (len(batches) - 1)
     assert batches[-1].finish_reason == "length"
 
@@ -76,7 +80,7 @@ async def test_a_slow_reader_gets_what_has_queued_in_one_batch() -> None:
     engine, runner = make_engine()
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
-    stream = async_engine.generate("a", [1, 2], SamplingParams(max_tokens=30))
+    stream = async_engine.generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=30)))
     first = await anext(stream)
     assert len(first.token_ids) == 1, "the first token comes at once"
     gate.opened.set()
@@ -91,7 +95,7 @@ async def test_the_first_batch_and_the_last_one_say_how_long_it_took() -> None:
     engine, runner = make_engine()
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
-    stream = async_engine.generate("a", [1, 2], SamplingParams(max_tokens=30))
+    stream = async_engine.generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=30)))
     first = await anext(stream)
     await asyncio.sleep(0.05)
     gate.opened.set()
@@ -104,7 +108,7 @@ async def test_the_first_batch_and_the_last_one_say_how_long_it_took() -> None:
     assert rest[-1].timing.decode_s >= 0.04  # it was held up
     assert (rest[-1].timing.queue_s, rest[-1].timing.prefill_s) == (first.timing.queue_s, first.timing.prefill_s)
     assert all(batch.timing is None for batch in rest[:-1])
-    only = [batch async for batch in async_engine.generate("b", [1, 2], SamplingParams(max_tokens=1))]
+    only = [batch async for batch in async_engine.generate(EngineRequest("b", [1, 2], SamplingParams(max_tokens=1)))]
     assert only[0].timing is not None
     assert only[0].timing.decode_s == 0
     await async_engine.shutdown()
@@ -114,13 +118,13 @@ async def test_an_abort_from_outside_tells_the_reader_after_its_last_tokens() ->
     engine, runner = make_engine()
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
-    stream = async_engine.generate("a", [1], SamplingParams(max_tokens=100))
+    stream = async_engine.generate(EngineRequest("a", [1], SamplingParams(max_tokens=100)))
     await anext(stream)
     async_engine.abort("a")
     async_engine.abort("unknown")
     gate.opened.set()
     batches = [batch async for batch in stream]
-    assert batches[-1] == TokenBatch([], "abort", None, 0)
+    assert (batches[-1].token_ids, batches[-1].finish_reason) == ([], "abort")
     await wait_until_idle(async_engine)
     await async_engine.shutdown()
 
@@ -130,10 +134,12 @@ async def test_an_id_may_be_used_again_at_once_and_gets_only_its_own_tokens() ->
     engine, runner = make_engine()
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
-    first = async_engine.generate("same", [1], SamplingParams(max_tokens=50))
+    first = async_engine.generate(EngineRequest("same", [1], SamplingParams(max_tokens=50)))
     await anext(first)
     await first.aclose()  # type: ignore[attr-defined]
-    second = asyncio.ensure_future(collect(async_engine.generate("same", [9], SamplingParams(max_tokens=6))))
+    second = asyncio.ensure_future(
+        collect(async_engine.generate(EngineRequest("same", [9], SamplingParams(max_tokens=6))))
+    )
     await asyncio.sleep(0.01)
     gate.opened.set()
     assert await second == runner.answer([9], 6)
@@ -147,7 +153,7 @@ def test_an_id_whose_loop_was_closed_is_free_and_its_old_reader_ends_no_other(no
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
     loop = asyncio.new_event_loop()
-    old = async_engine.generate("same", [1], SamplingParams(max_tokens=100))
+    old = async_engine.generate(EngineRequest("same", [1], SamplingParams(max_tokens=100)))
     loop.run_until_complete(anext(old))  # type: ignore[arg-type]
     loop.close()
 
@@ -155,7 +161,7 @@ def test_an_id_whose_loop_was_closed_is_free_and_its_old_reader_ends_no_other(no
         if noticed:
             gate.opened.set()
             await wait_until_idle(async_engine)
-        new = async_engine.generate("same", [9], SamplingParams(max_tokens=6))
+        new = async_engine.generate(EngineRequest("same", [9], SamplingParams(max_tokens=6)))
         reader = asyncio.ensure_future(collect(new))
         await asyncio.sleep(0.01)
         await old.aclose()  # type: ignore[attr-defined]
@@ -175,18 +181,20 @@ async def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch: pytest.M
     async_engine = AsyncEngine(engine)
     for bad in ({"priority": "x"}, {"priority": 1.5}, {"cache_salt": None}, {"cache_salt": "\ud800"}):
         with pytest.raises(RequestError, match=next(iter(bad))):
-            await collect(async_engine.generate("bad", [1], SamplingParams(), **bad))  # type: ignore[arg-type]
+            await collect(async_engine.generate(EngineRequest("bad", [1], SamplingParams(), **bad)))  # type: ignore[arg-type]
     queue = engine.queue_request
 
-    def trip(request_id: str, *args: object, **options: object) -> object:
-        if request_id.startswith("unlucky"):
+    def trip(request: EngineRequest, **options: Any) -> object:
+        if request.request_id.startswith("unlucky"):
             raise KeyError("a bug")
-        return queue(request_id, *args, **options)  # type: ignore[arg-type]
+        return queue(request, **options)
 
     monkeypatch.setattr(engine, "queue_request", trip)
     with pytest.raises(RuntimeError, match="could not be queued: KeyError"):  # not the request's fault
-        await collect(async_engine.generate("unlucky", [1], SamplingParams()))
-    assert await collect(async_engine.generate("b", [1], SamplingParams(max_tokens=3))) == runner.answer([1], 3)
+        await collect(async_engine.generate(EngineRequest("unlucky", [1], SamplingParams())))
+    assert await collect(async_engine.generate(EngineRequest("b", [1], SamplingParams(max_tokens=3)))) == runner.answer(
+        [1], 3
+    )
     await async_engine.shutdown()
 
 
@@ -195,27 +203,27 @@ async def test_bad_requests_are_refused_before_anything_is_queued(
 ) -> None:
     engine = running[0]
     with pytest.raises(PromptTooLongError):
-        await collect(engine.generate("a", [1] * 400, SamplingParams()))
+        await collect(engine.generate(EngineRequest("a", [1] * 400, SamplingParams())))
     with pytest.raises(RequestError, match="999"):
-        await collect(engine.generate("a", [999], SamplingParams()))
+        await collect(engine.generate(EngineRequest("a", [999], SamplingParams())))
     assert engine.stats().num_waiting == 0
-    assert len(await collect(engine.generate("a", [1], SamplingParams(max_tokens=2)))) == 2
+    assert len(await collect(engine.generate(EngineRequest("a", [1], SamplingParams(max_tokens=2))))) == 2
 
 
 async def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
     running: tuple[AsyncEngine, ShadowRunner, Engine],
 ) -> None:
     engine, runner, _ = running
-    stream = engine.generate("same", [1], SamplingParams(max_tokens=20))
+    stream = engine.generate(EngineRequest("same", [1], SamplingParams(max_tokens=20)))
     head = await anext(stream)
     with pytest.raises(RequestError, match="'same' is in use"):
-        await collect(engine.generate("same", [2], SamplingParams()))
+        await collect(engine.generate(EngineRequest("same", [2], SamplingParams())))
     assert head.token_ids + await collect(stream) == runner.answer([1], 20)
 
 
 async def test_closing_a_stream_frees_its_blocks(running: tuple[AsyncEngine, ShadowRunner, Engine]) -> None:
     engine = running[0]
-    stream = engine.generate("a", [1] * 8, SamplingParams(max_tokens=200))
+    stream = engine.generate(EngineRequest("a", [1] * 8, SamplingParams(max_tokens=200)))
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
     await wait_until_idle(engine)
@@ -242,7 +250,7 @@ class Client:
     async def request(self, index: int) -> None:
         prompt = [self.rng.randrange(4) for _ in range(self.rng.randint(1, 30))]
         params, what = self.draw_params(), self.rng.choice(["", "", "leave", "abort", "end", "cancel"])
-        stream = self.engine.generate(str(index), prompt, params, priority=self.rng.randint(0, 2))
+        stream = self.engine.generate(EngineRequest(str(index), prompt, params, priority=self.rng.randint(0, 2)))
         if what == "cancel":
             task = asyncio.ensure_future(collect(stream))
             for _ in range(self.rng.randrange(20)):
@@ -256,7 +264,7 @@ class Client:
         self.did[what] += 1
 
     async def read(
-        self, request_id: str, stream: AsyncIterator[TokenBatch], what: str, when: int
+        self, request_id: str, stream: AsyncIterator[EngineOutput], what: str, when: int
     ) -> dict[int, list[int]]:
         answers: dict[int, list[int]] = {}
         position = 0
@@ -299,7 +307,7 @@ def memory_of_the_engine() -> int:
 
 def num_objects_of_requests() -> int:
     gc.collect()
-    kinds = {Sequence, SequenceGroup, StepOutput, TokenBatch, async_engine_module._Stream}
+    kinds = {Sequence, SequenceGroup, EngineOutput, EngineOutput, async_engine_module._Stream}
     return sum(type(one) in kinds for one in gc.get_objects())
 
 
@@ -343,7 +351,7 @@ async def test_after_shutdown_requests_fail_clearly_and_the_thread_is_gone() -> 
     inner, runner = make_engine()
     gate = Gate(runner)
     engine = AsyncEngine(inner)
-    stream = engine.generate("a", [1], SamplingParams(max_tokens=200))
+    stream = engine.generate(EngineRequest("a", [1], SamplingParams(max_tokens=200)))
     await anext(stream)
     shutdown = asyncio.ensure_future(engine.shutdown())
     await asyncio.sleep(0.01)
@@ -354,7 +362,7 @@ async def test_after_shutdown_requests_fail_clearly_and_the_thread_is_gone() -> 
     with pytest.raises(EngineDeadError):
         engine.check_health()
     with pytest.raises(EngineDeadError):
-        await collect(engine.generate("b", [1], SamplingParams()))
+        await collect(engine.generate(EngineRequest("b", [1], SamplingParams())))
     assert not any(thread.name == "engine-step-loop" for thread in threading.enumerate())
 
 
@@ -367,7 +375,7 @@ async def test_a_failing_step_ends_every_stream_with_its_cause(error: BaseExcept
         raise error
 
     async_engine = AsyncEngine(engine)
-    stream = async_engine.generate("a", [1], SamplingParams(max_tokens=200))
+    stream = async_engine.generate(EngineRequest("a", [1], SamplingParams(max_tokens=200)))
     await anext(stream)
     gate.run = fail
     gate.opened.set()

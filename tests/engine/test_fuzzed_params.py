@@ -15,7 +15,8 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.llm import LLM
-from engine.outputs import StepOutput
+from engine.outputs import EngineOutput
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.conftest import SavedModel
@@ -99,7 +100,7 @@ class Collected:
         self.reasons: list[str | None] = [None] * count
         self.is_done = False
 
-    def push(self, output: StepOutput) -> None:
+    def push(self, output: EngineOutput) -> None:
         assert not self.is_done, "something came after the last output"
         assert self.reasons[output.index] is None, "something came after an answer's end"
         self.tokens[output.index] += output.token_ids
@@ -121,12 +122,14 @@ def test_fuzzed_requests_end_or_are_refused_and_harm_nobody(qwen3: SavedModel, s
     for step in range(250):
         if step % 20 == 0:  # they decode all the time
             for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-                engine.add_request(f"reference {step} {i}", prompt, one)
+                engine.add_request(EngineRequest(f"reference {step} {i}", prompt, one))
                 collected[f"reference {step} {i}"] = Collected(one.n)
         try:
             one = SamplingParams(**fuzzed(rng))
             engine.add_request(
-                str(step), random_tokens(rng, rng.choice([1, 4, 20, 60])), one, priority=rng.randint(-1, 1)
+                EngineRequest(
+                    str(step), random_tokens(rng, rng.choice([1, 4, 20, 60])), one, priority=rng.randint(-1, 1)
+                )
             )
             collected[str(step)] = Collected(one.n)
         except RequestError as error:
@@ -162,7 +165,7 @@ async def test_fuzzed_requests_of_the_async_engine_all_end(qwen3: SavedModel) ->
 
     async def ask(request_id: str, prompt: list[int], one: SamplingParams) -> list[list[int]]:
         tokens: list[list[int]] = [[] for _ in range(one.n)]
-        async for batch in engine.generate(request_id, prompt, one):
+        async for batch in engine.generate(EngineRequest(request_id, prompt, one)):
             tokens[batch.index] += batch.token_ids
         return tokens
 
@@ -233,7 +236,7 @@ async def test_beams_without_a_token_to_go_on_with_do_not_end_the_step_loop(qwen
     engine = AsyncEngine.from_config(config)
     params = SamplingParams(**NOTHING_LEFT["the same with beams"], max_tokens=10)
     async with asyncio.timeout(10):
-        batches = [batch async for batch in engine.generate("a", [5, 6], params)]
+        batches = [batch async for batch in engine.generate(EngineRequest("a", [5, 6], params))]
     assert [(batch.index, batch.finish_reason) for batch in batches] == [(0, "abort"), (1, "abort")]
     engine.check_health()
     await engine.shutdown()
@@ -274,7 +277,7 @@ def test_many_stop_ids_do_not_multiply_the_work_of_many_beams(llm: LLM) -> None:
     """A wide search with many stop ids once looked at (1 + ids) * beams tokens of each beam, and held up the batch."""
     sampler: Any = llm.engine.runner.sampler  # type: ignore[attr-defined]
     params = SamplingParams(beam_width=8, temperature=0.0, max_tokens=4, ignore_eos=True, stop_token_ids=ALL_IDS[:100])
-    llm.engine.add_request("a", [5, 6], params)
+    llm.engine.add_request(EngineRequest("a", [5, 6], params))
     while llm.engine.has_unfinished:
         llm.engine.step()
         assert set(sampler._batch.num_beam_tokens) == {108}

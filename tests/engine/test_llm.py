@@ -9,6 +9,7 @@ import pytest
 
 from engine.errors import ConfigError, PromptTooLongError, RequestError
 from engine.llm import LLM
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.step import SampledTokens, SchedulerOutput
@@ -278,9 +279,9 @@ def test_without_stop_strings_the_engine_itself_chooses_the_best_answers(
     queued: list[SamplingParams] = []
     queue = llm.engine.queue_request
 
-    def record(request_id: str, prompt: list[int], params: SamplingParams, **options: Any) -> Any:
-        queued.append(params)
-        return queue(request_id, prompt, params, **options)
+    def record(request: EngineRequest, **options: Any) -> Any:
+        queued.append(request.params)
+        return queue(request, **options)
 
     monkeypatch.setattr(llm.engine, "queue_request", record)
     params = SamplingParams(n=1, best_of=3, max_tokens=4)

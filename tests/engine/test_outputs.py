@@ -1,21 +1,21 @@
-"""StepOutput: who is told what, when it ends, and which of several answers are the best."""
+"""EngineOutput: who is told what, when it ends, and which of several answers are the best."""
 
 from __future__ import annotations
 
 import pytest
 
 from engine.engine import Engine
-from engine.outputs import StepOutput
+from engine.outputs import EngineOutput, FinishReason
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.sequence import FinishReason
 from tests.engine.random_load import NO_CHOICE, Arrival, RandomLoad
 from tests.engine.shadow import make_engine, token_logprob
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def outputs_of(engine: Engine) -> list[StepOutput]:
-    outputs: list[StepOutput] = []
+def outputs_of(engine: Engine) -> list[EngineOutput]:
+    outputs: list[EngineOutput] = []
     while engine.has_unfinished:
         outputs += engine.step()
     return outputs
@@ -37,7 +37,7 @@ def outputs_of(engine: Engine) -> list[StepOutput]:
 )
 def test_a_request_has_exactly_one_last_output_and_each_answer_one_end(params: SamplingParams) -> None:
     engine, _ = make_engine()
-    engine.add_request("a", PROMPT, params)
+    engine.add_request(EngineRequest("a", PROMPT, params))
     outputs = outputs_of(engine)
     assert [output.is_last for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert sorted(output.index for output in outputs if output.finish_reason) == list(range(params.n))
@@ -45,7 +45,7 @@ def test_a_request_has_exactly_one_last_output_and_each_answer_one_end(params: S
 
 def test_the_last_output_comes_with_the_last_answer_whoever_ends_the_others() -> None:
     engine, _ = make_engine()
-    engine.add_request("a", PROMPT, SamplingParams(max_tokens=5, n=3))
+    engine.add_request(EngineRequest("a", PROMPT, SamplingParams(max_tokens=5, n=3)))
     engine.step()
     assert engine.end_sequence("a", 2)
     outputs = outputs_of(engine)
@@ -57,7 +57,7 @@ def test_the_last_output_comes_with_the_last_answer_whoever_ends_the_others() ->
 def test_best_of_tells_the_answers_of_the_best_mean_logprob_the_best_first() -> None:
     engine, runner = make_engine()
     stops = list(range(0, 64, 8))  # so that lengths differ, and a sum ranks otherwise than a mean
-    engine.add_request("a", PROMPT, SamplingParams(max_tokens=30, n=2, best_of=6, stop_token_ids=stops))
+    engine.add_request(EngineRequest("a", PROMPT, SamplingParams(max_tokens=30, n=2, best_of=6, stop_token_ids=stops)))
     outputs = outputs_of(engine)
     ranked = []
     for index in range(6):
@@ -75,7 +75,7 @@ def test_best_of_tells_the_answers_of_the_best_mean_logprob_the_best_first() -> 
 def test_beams_are_told_by_score() -> None:
     engine, runner = make_engine()
     params = SamplingParams(max_tokens=6, temperature=0, beam_width=4, n=3, length_penalty=0.0, stop_token_ids=[1, 2])
-    group = engine.add_request("a", PROMPT, params)
+    group = engine.add_request(EngineRequest("a", PROMPT, params))
     outputs = outputs_of(engine)
     found = runner.search(PROMPT, params, group.max_total_tokens)
     assert [output.token_ids for output in outputs] == [one.token_ids for one in found[:3]]
@@ -109,7 +109,7 @@ def test_a_failed_answer_is_the_worst_of_several() -> None:
 
 def test_prompt_logprobs_are_told_once_with_the_first_token_of_the_first_answer() -> None:
     engine, _ = make_engine(max_num_batched_tokens=3)
-    engine.add_request("a", PROMPT, SamplingParams(max_tokens=3, n=2, prompt_logprobs=0))
+    engine.add_request(EngineRequest("a", PROMPT, SamplingParams(max_tokens=3, n=2, prompt_logprobs=0)))
     told = [output for output in outputs_of(engine) if output.prompt_logprobs is not None]
     assert [output.index for output in told] == [0]
     assert told[0].prompt_logprobs is not None
@@ -118,7 +118,9 @@ def test_prompt_logprobs_are_told_once_with_the_first_token_of_the_first_answer(
 
 def test_prompt_logprobs_of_a_resumed_request_are_told() -> None:
     engine, _ = make_engine()
-    engine.queue_request("a", PROMPT, SamplingParams(max_tokens=5, prompt_logprobs=0), output_token_ids=[4, 5])
+    engine.queue_request(
+        EngineRequest("a", PROMPT, SamplingParams(max_tokens=5, prompt_logprobs=0), output_token_ids=[4, 5])
+    )
     told = [output.prompt_logprobs for output in outputs_of(engine)]
     assert [one and len(one) for one in told] == [len(PROMPT), None, None]
 

@@ -12,6 +12,7 @@ from engine.async_engine import AsyncEngine
 from engine.engine import Engine
 from engine.errors import EngineDeadError, OverloadedError
 from engine.observability.load import EngineLoad
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.observability.test_load import Clock
 from tests.engine.shadow import ShadowRunner, make_engine
@@ -27,12 +28,12 @@ class Held:
         self.inner, self.runner = make_engine(max_num_seqs=1, **options)  # type: ignore[arg-type]
         self.gate = Gate(self.runner)
         self.engine = AsyncEngine(self.inner)
-        self.first = self.engine.generate("first", [1], SamplingParams(max_tokens=3))
+        self.first = self.engine.generate(EngineRequest("first", [1], SamplingParams(max_tokens=3)))
         self.readers: dict[str, asyncio.Future[list[int]]] = {}
 
     async def arrive(self, name: str, prompt: list[int], priority: int = 0, **options: list[int]) -> None:
         """Begin to read; the step thread hears of it in the order of these calls."""
-        answer = collect(self.engine.generate(name, prompt, PARAMS, priority=priority, **options))  # type: ignore[arg-type]
+        answer = collect(self.engine.generate(EngineRequest(name, prompt, PARAMS, priority=priority, **options)))  # type: ignore[arg-type]
         self.readers[name] = asyncio.ensure_future(answer)
         await asyncio.sleep(0)
 
@@ -109,7 +110,7 @@ async def test_a_step_that_does_not_end_fails_the_health_check_until_it_does() -
     engine = AsyncEngine(inner, clock=clock)
     clock.now += 1000
     engine.check_health()  # idle for long, and healthy
-    stream = engine.generate("a", [1], SamplingParams(max_tokens=5))
+    stream = engine.generate(EngineRequest("a", [1], SamplingParams(max_tokens=5)))
     head = await anext(stream)
     while runner.num_steps < 1 or engine._busy_since is None:
         await asyncio.sleep(0.001)
@@ -119,11 +120,11 @@ async def test_a_step_that_does_not_end_fails_the_health_check_until_it_does() -
     with pytest.raises(EngineDeadError, match=r"running for 6\d s, and step_timeout_s=60; restart it"):
         engine.check_health()
     with pytest.raises(EngineDeadError, match="running for"):
-        await collect(engine.generate("b", [1], PARAMS))
+        await collect(engine.generate(EngineRequest("b", [1], PARAMS)))
     gate.opened.set()
     assert head.token_ids + await collect(stream) == runner.answer([1], 5)
     engine.check_health()
-    assert await collect(engine.generate("b", [2], PARAMS)) == runner.answer([2], 4)
+    assert await collect(engine.generate(EngineRequest("b", [2], PARAMS))) == runner.answer([2], 4)
     await engine.shutdown()
 
 
@@ -176,9 +177,9 @@ async def test_arrivals_and_the_return_to_idleness_are_told(
 ) -> None:
     engine, runner, inner, listener = listening
     gate = Gate(runner)
-    stream = engine.generate("a", [1] * 9, SamplingParams(max_tokens=30))
+    stream = engine.generate(EngineRequest("a", [1] * 9, SamplingParams(max_tokens=30)))
     await anext(stream)
-    others = [asyncio.ensure_future(collect(engine.generate(str(i), [i], PARAMS))) for i in range(3)]
+    others = [asyncio.ensure_future(collect(engine.generate(EngineRequest(str(i), [i], PARAMS)))) for i in range(3)]
     await asyncio.sleep(0.02)
     gate.opened.set()
     await asyncio.gather(*others, collect(stream))
@@ -200,7 +201,7 @@ async def test_a_listener_that_raises_ends_no_request(caplog: pytest.LogCaptureF
         raise KeyError("a bug")
 
     engine = AsyncEngine(inner, fail)
-    assert await collect(engine.generate("a", [1], PARAMS)) == runner.answer([1], 4)
+    assert await collect(engine.generate(EngineRequest("a", [1], PARAMS))) == runner.answer([1], 4)
     await wait_until_idle(engine)
     assert "the engine's load could not be told" in caplog.text
     await engine.shutdown()

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from deployments.api.logprobs import LOWEST, CompletionLogprobs, chat_logprobs, prompt_logprobs
 from deployments.api.prompts import INLINE_CHARACTERS, PromptBuilder
-from engine.logprobs import Logprob, TokenLogprobs
+from engine.outputs import Logprob, TokenLogprobs
 from engine.text import Tokenizer
 from tests.deployments.fakes import FakeEngines, events, output
 

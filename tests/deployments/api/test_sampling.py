@@ -12,7 +12,7 @@ from deployments.api.protocol import CompletionRequest
 from deployments.api.sampling import require_few_answers
 from deployments.config import LimitOptions
 from deployments.errors import ApiError
-from engine.logprobs import Logprob
+from engine.outputs import Logprob
 from engine.sampling_params import SamplingParams
 from tests.deployments.fakes import FakeEngines, output
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from deployments.errors import ReplicaStalledError, RequestTimeoutError
-from deployments.replica import EngineOutput, EngineRequest
 from deployments.requests.engine_client import AttemptError, EngineClient
 from deployments.routing.cluster_view import ClusterView
 from engine.errors import EngineDeadError
+from engine.outputs import EngineOutput
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.fakes import FakeEngines, client, output
 
@@ -60,8 +61,8 @@ async def _read(engines: EngineClient, deadline_s: float = 60.0) -> list[int]:
     tokens: list[int] = []
     async with aclosing(engines.outputs(REQUEST, [7], avoid=[], deadline=deadline)) as outputs:
         async for one in outputs:
-            tokens += one.batch.token_ids
-            if one.batch.finish_reason is not None:
+            tokens += one.token_ids
+            if one.finish_reason is not None:
                 return tokens
     return tokens
 

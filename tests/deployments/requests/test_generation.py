@@ -13,10 +13,10 @@ from ray.serve.exceptions import RequestCancelledError
 
 from deployments.api.prompts import Prompt
 from deployments.errors import ApiError, as_api_error, is_replica_loss, unwrap
-from deployments.replica import EngineRequest
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.merge import merge
 from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs.params import StructuredOutputsParams
 from tests.deployments.fakes import FakeEngines, FakeText, Script, client, output

@@ -24,7 +24,7 @@ from deployments.requests.record import Attempt, RequestRecord
 from deployments.requests.spans import phases
 from deployments.requests.tracing import NullTracer, open_tracer, require_exporter, spans_wanted, traces_url
 from engine.errors import ConfigError, OverloadedError
-from engine.sequence import RequestTiming
+from engine.outputs import RequestTiming
 from tests.deployments.collector import ERROR, SERVER, Collector, Span, collecting
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines, output
@@ -294,7 +294,7 @@ def test_phases_are_laid_out_from_the_first_token(
 
 def test_tokens_that_come_at_once_are_laid_out_by_the_engines_times(collector: Collector) -> None:
     attempt = Attempt(started=time.monotonic() - 1.0)
-    attempt.receive("r", output([1, 2, 3], "stop", timing=RequestTiming(0.1, 0.2, 0.3)).batch)
+    attempt.receive(output([1, 2, 3], "stop", timing=RequestTiming(0.1, 0.2, 0.3)))
     assert attempt.first_token is not None
     assert attempt.last_token is not None
     assert attempt.last_token - attempt.first_token == pytest.approx(0.3)

@@ -21,6 +21,7 @@ from deployments.routing.policy import RoutingState
 from deployments.wire.publisher import KVEventPublisher
 from deployments.wire.subscriber import KVEventSubscriber
 from engine.engine import Engine
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.kv_listener import Known, eventually
 from tests.engine.shadow import make_engine
@@ -72,7 +73,7 @@ class Replica:
         prompt = head + [self.rng.randrange(64) for _ in range(self.rng.randint(1, 40))]
         self._texts = [*self._texts[-20:], prompt]
         params = SamplingParams(max_tokens=self.rng.randint(1, 12))
-        self.engine.add_request(str(self._num_requests), prompt, params)
+        self.engine.add_request(EngineRequest(str(self._num_requests), prompt, params))
         self._num_requests += 1
 
     @property

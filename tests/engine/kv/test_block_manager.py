@@ -10,18 +10,16 @@ from engine import sequence as sequence_module
 from engine.kv import block_manager as block_manager_module
 from engine.kv.block_manager import BlockCounts, BlockManager, Growth
 from engine.prefix_hash import pack_tokens, root_hash
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
 
 
 def make_sequence(tokens: list[int], salt: str = "", n: int = 1) -> Sequence:
     group = SequenceGroup(
-        "request",
-        tokens,
-        SamplingParams(n=n),
+        EngineRequest("request", tokens, SamplingParams(n=n), cache_salt=salt),
         arrival=0,
         root=root_hash("model", "", salt),
-        cache_salt=salt,
         stop_token_ids=frozenset(),
         max_total_tokens=10**6,
         seed=0,

@@ -13,9 +13,9 @@ from engine.engine import Engine
 from engine.kv import block_map
 from engine.kv.block_manager import Block, BlockCounts
 from engine.kv.block_map import BlockMap, cell_size, cells_by_slice
-from engine.observability.metrics import StepTimes
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens, SchedulerOutput
+from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
 from tests.engine.random_load import RandomLoad, random_arrival
 from tests.engine.shadow import make_engine
 
@@ -102,7 +102,7 @@ async def test_it_is_drawn_while_the_engine_runs() -> None:
     try:
         assert (await running.block_map()).counts() == BlockCounts(64, 0, 0, 0)
         seen = []
-        async for _ in running.generate("a", [1] * 40, SamplingParams(max_tokens=100)):
+        async for _ in running.generate(EngineRequest("a", [1] * 40, SamplingParams(max_tokens=100))):
             seen.append(await running.block_map(max_cells=16))
         assert all(made.blocks_per_cell == 4 for made in seen)
         assert any(made.counts().used >= 10 for made in seen)

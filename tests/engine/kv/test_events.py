@@ -10,6 +10,7 @@ import pytest
 
 from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from engine.prefix_hash import block_hash, root_hash
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.random_load import RandomLoad, drive
 from tests.engine.shadow import make_engine, run_to_end
@@ -102,7 +103,7 @@ def test_every_step_is_told_before_its_outputs() -> None:
     """So that a router never hears of a token before the blocks that it may be found in."""
     replica = Replica()
     engine, _ = make_engine(block_size=4, on_kv_events=replica.hear)
-    engine.add_request("a", list(range(9)), SamplingParams(max_tokens=20))
+    engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=20)))
     while engine.has_unfinished:
         engine.step()
         assert replica.stored == engine.block_manager._by_hash.keys()
@@ -113,7 +114,7 @@ def test_eviction_is_told() -> None:
     replica = Replica()
     engine, _ = make_engine(block_size=4, num_blocks=4, on_kv_events=replica.hear)
     for first in (0, 20, 40):
-        engine.add_request(str(first), list(range(first, first + 9)), SamplingParams(max_tokens=1))
+        engine.add_request(EngineRequest(str(first), list(range(first, first + 9)), SamplingParams(max_tokens=1)))
         run_to_end(engine)
         assert replica.stored == engine.block_manager._by_hash.keys()
     assert any(isinstance(event, BlockRemoved) for batch in replica.batches for event in batch.events)
@@ -123,7 +124,7 @@ def test_another_life_of_an_engine_is_another_generation() -> None:
     replicas = [Replica(), Replica()]
     for replica in replicas:
         engine, _ = make_engine(on_kv_events=replica.hear)
-        engine.add_request("a", list(range(9)), SamplingParams(max_tokens=1))
+        engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=1)))
         run_to_end(engine)
     first, second = (replica.batches[0] for replica in replicas)
     assert first.generation != second.generation
@@ -132,12 +133,12 @@ def test_another_life_of_an_engine_is_another_generation() -> None:
 
 def test_without_a_listener_nothing_piles_up_and_without_caching_nothing_is_told() -> None:
     engine, _ = make_engine()
-    engine.add_request("a", list(range(9)), SamplingParams(max_tokens=1))
+    engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=1)))
     run_to_end(engine)
     assert engine.block_manager.take_events() == ()
     replica = Replica()
     engine, _ = make_engine(enable_prefix_caching=False, on_kv_events=replica.hear)
-    engine.add_request("a", list(range(9)), SamplingParams(max_tokens=1))
+    engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=1)))
     run_to_end(engine)
     assert not replica.batches
 
@@ -150,7 +151,7 @@ def test_batches_pickle() -> None:
 def test_events_of_an_abort_do_not_wait_for_the_next_step() -> None:
     batches: list[KVEventBatch] = []
     engine, _ = make_engine(block_size=4, on_kv_events=batches.append)
-    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=20))
+    engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=20)))
     for _ in range(5):
         engine.step()
     assert not batches

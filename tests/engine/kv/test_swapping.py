@@ -10,9 +10,9 @@ import torch
 
 from engine.kv.kv_cache import KVCache
 from engine.llm import LLM
-from engine.observability.metrics import StepTimes
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens, SchedulerOutput
+from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceStatus
 from tests.engine.conftest import SavedModel
 from tests.engine.oracle import Activity, answers, make_llm, random_tokens, run
@@ -106,7 +106,7 @@ def test_a_swapped_request_can_be_aborted(qwen3: SavedModel) -> None:
     params = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=40, ignore_eos=True)
     expected = answers(run(llm, prompts[:1], params))[0]
     for i, prompt in enumerate(prompts):
-        llm.engine.add_request(str(i), prompt, params)
+        llm.engine.add_request(EngineRequest(str(i), prompt, params))
     got: list[list[int]] = [[], []]
     aborted = 0
     while llm.engine.has_unfinished:

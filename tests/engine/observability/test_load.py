@@ -10,6 +10,7 @@ import pytest
 
 from engine.kv.block_manager import BlockManager
 from engine.observability.load import EngineLoad, LoadMeter, LoadReporter
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.prefill_backlog import PrefillBacklog
 from tests.engine.shadow import make_engine
@@ -147,7 +148,7 @@ def test_the_idle_state_is_told_even_if_only_decoding_moved_since() -> None:
 def test_an_engine_says_how_busy_it_is() -> None:
     engine, _ = make_engine(num_blocks=16, block_size=4, max_num_seqs=2)
     for i in range(3):
-        engine.add_request(str(i), [i] * 9, SamplingParams(max_tokens=3))
+        engine.add_request(EngineRequest(str(i), [i] * 9, SamplingParams(max_tokens=3)))
     before = engine.load()
     assert (before.num_running, before.num_waiting, before.queued_prefill_tokens) == (0, 3, 27)
     assert before.num_blocks == before.num_free_blocks == 16

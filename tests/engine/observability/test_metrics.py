@@ -12,9 +12,10 @@ from engine.engine import Engine
 from engine.errors import RequestError
 from engine.observability import metrics as m
 from engine.observability.metrics import METRICS, EngineMetrics, Metric
+from engine.outputs import FinishReason
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.step import SampledTokens
-from engine.sequence import FinishReason
 from tests.engine.shadow import ShadowProposer, make_engine, run_to_end
 
 
@@ -83,7 +84,7 @@ def test_names_are_unique_and_histograms_have_rising_buckets() -> None:
 
 def test_latencies_of_one_request(clock: Clock) -> None:
     engine, sink = start(max_num_batched_tokens=4)
-    engine.add_request("a", [1] * 10, SamplingParams(max_tokens=3))
+    engine.add_request(EngineRequest("a", [1] * 10, SamplingParams(max_tokens=3)))
     clock.now += 5.0  # waits before its first step
     run_to_end(engine)  # 3 steps of prefill, 2 of decode, a second each
     assert sink.histograms[m.QUEUE_TIME] == [5.0]
@@ -101,7 +102,7 @@ def test_latencies_of_one_request(clock: Clock) -> None:
 def test_every_stream_of_a_step_has_its_interval(clock: Clock) -> None:
     engine, sink = start()
     for number in range(5):
-        engine.add_request(str(number), [number] * 3, SamplingParams(max_tokens=4))
+        engine.add_request(EngineRequest(str(number), [number] * 3, SamplingParams(max_tokens=4)))
     run_to_end(engine)
     assert sink.histograms[m.INTER_TOKEN] == [1.0] * 15
 
@@ -109,11 +110,11 @@ def test_every_stream_of_a_step_has_its_interval(clock: Clock) -> None:
 def test_tokens_cache_hits_and_reasons() -> None:
     engine, sink = start(block_size=4)
     for name in ("a", "b"):
-        engine.add_request(name, list(range(11)), SamplingParams(max_tokens=5))
+        engine.add_request(EngineRequest(name, list(range(11)), SamplingParams(max_tokens=5)))
         run_to_end(engine)
-    engine.add_request("aborted", [9], SamplingParams())
+    engine.add_request(EngineRequest("aborted", [9], SamplingParams()))
     engine.abort("aborted")
-    engine.add_request("stopped", [9], SamplingParams(max_tokens=9))
+    engine.add_request(EngineRequest("stopped", [9], SamplingParams(max_tokens=9)))
     engine.step()
     engine.abort("stopped", FinishReason.STOP)
     assert sink.counters[m.PROMPT_TOKENS] == sink.counters[m.CACHE_QUERIES] == 23
@@ -129,7 +130,7 @@ def test_a_request_that_fails_is_not_counted_as_one_whose_client_went_away(
 ) -> None:
     sink = RecordingSink()
     engine, runner = make_engine(sink=sink)
-    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4))
+    engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=4)))
     engine.step()
     monkeypatch.setattr(runner, "run", lambda output, times: SampledTokens([0], failed={0: "no choice"}))
     run_to_end(engine)
@@ -148,7 +149,7 @@ def test_an_engine_says_what_it_is_and_since_when() -> None:
 def test_a_resumed_request_aborted_before_a_token_of_ours_has_no_latency() -> None:
     """Its latency was once counted from arrival back to the clock's zero."""
     engine, sink = start()
-    engine.queue_request("a", [1, 2, 3], SamplingParams(max_tokens=50), output_token_ids=[4, 5])
+    engine.queue_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=50), output_token_ids=[4, 5]))
     engine.abort("a")
     assert sink.counters[m.REQUESTS_FINISHED, "abort"] == 1
     assert not sink.histograms[m.E2E_LATENCY]
@@ -158,7 +159,7 @@ def test_a_resumed_request_aborted_before_a_token_of_ours_has_no_latency() -> No
 def test_blocks_and_sequences_by_state() -> None:
     engine, sink = start(num_blocks=10, block_size=4, max_num_seqs=2)
     for name in ("a", "b", "c"):
-        engine.add_request(name, list(range(9)), SamplingParams(max_tokens=5))
+        engine.add_request(EngineRequest(name, list(range(9)), SamplingParams(max_tokens=5)))
     engine.step()
     assert sink.gauges[m.REQUESTS_RUNNING] == 2
     assert sink.gauges[m.REQUESTS_WAITING] == 1
@@ -172,14 +173,14 @@ def test_blocks_and_sequences_by_state() -> None:
 
 def test_guessed_tokens_and_those_gained_by_them() -> None:
     engine, sink = start(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    engine.add_request("a", [1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
+    engine.add_request(EngineRequest("a", [1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=9)))
     run_to_end(engine)
     assert not sink.counters.keys() & {m.DRAFT_TOKENS, m.ACCEPTED_TOKENS}  # its tokens are new
     assert engine.scheduler.drafter is not None
     engine.scheduler.drafter.proposer = ShadowProposer(engine.runner.ids)  # type: ignore[attr-defined]
     steps = len(sink.histograms[m.STEP_TOKENS])
     told = 0
-    engine.add_request("b", [1], SamplingParams(temperature=0, max_tokens=100))
+    engine.add_request(EngineRequest("b", [1], SamplingParams(temperature=0, max_tokens=100)))
     while engine.has_unfinished:
         told += sum(len(output.token_ids) for output in engine.step())
     steps = len(sink.histograms[m.STEP_TOKENS]) - steps
@@ -194,7 +195,7 @@ def test_guessed_tokens_and_those_gained_by_them() -> None:
 def test_preemptions_evictions_and_prompts_counted_once() -> None:
     engine, sink = start(num_blocks=8, block_size=4)
     for i in range(4):
-        engine.add_request(str(i), [i] * 9, SamplingParams(max_tokens=20))
+        engine.add_request(EngineRequest(str(i), [i] * 9, SamplingParams(max_tokens=20)))
     run_to_end(engine)
     assert sink.counters[m.PREEMPTIONS, "recompute"] > 0
     assert sink.counters[m.BLOCKS_EVICTED] == engine.block_manager.num_evicted > 0
@@ -206,5 +207,5 @@ def test_refusals_are_counted_by_what_was_wrong() -> None:
     engine, sink = start()
     for prompt in ([], [999], [1] * 1000):
         with pytest.raises(RequestError):
-            engine.add_request("bad", prompt, SamplingParams())
+            engine.add_request(EngineRequest("bad", prompt, SamplingParams()))
     assert sink.counters[m.REQUESTS_REJECTED, "prompt"] == 3

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.llm import LLM, RequestOutput
-from engine.logprobs import TokenLogprobs
+from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from tests.engine.conftest import SavedModel
 from tests.engine.oracle import Activity, answers, make_llm, oracle_beams, random_tokens, raw_logprobs, run

@@ -15,6 +15,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from engine.request import EngineRequest
 from engine.sampling.filters import build_filters
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
@@ -29,9 +30,9 @@ def make_sequences(kinds: list[dict[str, Any]], num_prompt_tokens: int = 3) -> l
     rng = random.Random(0)
     return [
         SequenceGroup(
-            str(row),
-            [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt_tokens)],
-            SamplingParams(**kind),
+            EngineRequest(
+                str(row), [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt_tokens)], SamplingParams(**kind)
+            ),
             arrival=0,
             root=0,
             stop_token_ids=STOPS,

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.logprobs import Logprob
+from engine.outputs import Logprob
+from engine.request import EngineRequest
 from engine.sampling.noise import as_uint64, gumbel_noise, noise_keys
 from engine.sampling.ranking import likeliest
 from engine.sampling.sampler import NUM_CANDIDATES, Sampler
@@ -26,9 +27,7 @@ STOP = 7
 
 def make_sequence(seed: int = 0, num_tokens: int = 4, **params: Any) -> Sequence:
     return SequenceGroup(
-        "request",
-        [1] * num_tokens,
-        SamplingParams(**params),
+        EngineRequest("request", [1] * num_tokens, SamplingParams(**params)),
         arrival=0,
         root=0,
         stop_token_ids=frozenset({STOP}),
@@ -252,8 +251,8 @@ def test_the_likeliest_tokens_are_those_that_greedy_rows_get() -> None:
     sampled = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), [make_sequence(temperature=0.0) for _ in range(6)])
     assert sorted(sampled.failed) == [2, 3, 5]
     expected = [-1 if row in sampled.failed else token_id for row, token_id in enumerate(sampled.token_ids)]
-    assert Sampler(VOCAB_SIZE, CPU).likeliest_tokens(logits) == expected
-    assert Sampler(VOCAB_SIZE, CPU).likeliest_tokens(logits[:0]) == []
+    assert Sampler(VOCAB_SIZE, CPU).argmax_tokens(logits) == expected
+    assert Sampler(VOCAB_SIZE, CPU).argmax_tokens(logits[:0]) == []
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.conftest import SavedModel
 from tests.engine.oracle import Activity, answers, make_llm, random_tokens, run
@@ -85,7 +86,7 @@ def test_priorities_change_no_token(qwen3: SavedModel, alone: list[list[list[int
     added = 0
     while added < 32 or llm.engine.has_unfinished:
         if added < 32:
-            llm.engine.add_request(str(added), prompts[added], params[added], priority=added % 5)
+            llm.engine.add_request(EngineRequest(str(added), prompts[added], params[added], priority=added % 5))
             added += 1
         for output in llm.engine.step():
             got[int(output.request_id)][output.index] += output.token_ids
@@ -141,7 +142,7 @@ def test_resetting_the_cache_makes_it_cold_and_harms_nobody(qwen3: SavedModel) -
     assert run(llm, [prompt], greedy)[0].num_cached_tokens == 0
     got: dict[str, list[int]] = {}
     for i in range(4):
-        llm.engine.add_request(str(i), prompt, greedy)
+        llm.engine.add_request(EngineRequest(str(i), prompt, greedy))
         got[str(i)] = []
     did = Activity(llm)
     while llm.engine.has_unfinished:  # while they run and wait, are swapped and share blocks

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
-from engine.outputs import StepOutput
+from engine.outputs import EngineOutput, FinishReason
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.drafter import confirmed_tokens
 from engine.scheduling.step import SchedulerOutput
-from engine.sequence import FinishReason, Sequence
+from engine.sequence import Sequence
 from tests.engine.shadow import ShadowRunner, check_integrity, make_engine, next_token, run_to_end
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -55,12 +56,12 @@ def watch(engine: Engine) -> list[SchedulerOutput]:
     return seen
 
 
-def joined(told: list[list[StepOutput]]) -> list[int]:
+def joined(told: list[list[EngineOutput]]) -> list[int]:
     """Return the tokens of all steps."""
     return [token_id for outputs in told for output in outputs for token_id in output.token_ids]
 
 
-def steps(engine: Engine) -> list[list[StepOutput]]:
+def steps(engine: Engine) -> list[list[EngineOutput]]:
     """Step to the end, and return what each step has told."""
     told = []
     while engine.has_unfinished:
@@ -88,7 +89,7 @@ def test_a_draft_is_right_as_far_as_the_model_says_the_same(
 
 def test_right_drafts_give_several_tokens_a_step() -> None:
     engine, runner = start(4)
-    engine.add_request("a", PROMPT, greedy(max_tokens=12))
+    engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=12)))
     told = steps(engine)
     assert [len(output.token_ids) for (output,) in told] == [1, 5, 5, 1]  # the first one is the prefill's
     assert joined(told) == runner.answer(PROMPT, 12)
@@ -99,7 +100,7 @@ def test_right_drafts_give_several_tokens_a_step() -> None:
 def test_wrong_drafts_change_nothing(wrong: set[int], block_size: int) -> None:
     engine, runner = start(4, wrong=wrong, block_size=block_size)
     for name in ("a", "b"):  # the second one finds what the first one published
-        engine.add_request(name, PROMPT, greedy(max_tokens=30))
+        engine.add_request(EngineRequest(name, PROMPT, greedy(max_tokens=30)))
         told = steps(engine)
         assert joined(told) == runner.answer(PROMPT, 30)
         assert len(told) < 30 or len(wrong) == 40
@@ -111,7 +112,7 @@ def test_nothing_is_told_behind_a_stop_token_in_a_right_draft() -> None:
     assert stop not in expected[:3]
     for eos, params in (((stop,), greedy(max_tokens=12)), ((), greedy(max_tokens=12, stop_token_ids=[stop]))):
         engine, _ = start(8, block_size=4, eos_token_ids=eos)
-        engine.add_request("a", PROMPT, params)
+        engine.add_request(EngineRequest("a", PROMPT, params))
         seen = watch(engine)
         told = steps(engine)
         assert [output.token_ids for (output,) in told] == [expected[:1], expected[1:4]]
@@ -132,14 +133,14 @@ def test_min_tokens_hold_drafts_back_only_while_a_token_is_forbidden() -> None:
         (greedy(max_tokens=11, min_tokens=11), [1, 5, 5]),  # there is no token to forbid
     ):
         engine, _ = start(4)
-        engine.add_request("a", PROMPT, params)
+        engine.add_request(EngineRequest("a", PROMPT, params))
         assert [len(output.token_ids) for (output,) in steps(engine)] == sizes
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 8))
 def test_a_draft_ends_before_the_answer_does(max_tokens: int) -> None:
     engine, runner = start(20, max_model_len=10)
-    engine.add_request("a", PROMPT, greedy(max_tokens=max_tokens))
+    engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=max_tokens)))
     seen = watch(engine)
     count = min(max_tokens, 5)
     assert run_to_end(engine) == {"a": runner.answer(PROMPT, count)}
@@ -166,8 +167,8 @@ def test_a_draft_ends_before_the_answer_does(max_tokens: int) -> None:
 def test_only_who_takes_the_likeliest_token_gets_drafts_and_the_others_go_on_beside(params: dict[str, Any]) -> None:
     engine, _ = start(4)
     seen = watch(engine)
-    engine.add_request("other", PROMPT, SamplingParams(**{"temperature": 0, "max_tokens": 8} | params))
-    engine.add_request("greedy", PROMPT, greedy(max_tokens=8))
+    engine.add_request(EngineRequest("other", PROMPT, SamplingParams(**{"temperature": 0, "max_tokens": 8} | params)))
+    engine.add_request(EngineRequest("greedy", PROMPT, greedy(max_tokens=8)))
     steps(engine)
     assert {one.request_id for output in seen for one in output.drafts} == {"greedy"}
 
@@ -176,12 +177,12 @@ def test_drafts_get_only_tokens_that_nobody_else_wants() -> None:
     """Each sequence has its token and each prefill its chunk, as without drafts; what is left is drafted by rank."""
     engine, _ = start(4, max_num_batched_tokens=12, max_num_seqs=3)
     for name in "ab":
-        engine.add_request(name, PROMPT, greedy(max_tokens=50))
+        engine.add_request(EngineRequest(name, PROMPT, greedy(max_tokens=50)))
     engine.step()
     seen = watch(engine)
     engine.step()
     assert seen[-1].num_new_tokens == [5, 5]
-    engine.add_request("long", [7] * 30, greedy(max_tokens=1))
+    engine.add_request(EngineRequest("long", [7] * 30, greedy(max_tokens=1)))
     for _ in range(2):
         engine.step()
         assert seen[-1].num_new_tokens == [1, 1, 10]
@@ -194,7 +195,7 @@ def test_drafts_get_only_tokens_that_nobody_else_wants() -> None:
 def test_a_draft_is_no_longer_than_the_budget_or_the_threshold() -> None:
     for options, size in (({"max_num_batched_tokens": 3}, 3), ({"long_prefill_threshold": 2}, 2)):
         engine, _ = start(9, **options)
-        engine.add_request("a", [1], greedy(max_tokens=30))
+        engine.add_request(EngineRequest("a", [1], greedy(max_tokens=30)))
         engine.step()
         seen = watch(engine)
         engine.step()
@@ -205,7 +206,7 @@ def test_drafts_leave_the_blocks_of_the_next_step_alone() -> None:
     """Two sequences in a pool of 8 blocks: 4 are in use, each may need one in the next step, so drafts get two."""
     engine, _ = start(12, num_blocks=8, block_size=4, enable_prefix_caching=False, wrong=set(range(99)))
     for name in "ab":
-        engine.add_request(name, PROMPT, greedy(max_tokens=3 + 10))
+        engine.add_request(EngineRequest(name, PROMPT, greedy(max_tokens=3 + 10)))
     engine.step()
     seen = watch(engine)
     engine.step()
@@ -227,7 +228,7 @@ def test_drafts_preempt_nobody_that_would_not_be_preempted(swap: int) -> None:
             engine, _ = make_engine(**options)
         seen = watch(engine)
         for index in range(6):
-            engine.add_request(str(index), [index] * 7, greedy(max_tokens=16))
+            engine.add_request(EngineRequest(str(index), [index] * 7, greedy(max_tokens=16)))
         run_to_end(engine)
         preemptions.append([(step, len(output.preempted)) for step, output in enumerate(seen) if output.preempted])
         assert num_draft_tokens == 0 or sum(output.num_draft_tokens for output in seen) > 50
@@ -236,7 +237,7 @@ def test_drafts_preempt_nobody_that_would_not_be_preempted(swap: int) -> None:
 
 def test_a_block_is_published_when_its_tokens_are_known_and_not_before() -> None:
     engine, _ = start(8, block_size=2, wrong={4})
-    engine.add_request("a", PROMPT, greedy(max_tokens=40))
+    engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=40)))
     sequence = engine.scheduler.waiting[-1].sequences[0]
     while not sequence.is_finished:
         engine.step()
@@ -247,7 +248,7 @@ def test_a_block_is_published_when_its_tokens_are_known_and_not_before() -> None
 
 def test_a_sequence_that_fails_beside_its_draft_ends_with_what_it_had() -> None:
     engine, runner = start(4)
-    engine.add_request("a", PROMPT, greedy(max_tokens=20))
+    engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=20)))
     engine.step()
     compute = runner.run
 
@@ -266,13 +267,13 @@ def test_a_sequence_that_fails_beside_its_draft_ends_with_what_it_had() -> None:
 def test_drafts_stop_where_the_model_says_nothing() -> None:
     """A NaN behind the second guess: two tokens come now, and the row is computed again with the next step."""
     engine, runner = start(4)
-    engine.add_request("a", PROMPT, greedy(max_tokens=9))
+    engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=9)))
     engine.step()
     compute = runner.run
 
     def cut(output: SchedulerOutput, times: Any) -> Any:
         sampled = compute(output, times)
-        sampled.behind_drafts = {one: found[:1] for one, found in sampled.behind_drafts.items()}
+        sampled.after_drafts = {one: found[:1] for one, found in sampled.after_drafts.items()}
         return sampled
 
     engine.runner.run = cut  # type: ignore[method-assign]
@@ -282,7 +283,7 @@ def test_drafts_stop_where_the_model_says_nothing() -> None:
 def test_prompt_logprobs_come_once_with_the_first_tokens() -> None:
     """The prompt's last token may be computed alone, beside the first draft."""
     engine, _ = start(4, max_num_batched_tokens=4)
-    engine.add_request("a", PROMPT, greedy(max_tokens=9, prompt_logprobs=0))
+    engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=9, prompt_logprobs=0)))
     told = [output for outputs in steps(engine) for output in outputs]
     assert [len(output.token_ids) for output in told] == [4, 4, 1]
     assert [output.prompt_logprobs is not None for output in told] == [True, False, False]
@@ -292,14 +293,14 @@ def test_prompt_logprobs_come_once_with_the_first_tokens() -> None:
 def test_a_request_resumed_elsewhere_tells_only_what_is_new() -> None:
     engine, runner = start(4)
     answer = runner.answer(PROMPT, 12)
-    engine.queue_request("a", PROMPT, greedy(max_tokens=12), output_token_ids=answer[:3])
+    engine.queue_request(EngineRequest("a", PROMPT, greedy(max_tokens=12), output_token_ids=answer[:3]))
     assert joined(steps(engine)) == answer[3:]
 
 
 def test_the_load_of_a_step_does_not_count_guesses_as_prefill() -> None:
     engine, _ = start(100, max_num_batched_tokens=500)
     for index in range(4):
-        engine.add_request(str(index), PROMPT, greedy(max_tokens=300))
+        engine.add_request(EngineRequest(str(index), PROMPT, greedy(max_tokens=300)))
     steps(engine)
     assert engine.load().prefill_tokens_per_s == 0
     assert engine.load().decode_step_s > 0
@@ -319,11 +320,11 @@ def test_n_grams_that_are_looked_up_make_an_echo_quick() -> None:
             said = [prompt[(known + place) % len(prompt)] for place in range(1 + len(draft))]
             sampled.token_ids[position] = said[0]
             if draft:
-                sampled.behind_drafts[sequence] = said[1:]
+                sampled.after_drafts[sequence] = said[1:]
         return sampled
 
     runner.run = echo  # type: ignore[method-assign]
-    engine.add_request("a", prompt, greedy(max_tokens=30))
+    engine.add_request(EngineRequest("a", prompt, greedy(max_tokens=30)))
     told = steps(engine)
     assert joined(told) == prompt * 3
     assert [len(output.token_ids) for (output,) in told] == [1, 1, 1, 5, 5, 5, 5, 5, 2]

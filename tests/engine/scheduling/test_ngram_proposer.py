@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling import ngram_proposer
 from engine.scheduling.ngram_proposer import NgramIndex, NgramProposer
@@ -31,9 +32,7 @@ def plain_search(token_ids: list[int], shortest: int, longest: int, limit: int) 
 
 def make_sequence(token_ids: list[int]) -> Sequence:
     group = SequenceGroup(
-        "a",
-        token_ids,
-        SamplingParams(temperature=0),
+        EngineRequest("a", token_ids, SamplingParams(temperature=0)),
         arrival=0,
         root=0,
         stop_token_ids=frozenset(),

@@ -354,6 +354,6 @@ def test_a_draft_takes_from_the_budget_of_others() -> None:
 
 def test_a_sequence_that_draws_gets_a_draft() -> None:
     assert_found(
-        lambda patch: patch.setattr(Sequence, "takes_likeliest", property(lambda sequence: sequence.is_alone)),
+        lambda patch: patch.setattr(Sequence, "is_plain_greedy", property(lambda sequence: sequence.is_single)),
         "a draft for a sequence that draws",
     )

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.random_load import Arrival, RandomLoad, drive, lone_arrival
 from tests.engine.shadow import make_engine, run_to_end
 
 
 def add(engine: Engine, request_id: str, prompt: list[int], max_tokens: int = 4, **options: Any) -> None:
-    engine.add_request(request_id, prompt, SamplingParams(max_tokens=max_tokens, **options))
+    engine.add_request(EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, **options)))
 
 
 def queued(engine: Engine) -> int:
@@ -94,7 +95,7 @@ def test_without_a_prefix_cache_every_token_counts() -> None:
 def test_arrivals_are_hashed_no_further_than_the_first_block_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = make_engine(block_size=4)
     add(engine, "a", list(range(18)))
-    group = engine.queue_request("b", [60] * 40, SamplingParams())
+    group = engine.queue_request(EngineRequest("b", [60] * 40, SamplingParams()))
     engine.abort("b")
     group.sequences[0].block_hashes.clear()
     assert engine._backlog.tokens_of(group.sequences[0]) == 40

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from engine.engine import Engine
 from engine.errors import OverloadedError
 from engine.observability import metrics as m
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from tests.engine.observability.test_metrics import RecordingSink
@@ -30,13 +31,13 @@ class Queue:
         self.engine: Engine = make_engine(sink=self.sink, max_num_seqs=1, **options)[0]
         self.shed: dict[str, OverloadedError] = {}
         if is_busy:
-            self.engine.add_request("running", [63], PARAMS)
+            self.engine.add_request(EngineRequest("running", [63], PARAMS))
             self.engine.step()
 
     def arrive(self, name: str, prompt: list[int] | None = None, priority: int = 0, **options: Any) -> SequenceGroup:
         prompt = [len(name), ord(name[-1]) % 64, 1] if prompt is None else prompt
         return self.engine.queue_request(
-            name, prompt, PARAMS, priority=priority, on_shed=self.shed.__setitem__, **options
+            EngineRequest(name, prompt, PARAMS, priority=priority, **options), on_shed=self.shed.__setitem__
         )
 
     @property
@@ -142,7 +143,7 @@ def test_resumed_and_preempted_requests_are_neither_refused_nor_shed() -> None:
 def test_without_a_listener_the_queue_has_no_bounds() -> None:
     queue = Queue(max_queued_requests=1, max_queued_prefill_tokens=1)
     for i in range(5):
-        queue.engine.add_request(str(i), [1, 2, 3], PARAMS)
+        queue.engine.add_request(EngineRequest(str(i), [1, 2, 3], PARAMS))
     assert len(queue.waiting) == 5
 
 
@@ -190,9 +191,11 @@ class QueueMachine(RuleBasedStateMachine):
         shed = {group for group in before if group.request_id in queue.shed.keys() - shed_before}
         kept = [group for group in before if group not in shed]
         assert scheduler.waiting.count(queue.engine._groups[name]) == 1
-        assert not any(group.has_begun for group in shed), "one that had begun was shed"
+        assert not any(group.has_started for group in shed), "one that had begun was shed"
         assert all(group.priority < priority for group in shed)
-        assert all(other.rank < one.rank for one in shed for other in kept if not other.has_begun), "the wrong is shed"
+        assert all(other.rank < one.rank for one in shed for other in kept if not other.has_started), (
+            "the wrong is shed"
+        )
         if not is_resumed and kept:
             self.check_bounds()
         assert not is_resumed or not shed

@@ -9,17 +9,18 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import PromptTooLongError, RequestError
-from engine.observability.metrics import StepTimes
-from engine.outputs import StepOutput, step_outputs
+from engine.outputs import EngineOutput, FinishReason
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens, SchedulerOutput
-from engine.sequence import FinishReason, SequenceStatus
+from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.scheduling.step_outputs import step_outputs
+from engine.sequence import SequenceStatus
 from tests.engine.shadow import check_integrity, make_engine, run_all_to_end, run_to_end
 
 
 def add(engine: Engine, request_id: str, length: int, max_tokens: int = 4, first: int = 0, priority: int = 0) -> None:
     prompt = [(first + i) % 64 for i in range(length)]
-    engine.add_request(request_id, prompt, SamplingParams(max_tokens=max_tokens), priority=priority)
+    engine.add_request(EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens), priority=priority))
 
 
 def step_sizes(engine: Engine) -> dict[str, int]:
@@ -116,7 +117,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_and_the_engine_lives() -> None
 def test_a_sequence_that_outgrows_the_pool_ends_with_reason_length() -> None:
     engine, _ = make_engine(num_blocks=4, block_size=4, max_model_len=100)
     add(engine, "grows", 10, max_tokens=90)
-    outputs: list[StepOutput] = []
+    outputs: list[EngineOutput] = []
     while engine.has_unfinished:
         outputs += engine.step()
     assert outputs[-1].finish_reason is FinishReason.LENGTH
@@ -125,7 +126,7 @@ def test_a_sequence_that_outgrows_the_pool_ends_with_reason_length() -> None:
 
 def test_the_context_ends_an_answer_with_reason_length() -> None:
     engine, _ = make_engine(max_model_len=12)
-    engine.add_request("a", [1] * 10, SamplingParams(max_tokens=None))
+    engine.add_request(EngineRequest("a", [1] * 10, SamplingParams(max_tokens=None)))
     assert len(run_to_end(engine)["a"]) == 2
 
 
@@ -135,9 +136,9 @@ def test_an_eos_id_ends_the_answer_unless_ignored_or_too_early() -> None:
     eos = plain[4]
     expected_end = plain.index(eos) + 1
     engine, _ = make_engine(eos_token_ids=(eos,))
-    engine.add_request("stops", prompt, SamplingParams(max_tokens=10))
+    engine.add_request(EngineRequest("stops", prompt, SamplingParams(max_tokens=10)))
     assert run_to_end(engine)["stops"] == plain[:expected_end]
-    engine.add_request("ignores", prompt, SamplingParams(max_tokens=10, ignore_eos=True))
+    engine.add_request(EngineRequest("ignores", prompt, SamplingParams(max_tokens=10, ignore_eos=True)))
     assert run_to_end(engine)["ignores"] == plain
 
 
@@ -145,8 +146,8 @@ def test_stop_token_ids_say_which_one_stopped() -> None:
     prompt = [3, 1, 4]
     plain = make_engine()[1].answer(prompt, 10)
     engine, _ = make_engine()
-    engine.add_request("a", prompt, SamplingParams(max_tokens=10, stop_token_ids=[plain[2]]))
-    outputs: list[StepOutput] = []
+    engine.add_request(EngineRequest("a", prompt, SamplingParams(max_tokens=10, stop_token_ids=[plain[2]])))
+    outputs: list[EngineOutput] = []
     while engine.has_unfinished:
         outputs += engine.step()
     assert outputs[-1].stop_reason == plain[2]
@@ -158,7 +159,7 @@ def test_generated_blocks_are_cached_too() -> None:
     engine, _ = make_engine(block_size=4)
     add(engine, "first", 8, max_tokens=9)
     answer = run_to_end(engine)["first"]
-    group = engine.add_request("second", [*range(8), *answer, 1, 2, 3], SamplingParams(max_tokens=1))
+    group = engine.add_request(EngineRequest("second", [*range(8), *answer, 1, 2, 3], SamplingParams(max_tokens=1)))
     run_to_end(engine)
     assert group.sequences[0].num_cached_tokens == 16
 
@@ -170,7 +171,7 @@ def test_generated_blocks_are_cached_too() -> None:
 def test_bad_prompts_are_refused(prompt: list[int], message: str) -> None:
     engine, _ = make_engine()
     with pytest.raises(RequestError, match=message):
-        engine.add_request("bad", prompt, SamplingParams())
+        engine.add_request(EngineRequest("bad", prompt, SamplingParams()))
     assert not engine.has_unfinished
 
 
@@ -204,10 +205,10 @@ def test_a_stop_token_is_obeyed_from_the_first_place_behind_min_tokens() -> None
     for min_tokens, length in ((0, 4), (3, 4)):
         engine, _ = make_engine()
         params = SamplingParams(max_tokens=10, min_tokens=min_tokens, stop_token_ids=[stop])
-        engine.add_request("a", prompt, params)
+        engine.add_request(EngineRequest("a", prompt, params))
         assert len(run_to_end(engine)["a"]) == length
     engine, _ = make_engine()  # the fake model ignores the sampler's mask, so the token comes, and is no end
-    engine.add_request("a", prompt, SamplingParams(max_tokens=10, min_tokens=4, stop_token_ids=[stop]))
+    engine.add_request(EngineRequest("a", prompt, SamplingParams(max_tokens=10, min_tokens=4, stop_token_ids=[stop])))
     assert len(run_to_end(engine)["a"]) > 4
 
 
@@ -217,25 +218,27 @@ def test_an_answer_goes_on_behind_tokens_that_were_generated_elsewhere() -> None
     prompt = [3, 1, 4]
     plain = runner.answer(prompt, 10)
     params = SamplingParams(max_tokens=10, min_tokens=6, stop_token_ids=[plain[7]])
-    group = engine.queue_request("whole", prompt, params)
+    group = engine.queue_request(EngineRequest("whole", prompt, params))
     whole = run_to_end(engine)["whole"]
     assert group.sequences[0].stop_reason == plain[7]
-    engine.check_request(prompt, params, output_token_ids=whole[:5])
-    engine.queue_request("rest", prompt, params, output_token_ids=whole[:5])
+    engine.check_request(EngineRequest("a", prompt, params, output_token_ids=whole[:5]))
+    engine.queue_request(EngineRequest("rest", prompt, params, output_token_ids=whole[:5]))
     assert run_to_end(engine)["rest"] == whole[5:]
     with pytest.raises(RequestError, match="max_tokens=5"):
-        engine.check_request(prompt, SamplingParams(max_tokens=5), output_token_ids=whole[:5])
+        engine.check_request(EngineRequest("a", prompt, SamplingParams(max_tokens=5), output_token_ids=whole[:5]))
     with pytest.raises(RequestError, match="one answer"):
-        engine.check_request(prompt, SamplingParams(n=2), output_token_ids=whole[:5])
+        engine.check_request(EngineRequest("a", prompt, SamplingParams(n=2), output_token_ids=whole[:5]))
     with pytest.raises(RequestError, match="output has the id 99"):
-        engine.check_request(prompt, params, output_token_ids=[99])
+        engine.check_request(EngineRequest("a", prompt, params, output_token_ids=[99]))
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_a_beam_without_a_token_to_go_on_with_ends_its_search_and_nothing_else(steps_before: int) -> None:
     """One NaN in one beam's logits took the whole engine with it."""
     engine, runner = make_engine()
-    engine.add_request("beams", [1, 2, 3], SamplingParams(temperature=0, beam_width=3, n=2, max_tokens=9))
+    engine.add_request(
+        EngineRequest("beams", [1, 2, 3], SamplingParams(temperature=0, beam_width=3, n=2, max_tokens=9))
+    )
     add(engine, "other", 5, max_tokens=9)
     outputs = [output for _ in range(steps_before) for output in engine.step()]
     compute = runner.run
@@ -266,7 +269,7 @@ def test_a_beam_without_a_token_to_go_on_with_ends_its_search_and_nothing_else(s
 def test_answers_that_are_held_back_cannot_be_ended_from_outside(params: SamplingParams) -> None:
     """A search that lost a beam took the whole engine with it, and the best answer of several was never told."""
     engine, _ = make_engine()
-    engine.add_request("a", [1, 2, 3], params)
+    engine.add_request(EngineRequest("a", [1, 2, 3], params))
     engine.step()
     engine.step()
     for index in range(3):
@@ -277,7 +280,7 @@ def test_answers_that_are_held_back_cannot_be_ended_from_outside(params: Samplin
 def test_ending_an_answer_before_there_are_several_ends_none_of_them() -> None:
     """Ending answer 0 ended all, without a word to whoever waited for them; ending another did nothing."""
     engine, _ = make_engine(max_num_batched_tokens=4)
-    group = engine.add_request("a", list(range(6)), SamplingParams(n=3, max_tokens=5))
+    group = engine.add_request(EngineRequest("a", list(range(6)), SamplingParams(n=3, max_tokens=5)))
     while not group.is_forked:  # in the queue, and in the middle of the prompt
         for index in range(3):
             assert not engine.end_sequence("a", index)
@@ -309,16 +312,16 @@ def rows(engine: Engine) -> tuple[list[str], SchedulerOutput]:
 def test_a_group_is_admitted_only_when_all_its_sequences_find_a_place() -> None:
     engine, _ = make_engine(max_num_seqs=4)
     add(engine, "first", 4, max_tokens=3)
-    engine.add_request("group", [7, 8, 9], SamplingParams(n=4, max_tokens=6))
+    engine.add_request(EngineRequest("group", [7, 8, 9], SamplingParams(n=4, max_tokens=6)))
     assert [rows(engine)[0] for _ in range(4)] == [["first"]] * 3 + [["group"]]
     assert rows(engine)[0] == ["group"] * 4
 
 
 def test_groups_run_by_priority_and_each_as_a_whole() -> None:
     engine, _ = make_engine(max_num_seqs=5)
-    engine.add_request("low", [1, 2], SamplingParams(n=2, max_tokens=9), priority=-1)
+    engine.add_request(EngineRequest("low", [1, 2], SamplingParams(n=2, max_tokens=9), priority=-1))
     rows(engine)
-    engine.add_request("high", [3, 4], SamplingParams(n=3, max_tokens=9), priority=1)
+    engine.add_request(EngineRequest("high", [3, 4], SamplingParams(n=3, max_tokens=9), priority=1))
     rows(engine)
     assert rows(engine)[0] == ["high"] * 3 + ["low"] * 2
 
@@ -336,7 +339,7 @@ def test_a_group_gives_way_and_comes_back_as_a_whole(
         num_blocks=16, num_host_blocks=num_host_blocks, block_size=2, enable_prefix_caching=caching
     )
     add(engine, "first", 7, max_tokens=24)
-    group = engine.add_request("group", [60, 61, 62], params)
+    group = engine.add_request(EngineRequest("group", [60, 61, 62], params))
     preempted = []
     told: dict[int, list[int]] = {}
     while engine.has_unfinished:
@@ -372,11 +375,11 @@ def test_a_group_that_can_never_run_is_refused_by_the_parameter_that_makes_it_wi
 ) -> None:
     engine, _ = make_engine(max_num_seqs=4)
     with pytest.raises(RequestError, match=f"{name}=5 exceeds the 4 sequences") as too_many:
-        engine.add_request("a", [1], params)
+        engine.add_request(EngineRequest("a", [1], params))
     assert too_many.value.param == name
     engine, _ = make_engine(num_blocks=4, block_size=2)
     with pytest.raises(RequestError, match=f"{name}=5 answers .* 5 tokens do not fit") as too_large:
-        engine.add_request("a", [1, 2, 3, 4, 5], params)
+        engine.add_request(EngineRequest("a", [1, 2, 3, 4, 5], params))
     assert too_large.value.param == name
     assert not engine.has_unfinished
 
@@ -404,7 +407,7 @@ def test_a_group_alone_in_a_small_pool_fills_it_and_ends(
                     enable_prefix_caching=caching,
                 )
                 try:
-                    group = engine.add_request("a", [i % 2 for i in range(length)], params)
+                    group = engine.add_request(EngineRequest("a", [i % 2 for i in range(length)], params))
                 except RequestError:
                     continue
                 answers = run_all_to_end(engine, max_steps=60)
@@ -415,7 +418,7 @@ def test_a_group_alone_in_a_small_pool_fills_it_and_ends(
 def test_a_request_that_found_no_room_is_tried_again_when_what_it_shares_is_computed() -> None:
     engine, _ = make_engine(num_blocks=14, block_size=4, long_prefill_threshold=20)
     for name in ("first", "second"):
-        engine.add_request(name, [i % 64 for i in range(38)], SamplingParams(max_tokens=10))
+        engine.add_request(EngineRequest(name, [i % 64 for i in range(38)], SamplingParams(max_tokens=10)))
     steps = 0
     while len(engine.scheduler.running) < 2:
         engine.step()
@@ -427,7 +430,7 @@ def test_the_log_says_what_sharing_saved(caplog: pytest.LogCaptureFixture) -> No
     """A prompt of 16 tokens and two answers of 4, in blocks of 4: both hold 5, of which 4 are the same."""
     caplog.set_level(logging.INFO, logger="engine.engine")
     engine, _ = make_engine(block_size=4)
-    engine.add_request("two", list(range(16)), SamplingParams(n=2, max_tokens=4))
+    engine.add_request(EngineRequest("two", list(range(16)), SamplingParams(n=2, max_tokens=4)))
     add(engine, "one", 16)
     run_to_end(engine)
     assert [record.getMessage() for record in caplog.records] == [
@@ -500,7 +503,7 @@ def test_a_request_for_many_answers_is_let_in_beside_decodes() -> None:
     engine = paced_engine(max_num_seqs=64)
     add(engine, "decoding", 4, max_tokens=200)
     step_sizes(engine)
-    engine.add_request("many", [1, 2, 3], SamplingParams(n=40, max_tokens=2))
+    engine.add_request(EngineRequest("many", [1, 2, 3], SamplingParams(n=40, max_tokens=2)))
     for _ in range(5):
         engine.step()
     assert engine.is_unfinished("decoding")

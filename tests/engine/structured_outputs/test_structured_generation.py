@@ -12,6 +12,7 @@ import pytest
 
 from engine.errors import RequestError
 from engine.llm import LLM, RequestOutput
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import bitmask
 from engine.structured_outputs.grammar import Grammar
@@ -189,7 +190,7 @@ def test_a_grammar_error_is_refused_and_harms_nobody(llm: LLM) -> None:
     prompt = [rng.randrange(3, 3000) for _ in range(20)]
     free = SamplingParams(temperature=1.0, seed=9, max_tokens=20, ignore_eos=True)
     expected = llm.generate([{"prompt_token_ids": prompt}], free, use_tqdm=False)[0].outputs[0].token_ids
-    engine.add_request("free", prompt, free)
+    engine.add_request(EngineRequest("free", prompt, free))
     bad = [
         StructuredOutputsParams(regex="(unclosed"),
         StructuredOutputsParams(regex=r"(?=ahead)a"),
@@ -200,7 +201,7 @@ def test_a_grammar_error_is_refused_and_harms_nobody(llm: LLM) -> None:
     while engine.has_unfinished:
         if bad:
             with pytest.raises(RequestError) as caught:
-                engine.add_request("bad", prompt, SamplingParams(structured_outputs=bad.pop()))
+                engine.add_request(EngineRequest("bad", prompt, SamplingParams(structured_outputs=bad.pop())))
             assert caught.value.param == "structured_outputs"
         got += [token_id for output in engine.step() for token_id in output.token_ids]
     assert not bad

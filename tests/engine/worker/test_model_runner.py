@@ -9,10 +9,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.observability.metrics import StepTimes
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SchedulerOutput
+from engine.scheduling.step import SchedulerOutput, StepTimes
 from engine.worker.model_runner import ModelRunner
 from engine.worker.model_worker import PROMPT_ROWS_AT_ONCE
 from tests.engine.conftest import SavedModel
@@ -104,13 +103,13 @@ def test_a_nan_behind_a_guess_ends_the_draft_and_no_answer(qwen3: SavedModel, mo
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     expected = LLM(qwen3.path, **options).generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
     llm = LLM(qwen3.path, speculative_config=NGRAM | {"prompt_lookup_min": 1}, **options)
-    likeliest, found = Sampler.likeliest_tokens, []
+    likeliest, found = Sampler.argmax_tokens, []
 
     def spoil(sampler: Sampler, logits: torch.Tensor) -> list[int]:
         logits[1:2] = torch.nan
         found.append(likeliest(sampler, logits))
         return found[-1]
 
-    monkeypatch.setattr(Sampler, "likeliest_tokens", spoil)
+    monkeypatch.setattr(Sampler, "argmax_tokens", spoil)
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
     assert any(one[1:2] == [-1] for one in found)

@@ -28,6 +28,7 @@ from engine.llm import LLM
 from engine.models.checkpoint import open_checkpoint
 from engine.models.config import ModelConfig, load_hf_config
 from engine.models.sharding import shard_of, vocab_range
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.worker.model_worker import ModelWorker
 from tests.engine.checkpoints import FAMILIES, build_model, save_checkpoint
@@ -366,7 +367,7 @@ async def test_the_async_engine_reports_a_dead_rank(checkpoint: Callable[[str], 
     (pid,) = set(rank_processes().values()) - before
 
     async def kill_at_first_token() -> None:
-        async for _ in engine.generate("a", [5, 6, 7], ENDLESS):
+        async for _ in engine.generate(EngineRequest("a", [5, 6, 7], ENDLESS)):
             os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(EngineDeadError, match=r"rank 1 of 2 was killed by SIGKILL"):

@@ -1,0 +1,107 @@
+"""step_outputs: the EngineOutputs of a step, and which of several answers are the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from engine.outputs import EngineOutput, FinishReason
+from engine.sequence import Sequence, SequenceGroup
+
+__all__ = ["step_outputs"]
+
+
+def step_outputs(
+    got_token: Iterable[Sequence], num_accepted: Mapping[Sequence, int] | None = None
+) -> list[EngineOutput]:
+    """Return the outputs of a step after which these sequences have a new token or have ended.
+
+    ``num_accepted`` tells of some of them how many more tokens they have got from a draft.
+    """
+    outputs: list[EngineOutput] = []
+    last: dict[SequenceGroup, int] = {}  # of the groups that have ended, where their last output is
+    for sequence in got_token:
+        group = sequence.group
+        has_ended = sequence.is_finished and group.is_finished
+        if not group.outputs_at_end:
+            outputs.append(_new_tokens(sequence, 1 + num_accepted.get(sequence, 0) if num_accepted else 1))
+        elif has_ended and group not in last:
+            outputs += _best_answers(group)
+        if has_ended:
+            last[group] = len(outputs) - 1
+    for group, position in last.items():
+        outputs[position] = replace(outputs[position], is_last=True, timing=group.timing)
+    return outputs
+
+
+def _new_tokens(sequence: Sequence, count: int) -> EngineOutput:
+    params = sequence.params
+    num_told = sequence.num_output_tokens - sequence.group.num_resumed_tokens
+    is_first = num_told == (0 if sequence.has_failed else count)
+    tells_prompt = params.prompt_logprobs is not None and sequence.index == 0 and is_first
+    return EngineOutput(
+        sequence.group.request_id,
+        sequence.index,
+        [] if sequence.has_failed else sequence.token_ids[-count:],
+        sequence.finish_reason,
+        sequence.stop_reason,
+        sequence.num_cached_tokens,
+        logprobs=sequence.logprobs[-count:] if params.logprobs is not None and not sequence.has_failed else None,
+        prompt_logprobs=sequence.group.prompt_logprobs if tells_prompt else None,
+        cumulative_logprob=sequence.cumulative_logprob if params.needs_logprobs else None,
+        timing=sequence.group.timing if is_first else None,
+    )
+
+
+def _best_answers(group: SequenceGroup) -> list[EngineOutput]:
+    """Return the ``n`` best answers of a request that has ended, the best first."""
+    if group.beams is not None:
+        return _beams(group)
+    answers = sorted(group.sequences, key=_mean_logprob, reverse=True)[: group.params.n]
+    return [
+        EngineOutput(
+            group.request_id,
+            index,
+            answer.output_token_ids,
+            answer.finish_reason,
+            answer.stop_reason,
+            answer.num_cached_tokens,
+            logprobs=answer.logprobs if group.params.logprobs is not None else None,
+            prompt_logprobs=group.prompt_logprobs if group.params.prompt_logprobs is not None and not index else None,
+            cumulative_logprob=answer.cumulative_logprob,
+        )
+        for index, answer in enumerate(answers)
+    ]
+
+
+def _mean_logprob(answer: Sequence) -> float:
+    """Rank as the OpenAI API does, by log-probability a token; an answer that failed comes last."""
+    if answer.finish_reason is FinishReason.ABORT or not answer.num_output_tokens:
+        return float("-inf")
+    return answer.cumulative_logprob / answer.num_output_tokens
+
+
+def _beams(group: SequenceGroup) -> list[EngineOutput]:
+    """Return the ``n`` best hypotheses; in place of those that the search could not find, why."""
+    assert group.beams is not None
+    first = group.sequences[0]
+    outputs: list[EngineOutput] = []
+    for index, hypothesis in enumerate(group.beams.hypotheses[: group.params.n]):
+        last = hypothesis.token_ids[-1]
+        outputs.append(
+            EngineOutput(
+                group.request_id,
+                index,
+                hypothesis.token_ids,
+                FinishReason.STOP if hypothesis.ended_by_token else FinishReason.LENGTH,
+                last if hypothesis.ended_by_token and last in (group.params.stop_token_ids or ()) else None,
+                first.num_cached_tokens,
+                cumulative_logprob=hypothesis.cumulative_logprob,
+            )
+        )
+    why = first.stop_reason or "the search found no further answer: too few tokens are allowed"
+    outputs += [
+        EngineOutput(group.request_id, index, [], FinishReason.ABORT, why, first.num_cached_tokens)
+        for index in range(len(outputs), group.params.n)
+    ]
+    return outputs
