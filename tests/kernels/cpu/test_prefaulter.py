@@ -137,7 +137,7 @@ def test_memory_that_cannot_be_given_is_not_asked_for_again() -> None:
 def test_a_program_may_end_while_it_works() -> None:
     program = """
 import torch
-from engine.prefaulter import Prefaulter
+from kernels.cpu.prefaulter import Prefaulter
 from kernels.cpu.memory import huge_zeros
 prefaulter = Prefaulter([huge_zeros((32_000, 2**16), torch.uint8)], num_ahead=32_000)
 prefaulter.use(0)
