@@ -22,7 +22,7 @@ test: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict engine kernels deployments k8s
+	$(BIN)/mypy --strict engine kernels deployments k8s benchmarks demo
 
 # On a model with random weights, which it writes first (1.2 GB), or on yours: make bench BENCH_MODEL=DIR. What is
 # measured, and how to set peers beside it, is in benchmarks/README.md.

@@ -82,7 +82,7 @@ async def engine_first_tokens(engine: AsyncEngine, prompts: list[list[int]]) -> 
     seconds = []
     for number, prompt in enumerate(prompts):
         started = perf_counter()
-        async with aclosing(engine.generate(EngineRequest(str(number), prompt, params))) as batches:  # type: ignore[type-var]
+        async with aclosing(engine.generate(EngineRequest(str(number), prompt, params))) as batches:
             async for _ in batches:
                 seconds.append(perf_counter() - started)
     return seconds

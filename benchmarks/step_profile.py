@@ -33,6 +33,7 @@ from engine.engine import Engine
 from engine.sampling.sampler import Sampler
 from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
 from engine.worker.model_runner import ModelRunner
+from kernels.cpu.layer import all_layers, logits
 
 __all__ = ["PARTS", "Step", "main", "recorded_steps", "summarize"]
 
@@ -94,8 +95,8 @@ def recorded_steps() -> Iterator[list[Step]]:
     """Record each step that an engine of this process computes while the block runs; yields the growing list."""
     recorder = _Recorder()
     with (
-        patch.object(cpu_decoder, "all_layers", recorder.clock("layers", cpu_decoder.all_layers)),
-        patch.object(cpu_decoder, "logits", recorder.clock("logits", cpu_decoder.logits)),
+        patch.object(cpu_decoder, "all_layers", recorder.clock("layers", all_layers)),
+        patch.object(cpu_decoder, "logits", recorder.clock("logits", logits)),
         patch.object(Sampler, "sample", recorder.clock("sampling", Sampler.sample)),
         patch.object(Sampler, "argmax_tokens", recorder.clock("sampling", Sampler.argmax_tokens)),
         patch.object(ModelRunner, "run", lambda *args: recorder.run(*args)),  # a function is bound, a bound one is not
@@ -156,11 +157,11 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(
             "the C kernels' calls are what is timed: one rank, float32 or bfloat16, and a C compiler are needed"
         )
-    results = []
-    for place, workload in enumerate(workloads):
+    results: list[dict[str, Any]] = []
+    for index, workload in enumerate(workloads):
         with recorded_steps() as steps:
             started = perf_counter()
-            generate(workload.shifted(place).requests)  # other ids each time, so that nothing is cached
+            generate(workload.shifted(index).requests)  # other ids each time, so that nothing is cached
             seconds = perf_counter() - started
         results.append({"workload": workload.name, "seconds": round(seconds, 3), "steps": summarize(steps)})
         _print(workload.name, seconds, results[-1]["steps"])

@@ -10,10 +10,7 @@ import ctypes
 import sys
 import time
 
-import ray  # noqa: F401  # puts the psutil that it brings on the path
-
-# isort: split
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 __all__ = ["adopt_orphans", "argument_of", "descendants", "end"]
 

@@ -1,0 +1,98 @@
+"""pyproject.toml declares every package that the code imports, in the extra of the folder that imports it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import distribution, packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = {"benchmarks", "demo", "deployments", "engine", "k8s", "kernels", "tests"}
+EXTRAS = {  # the extras that each folder may rely on, besides the dependencies
+    "deployments": ("tracing",),
+    "engine": (),
+    "kernels": ("gpu",),
+    "k8s": (),
+    "benchmarks": ("test", "bench"),
+    "demo": ("test",),
+    "tests": ("test",),
+}
+# Engines that benchmarks/peers compares with. Each lives in a virtual environment of its own, because their pinned
+# dependencies exclude each other, and is imported inside functions of benchmarks/peers only.
+PEERS = {"gguf", "llama_cpp", "openvino", "openvino_genai", "vllm"}
+
+
+def normalized(name: str) -> str:
+    """Return a distribution's name as PEP 503 normalizes it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(folder: str) -> set[str]:
+    """Return the distributions that a folder may import from."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = list(project["dependencies"])
+    for extra in EXTRAS[folder]:
+        lines += project["optional-dependencies"][extra]
+    return {normalized(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield the dotted names of all modules of other projects that a file imports, those inside functions included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in names:
+            top = name.partition(".")[0]
+            if top not in OURS and top not in sys.stdlib_module_names:
+                yield name
+
+
+@cache
+def installed() -> dict[str, list[str]]:
+    """Return the distributions that provide each top-level name."""
+    return {name: list(providers) for name, providers in packages_distributions().items()}
+
+
+@cache
+def providers(module: str) -> set[str]:
+    """Return the distributions that a module comes from; one that is not installed is taken to be named like it."""
+    top = module.partition(".")[0]
+    names = set(installed().get(top, [top]))
+    if len(names) > 1:  # a namespace package: the distributions that have this part of it
+        path = module.replace(".", "/")
+        names = {name for name in names if any(str(one).startswith(path) for one in distribution(name).files or ())}
+    return {normalized(name) for name in names}
+
+
+@pytest.mark.parametrize("folder", sorted(OURS))
+def test_every_imported_package_is_declared(folder: str) -> None:
+    allowed = declared(folder)
+    undeclared = {
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for module in imported_modules(path)
+        if not providers(module) & allowed and module.partition(".")[0] not in PEERS
+    }
+    assert not undeclared, "declare these in pyproject.toml"
+
+
+def test_peers_are_imported_lazily_and_by_their_runners_only() -> None:
+    for path in sorted(ROOT.glob("[!.]*/**/*.py")):
+        if path.relative_to(ROOT).parts[0] in OURS:
+            is_runner = path.parent == ROOT / "benchmarks" / "peers"
+            modules = {module.partition(".")[0] for module in imported_modules(path)}
+            assert is_runner or not modules & PEERS, path
+            top_level = ast.parse(path.read_text()).body
+            eager = {alias.name for node in top_level if isinstance(node, ast.Import) for alias in node.names}
+            eager |= {str(node.module) for node in top_level if isinstance(node, ast.ImportFrom)}
+            assert not {name.partition(".")[0] for name in eager} & PEERS, path
