@@ -30,10 +30,10 @@ from ray.serve._private.logging_utils import ServeFormatter
 
 from benchmarks.machine import describe
 from deployments.api.asgi import RecordRequests
-from deployments.api.protocol import ChatRequest
 from deployments.config import LoggingOptions, TracingOptions
+from deployments.requests.attempt import Attempt
 from deployments.requests.log import RequestLog
-from deployments.requests.record import Attempt, RequestRecord, current_record
+from deployments.requests.record import RequestRecord, current_record
 from deployments.requests.tracing import Tracer, open_tracer
 from engine.outputs import EngineOutput, FinishReason, RequestTiming
 from engine.sampling_params import SamplingParams
@@ -51,7 +51,6 @@ LAST = EngineOutput(
     timing=RequestTiming(0.01, 0.05, 0.5),
 )
 PARAMS = SamplingParams(max_tokens=64)
-BODY = ChatRequest.model_validate({"messages": [{"role": "user", "content": "What is a KV cache?"}], "stream": True})
 
 
 def generation() -> Any:
@@ -74,7 +73,7 @@ def generation() -> Any:
 async def serve(scope: Any, receive: Any, send: Any) -> None:
     """Answer as the ingress does, as far as records are concerned."""
     record = current_record()
-    record.body, record.generations, record.response_id = BODY, (generation(),), f"chatcmpl-{record.request_id}"
+    record.stream, record.generations, record.response_id = True, (generation(),), f"chatcmpl-{record.request_id}"
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 

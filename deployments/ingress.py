@@ -27,7 +27,7 @@ from deployments.api.api_keys import ApiKeys, RequireKey
 from deployments.api.asgi import CountRequests, EventStream, RecordRequests, read_body
 from deployments.api.overload import require_room
 from deployments.api.parsing import parse_body
-from deployments.api.prompts import Prompt, PromptBuilder
+from deployments.api.prompts import PromptBuilder
 from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.api.responses import Answer, ChatFormat, CompletionFormat, Format, best_answers, usage
 from deployments.api.sampling import for_answers, require_few_answers
@@ -41,6 +41,7 @@ from deployments.requests.engine_client import EngineClient
 from deployments.requests.generation import Generation
 from deployments.requests.log import RequestLog
 from deployments.requests.merge import merge
+from deployments.requests.prompt import Prompt
 from deployments.requests.record import RequestRecord, current_record, note_error
 from deployments.requests.tracing import open_tracer
 from deployments.routing.cluster_view import cluster_view
@@ -220,7 +221,8 @@ class Ingress:
         ]
         record = current_record()
         response_id = f"{prefix}-{body.request_id or record.request_id}"
-        record.body, record.generations, record.response_id = body, generations, response_id
+        record.stream, record.seed, record.response_id = bool(body.stream), body.seed, response_id
+        record.num_answers, record.num_draws, record.generations = body.num_answers, body.num_draws, generations
         record.prompt = self._log.prompt(builder.tokenizer, prompts[0].token_ids)
         form = partial(kind, response_id, int(time.time()), self._config.served_name, body)
         try:

@@ -8,32 +8,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.api.sampling import for_prompt, sampling_params, with_bad_words
+from deployments.requests.prompt import Prompt
 from engine.engine import EngineInfo
 from engine.errors import PromptTooLongError, RequestError
 from engine.prefix_hash import hash_blocks, root_hash
 from engine.sampling_params import SamplingParams
 from engine.text import TextStream, Tokenizer
 
-__all__ = ["Prompt", "PromptBuilder"]
+__all__ = ["PromptBuilder"]
 
 CHARACTERS_PER_MESSAGE = 32  # what rendering and masking a message costs, in characters of tokenising
 INLINE_CHARACTERS = 4096  # about a millisecond of tokenising; more would hold up every stream of this process
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt, ready to be sent to an engine."""
-
-    token_ids: list[int]
-    block_hashes: list[int]
-    text: str = ""  # where it is to be echoed
 
 
 class PromptBuilder:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from deployments.errors import ReplicaStalledError, RequestTimeoutError, unwrap
-from deployments.requests.record import Attempt
+from deployments.requests.attempt import Attempt
 from deployments.routing.cluster_view import ClusterView
 from engine.errors import EngineDeadError, PagodaError
 from engine.outputs import EngineOutput

@@ -14,11 +14,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from deployments.api.prompts import Prompt
 from deployments.errors import ApiError, is_replica_loss, unwrap
 from deployments.observability.telemetry import REQUEST_MIGRATIONS, ingress_recorder
+from deployments.requests.attempt import Attempt
 from deployments.requests.engine_client import AttemptError, EngineClient
-from deployments.requests.record import Attempt
+from deployments.requests.prompt import Prompt
 from engine.errors import OverloadedError
 from engine.outputs import EngineOutput, FinishReason, TokenLogprobs
 from engine.request import EngineRequest

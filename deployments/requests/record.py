@@ -14,52 +14,14 @@ from time import monotonic, time_ns
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deployments.api.protocol import GenerationRequest
     from deployments.errors import ApiError
     from deployments.requests.generation import Generation
-    from engine.outputs import EngineOutput, RequestTiming
 
-__all__ = ["OPERATIONS", "Attempt", "RequestRecord", "current_record", "note_error", "recording"]
+__all__ = ["OPERATIONS", "RequestRecord", "current_record", "note_error", "recording"]
 
 CLIENT_CLOSED = 499  # what is logged, as nobody is left to be answered
 # The paths whose records are told, and what OpenTelemetry calls what they do.
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One answer's stay at one replica, or its search for one."""
-
-    started: float = field(default_factory=monotonic)
-    chosen: float | None = None  # when a replica was chosen, if our router did it
-    replica: str = ""
-    first_token: float | None = None
-    last_token: float | None = None
-    ended: float | None = None
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    timing: RequestTiming | None = None  # what the engine measured
-    error: str = ""  # the type of what ended it, if that was an error
-
-    def receive(self, output: EngineOutput) -> None:
-        """Note that tokens have come."""
-        now = monotonic()
-        self.replica = output.replica
-        if output.timing is not None:
-            self.timing = output.timing
-        if self.first_token is None:
-            # Where all tokens come at once, the first one is as much older as the engine says.
-            decode_s = output.timing.decode_s if output.timing is not None else 0.0
-            self.first_token = max(self.started, now - decode_s)
-            self.num_cached_tokens = output.num_cached_tokens
-        self.last_token = now
-        self.num_tokens += len(output.token_ids)
-
-    def end(self, replica: str, chosen: float | None) -> None:
-        """Note that it is over, and what the router knows of it."""
-        self.ended = monotonic()
-        self.replica = self.replica or replica
-        self.chosen = chosen
 
 
 @dataclass(slots=True)
@@ -75,7 +37,10 @@ class RequestRecord:
     sent_status: int = 0  # 0 until the answer began
     is_complete: bool = False  # whether the answer's last byte was sent
     error: ApiError | None = None
-    body: GenerationRequest | None = None
+    stream: bool = False
+    seed: int | None = None  # as the client sent it
+    num_answers: int = 1  # to each prompt
+    num_draws: int = 1  # answers generated for each prompt, of which the best ``num_answers`` are returned
     generations: Sequence[Generation] = ()
     response_id: str = ""
     prompt: str | None = None  # only where it is to be logged
@@ -145,7 +110,7 @@ class RequestRecord:
 
     @property
     def _one_a_prompt(self) -> Sequence[Generation]:
-        return self.generations[:: self.body.num_draws if self.body is not None else 1]
+        return self.generations[:: self.num_draws]
 
 
 _current: ContextVar[RequestRecord | None] = ContextVar("pagoda_request_record", default=None)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.requests.record import Attempt, RequestRecord
+from deployments.requests.attempt import Attempt
+from deployments.requests.record import RequestRecord
 
 __all__ = ["Phase", "phases", "request_attributes"]
 
@@ -37,13 +38,12 @@ def request_attributes(record: RequestRecord, model: str) -> dict[str, Any]:
 
 
 def _generation_attributes(record: RequestRecord, model: str) -> dict[str, Any]:
-    body, params = record.body, record.generations[0].params
-    assert body is not None
+    params = record.generations[0].params
     attributes: dict[str, Any] = {
         "gen_ai.response.id": record.response_id,
         "gen_ai.response.model": model,
-        "gen_ai.request.stream": bool(body.stream),
-        "gen_ai.request.choice.count": body.num_answers,
+        "gen_ai.request.stream": record.stream,
+        "gen_ai.request.choice.count": record.num_answers,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,
@@ -53,7 +53,7 @@ def _generation_attributes(record: RequestRecord, model: str) -> dict[str, Any]:
     }
     optional = {
         "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.seed": body.seed,
+        "gen_ai.request.seed": record.seed,
         "gen_ai.response.finish_reasons": record.finish_reasons or None,
         "gen_ai.latency.time_to_first_token": record.ttft_s,
     }

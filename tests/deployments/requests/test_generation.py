@@ -11,10 +11,10 @@ import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RequestCancelledError
 
-from deployments.api.prompts import Prompt
 from deployments.errors import ApiError, as_api_error, is_replica_loss, unwrap
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.merge import merge
+from deployments.requests.prompt import Prompt
 from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams

@@ -20,7 +20,8 @@ from starlette.testclient import TestClient
 
 from deployments.api.asgi import RecordRequests
 from deployments.config import AppConfig, TracingOptions
-from deployments.requests.record import Attempt, RequestRecord
+from deployments.requests.attempt import Attempt
+from deployments.requests.record import RequestRecord
 from deployments.requests.spans import phases
 from deployments.requests.tracing import NullTracer, open_tracer, require_exporter, spans_wanted, traces_url
 from engine.errors import ConfigError, OverloadedError

@@ -1,0 +1,22 @@
+"""Prompt: one prompt as token ids, with the hashes that the router compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Prompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, ready to be sent to an engine.
+
+    Attributes:
+        token_ids: at least one token id.
+        block_hashes: the chained hashes of its full blocks.
+        text: what a completion with ``echo`` returns before the answer; empty otherwise.
+    """
+
+    token_ids: list[int]
+    block_hashes: list[int]
+    text: str = ""
