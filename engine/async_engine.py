@@ -261,7 +261,7 @@ class AsyncEngine:
             self.check_health()
             held = self._streams.get(request_id)
             if held is not None and not held.loop.is_closed():
-                raise RequestError(f"request_id '{request_id}' is in use; choose another", "request_id")
+                raise RequestError("is in use", param="request_id", value=request_id, remedy="choose another")
             self._num_streams += 1
             stream = _Stream(f"{request_id}#{self._num_streams}", self._replica, asyncio.get_running_loop())
             self._streams[request_id] = self._by_key[stream.key] = stream

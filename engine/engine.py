@@ -238,7 +238,7 @@ class Engine:
         self.check_request(request)
         if (request_id := request.request_id) in self._groups:
             self.metrics.request_rejected("request_id")
-            raise RequestError(f"request_id '{request_id}' is in use; choose another", "request_id")
+            raise RequestError("is in use", param="request_id", value=request_id, remedy="choose another")
         return self.queue_request(request, grammar=self.compile_grammar(request.params))
 
     def compile_grammar(self, params: SamplingParams, output_token_ids: Sequence_[int] = ()) -> Grammar | None:
@@ -497,7 +497,9 @@ def _pace(config: EngineConfig, info: EngineInfo) -> PrefillPace | None:
 def _advanced(grammar: Grammar, token_ids: Sequence_[int]) -> Grammar:
     """Return ``grammar`` in its state behind tokens that were generated before."""
     if not all(map(grammar.accept, token_ids)):
-        raise RequestError(f"the tokens generated before do not fit: {grammar.error}", "structured_outputs")
+        raise RequestError(
+            f"do not fit the tokens that were generated earlier: {grammar.error}", param="structured_outputs"
+        )
     return grammar
 
 

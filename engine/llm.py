@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError, RequestError, shown
 from engine.observability.logs import show_logs
 from engine.outputs import EngineOutput, TokenLogprobs
 from engine.request import EngineRequest
@@ -178,8 +178,10 @@ class LLM:
         if isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), list):
             return list(prompt["prompt_token_ids"])
         raise RequestError(
-            f"a prompt is {type(prompt).__name__} {str(prompt)[:60]!r}; give text or {{'prompt_token_ids': [...]}}",
-            "prompt",
+            f"is {type(prompt).__name__}",
+            param="prompt",
+            value=prompt,
+            remedy="give text or {'prompt_token_ids': [...]}",
         )
 
     def _params_for(
@@ -193,14 +195,15 @@ class LLM:
         for one in params:
             if not isinstance(one, SamplingParams):
                 raise RequestError(
-                    f"sampling_params has {type(one).__name__} {str(one)[:60]!r}; give SamplingParams or a list",
-                    "sampling_params",
+                    f"has {type(one).__name__} {shown(one)}",
+                    param="sampling_params",
+                    remedy="give SamplingParams or a list of them",
                 )
         if len(params) != count:
-            raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each", None)
+            raise RequestError(f"{len(params)} sampling_params for {count} prompts", remedy="give one, or one for each")
         if self.tokenizer is None and any(one.stop_strings for one in params):
             raise RequestError(
-                "stop strings need the tokenizer; unset skip_tokenizer_init or use stop_token_ids", "stop"
+                "strings need the tokenizer", param="stop", remedy="unset skip_tokenizer_init or use stop_token_ids"
             )
         return [self._with_bad_words(one) for one in params]
 
@@ -209,12 +212,12 @@ class LLM:
             return params
         if self.tokenizer is None:
             raise RequestError(
-                "bad_words need the tokenizer; unset skip_tokenizer_init or give bad_words_token_ids", "bad_words"
+                "need the tokenizer", param="bad_words", remedy="unset skip_tokenizer_init or give bad_words_token_ids"
             )
         try:
             return replace(params, bad_words_token_ids=self.tokenizer.bad_words_token_ids(params.bad_words))
-        except RequestError as error:  # the ids are ours, the words are the user's
-            raise RequestError(str(error).replace("bad_words_token_ids", "bad_words"), "bad_words") from None
+        except RequestError as error:  # the user gave words, not their token ids
+            raise error.renamed("bad_words") from None
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -229,7 +232,7 @@ def _listed(value: Any, name: str) -> list[Any]:
         RequestError: if it is none.
     """
     if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
-        raise RequestError(f"{name} has {type(value).__name__} {str(value)[:60]!r}; give a list", name)
+        raise RequestError(f"has {type(value).__name__} {shown(value)}", param=name, remedy="give a list")
     return list(value)
 
 

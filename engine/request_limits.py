@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequence_
 from dataclasses import KW_ONLY, dataclass
 
-from engine.errors import PromptTooLongError, RequestError
+from engine.errors import PromptTooLongError, RequestError, shown
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
@@ -67,11 +67,11 @@ class RequestLimits:
         if output_token_ids:
             self._check_output(len(output_token_ids), params)
         if params.bad_words and params.bad_words_token_ids is None:
-            raise RequestError("bad_words need a tokenizer here; give bad_words_token_ids", "bad_words")
+            raise RequestError("need a tokenizer here", param="bad_words", remedy="give bad_words_token_ids")
         if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority={priority!r} must be an integer", "priority")
+            raise RequestError("must be an integer", param="priority", value=priority)
         if not isinstance(cache_salt, str) or not cache_salt.isprintable():
-            raise RequestError(f"cache_salt={cache_salt!r} must be printable text", "cache_salt")
+            raise RequestError("must be printable text", param="cache_salt", value=cache_salt)
 
     def _check_ids(self, name: str, token_ids: Sequence_[int]) -> None:
         vocab_size = self.vocab_size
@@ -79,27 +79,35 @@ class RequestLimits:
         if set(map(type, token_ids)) <= {int} and (not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size):
             return
         wrong = next(i for i in token_ids if type(i) is not int or not 0 <= i < vocab_size)
-        raise RequestError(f"{name} has the id {wrong!r}; the vocabulary is 0..{vocab_size - 1}", name)
+        raise RequestError(f"has the id {shown(wrong)}", param=name, remedy=f"give ids in 0..{vocab_size - 1}")
 
     def _check_length(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         if num_prompt_tokens == 0:
-            raise RequestError("the prompt is empty; give at least one token", "prompt")
+            raise RequestError("is empty", param="prompt", remedy="give at least one token")
         length = num_prompt_tokens + num_output_tokens
         if length >= self.capacity:
             limit = "context" if self.capacity == self.max_model_len else "KV cache"
             raise PromptTooLongError(
-                f"the prompt has {length} tokens, but the {limit} of '{self.model}' holds {self.capacity} with "
-                f"the answer; shorten it by at least {length - self.capacity + 1}",
-                "prompt",
+                f"has {length} tokens, but the {limit} of '{self.model}' holds {self.capacity} with the answer",
+                param="prompt",
+                remedy=f"shorten it by at least {length - self.capacity + 1}",
             )
 
     def _check_output(self, length: int, params: SamplingParams) -> None:
         """Refuse to go on behind tokens that a request cannot have generated."""
         if params.num_sequences > 1:
-            raise RequestError("only a request for one answer can go on behind tokens generated before", "n")
+            raise RequestError(
+                "answers cannot continue tokens that were generated earlier",
+                param="n",
+                value=params.num_sequences,
+                remedy="ask for one answer",
+            )
         if params.max_tokens is not None and length >= params.max_tokens:
             raise RequestError(
-                f"{length} tokens were generated before, but max_tokens={params.max_tokens}; raise it", "max_tokens"
+                f"is reached: {length} tokens were generated earlier",
+                param="max_tokens",
+                value=params.max_tokens,
+                remedy="raise it",
             )
 
     def _check_width(self, length: int, params: SamplingParams) -> None:
@@ -108,11 +116,15 @@ class RequestLimits:
         name = "beam_width" if params.uses_beam_search else "best_of" if params.best_of else "n"
         if width > self.max_num_seqs:
             raise RequestError(
-                f"{name}={width} exceeds the {self.max_num_seqs} sequences that run at once; lower it", name
+                f"exceeds the {self.max_num_seqs} sequences that run at once",
+                param=name,
+                value=width,
+                remedy="lower it",
             )
         if (holds := self.max_total_tokens(length, width)) <= length:
             raise RequestError(
-                f"{name}={width} answers to a prompt of {length} tokens do not fit the KV cache, which holds {holds} "
-                "tokens for each; ask for fewer",
-                name,
+                f"answers to a prompt of {length} tokens do not fit the KV cache, which holds {holds} tokens for each",
+                param=name,
+                value=width,
+                remedy="ask for fewer",
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from engine.errors import RequestError
+from engine.errors import RequestError, shown
 from engine.structured_outputs.params import StructuredOutputsParams
 
 __all__ = ["MAX_STOP_STRINGS", "SamplingParams"]
@@ -30,15 +30,6 @@ _ROUNDS_TO_ZERO = 2.0**-150  # the greatest number that is 0 as a float32
 Rule = Callable[[str, Any], Any]  # (name, value) -> the value as it is kept; raises RequestError
 
 
-def _shown(value: object) -> str:
-    """Return ``value`` for a message: not too long, and whatever it is."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer of 5,000 digits, a list nested 5,000 deep, somebody's own __repr__
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= 500 else f"{text[:500]}..."
-
-
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -53,7 +44,7 @@ def _number(low: float, high: float, interval: str) -> Rule:
 
     def check(name: str, value: Any) -> Any:
         if not _is_number(value, low, high):
-            raise RequestError(f"{name}={_shown(value)} is out of range; give a finite number in {interval}", name)
+            raise RequestError("is out of range", param=name, value=value, remedy=f"give a finite number in {interval}")
         return value
 
     return check
@@ -64,7 +55,7 @@ def _integer(low: int, high: int | None = None) -> Rule:
 
     def check(name: str, value: Any) -> Any:
         if not _is_int(value) or value < low or (high is not None and value > high):
-            raise RequestError(f"{name}={_shown(value)} is out of range; give an integer of {limit}", name)
+            raise RequestError("is out of range", param=name, value=value, remedy=f"give an integer of {limit}")
         return value
 
     return check
@@ -76,22 +67,22 @@ def _optional(rule: Rule) -> Rule:
 
 def _flag(name: str, value: Any) -> Any:
     if not isinstance(value, bool):
-        raise RequestError(f"{name}={_shown(value)} must be true or false", name)
+        raise RequestError("must be true or false", param=name, value=value)
     return value
 
 
 def _flag_or_never(name: str, value: Any) -> Any:
     if not isinstance(value, bool) and not (isinstance(value, str) and value == "never"):
-        raise RequestError(f"{name}={_shown(value)} must be true, false or 'never'", name)
+        raise RequestError("must be true, false or 'never'", param=name, value=value)
     return value
 
 
 def _listed(name: str, value: Any, limit: int | None, noun: str) -> tuple[Any, ...]:
     """Return a list of at most ``limit`` as a tuple."""
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{name}={_shown(value)} must be a list", name)
+        raise RequestError("must be a list", param=name, value=value)
     if limit is not None and len(value) > limit:
-        raise RequestError(f"{name} has {len(value)} {noun}; give at most {limit}", name)
+        raise RequestError(f"has {len(value)} {noun}", param=name, remedy=f"give at most {limit}")
     return tuple(value)
 
 
@@ -102,7 +93,7 @@ def _strings(limit: int) -> Rule:
         strings = _listed(name, () if value is None else value, limit, "strings")
         for string in strings:
             if not isinstance(string, str) or not string:
-                raise RequestError(f"{name} contains {_shown(string)}; give strings that are not empty", name)
+                raise RequestError(f"contains {shown(string)}", param=name, remedy="give strings that are not empty")
         return strings
 
     return check
@@ -119,7 +110,7 @@ def _token_ids(limit: int | None) -> Rule:
         ids = _listed(name, value, limit, "ids")
         for token_id in ids:
             if not _is_int(token_id) or token_id < 0:
-                raise RequestError(f"{name} contains {_shown(token_id)}; give ids of at least 0", name)
+                raise RequestError(f"contains {shown(token_id)}", param=name, remedy="give ids of at least 0")
         return tuple(dict.fromkeys(ids))
 
     return check
@@ -132,33 +123,33 @@ def _stop_token_ids(name: str, value: Any) -> Any:
 def _allowed_token_ids(name: str, value: Any) -> Any:
     ids = _token_ids(None)(name, value)
     if not ids:
-        raise RequestError(f"{name}={_shown(value)} allows no token; give at least one id, or leave it out", name)
+        raise RequestError("allows no token", param=name, value=value, remedy="give at least one id, or leave it out")
     return ids
 
 
 def _logit_bias(name: str, value: Any) -> Any:
     """A map of ids (or, as the OpenAI API sends them, decimal strings of ids) to biases."""
     if not isinstance(value, dict):
-        raise RequestError(f"{name}={_shown(value)} must be a map of token ids to biases", name)
+        raise RequestError("must be a map of token ids to biases", param=name, value=value)
     if len(value) > MAX_LOGIT_BIAS:
-        raise RequestError(f"{name} has {len(value)} entries; give at most {MAX_LOGIT_BIAS}", name)
+        raise RequestError(f"has {len(value)} entries", param=name, remedy=f"give at most {MAX_LOGIT_BIAS}")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         is_decimal = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 20
         token_id = int(key) if is_decimal else key
         if not _is_int(token_id) or token_id < 0:
-            raise RequestError(f"{name} has the key {_shown(key)}; give token ids of at least 0", name)
+            raise RequestError(f"has the key {shown(key)}", param=name, remedy="give token ids of at least 0")
         if token_id in biases:
-            raise RequestError(f"{name} has the id {_shown(token_id)} twice; give it once", name)
+            raise RequestError(f"has the id {shown(token_id)} twice", param=name, remedy="give it once")
         if not _is_number(bias, -100.0, 100.0):
-            raise RequestError(f"{name} has the bias {_shown(bias)}; give finite numbers in [-100, 100]", name)
+            raise RequestError(f"has the bias {shown(bias)}", param=name, remedy="give finite numbers in [-100, 100]")
         biases[token_id] = float(bias)
     return biases
 
 
 def _structured_outputs(name: str, value: Any) -> Any:
     if not isinstance(value, StructuredOutputsParams):
-        raise RequestError(f"{name}={_shown(value)} must be StructuredOutputsParams", name)
+        raise RequestError("must be StructuredOutputsParams", param=name, value=value)
     return value
 
 
@@ -167,11 +158,13 @@ def _bad_words_token_ids(name: str, value: Any) -> Any:
     for word in words:
         if isinstance(word, list | tuple) and not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
             raise RequestError(
-                f"{name} has a word of {len(word)} tokens; give words of 1 to {MAX_BAD_WORD_TOKENS} tokens", name
+                f"has a word of {len(word)} tokens",
+                param=name,
+                remedy=f"give words of 1 to {MAX_BAD_WORD_TOKENS} tokens",
             )
         for token_id in _listed(name, word, None, "ids"):
             if not _is_int(token_id) or token_id < 0:
-                raise RequestError(f"{name} contains {_shown(token_id)}; give ids of at least 0", name)
+                raise RequestError(f"contains {shown(token_id)}", param=name, remedy="give ids of at least 0")
     return tuple(dict.fromkeys(map(tuple, words)))
 
 
@@ -297,7 +290,7 @@ class SamplingParams:
             object.__setattr__(self, name, rule(name, getattr(self, name)))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens={_shown(self.min_tokens)} exceeds max_tokens={self.max_tokens}; lower it", "min_tokens"
+                f"exceeds max_tokens={self.max_tokens}", param="min_tokens", value=self.min_tokens, remedy="lower it"
             )
         if self.beam_width is None:
             self._check_number_of_draws()
@@ -306,23 +299,26 @@ class SamplingParams:
 
     def _check_number_of_draws(self) -> None:
         if self.best_of is not None and self.n > self.best_of:
-            raise RequestError(f"n={self.n} exceeds best_of={self.best_of}; lower n or raise best_of", "n")
+            raise RequestError(
+                f"exceeds best_of={self.best_of}", param="n", value=self.n, remedy="lower n or raise best_of"
+            )
         if self.is_greedy and self.num_sequences > 1:
             name = "n" if self.best_of is None else "best_of"
             raise RequestError(
-                f"{name}={self.num_sequences} at temperature 0 gives equal answers; raise temperature", name
+                "at temperature 0 gives equal answers", param=name, value=self.num_sequences, remedy="raise temperature"
             )
 
     def _check_beams(self, beam_width: int) -> None:
         if self.n > beam_width:
-            raise RequestError(f"n={self.n} exceeds beam_width={beam_width}; lower n or raise beam_width", "n")
+            raise RequestError(
+                f"exceeds beam_width={beam_width}", param="n", value=self.n, remedy="lower n or raise beam_width"
+            )
         for name, neutral in _REFUSED_WITH_BEAMS.items():
             value = getattr(self, name)
             if value not in neutral:
+                remedy = "set temperature to 0" if name == "temperature" else f"leave out {name} or beam_width"
                 raise RequestError(
-                    f"{name}={_shown(value)} does not go with beam_width={beam_width}; "
-                    + ("set temperature to 0" if name == "temperature" else f"leave out {name} or beam_width"),
-                    name,
+                    f"cannot be combined with beam_width={beam_width}", param=name, value=value, remedy=remedy
                 )
 
     @property

@@ -74,13 +74,14 @@ class Tokenizer:
         """Return the token ids of ``text``; special tokens written out in it count as such.
 
         Raises:
-            RequestError: if the text has half a character (a lone surrogate), which no tokenizer can spell.
+            RequestError: about ``prompt``, if the text has half a character (a lone surrogate), which no tokenizer can
+                encode.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the text has {text[error.start]!r}, which is half a character; send valid text"
+                f"has {text[error.start]!r}, which is half a character", param="prompt", remedy="send valid text"
             ) from None
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
@@ -143,11 +144,15 @@ class Tokenizer:
             RequestError: if there is no template, or the template refuses the messages.
         """
         if not self.has_chat_template:
-            raise RequestError("this model has no chat template; use /v1/completions", "messages")
+            raise RequestError(
+                "cannot be rendered: this model has no chat template", param="messages", remedy="use /v1/completions"
+            )
         for message in messages:
             if not isinstance(message, Mapping):
                 raise RequestError(
-                    f"a message is {type(message).__name__}; give mappings with role and content", "messages"
+                    f"cannot be rendered: a message is {type(message).__name__}",
+                    param="messages",
+                    remedy="give mappings with role and content",
                 )
         placeholders = self._placeholders(messages)
         masked = [_replace(message, placeholders) for message in messages]
@@ -156,8 +161,13 @@ class Tokenizer:
                 masked, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # templates raise whatever they like: jinja2 errors, TypeError, KeyError
-            raise RequestError(f"the chat template refused these messages: {error}", "messages") from error
-        return self._encode_masked(rendered, {character: token for token, character in placeholders.items()})
+            raise RequestError(
+                f"cannot be rendered: the chat template refused them: {error}", param="messages"
+            ) from error
+        try:
+            return self._encode_masked(rendered, {character: token for token, character in placeholders.items()})
+        except RequestError as error:
+            raise error.renamed("messages") from None
 
     def _placeholders(self, messages: Sequence[dict[str, Any]]) -> dict[str, str]:
         """Return a character for each special token that does not occur in the messages and survives the template."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from deployments.errors import ApiError
+from engine.errors import shown
 
-__all__ = ["parse_body", "shown"]
+__all__ = ["parse_body"]
 
 
 class Body(Protocol):
@@ -43,16 +43,6 @@ def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
         raise _as_api_error(error, fields) from None
     request.check()
     return request
-
-
-def shown(value: object) -> str:
-    """Return ``value`` for a message: short, whatever it is."""
-    text = (
-        reprlib.repr(value)
-        if isinstance(value, list | dict)
-        else repr(value[:100] if isinstance(value, str) else value)
-    )
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -56,7 +56,6 @@ class PromptBuilder:
         size = sum(len(message["content"]) for message in messages)
         self._require_plausible_length(size, "messages")
         size += CHARACTERS_PER_MESSAGE * len(messages)
-        _require_unicode((message["content"] for message in messages), "messages")
         token_ids = await self.run(size, lambda tokenizer: tokenizer.encode_chat(messages))
         return [self._build(token_ids, request.cache_salt, "messages")]
 
@@ -68,13 +67,12 @@ class PromptBuilder:
         """
         prompts = request.prompt
         if not prompts:
-            raise RequestError("prompt=[] is empty; give at least one token", "prompt")
+            raise RequestError("is empty", param="prompt", value=[], remedy="give at least one token")
         if len(prompts) > max_prompts:
-            raise RequestError(f"prompt has {len(prompts)} prompts; give at most {max_prompts}", "prompt")
+            raise RequestError(f"has {len(prompts)} prompts", param="prompt", remedy=f"give at most {max_prompts}")
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             self._require_plausible_length(len(text), "prompt")
-        _require_unicode(texts, "prompt")
         size = sum(map(len, texts))
         encoded = iter(await self.run(size, lambda tokenizer: [tokenizer.encode(t) if t else [] for t in texts]))
         ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -122,9 +120,10 @@ class PromptBuilder:
         least = characters // self.tokenizer.longest_token
         if least > self.context_length:
             raise PromptTooLongError(
-                f"{param} has {characters} characters, at least {least} tokens, but the context of "
-                f"'{self._model_name}' holds {self.context_length} with the answer; shorten it",
-                param,
+                f"has {characters} characters, at least {least} tokens, but the context of '{self._model_name}' holds "
+                f"{self.context_length} with the answer",
+                param=param,
+                remedy="shorten it",
             )
 
     def _build(self, token_ids: list[int], cache_salt: str | None, param: str) -> Prompt:
@@ -134,26 +133,20 @@ class PromptBuilder:
 
     def _check(self, token_ids: Sequence[int], param: str) -> None:
         if not token_ids:
-            raise RequestError(f"{param} is empty; give at least one token", param)
+            raise RequestError("is empty", param=param, remedy="give at least one token")
         self._check_vocabulary(token_ids, param)
         if len(token_ids) >= self.context_length:
             raise PromptTooLongError(
-                f"{param} has {len(token_ids)} tokens, but the context of '{self._model_name}' holds "
-                f"{self.context_length} with the answer; shorten it by at least "
-                f"{len(token_ids) - self.context_length + 1}",
-                param,
+                f"has {len(token_ids)} tokens, but the context of '{self._model_name}' holds {self.context_length} with "
+                "the answer",
+                param=param,
+                remedy=f"shorten it by at least {len(token_ids) - self.context_length + 1}",
             )
 
     def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
         if (highest := max(token_ids)) >= self._info.vocab_size:
-            raise RequestError(f"{param} has the id {highest}; the vocabulary is 0..{self._info.vocab_size - 1}", param)
-
-
-def _require_unicode(texts: Any, param: str) -> None:
-    """Refuse lone surrogates, which JSON can spell but UTF-8 and tokenizers cannot."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = text[error.start]
-            raise RequestError(f"{param} has {half!r}, which is half a character; send valid text", param) from None
+            raise RequestError(
+                f"has the id {highest}",
+                param=param,
+                remedy=f"give ids in 0..{self._info.vocab_size - 1}",
+            )

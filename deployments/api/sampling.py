@@ -72,7 +72,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> 
     max_tokens = request.requested_tokens
     if max_tokens == 0:
         if request.min_tokens:
-            raise RequestError(f"min_tokens={request.min_tokens} exceeds max_tokens=0; lower it", "min_tokens")
+            raise RequestError("exceeds max_tokens=0", param="min_tokens", value=request.min_tokens, remedy="lower it")
         max_tokens = 1  # an engine generates at least one token, which Generation drops
     return SamplingParams(
         **{**defaults, **given},
@@ -95,7 +95,7 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: 
         known = tuple(ids for ids in spellings if max(ids) < vocab_size)
         return replace(params, bad_words_token_ids=known)
     except RequestError as error:
-        raise RequestError(str(error).replace("bad_words_token_ids", "bad_words"), "bad_words") from None
+        raise error.renamed("bad_words") from None
 
 
 def for_prompt(params: SamplingParams, room: int) -> SamplingParams:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deployments.api.parsing import shown
 from deployments.errors import ApiError
-from engine.errors import RequestError
+from engine.errors import RequestError, shown
 from engine.structured_outputs.params import StructuredOutputsParams
 
 __all__ = ["as_response_format", "refuse_old_names", "structured_outputs"]
@@ -70,9 +69,8 @@ def _from_response_format(response_format: Mapping[str, Any]) -> StructuredOutpu
 
 
 def as_response_format(error: RequestError) -> RequestError:
-    """Return an error about structured outputs in the words of who sent a response_format."""
-    message = str(error).replace("structured_outputs.json_object", "response_format")
-    return type(error)(message.replace("structured_outputs.json", "response_format.json_schema"), "response_format")
+    """Return an error about structured outputs as an error about the response_format that the client sent."""
+    return error.renamed("response_format", "json_schema" if error.part == "json" else None)
 
 
 def refuse_old_names(names: Mapping[str, Any]) -> None:

@@ -117,7 +117,9 @@ class GrammarCompiler:
             is_first = compiling is None
             if compiling is None:
                 if len(self._compiling) >= _MAX_COMPILING and params.kind not in _HARMLESS_KINDS:
-                    raise OverloadedError("other grammars are being compiled; try again later", _PARAM)
+                    raise OverloadedError(
+                        "must wait: other grammars are being compiled", param=_PARAM, remedy="try again later"
+                    )
                 compiling = self._compiling[params] = Future()
         if is_first:
             self._compile(tokenizer, vocabulary, probe, params, compiling)
@@ -208,18 +210,18 @@ class GrammarCompiler:
             from llguidance import LLTokenizer
         except ImportError:
             raise RequestError(
-                "structured outputs need llguidance, which this server lacks; install it with: "
-                "pip install 'llguidance>=1.9,<2'",
-                _PARAM,
+                "need llguidance, which this server lacks",
+                param=_PARAM,
+                remedy="install it with: pip install 'llguidance>=1.9,<2'",
             ) from None
         if not self._eos_token_ids:
-            raise RequestError("structured outputs need a model with an EOS token, and this one has none", _PARAM)
+            raise RequestError("need a model with an EOS token, and this one has none", param=_PARAM)
         try:
             tokenizer_json = self._tokenizer_json()
             tokenizer = LLTokenizer(tokenizer_json, self._vocab_size, self._eos_token_ids)
         except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: it has no fast backend
             reason = shorten(str(error).replace(str(self._model_path), "the model"))
-            raise RequestError(f"this model's tokenizer serves no structured outputs: {reason}", _PARAM) from error
+            raise RequestError(f"do not work with this model's tokenizer: {reason}", param=_PARAM) from error
         probe = GrammarProbe(tokenizer_json, self._vocab_size, self._eos_token_ids, timeout_s=self._timeout_s / 2)
         weakref.finalize(self, probe.close)
         return tokenizer, Vocabulary.build(self._vocab_size, frozenset(self._eos_token_ids)), probe
@@ -241,4 +243,4 @@ def _has_first_mask(grammar: Grammar) -> bool:
 
 
 def _refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
-    return RequestError(f"structured_outputs.{params.kind} cannot be compiled: {reason}", _PARAM)
+    return RequestError(f"cannot be compiled: {reason}", param=_PARAM, part=params.kind)

@@ -70,7 +70,9 @@ class GrammarProbe:
             OverloadedError: if the grammar could not be tried, which says nothing about it.
         """
         if not self._lock.acquire(timeout=self._timeout_s):
-            raise OverloadedError("other grammars are being compiled; try again later", "structured_outputs")
+            raise OverloadedError(
+                "must wait: other grammars are being compiled", param="structured_outputs", remedy="try again later"
+            )
         try:
             if self._child is not None:
                 answered, reason = self._ask(self._child, params)
@@ -80,7 +82,9 @@ class GrammarProbe:
             self._child = None if self._is_closed else self._start()
             if self._child is None:
                 raise OverloadedError(
-                    "the process that tries grammars out did not start; try again later", "structured_outputs"
+                    "cannot be compiled: the process that tries grammars out did not start",
+                    param="structured_outputs",
+                    remedy="try again later",
                 )
             return self._ask(self._child, params)[1]
         finally:

@@ -179,7 +179,7 @@ def test_without_a_tokenizer_ids_go_in_and_out(qwen3: SavedModel) -> None:
 def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
     good = {"prompt_token_ids": [5]}
     for bad, error in (([1.5], RequestError), ([{"tokens": [1]}], RequestError), ([[1, 2]], RequestError)):
-        with pytest.raises(error, match="a prompt is"):
+        with pytest.raises(error, match="prompt=.* is "):
             llm.generate([good, *bad], use_tqdm=False)  # type: ignore[list-item]
     with pytest.raises(PromptTooLongError, match="1024 tokens.*1024.*at least 1"):
         llm.generate([good, {"prompt_token_ids": [5] * 1024}], use_tqdm=False)

@@ -98,7 +98,8 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
     while isinstance(shown, list | dict):  # the message shows the bad part
         [part] = shown.items() if isinstance(shown, dict) else [(0, len(shown) if len(shown) != 1 else shown[0])]
         shown = part[0] if part[1] == 1.0 else part[1]
-    assert str(shown) in str(caught.value)
+    assert str(shown)[:15] in str(caught.value)
+    assert len(str(caught.value)) < 200
 
 
 def test_the_limits_themselves_are_allowed() -> None:
@@ -116,8 +117,8 @@ def test_stop_may_be_one_string_or_many() -> None:
 
 
 def test_errors_keep_their_param_when_they_cross_processes() -> None:
-    error = pickle.loads(pickle.dumps(PromptTooLongError("too long", "prompt")))
-    assert (str(error), error.param) == ("too long", "prompt")
+    error = pickle.loads(pickle.dumps(PromptTooLongError("is too long", param="prompt")))
+    assert (type(error), str(error), error.param) == (PromptTooLongError, "prompt is too long", "prompt")
 
 
 COMBINATIONS: list[tuple[dict[str, Any], str]] = [

@@ -86,7 +86,7 @@ def test_a_schema_that_is_nested_too_deep_is_refused(client: TestClient) -> None
 def test_the_compilers_reason_comes_in_the_words_of_the_request(
     client: TestClient, engines: FakeEngines, stream: bool
 ) -> None:
-    error = RequestError("structured_outputs.json cannot be compiled: no such type 'x'", "structured_outputs")
+    error = RequestError("cannot be compiled: no such type 'x'", param="structured_outputs", part="json")
     engines.scripts = [[RayTaskError("generate", "traceback", error)]]
     body = CHAT | {"stream": stream}
     answer = client.post("/v1/chat/completions", json=body | _json_schema({"name": "x", "schema": SCHEMA}))

@@ -181,7 +181,7 @@ async def test_what_was_cancelled_is_not_sent_again(error: Exception) -> None:
 
 
 async def test_a_request_error_is_not_tried_elsewhere() -> None:
-    generation, engines = _generation([[RequestError("bad", "prompt")]])
+    generation, engines = _generation([[RequestError("is bad", param="prompt")]])
     with pytest.raises(RequestError):
         await _all(generation)
     assert len(engines.calls) == 1
@@ -195,12 +195,14 @@ async def test_closing_a_generation_cancels_the_call() -> None:
 
 
 def test_errors_become_answers() -> None:
-    wrapped = RayTaskError("generate", "traceback", PromptTooLongError("too long for '/models/secret/x'", "prompt"))
+    wrapped = RayTaskError(
+        "generate", "traceback", PromptTooLongError("is too long for '/models/secret/x'", param="prompt")
+    )
     answer = as_api_error(wrapped)
     assert (answer.status, answer.body["error"]["param"]) == (400, "prompt")
     assert "/models" not in answer.message
     assert as_api_error(ActorDiedError()).status == 503
-    busy = as_api_error(OverloadedError("others are being served; try again later", "structured_outputs"))
+    busy = as_api_error(OverloadedError("must wait", param="structured_outputs", remedy="try again later"))
     assert (busy.status, busy.param, busy.code) == (503, "structured_outputs", "overloaded")
     assert int(busy.headers["Retry-After"]) > 0
     assert as_api_error(ActorDiedError()).headers == {"Retry-After": "1"}

@@ -148,7 +148,7 @@ def test_without_a_listener_the_queue_has_no_bounds() -> None:
 
 
 def test_the_error_pickles() -> None:
-    error = pickle.loads(pickle.dumps(OverloadedError("full", None)))
+    error = pickle.loads(pickle.dumps(OverloadedError("full")))
     assert (type(error), str(error), error.param) == (OverloadedError, "full", None)
 
 
