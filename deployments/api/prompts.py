@@ -137,8 +137,8 @@ class PromptBuilder:
         self._check_vocabulary(token_ids, param)
         if len(token_ids) >= self.context_length:
             raise PromptTooLongError(
-                f"has {len(token_ids)} tokens, but the context of '{self._model_name}' holds {self.context_length} with "
-                "the answer",
+                f"has {len(token_ids)} tokens, but the context of '{self._model_name}' holds {self.context_length} "
+                "with the answer",
                 param=param,
                 remedy=f"shorten it by at least {len(token_ids) - self.context_length + 1}",
             )
