@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_options import add_engine_arguments
-from benchmarks.roofline import ModelShape, Rates, Roofline
+from benchmarks.limits.model_shape import ModelShape
+from benchmarks.limits.rates import Rates
+from benchmarks.limits.roofline import Roofline
 from benchmarks.workloads import SHAPES, Workload
 from benchmarks.workloads import load as load_workload
 

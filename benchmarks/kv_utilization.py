@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.kv_occupancy import Occupancy, next_power_of_two, simulate_contiguous, simulate_paged
-from benchmarks.kv_sharing import SharedBlocks, beam_search_savings, parallel_savings
-from benchmarks.length_traces import DATASETS, Lengths, read_trace, synthetic_trace
+from benchmarks.kv_memory.length_traces import DATASETS, Lengths, read_trace, synthetic_trace
+from benchmarks.kv_memory.occupancy import Occupancy, next_power_of_two, simulate_contiguous, simulate_paged
+from benchmarks.kv_memory.sharing import SharedBlocks, beam_search_savings, parallel_savings
 from benchmarks.machine import describe
 
 __all__ = ["main", "measure_sharing", "measure_utilization"]
@@ -167,7 +167,7 @@ def _print_utilization(workload: dict[str, Any], utilization: dict[str, Occupanc
 
 def _print_sharing(savings: dict[str, dict[int, dict[str, dict[int, float]]]]) -> None:
     print("What sharing saves, % of the blocks that n continuations of a prompt take without it, over their lifetime")
-    print("(beams are those of a synthetic score process, see benchmarks/kv_sharing.py)\n")
+    print("(beams are those of a synthetic score process, see benchmarks/kv_memory/sharing.py)\n")
     print(f"{'lengths':<28}{'blocks of':>9}  {'':<9}" + "".join(f"{f'n = {n}':>8}" for n in WIDTHS) + "   paper")
     for source, by_size in savings.items():
         for size, kinds in by_size.items():

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from benchmarks.engine_options import add_engine_arguments, engine_options
-from benchmarks.linear_rates import measure_read_gb_s
+from benchmarks.limits.linear_rates import measure_read_gb_s
+from benchmarks.limits.model_shape import ModelShape
 from benchmarks.machine import describe
-from benchmarks.roofline import ModelShape
 from benchmarks.workloads import VOCABULARY
 from engine.config import EngineConfig
 from engine.engine import Engine

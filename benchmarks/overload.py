@@ -23,8 +23,8 @@ import psutil
 import torch
 
 from benchmarks.machine import describe
-from benchmarks.requests import Outcome, complete
-from benchmarks.server import Server, serve
+from benchmarks.serving.completions import Outcome, complete
+from benchmarks.serving.server import Server, serve
 
 REJECTIONS = "pagoda_ingress_rejections_total"
 ENGINES = 2

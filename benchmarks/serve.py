@@ -32,7 +32,10 @@ import torch
 
 from benchmarks.compare import parse_results
 from benchmarks.engine_options import add_engine_arguments, engine_options
-from benchmarks.http_measures import (
+from benchmarks.machine import describe
+from benchmarks.peers.runner import num_cores
+from benchmarks.serving.load_generators import run_aiperf, run_guidellm
+from benchmarks.serving.measures import (
     MODEL_NAME,
     engine_first_tokens,
     http_first_tokens,
@@ -40,10 +43,7 @@ from benchmarks.http_measures import (
     http_tokens_per_s,
     random_ids,
 )
-from benchmarks.load_generators import run_aiperf, run_guidellm
-from benchmarks.machine import describe
-from benchmarks.peers.runner import num_cores
-from benchmarks.server import ROOT, Server, serve
+from benchmarks.serving.server import ROOT, Server, serve
 from benchmarks.workloads import Workload, make
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig

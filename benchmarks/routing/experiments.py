@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.routing.policies import BASELINES
+from benchmarks.routing.baselines.registry import BASELINES
 from benchmarks.routing.replica import Settings
 from benchmarks.routing.runs import OURS, Run, bounds, describe, run_all, summary
 from benchmarks.routing.simulation import Change

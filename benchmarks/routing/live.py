@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from benchmarks.machine import describe
-from benchmarks.requests import Outcome, complete
-from benchmarks.server import Server, serve
+from benchmarks.serving.completions import Outcome, complete
+from benchmarks.serving.server import Server, serve
 
 VOCABULARY = range(10, 3000)
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 8, 320

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.routing.baselines.registry import BASELINES
 from benchmarks.routing.cache import infinite_bound, pooled_bound
-from benchmarks.routing.policies import BASELINES
 from benchmarks.routing.production import ProductionPolicy
 from benchmarks.routing.replica import Settings
 from benchmarks.routing.simulation import Change, Cluster, Policy, Result, simulate

@@ -8,7 +8,9 @@ import pytest
 
 from benchmarks import compare as module
 from benchmarks.compare import Contestant, compare, parse_peer, parse_results, summarize, table
-from benchmarks.roofline import ModelShape, Rates, Roofline
+from benchmarks.limits.model_shape import ModelShape
+from benchmarks.limits.rates import Rates
+from benchmarks.limits.roofline import Roofline
 from benchmarks.workloads import Request, Workload
 
 WORKLOADS = [Workload("a", [Request([1, 2], 4)]), Workload("b", [Request([3], 2)])]

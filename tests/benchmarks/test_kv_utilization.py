@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.buddy_allocator import BuddyAllocator
-from benchmarks.kv_occupancy import next_power_of_two, simulate_contiguous
-from benchmarks.kv_sharing import SharedBlocks, beam_search_savings, parallel_savings
+from benchmarks.kv_memory.buddy_allocator import BuddyAllocator
+from benchmarks.kv_memory.length_traces import DATASETS, Lengths, read_trace, synthetic_trace
+from benchmarks.kv_memory.occupancy import next_power_of_two, simulate_contiguous
+from benchmarks.kv_memory.sharing import SharedBlocks, beam_search_savings, parallel_savings
 from benchmarks.kv_utilization import main, measure_utilization
-from benchmarks.length_traces import DATASETS, Lengths, read_trace, synthetic_trace
 
 MAXIMUM, POW2, ORACLE, SMALL, LARGE = (
     "contiguous, maximum",

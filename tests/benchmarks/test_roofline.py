@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.roofline import ModelShape, Rates, Roofline
+from benchmarks.limits.model_shape import ModelShape
+from benchmarks.limits.rates import Rates
+from benchmarks.limits.roofline import Roofline
 from benchmarks.workloads import Request, Workload, make
 
 QWEN3_06B = ModelShape(1024, 3072, 28, 16, 8, 128, 151936)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.routing.baselines.registry import BASELINES
 from benchmarks.routing.cache import BlockCache, infinite_bound, pooled_bound
-from benchmarks.routing.policies import BASELINES
 from benchmarks.routing.production import ProductionPolicy
 from benchmarks.routing.replica import Job, Settings, SimulatedReplica
 from benchmarks.routing.simulation import Change, Cluster, Policy, Result, simulate

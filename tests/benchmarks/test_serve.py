@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.http_measures import gaps_of
-from benchmarks.load_generators import aiperf_command, aiperf_figures, guidellm_command, guidellm_figures
-from benchmarks.requests import Outcome
+from benchmarks.serving.completions import Outcome
+from benchmarks.serving.load_generators import aiperf_command, aiperf_figures, guidellm_command, guidellm_figures
+from benchmarks.serving.measures import gaps_of
 
 TARGET = ("program", "http://host:1", "model-dir", "name")
 

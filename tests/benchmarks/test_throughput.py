@@ -12,9 +12,9 @@ import torch
 
 from benchmarks import kv_cache_curves, latency, step_profile, throughput
 from benchmarks.engine_options import add_engine_arguments, engine_options
-from benchmarks.linear_rates import linears, measure_rates
+from benchmarks.limits.linear_rates import linears, measure_rates
+from benchmarks.limits.model_shape import ModelShape
 from benchmarks.peers import runner
-from benchmarks.roofline import ModelShape
 from benchmarks.workloads import Request, Workload
 from engine.engine import Engine
 from engine.models import cpu_decoder

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.length_traces import Lengths
+from benchmarks.kv_memory.length_traces import Lengths
 from engine.kv.block_manager import BlockManager
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from benchmarks.buddy_allocator import BuddyAllocator
-from benchmarks.length_traces import Lengths
+from benchmarks.kv_memory.buddy_allocator import BuddyAllocator
+from benchmarks.kv_memory.length_traces import Lengths
 from engine.kv.block_manager import BlockManager
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.requests import Outcome, complete
+from benchmarks.serving.completions import Outcome, complete
 from benchmarks.workloads import VOCABULARY, Workload
 from engine.async_engine import AsyncEngine
 from engine.request import EngineRequest

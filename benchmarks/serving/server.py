@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["Server", "serve"]
+__all__ = ["ROOT", "Server", "serve"]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.roofline import WEIGHT_BYTES, ModelShape, Rates
+from benchmarks.limits.model_shape import WEIGHT_BYTES, ModelShape
+from benchmarks.limits.rates import Rates
 
 if TYPE_CHECKING:
     from kernels.cpu.linear import WeightKind

@@ -1,0 +1,65 @@
+"""The sizes of a decoder-only model that say how much one step reads and computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["WEIGHT_BYTES", "ModelShape"]
+
+WEIGHT_BYTES = 2  # bfloat16
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder-only model that say how much there is to read and to compute."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path) -> ModelShape:
+        """Read config.json."""
+        config = json.loads((Path(directory) / "config.json").read_text())
+        heads = config["num_attention_heads"]
+        return cls(
+            config["hidden_size"],
+            config["intermediate_size"],
+            config["num_hidden_layers"],
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or config["hidden_size"] // heads,
+            config["vocab_size"],
+        )
+
+    @property
+    def layer_linears(self) -> list[tuple[int, int]]:
+        """(outputs, inputs) of one layer's four linears: QKV, attention output, gate and up, down."""
+        attention = self.num_heads * self.head_dim
+        return [
+            (attention + 2 * self.num_kv_heads * self.head_dim, self.hidden_size),
+            (self.hidden_size, attention),
+            (2 * self.intermediate_size, self.hidden_size),
+            (self.hidden_size, self.intermediate_size),
+        ]
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights between the last hidden state and the logits; only rows that are sampled from need them."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all layers' linears."""
+        return self.num_layers * sum(outputs * inputs for outputs, inputs in self.layer_linears)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What the keys and values of one token take in all layers, in bfloat16."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * WEIGHT_BYTES
