@@ -32,7 +32,8 @@ from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
 from benchmarks.peers import runner
 from benchmarks.workloads import Request, load
-from deployments.observability.telemetry import Recorder, render
+from deployments.observability.prometheus import render
+from deployments.observability.recorder import Recorder
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineInfo
 from engine.observability.metrics import METRICS, EngineMetrics, MetricSink, NullSink

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deployments.routing.policy import RoutingOptions
+from deployments.routing.options import RoutingOptions
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.sampling_params import MAX_SEQUENCES
@@ -78,7 +78,7 @@ class LimitOptions(_Options):
 
 
 class RouterOptions(_Options):
-    """How PrefixRouter weighs cached prefixes against load; see deployments/routing/policy.py."""
+    """How PrefixRouter weighs cached prefixes against load; see deployments/routing/cost.py."""
 
     miss_weight: Share = _ROUTING.miss_weight
     decode_weight: Share = _ROUTING.decode_weight

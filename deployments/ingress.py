@@ -35,8 +35,10 @@ from deployments.api.sse import stream_events
 from deployments.api.structured import as_response_format
 from deployments.config import AppConfig
 from deployments.errors import ApiError, as_api_error, unwrap
+from deployments.observability.ingress_metrics import INGRESS_INFO, REPLICAS_MIN, ingress_recorder
+from deployments.observability.prometheus import render
 from deployments.observability.ray_exporter import RayExporter
-from deployments.observability.telemetry import INGRESS_INFO, REPLICAS_MIN, Series, ingress_recorder, render
+from deployments.observability.recorder import Series
 from deployments.requests.engine_client import EngineClient
 from deployments.requests.generation import Generation
 from deployments.requests.log import RequestLog

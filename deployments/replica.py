@@ -17,11 +17,11 @@ from ray import serve
 
 from deployments.autoscaling import replica_pressure
 from deployments.observability.ray_exporter import RayExporter
+from deployments.observability.recorder import Recorder, Series
 from deployments.observability.stats_line import StatsLine
-from deployments.observability.telemetry import Recorder, Series
-from deployments.routing.cluster_view import BLOCK_SIZE, ENDPOINT
 from deployments.web.live_view import EngineSnapshot
 from deployments.wire.publisher import KVEventPublisher
+from deployments.wire.replica_metadata import BLOCK_SIZE, ENDPOINT
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.engine import EngineInfo

@@ -2,7 +2,8 @@
 
 Serve runs it inside each ingress process, on the handle that leads to the engines. A request's block hashes come as
 the keyword argument ``block_hashes`` of the handle's call, replicas that just failed it as ``avoid``. Serve pickles
-this module by value, so that its globals are copies: what the process shares lives in cluster_view.py and telemetry.py.
+this module by value, so that its globals are copies: what the process shares is in cluster_view.py and
+ingress_metrics.py.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deployments.observability.telemetry import ROUTING_DECISION_SECONDS, ROUTING_DECISIONS, ingress_recorder
+from deployments.observability.ingress_metrics import ROUTING_DECISION_SECONDS, ROUTING_DECISIONS, ingress_recorder
 from deployments.routing.cluster_view import cluster_view
-from deployments.routing.policy import RoutingOptions
+from deployments.routing.options import RoutingOptions
 
 __all__ = ["PrefixRouter"]
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a prompt where the sum of queue and uncached tokens costs least time (deployments/routing/policy.py)."""
+    """Sends a prompt where the sum of queue and uncached tokens costs least time (deployments/routing/cost.py)."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Take the fields of ``RoutingOptions`` from the deployment's request_router_kwargs."""
@@ -66,7 +67,7 @@ class PrefixRouter(RequestRouter):
     def _place(self, pending_request: PendingRequest, replica_id: ReplicaID) -> None:
         if request_id := _request_id(pending_request):  # else it asks for no tokens
             hashes, num_tokens, _ = _prompt(pending_request)
-            self.view.place(request_id, replica_id.unique_id, hashes, num_tokens)
+            self.view.dispatch(request_id, replica_id.unique_id, hashes, num_tokens)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a dead replica at once."""

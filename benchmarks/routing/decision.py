@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from deployments.routing.policy import RoutingState
+from deployments.routing.state import RoutingState
 from engine.observability.load import EngineLoad
 
 __all__ = ["main", "measure"]

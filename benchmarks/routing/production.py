@@ -13,7 +13,8 @@ from itertools import islice
 from benchmarks.routing.replica import Job, SimulatedReplica
 from benchmarks.routing.simulation import Cluster
 from benchmarks.routing.traces import BLOCK_SIZE
-from deployments.routing.policy import RoutingOptions, RoutingState
+from deployments.routing.options import RoutingOptions
+from deployments.routing.state import RoutingState
 
 __all__ = ["ProductionPolicy"]
 

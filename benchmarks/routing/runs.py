@@ -17,7 +17,7 @@ from benchmarks.routing.production import ProductionPolicy
 from benchmarks.routing.replica import Settings
 from benchmarks.routing.simulation import Change, Cluster, Policy, Result, simulate
 from benchmarks.routing.traces import BLOCK_SIZE, Request, bursts, load_mooncake, no_sharing
-from deployments.routing.policy import RoutingOptions
+from deployments.routing.options import RoutingOptions
 
 __all__ = ["OURS", "Run", "bounds", "describe", "run_all", "summary"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.routing.experiments import compare, generated, others, sweeps, tune
-from deployments.routing.policy import RoutingOptions
+from deployments.routing.options import RoutingOptions
 
 __all__ = ["main"]
 

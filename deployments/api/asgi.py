@@ -17,7 +17,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.errors import ApiError
-from deployments.observability.telemetry import HTTP_REQUESTS, ingress_recorder
+from deployments.observability.ingress_metrics import HTTP_REQUESTS, ingress_recorder
 from deployments.requests.record import OPERATIONS, RequestRecord, recording
 
 __all__ = ["CountRequests", "EventStream", "RecordRequests", "path_of", "read_body"]

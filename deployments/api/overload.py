@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from deployments.config import LimitOptions
 from deployments.errors import ApiError
-from deployments.observability.telemetry import INGRESS_REJECTIONS, ingress_recorder
+from deployments.observability.ingress_metrics import INGRESS_REJECTIONS, ingress_recorder
 from deployments.routing.cluster_view import ClusterView
 
 __all__ = ["require_room"]

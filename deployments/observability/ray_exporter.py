@@ -22,7 +22,8 @@ from typing import Any, Literal
 from ray import serve
 from ray.serve import metrics as ray_metrics
 
-from deployments.observability.telemetry import Recorder, Series, cumulative
+from deployments.observability.prometheus import cumulative
+from deployments.observability.recorder import Recorder, Series
 from engine.observability.metrics import Metric
 
 __all__ = ["RayExporter"]

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from deployments.observability.telemetry import Recorder
+from deployments.observability.recorder import Recorder
 from engine.observability.metrics import (
     CACHE_HITS,
     CACHE_QUERIES,

@@ -96,7 +96,7 @@ class EngineClient:
             if responses is not None:
                 responses.cancel()
             if attempt is not None:
-                attempt.end(self._view.replica_of(request.request_id), self._view.placed_at(request.request_id))
+                attempt.end(self._view.replica_of(request.request_id), self._view.dispatched_at(request.request_id))
             self._view.end(request.request_id)
 
     async def _next(
@@ -141,8 +141,8 @@ class _Watch:
     def _look(self) -> None:
         if self._loop.time() >= self._deadline:
             self.verdict = RequestTimeoutError("the request took longer than this server allows")
-        elif patience := self._view.patience(self._request_id, self._stall_timeout_s):
-            self._timer = self._arm(patience)
+        elif allowance := self._view.stall_allowance(self._request_id, self._stall_timeout_s):
+            self._timer = self._arm(allowance)
         else:
             self.verdict = ReplicaStalledError(self._view.replica_of(self._request_id), self._stall_timeout_s)
         if self.verdict is not None:

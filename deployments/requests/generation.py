@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from deployments.errors import ApiError, is_replica_loss, unwrap
-from deployments.observability.telemetry import REQUEST_MIGRATIONS, ingress_recorder
+from deployments.observability.ingress_metrics import REQUEST_MIGRATIONS, ingress_recorder
 from deployments.requests.attempt import Attempt
 from deployments.requests.engine_client import AttemptError, EngineClient
 from deployments.requests.prompt import Prompt

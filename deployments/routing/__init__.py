@@ -1,4 +1,4 @@
-"""Which replica serves a prompt: the cost policy, the index of cached blocks, and what replicas report.
+"""Routing: which engine replica gets a prompt, by the KV blocks it has cached and the work it has queued.
 
-Knows hashes, numbers and replica names. Does not know Ray Serve's classes, prompts' text or HTTP.
+Knows block hashes, loads and replica names. Does not know Ray Serve, prompt text or HTTP.
 """

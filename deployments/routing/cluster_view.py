@@ -1,8 +1,8 @@
-"""ClusterView: what one ingress process knows of a deployment's engine replicas.
+"""ClusterView: what one ingress process knows of a deployment's engine replicas and of its own requests there.
 
-The router that Serve makes, the thread that receives KV events and the requests of this process all meet here: which
-replicas there are and what they say of themselves (``routing``), and at which replica each request is. It knows
-neither Serve nor HTTP; every method may be called from any thread.
+Shared by Serve's router, the thread that receives KV events, and the requests of this process. ``routing`` holds the
+replicas' caches and loads; this class adds which replicas exist and at which of them each request is. It knows neither
+Serve nor HTTP. Every method may be called from any thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from deployments.observability.telemetry import (
+from deployments.observability.ingress_metrics import (
     KV_INDEX_BLOCKS,
     REPLICAS,
     ROUTING_BEST_HIT_TOKENS,
@@ -21,29 +21,27 @@ from deployments.observability.telemetry import (
     ingress_recorder,
 )
 from deployments.routing.log import RoutedRequest, RoutingLog
-from deployments.routing.policy import Decision, RoutingState
+from deployments.routing.policy import Decision
+from deployments.routing.state import RoutingState
+from deployments.wire.replica_metadata import BLOCK_SIZE, ENDPOINT
 from deployments.wire.subscriber import KVEventSubscriber
 
-__all__ = ["BLOCK_SIZE", "ENDPOINT", "ClusterView", "cluster_view"]
-
-# What a replica says of itself once it is ready.
-ENDPOINT = "kv_events_endpoint"
-BLOCK_SIZE = "block_size"
+__all__ = ["ClusterView", "cluster_view"]
 
 
 class ClusterView:
-    """The replicas of one deployment, and the requests that this process has with them."""
+    """The replicas of one deployment, and the requests that this process has sent to them."""
 
     def __init__(self) -> None:
         self.routing = RoutingState()
         self._recorder = ingress_recorder()
         self._subscriber: KVEventSubscriber | None = None
         self._lock = threading.Lock()
-        self._replica_of: dict[str, str] = {}  # by request id; "" until one was chosen
-        self._placed_at: dict[str, float] = {}  # by request id, once one was chosen
+        self._replica_of: dict[str, str] = {}  # by request id; "" until the request is dispatched
+        self._dispatched_at: dict[str, float] = {}  # by request id
         self._log = RoutingLog()
-        self._listed: dict[str, Mapping[str, Any]] = {}  # the replicas that take requests, and what they say
-        self._heard: dict[str, Mapping[str, Any]] = {}  # those, and the ones that are told to go but still have ours
+        self._listed: dict[str, Mapping[str, Any]] = {}  # metadata of the replicas that take requests
+        self._observed: dict[str, Mapping[str, Any]] = {}  # of those, and of draining ones that still run our requests
 
     @property
     def replicas(self) -> frozenset[str]:
@@ -51,30 +49,32 @@ class ClusterView:
         return frozenset(self._listed)
 
     @property
-    def num_unplaced(self) -> int:
-        """Requests of this process for which no replica has been chosen yet: there may be none."""
+    def num_unassigned(self) -> int:
+        """The number of requests without a replica yet, for instance because there is none."""
         return sum(not replica for replica in list(self._replica_of.values()))
 
     # --- for the router -------------------------------------------------------------------------------------------
 
     def set_replicas(self, metadata: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the replicas that take requests now, with what they say of themselves.
+        """Replace the set of replicas that take requests: name -> the metadata that the replica reported.
 
-        Of the others those that still have requests of this process are listened to until these have ended: whether
-        they hang is of interest while they drain. The rest are forgotten.
+        A replica that is no longer listed but still runs requests of this process stays observed until they end, so
+        that a hang is noticed while it drains. The others are forgotten.
         """
         with self._lock:
             self._listed = dict(metadata)
             for described in metadata.values():
                 self.routing.block_size = described.get(BLOCK_SIZE, self.routing.block_size)
-            self._listen()
+            self._update_observed()
 
-    def _listen(self) -> None:
-        at_work = set(self._replica_of.values())
-        leaving = {name: said for name, said in self._heard.items() if name in at_work and name not in self._listed}
-        self._heard = self._listed | leaving
-        self.routing.set_replicas(self._heard)
-        endpoints = {name: said[ENDPOINT] for name, said in self._heard.items() if ENDPOINT in said}
+    def _update_observed(self) -> None:
+        in_use = set(self._replica_of.values())
+        draining = {
+            name: described for name, described in self._observed.items() if name in in_use and name not in self._listed
+        }
+        self._observed = self._listed | draining
+        self.routing.set_replicas(self._observed)
+        endpoints = {name: described[ENDPOINT] for name, described in self._observed.items() if ENDPOINT in described}
         if self._subscriber is None and endpoints:
             self._subscriber = KVEventSubscriber(self.routing, self._recorder)
         if self._subscriber is not None:
@@ -88,11 +88,11 @@ class ClusterView:
         avoid: Collection[str],
         request_id: str = "",
     ) -> Decision:
-        """Rank the candidates for a prompt, and count what is expected of the first one's cache."""
+        """Rank the candidates for a prompt, and count the cache hits that are predicted for the first of them."""
         decision = self.routing.choose(candidates, hashes, num_tokens, now=time.monotonic(), avoid=avoid)
         with self._lock:
             if request_id in self._replica_of:
-                self._log.decided(request_id, decision)
+                self._log.record_decision(request_id, decision)
         for metric, blocks in (
             (ROUTING_PREDICTED_HIT_TOKENS, decision.predicted_blocks),
             (ROUTING_BEST_HIT_TOKENS, decision.best_blocks),
@@ -101,70 +101,71 @@ class ClusterView:
                 self._recorder.increment(metric, blocks * self.routing.block_size)
         return decision
 
-    def place(self, request_id: str, replica: str, hashes: Sequence[int], num_tokens: int) -> None:
-        """A request goes to ``replica``; if another one did not take it, from there."""
-        with self._lock:  # to the end: else a request could be counted out before it is counted in
-            if request_id not in self._replica_of:  # its client has gone meanwhile
+    def dispatch(self, request_id: str, replica: str, hashes: Sequence[int], num_tokens: int) -> None:
+        """Record that a request is sent to ``replica``, for the first time or after another replica rejected it."""
+        with self._lock:  # for the whole method: else `end` could run between the look-up and the bookkeeping
+            if request_id not in self._replica_of:  # its client has disconnected meanwhile
                 return
             before, now = self._replica_of[request_id], time.monotonic()
-            self._replica_of[request_id], self._placed_at[request_id] = replica, now
+            self._replica_of[request_id], self._dispatched_at[request_id] = replica, now
             if before:
                 self.routing.completed(before, request_id)
             held = self.routing.dispatched(replica, hashes, num_tokens, now=now, request_id=request_id)
-            self._log.placed(request_id, replica, num_tokens, held, self.routing.block_size)
+            self._log.record_dispatch(request_id, replica, num_tokens, held, self.routing.block_size)
 
     # --- for the requests -----------------------------------------------------------------------------------------
 
     def begin(self, request_id: str) -> None:
-        """A request is about to look for a replica."""
+        """Add a request that has no replica yet."""
         with self._lock:
             self._replica_of[request_id] = ""
 
     def end(self, request_id: str) -> None:
-        """A request has ended, however."""
+        """Remove a request that has ended, for any reason."""
         with self._lock:
             replica = self._replica_of.pop(request_id, "")
-            self._placed_at.pop(request_id, None)
-            self._log.ended(request_id)
+            self._dispatched_at.pop(request_id, None)
+            self._log.end(request_id)
             if replica:
                 self.routing.completed(replica, request_id)
-            if replica in self._heard and replica not in self._listed:
-                self._listen()
+            if replica in self._observed and replica not in self._listed:
+                self._update_observed()
 
     def replica_of(self, request_id: str) -> str:
-        """Return where a request is, or an empty name while that is open."""
+        """Return the replica of a request; empty before it is dispatched."""
         return self._replica_of.get(request_id, "")
 
-    def placed_at(self, request_id: str) -> float | None:
-        """Return when a request's replica was chosen, on the monotonic clock; None while that is open."""
-        return self._placed_at.get(request_id)
+    def dispatched_at(self, request_id: str) -> float | None:
+        """Return when a request was dispatched, in monotonic seconds; None before that."""
+        return self._dispatched_at.get(request_id)
 
-    def patience(self, request_id: str, seconds: float) -> float:
-        """Return how much longer a request that got no token for ``seconds`` may be silent with good reason.
+    def stall_allowance(self, request_id: str, stall_timeout_s: float) -> float:
+        """Return for how many more seconds a request without tokens for ``stall_timeout_s`` is not considered stalled.
 
-        It is asked again soon while it is nowhere yet, or where there is a queue; until its replica has had as long.
+        A request that has no replica yet, or whose replica has a queue, is checked again after a quarter of the
+        timeout. Otherwise the replica gets ``stall_timeout_s`` seconds from the dispatch; 0 means that it is stalled.
         """
         replica, now = self.replica_of(request_id), time.monotonic()
-        if not replica or self.routing.is_busy(replica, now=now, within_s=seconds):
-            return seconds / 4
-        return max(0.0, self._placed_at.get(request_id, now) + seconds - now)
+        if not replica or self.routing.is_busy(replica, now=now, within_s=stall_timeout_s):
+            return stall_timeout_s / 4
+        return max(0.0, self._dispatched_at.get(request_id, now) + stall_timeout_s - now)
 
     def queued(self) -> tuple[int, int]:
-        """Return the requests, and the prefill tokens, that wait anywhere."""
-        num_requests, num_tokens = self.routing.total_load(now=time.monotonic())
-        return num_requests + self.num_unplaced, num_tokens
+        """Return (waiting requests, queued prefill tokens) of all replicas, requests without a replica included."""
+        num_requests, num_tokens = self.routing.total_queued(now=time.monotonic())
+        return num_requests + self.num_unassigned, num_tokens
 
-    # --- for whoever looks ----------------------------------------------------------------------------------------
+    # --- for metrics and the web page -----------------------------------------------------------------------------
 
     def recently_routed(self) -> list[RoutedRequest]:
-        """Return where the last requests of this process went and why, the latest last."""
+        """Return the last routed requests of this process, the latest last."""
         with self._lock:
             return self._log.recent()
 
     def report_state(self) -> None:
-        """Report the gauges."""
+        """Set the gauges."""
         self._recorder.set(REPLICAS, len(self._listed), state="running")
-        self._recorder.set(REPLICAS, len(self._heard) - len(self._listed), state="draining")
+        self._recorder.set(REPLICAS, len(self._observed) - len(self._listed), state="draining")
         self._recorder.set(KV_INDEX_BLOCKS, len(self.routing.index))
 
 

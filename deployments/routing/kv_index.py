@@ -1,16 +1,17 @@
 """KVIndex: which replica holds which KV blocks, as far as one ingress knows.
 
-Two kinds of knowledge are kept apart. *Confirmed* is what a replica's events said; only they take it back. *Assumed* is
-what was dispatched to a replica and will be computed there: an event takes over from it, or it expires.
+A block is *confirmed* if an event of the replica reported it; only another event or a snapshot removes it. A block is
+*assumed* if a prompt that needs it was dispatched to the replica; an event confirms it, or the assumption expires.
 
-    _masks      block hash -> bits of the replicas that hold it, confirmed or assumed
-    _holdings   replica    -> its bit, its confirmed and its assumed blocks
+    _masks      block hash -> bit mask of the replicas that hold the block, confirmed or assumed
+    _holdings   replica    -> its bit, its confirmed blocks and its assumed blocks
 
-A hash stands for a whole prefix, and engines evict suffixes before prefixes, so what a replica holds of a prompt is an
-unbroken run from its first block. ``depths`` relies on that and looks where runs end, not at every block. Should a run
-have a hole after all (a lost event), a depth is a wrong guess, and so the routing that follows from it, nothing worse.
+A hash identifies a whole prefix, and engines evict suffixes before prefixes, so the blocks that a replica holds of a
+prompt are an unbroken run from its first block. ``depths`` relies on that: it searches for the ends of the runs instead
+of looking at every block. If a lost event leaves a hole in a run, a depth is wrong and the routing decision is worse;
+nothing else depends on it.
 
-It knows neither Ray nor a clock nor threads: whoever owns it says what happened, and when.
+It knows neither Ray nor clocks, and takes no lock: RoutingState holds one.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ _MAX_NAMED_MASKS = 4096
 
 @dataclass(slots=True)
 class _Holdings:
-    """What one replica holds. Both maps are in the order in which blocks came, the oldest first."""
+    """The blocks of one replica. Both maps are in insertion order, the oldest block first."""
 
     bit: int
     confirmed: dict[int, None] = field(default_factory=dict)
-    assumed: dict[int, float] = field(default_factory=dict)  # block -> when the assumption ends
+    assumed: dict[int, float] = field(default_factory=dict)  # block -> when the assumption expires
 
 
 class KVIndex:
-    """Block hash -> replicas. Bounded by what the replicas hold, and what is assumed of them."""
+    """Maps block hashes to replicas. Its size is bounded by the replicas' caches plus the assumptions."""
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
         self._holdings: dict[str, _Holdings] = {}
-        self._slots: list[str | None] = []  # bit number -> replica; a free one is used again
-        self._named: dict[int, tuple[str, ...]] = {}  # mask -> replicas, since few masks recur often
-        self._expiries: list[tuple[float, int, str, Sequence[int]]] = []  # a heap; the number breaks ties
+        self._slots: list[str | None] = []  # bit number -> replica; None is free for reuse
+        self._named: dict[int, tuple[str, ...]] = {}  # mask -> replicas: a cache, since few masks are frequent
+        self._expiries: list[tuple[float, int, str, Sequence[int]]] = []  # a heap; the int breaks ties
         self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._masks)
 
     def add_replica(self, name: str) -> None:
-        """Begin to keep what ``name`` holds: nothing yet."""
+        """Add a replica that holds nothing yet."""
         if name in self._holdings:
             return
         if None not in self._slots:
@@ -61,13 +62,13 @@ class KVIndex:
         self._named.clear()
 
     def remove_replica(self, name: str) -> None:
-        """Forget ``name`` and everything that it held."""
+        """Remove a replica and all its blocks."""
         self.cleared(name)
         if self._holdings.pop(name, None) is not None:
             self._slots[self._slots.index(name)] = None
             self._named.clear()
 
-    # --- confirmed, from events; of a replica that has gone meanwhile they come late and do nothing -----------------
+    # --- confirmed blocks, from events; events of unknown replicas are late and ignored ------------------------------
 
     def stored(self, replica: str, hashes: Iterable[int]) -> None:
         """Record that ``replica`` holds ``hashes``."""
@@ -84,7 +85,7 @@ class KVIndex:
             self._unmask(holdings.bit, block)
 
     def cleared(self, replica: str) -> None:
-        """Record that ``replica`` holds nothing any more, neither what it said nor what was assumed."""
+        """Remove all blocks of ``replica``, confirmed and assumed."""
         if (holdings := self._holdings.get(replica)) is None:
             return
         for blocks in (holdings.confirmed, holdings.assumed):
@@ -97,12 +98,12 @@ class KVIndex:
         holdings = self._holdings.get(replica)
         return frozenset(holdings.confirmed) if holdings is not None else frozenset()
 
-    # --- assumed, from dispatches ----------------------------------------------------------------------------------
+    # --- assumed blocks, from dispatches -----------------------------------------------------------------------------
 
     def assume(self, replica: str, hashes: Sequence[int], expires_at: float) -> None:
-        """Assume that ``replica`` will hold ``hashes``, a prompt's blocks in order, until ``expires_at`` at most.
+        """Assume until ``expires_at`` that ``replica`` holds ``hashes``, the blocks of a prompt in order.
 
-        They become its youngest assumed blocks, the first of them the youngest: prefixes outlive their suffixes.
+        They become the youngest assumed blocks, the prompt's first block the youngest: ``trim`` removes suffixes first.
         """
         if (holdings := self._holdings.get(replica)) is None:
             return
@@ -110,19 +111,19 @@ class KVIndex:
         known = _run(tail, lambda block: block in self._masks)
         if not self._masks.keys().isdisjoint(tail[known:]):
             known = len(tail)
-        new = tail[known:]  # to everybody, as most of a long prompt is: no need to look at each block
+        new = tail[known:]  # held by no replica, as most of a long prompt is: no look-up for each block
         holdings.assumed.update(dict.fromkeys(reversed(new), expires_at))
         self._masks.update(dict.fromkeys(new, holdings.bit))
         for block in reversed(tail[:known]):
             if block not in holdings.confirmed:
-                holdings.assumed.pop(block, None)  # it goes to the young end
+                holdings.assumed.pop(block, None)  # reinsert it as the youngest
                 holdings.assumed[block] = expires_at
                 self._masks[block] = self._masks.get(block, 0) | holdings.bit
         if tail and expires_at != inf:
             heappush(self._expiries, (expires_at, next(self._numbers), replica, tail))
 
     def expire(self, now: float) -> None:
-        """End the assumptions whose time has come."""
+        """Remove the assumed blocks that have expired."""
         while self._expiries and self._expiries[0][0] <= now:
             _, _, replica, hashes = heappop(self._expiries)
             if (holdings := self._holdings.get(replica)) is None:
@@ -133,33 +134,33 @@ class KVIndex:
                     self._unmask(holdings.bit, block)
 
     def trim(self, replica: str, max_blocks: int) -> None:
-        """Keep the ``max_blocks`` youngest assumed blocks of ``replica``: a guess at what an LRU cache would hold."""
+        """Keep only the ``max_blocks`` youngest assumed blocks of ``replica``, as an LRU cache would."""
         if (holdings := self._holdings.get(replica)) is None:
             return
         for block in list(islice(holdings.assumed, max(0, len(holdings.assumed) - max_blocks))):
             del holdings.assumed[block]
             self._unmask(holdings.bit, block)
 
-    def doubt(self, replica: str) -> None:
-        """Turn what was confirmed of ``replica`` into assumptions without an end, older than those that it has."""
+    def mark_unconfirmed(self, replica: str) -> None:
+        """Turn the confirmed blocks of ``replica`` into assumed ones that never expire, older than the others."""
         if (holdings := self._holdings.get(replica)) is not None:
             guesses = (*holdings.confirmed, *holdings.assumed)
             holdings.confirmed, holdings.assumed = {}, dict.fromkeys(guesses, inf)
 
-    # --- looking up ------------------------------------------------------------------------------------------------
+    # --- look-ups ----------------------------------------------------------------------------------------------------
 
     def depths(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Return how many leading blocks of a prompt each replica holds, for those that hold any.
+        """Return how many leading blocks of a prompt each replica holds; replicas that hold none are absent.
 
-        Finds by halving where the first of them leaves, goes on from there with those that are left: about log2(blocks)
-        look-ups for each different depth.
+        A binary search finds the first block that not all holders hold, and is repeated from there with the remaining
+        holders: about log2(len(hashes)) look-ups for each distinct depth.
         """
         depths: dict[str, int] = {}
         get, size = self._masks.get, len(hashes)
         holders = get(hashes[0], 0) if hashes else 0
         low = 0
         while holders:
-            high = size  # all holders hold block `low`, and not all of them block `high`, if there is one
+            high = size  # invariant: all holders hold block `low`; not all hold block `high`, if it exists
             while high - low > 1:
                 middle = (low + high) >> 1
                 if get(hashes[middle], 0) & holders == holders:
@@ -202,7 +203,7 @@ class KVIndex:
 
 
 def _run(hashes: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """Return how many leading blocks are held, by halving."""
+    """Return for how many leading blocks ``holds`` is true, by binary search."""
     low, high = 0, len(hashes)
     while low < high:
         middle = (low + high) // 2

@@ -1,9 +1,8 @@
-"""RoutingLog: where the last requests of an ingress process went, and why.
+"""RoutingLog: the last routed requests of an ingress process, with the reason for each choice.
 
-A decision is noted when it is made and told when the request is sent to a replica: the one that was wanted may be full.
-A replica may still refuse it, and then it is sent to another one, which takes the first one's place in the log. It
-costs an entry in each of two dictionaries and one in a bounded queue. It knows no locks: who writes to it from several
-threads brings one.
+A decision is kept until its request is sent to a replica, which need not be the first choice: that one may be full.
+If a replica rejects the request and another one gets it, the new entry replaces the old one. It takes no lock:
+ClusterView holds one.
 """
 
 from __future__ import annotations
@@ -22,52 +21,54 @@ LENGTH = 50
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """One request's way, in tokens. It pickles."""
+    """One routed request; counts are in tokens. It pickles."""
 
     time: float  # Unix seconds
     replica: str
-    outcome: str  # as Decision's, with the replica in mind that it was sent to
+    outcome: str  # as Decision.outcome, for the replica that the request was sent to
     prompt_tokens: int
-    predicted_tokens: int  # that the replica was thought to have cached
-    best_tokens: int  # that any replica was thought to have cached
+    predicted_tokens: int  # predicted to be cached on the replica
+    best_tokens: int  # the most predicted to be cached on any replica
 
 
 class RoutingLog:
-    """The last ``LENGTH`` requests of one process.
+    """The last ``LENGTH`` routed requests of one process.
 
     Args:
-        clock: Unix seconds.
+        clock: returns Unix seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._decisions: dict[str, Decision] = {}  # by request id, until it is sent to a replica
-        self._sent: dict[str, RoutedRequest] = {}  # by request id, until it has ended
+        self._decisions: dict[str, Decision] = {}  # by request id, until the request is sent
+        self._sent: dict[str, RoutedRequest] = {}  # by request id, until the request ends
         self._routed: deque[RoutedRequest] = deque(maxlen=LENGTH)
 
-    def decided(self, request_id: str, decision: Decision) -> None:
-        """Replicas were ranked for a request, perhaps once more."""
+    def record_decision(self, request_id: str, decision: Decision) -> None:
+        """Keep the latest decision for a request."""
         self._decisions[request_id] = decision
 
-    def placed(self, request_id: str, replica: str, num_tokens: int, held_blocks: int, block_size: int) -> None:
-        """A request is sent to a replica that is thought to hold ``held_blocks`` of its prompt."""
+    def record_dispatch(
+        self, request_id: str, replica: str, num_tokens: int, held_blocks: int, block_size: int
+    ) -> None:
+        """Add an entry: a request is sent to a replica that is predicted to hold ``held_blocks`` of its prompt."""
         if (decision := self._decisions.pop(request_id, None)) is None:
             return
-        is_other = decision.outcome == "hit" and held_blocks < decision.best_blocks  # the one that was wanted was full
+        is_other = decision.outcome == "hit" and held_blocks < decision.best_blocks  # the first choice was full
         outcome = "balanced" if is_other else decision.outcome
         held, best = held_blocks * block_size, max(held_blocks, decision.best_blocks) * block_size
-        refused = self._sent.get(request_id)
-        if refused is not None and refused in self._routed:
-            self._routed.remove(refused)
+        rejected = self._sent.get(request_id)
+        if rejected is not None and rejected in self._routed:
+            self._routed.remove(rejected)
         routed = RoutedRequest(self._clock(), replica, outcome, num_tokens, held, best)
         self._routed.append(routed)
         self._sent[request_id] = routed
 
-    def ended(self, request_id: str) -> None:
-        """A request has ended, perhaps before it was sent anywhere."""
+    def end(self, request_id: str) -> None:
+        """Forget a request that has ended, sent or not; its entry stays."""
         self._decisions.pop(request_id, None)
         self._sent.pop(request_id, None)
 
     def recent(self) -> list[RoutedRequest]:
-        """Return the requests, the latest last."""
+        """Return the entries, the latest last."""
         return list(self._routed)

@@ -1,7 +1,7 @@
-"""ReplicaLoad: how busy one replica is, as one ingress knows it.
+"""ReplicaLoad: the queue and the batch of one replica, as one ingress estimates them.
 
-What the replica last reported, and what this ingress has dispatched to it since: a report that arrives now was taken a
-little earlier, and what was dispatched within that time is not in it.
+The estimate is the replica's last report plus the requests that this ingress has dispatched since. A report is a little
+older than its arrival, so requests dispatched shortly before it arrived are not in it.
 
 It knows nothing of caches, of other replicas, or of what the numbers are used for.
 """
@@ -19,11 +19,11 @@ __all__ = ["ReplicaLoad"]
 
 @dataclass(slots=True, eq=False)
 class _Dispatch:
-    """A request that this ingress sent and has not seen the end of."""
+    """A request that this ingress has sent and that has not ended."""
 
     request_id: str
     at: float
-    tokens: int  # to be computed there, as far as was known
+    tokens: int  # predicted number of prompt tokens to compute
 
 
 class ReplicaLoad:
@@ -32,24 +32,22 @@ class ReplicaLoad:
     __slots__ = (
         "_in_flight",
         "_in_flight_tokens",
-        "_moved_at",
+        "_last_step_at",
         "_unreported",
         "_unreported_tokens",
         "report",
-        "reported_at",
     )
 
     def __init__(self) -> None:
         self.report: EngineLoad | None = None
-        self.reported_at = -inf
-        self._moved_at = -inf  # when num_steps was first seen as it is
+        self._last_step_at = -inf  # when num_steps of the reports last changed
         self._in_flight: list[_Dispatch] = []
         self._in_flight_tokens = 0
         self._unreported: deque[_Dispatch] = deque()
         self._unreported_tokens = 0
 
     def dispatched(self, request_id: str, tokens: int, now: float) -> None:
-        """Count a request in."""
+        """Add a request."""
         dispatch = _Dispatch(request_id, now, tokens)
         self._in_flight.append(dispatch)
         self._unreported.append(dispatch)
@@ -57,7 +55,7 @@ class ReplicaLoad:
         self._unreported_tokens += tokens
 
     def completed(self, request_id: str) -> None:
-        """Count a request out, the oldest if it has no id; one that is not known has been counted out before."""
+        """Remove a request, the oldest if ``request_id`` is empty; an unknown one was removed before."""
         for index, dispatch in enumerate(self._in_flight):
             if not request_id or dispatch.request_id == request_id:
                 del self._in_flight[index]
@@ -68,39 +66,39 @@ class ReplicaLoad:
                 return
 
     def reported(self, report: EngineLoad, *, now: float, transit_s: float) -> None:
-        """Take a report that arrives now and does not know of the dispatches of the last ``transit_s``."""
+        """Apply a report that arrives now and does not include the dispatches of the last ``transit_s`` seconds."""
         if self.report is None or report.num_steps != self.report.num_steps:
-            self._moved_at = now
-        self.report, self.reported_at = report, now
+            self._last_step_at = now
+        self.report = report
         while self._unreported and self._unreported[0].at <= now - transit_s:
             self._unreported_tokens -= self._unreported.popleft().tokens
 
-    def moved_since(self, time: float) -> bool:
-        """Whether a step was seen to end after ``time``."""
-        return self._moved_at >= time
+    def has_stepped_since(self, time: float) -> bool:
+        """Return whether the engine was seen to finish a step at or after ``time``."""
+        return self._last_step_at >= time
 
     def queued_tokens(self, *, fresh: bool) -> int:
-        """Return the prompt tokens to compute: reported and dispatched since, or all of ours if no report is fresh."""
+        """Return the queued prompt tokens: reported plus unreported dispatches; without a fresh report our own ones."""
         if fresh and self.report is not None:
             return self.report.queued_prefill_tokens + self._unreported_tokens
         return self._in_flight_tokens
 
     def waiting_requests(self, *, fresh: bool) -> int:
-        """Return the requests that wait, counted like ``queued_tokens``."""
+        """Return the number of waiting requests, estimated like ``queued_tokens``."""
         if fresh and self.report is not None:
             return self.report.num_waiting + len(self._unreported)
         return len(self._in_flight)
 
     @property
     def prefill_rate(self) -> float:
-        """Measured prefill tokens per second, 0 while unknown."""
+        """Measured prefill tokens per second; 0 while unknown."""
         return self.report.prefill_tokens_per_s if self.report is not None else 0.0
 
     def decode_pressure(self, *, fresh: bool) -> float:
-        """How crowded the batch is, in seconds; 0 while unknown.
+        """Return how crowded the batch and the KV pool are, in seconds; 0 while unknown.
 
-        A step's time for each request in it or on its way there, since everybody waits for the others' tokens, and the
-        share of the KV pool in use, since preemption is near when it is full.
+        The sum of two terms: one decode step for each request in the batch or on its way there, because every request
+        makes the steps of all others longer; and the used share of the KV pool, because a full pool causes preemptions.
         """
         report = self.report
         if not fresh or report is None or not report.num_blocks:

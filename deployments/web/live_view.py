@@ -33,7 +33,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deployments.observability.telemetry import Series
+from deployments.observability.recorder import Series
 from deployments.routing.log import LENGTH, RoutedRequest
 from engine.engine import EngineStats
 from engine.kv.block_map import BlockMap

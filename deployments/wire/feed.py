@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from deployments.observability.telemetry import KV_INDEX_GAPS
+from deployments.observability.ingress_metrics import KV_INDEX_GAPS
 from deployments.wire.messages import (
     NONCE_LENGTH,
     REMOVED,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from deployments.observability.telemetry import KV_INDEX_DROPPED, KV_INDEX_LAG
+from deployments.observability.ingress_metrics import KV_INDEX_DROPPED, KV_INDEX_LAG
 from deployments.wire.feed import Listener, ReplicaFeed
 from deployments.wire.messages import (
     KVMessageError,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from deployments.observability.telemetry import INGRESS_METRICS
+from deployments.observability.ingress_metrics import INGRESS_METRICS
 from engine.observability.metrics import METRICS, Metric
 
 __all__ = ["README", "main", "with_table"]

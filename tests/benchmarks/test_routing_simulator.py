@@ -13,7 +13,7 @@ from benchmarks.routing.production import ProductionPolicy
 from benchmarks.routing.replica import Job, Settings, SimulatedReplica
 from benchmarks.routing.simulation import Change, Cluster, Policy, Result, simulate
 from benchmarks.routing.traces import BLOCK_SIZE, Request, bursts, no_sharing
-from deployments.routing.policy import RoutingState
+from deployments.routing.state import RoutingState
 
 SETTINGS = Settings(num_replicas=4, cache_tokens=100 * BLOCK_SIZE)
 

@@ -15,7 +15,7 @@ with warnings.catch_warnings():
 
 from benchmarks import telemetry
 from benchmarks.workloads import Request, Workload
-from deployments.observability.telemetry import Recorder
+from deployments.observability.recorder import Recorder
 from engine.observability.metrics import GENERATION_TOKENS, STEP_TOKENS, Metric, NullSink
 from tests.benchmarks.test_throughput import SMALL
 

@@ -18,7 +18,7 @@ from tests.k8s.monitoring_files import FOLDER, ROOT, Json, dashboard, label_quer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
-    from deployments.observability.telemetry import INGRESS_METRICS
+    from deployments.observability.ingress_metrics import INGRESS_METRICS
     from k8s.monitoring import metrics_table
     from k8s.monitoring.dashboard import dashboard as written_by_source
 

@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel
 
 from deployments.config import AppConfig
-from deployments.observability.telemetry import INGRESS_METRICS
+from deployments.observability.ingress_metrics import INGRESS_METRICS
 from engine.config import EngineConfig
 from engine.observability.metrics import METRICS
 from tests.k8s.crd import SCHEMAS

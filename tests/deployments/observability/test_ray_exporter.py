@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     from deployments.observability import ray_exporter
     from deployments.observability.ray_exporter import RayExporter
 
-from deployments.observability.telemetry import Recorder, Series
+from deployments.observability.recorder import Recorder, Series
 from engine.observability.metrics import Metric
 
 COUNTER = Metric("things", "counter", "Things.", ("kind",), known=(("x",), ("y",)))

@@ -8,7 +8,9 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.observability.telemetry import INGRESS_METRICS, Recorder, render
+from deployments.observability.ingress_metrics import INGRESS_METRICS
+from deployments.observability.prometheus import render
+from deployments.observability.recorder import Recorder
 from engine.observability.metrics import METRICS, Metric
 
 COUNTER = Metric("things", "counter", "Things.", ("kind",))

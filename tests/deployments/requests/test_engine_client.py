@@ -51,9 +51,9 @@ class View(ClusterView):
     def replica_of(self, request_id: str) -> str:
         return "r1"
 
-    def patience(self, request_id: str, seconds: float) -> float:
+    def stall_allowance(self, request_id: str, stall_timeout_s: float) -> float:
         self.excuses -= 1
-        return seconds if self.excuses >= 0 else 0.0
+        return stall_timeout_s if self.excuses >= 0 else 0.0
 
 
 async def _read(engines: EngineClient, deadline_s: float = 60.0) -> list[int]:
@@ -137,16 +137,16 @@ async def test_where_a_request_is_is_known_until_it_ends() -> None:
 
     class Placing(FakeEngines):
         def dispatch(self, request: EngineRequest, **kwargs: Any) -> Any:
-            seen.append(view.num_unplaced)
-            view.place(request.request_id, "r1", kwargs["block_hashes"], 3)
-            view.place(request.request_id, "r2", kwargs["block_hashes"], 3)  # r1 did not take it
+            seen.append(view.num_unassigned)
+            view.dispatch(request.request_id, "r1", kwargs["block_hashes"], 3)
+            view.dispatch(request.request_id, "r2", kwargs["block_hashes"], 3)  # r1 did not take it
             seen.append(view.replica_of(request.request_id))
             return super().dispatch(request, **kwargs)
 
     assert await _read(client(Placing([[output([5], "stop")]]), view)) == [5]
     assert seen == [1, "r2"]
-    assert (view.replica_of("id"), view.num_unplaced, view.queued()) == ("", 0, (0, 0))
-    view.place("id", "r1", [7], 3)  # the router was late
+    assert (view.replica_of("id"), view.num_unassigned, view.queued()) == ("", 0, (0, 0))
+    view.dispatch("id", "r1", [7], 3)  # the router was late
     assert view.queued() == (0, 0)
 
 
@@ -156,7 +156,7 @@ async def test_the_clock_of_a_stall_starts_when_there_is_a_replica() -> None:
     view.set_replicas({"r1": {}})
     reading = asyncio.create_task(_read(_silent(responses, view, stall_timeout_s=0.2)))
     await asyncio.sleep(0.15)
-    view.place("id", "r1", [7], 3)
+    view.dispatch("id", "r1", [7], 3)
     placed = time.monotonic()
     with pytest.raises(AttemptError) as caught:
         await reading
@@ -188,7 +188,7 @@ def test_a_request_that_ends_while_it_is_placed_is_counted_out(monkeypatch: pyte
 
     monkeypatch.setattr(view.routing, "dispatched", end_meanwhile)
     view.begin("id")
-    view.place("id", "r1", [7], 3)
+    view.dispatch("id", "r1", [7], 3)
     ending.join()
     assert view.queued() == (0, 0)
 
@@ -198,7 +198,7 @@ def test_a_replica_that_drains_is_listened_to_until_our_requests_there_have_ende
     view.set_replicas({"r1": {}, "r2": {}})
     for name in ("a", "b"):
         view.begin(name)
-        view.place(name, "r1", [1], 20)
+        view.dispatch(name, "r1", [1], 20)
     view.set_replicas({"r2": {}})
     assert view.replicas == {"r2"}
     assert view.routing.replicas == {"r1", "r2"}

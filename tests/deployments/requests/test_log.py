@@ -16,8 +16,8 @@ from starlette.testclient import TestClient
 
 from deployments.api.asgi import RecordRequests
 from deployments.config import LoggingOptions
+from deployments.observability.recorder import Recorder
 from deployments.observability.stats_line import StatsLine
-from deployments.observability.telemetry import Recorder
 from deployments.requests.log import RequestLog
 from deployments.requests.record import RequestRecord
 from deployments.routing.cluster_view import cluster_view

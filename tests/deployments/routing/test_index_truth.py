@@ -16,8 +16,9 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from deployments.observability.telemetry import KV_INDEX_GAPS, Recorder
-from deployments.routing.policy import RoutingState
+from deployments.observability.ingress_metrics import KV_INDEX_GAPS
+from deployments.observability.recorder import Recorder
+from deployments.routing.state import RoutingState
 from deployments.wire.publisher import KVEventPublisher
 from deployments.wire.subscriber import KVEventSubscriber
 from engine.engine import Engine

@@ -94,9 +94,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.confirmed)
     @rule(name=names)
-    def doubt(self, name: str) -> None:
+    def mark_unconfirmed(self, name: str) -> None:
         order = [*sorted(self.index.blocks(name)), *self.assumed.get(name, {})]
-        self.index.doubt(name)
+        self.index.mark_unconfirmed(name)
         if name in self.confirmed:
             self.confirmed[name] = set()
             self.assumed[name] = dict.fromkeys(order, inf)
@@ -182,7 +182,7 @@ def test_what_was_confirmed_becomes_the_oldest_of_the_guess() -> None:
     index.add_replica("a")
     index.stored("a", [1, 2, 3])
     index.assume("a", [5, 6], expires_at=1.0)
-    index.doubt("a")
+    index.mark_unconfirmed("a")
     index.expire(2.0)
     assert (index.blocks("a"), len(index)) == (frozenset(), 5)
     index.trim("a", 2)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.routing.policy import RoutingOptions, RoutingState
+from deployments.routing.options import RoutingOptions
+from deployments.routing.state import RoutingState
 from engine.observability.load import EngineLoad
 
 IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 0.03, 0)
@@ -212,27 +213,27 @@ def test_if_nothing_is_known_least_queued_tokens() -> None:
     for number, (name, tokens) in enumerate([("a", 300), ("b", 100), ("c", 200)]):
         state.dispatched(name, [], tokens, now=0.0, request_id=str(number))
     assert state.choose(list("abc"), [], 50, now=0.0).order == ["b", "c", "a"]
-    assert state.total_load(now=0.0) == (3, 600)
+    assert state.total_queued(now=0.0) == (3, 600)
     for _ in range(2):  # some ends are reported twice
         state.completed("a", "0")
     state.completed("c")
     assert state.choose(list("abc"), [], 50, now=9.0).order[-1] == "b"
-    assert state.total_load(now=9.0) == (1, 100)
+    assert state.total_queued(now=9.0) == (1, 100)
 
 
 def test_a_report_knows_of_what_was_dispatched_well_before_it() -> None:
     state = make_state("ab", now=0.0)
     transit = state.options.transit_s
     state.dispatched("a", [], 100, now=1.0, request_id="x")
-    assert state.total_load(now=1.0) == (1, 100)
+    assert state.total_queued(now=1.0) == (1, 100)
     state.report("a", IDLE, now=1.0 + transit / 2)  # it was on its way when the request left
-    assert state.total_load(now=1.1) == (1, 100)
+    assert state.total_queued(now=1.1) == (1, 100)
     queue(state, "a", 90, now=1.0 + transit * 2, waiting=1)
-    assert state.total_load(now=1.1) == (1, 90)
+    assert state.total_queued(now=1.1) == (1, 90)
     state.dispatched("a", [], 10, now=1.2, request_id="y")
-    assert state.total_load(now=1.2) == (2, 100)
+    assert state.total_queued(now=1.2) == (2, 100)
     state.completed("a", "y")
-    assert state.total_load(now=1.2) == (1, 90)
+    assert state.total_queued(now=1.2) == (1, 90)
 
 
 def test_busy_is_who_reports_moves_and_has_work_queued() -> None:
@@ -263,7 +264,7 @@ def test_a_replica_that_is_gone_is_forgotten_and_what_comes_late_is_ignored() ->
     state.report("a", IDLE, now=0.0)
     state.dispatched("a", [1, 2, 3], 48, now=0.0, request_id="y")
     state.completed("a", "x")
-    assert (len(state.index), state.total_load(now=0.0)) == (0, (0, 0))
+    assert (len(state.index), state.total_queued(now=0.0)) == (0, (0, 0))
 
 
 # --- what is known of the caches ----------------------------------------------------------------------------------

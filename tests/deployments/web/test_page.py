@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from deployments.config import AppConfig
 from deployments.ingress import Ingress
-from deployments.observability.telemetry import Recorder
+from deployments.observability.recorder import Recorder
 from deployments.routing.log import LENGTH, RoutedRequest, RoutingLog
 from deployments.routing.policy import Decision
 from deployments.web.live_view import EngineSnapshot, LiveView
@@ -215,39 +215,39 @@ def test_live_answers_without_a_replica(client: TestClient, monkeypatch: pytest.
 
 def test_a_request_is_told_when_a_replica_has_taken_it() -> None:
     log = RoutingLog(clock=lambda: 8.0)
-    log.decided("r", Decision(["a", "b"], "hit", 4, 4))
+    log.record_decision("r", Decision(["a", "b"], "hit", 4, 4))
     assert log.recent() == []
-    log.placed("r", "a", 70, 4, 16)
-    log.placed("r", "b", 70, 0, 16)  # it was told already
+    log.record_dispatch("r", "a", 70, 4, 16)
+    log.record_dispatch("r", "b", 70, 0, 16)  # it was told already
     assert log.recent() == [RoutedRequest(8.0, "a", "hit", 70, 64, 64)]
 
 
 def test_a_replica_that_was_full_is_not_called_a_hit() -> None:
     log = RoutingLog(clock=lambda: 8.0)
-    log.decided("r", Decision(["a", "b"], "hit", 4, 4))
-    log.placed("r", "b", 70, 1, 16)
+    log.record_decision("r", Decision(["a", "b"], "hit", 4, 4))
+    log.record_dispatch("r", "b", 70, 1, 16)
     assert log.recent() == [RoutedRequest(8.0, "b", "balanced", 70, 16, 64)]
 
 
 def test_a_request_that_a_replica_refused_is_told_where_it_went_then() -> None:
     log = RoutingLog(clock=lambda: 8.0)
     for replica in ("a", "b"):
-        log.decided("r", Decision(["a", "b"], "cold", 0, 0))
-        log.placed("r", replica, 70, 0, 16)
+        log.record_decision("r", Decision(["a", "b"], "cold", 0, 0))
+        log.record_dispatch("r", replica, 70, 0, 16)
     assert [one.replica for one in log.recent()] == ["b"]
-    log.ended("r")
-    log.decided("r", Decision(["a"], "cold", 0, 0))
-    log.placed("r", "a", 70, 0, 16)
+    log.end("r")
+    log.record_decision("r", Decision(["a"], "cold", 0, 0))
+    log.record_dispatch("r", "a", 70, 0, 16)
     assert [one.replica for one in log.recent()] == ["b", "a"]
 
 
 def test_the_log_is_bounded() -> None:
     log = RoutingLog()
     for number in range(2 * LENGTH):
-        log.decided(str(number), Decision(["a"], "cold", 0, 0))
-        log.placed(str(number), "a", number, 0, 16)
+        log.record_decision(str(number), Decision(["a"], "cold", 0, 0))
+        log.record_dispatch(str(number), "a", number, 0, 16)
     assert [one.prompt_tokens for one in log.recent()] == list(range(LENGTH, 2 * LENGTH))
-    log.decided("gone", Decision(["a"], "cold", 0, 0))
-    log.ended("gone")
-    log.placed("gone", "a", 1, 0, 16)
+    log.record_decision("gone", Decision(["a"], "cold", 0, 0))
+    log.end("gone")
+    log.record_dispatch("gone", "a", 1, 0, 16)
     assert len(log.recent()) == LENGTH

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.observability.telemetry import KV_INDEX_GAPS, Recorder
+from deployments.observability.ingress_metrics import KV_INDEX_GAPS
+from deployments.observability.recorder import Recorder
 from deployments.wire.feed import ReplicaFeed
 from deployments.wire.messages import Snapshot, events_message, load_message, pack_hashes
 from engine.kv.events import KVEvent

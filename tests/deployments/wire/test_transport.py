@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import zmq
 
-from deployments.observability.telemetry import KV_INDEX_DROPPED, KV_INDEX_GAPS, KV_INDEX_LAG, Recorder
+from deployments.observability.ingress_metrics import KV_INDEX_DROPPED, KV_INDEX_GAPS, KV_INDEX_LAG
+from deployments.observability.recorder import Recorder
 from deployments.wire import sockets as kv_sockets
 from deployments.wire.messages import (
     MAX_MESSAGE_BYTES,

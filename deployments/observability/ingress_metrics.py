@@ -1,0 +1,83 @@
+"""Every metric of the ingress, defined once, and the recorder that keeps their values.
+
+To add one: define it here, and pass it to ``increment``, ``set`` or ``observe`` of ``ingress_recorder()`` where it
+happens. Metrics of the engine are defined in engine/observability/metrics.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from deployments.observability.recorder import Recorder
+from engine.observability.metrics import Metric
+
+__all__ = [
+    "HTTP_REQUESTS",
+    "INGRESS_INFO",
+    "INGRESS_METRICS",
+    "INGRESS_REJECTIONS",
+    "KV_INDEX_BLOCKS",
+    "KV_INDEX_DROPPED",
+    "KV_INDEX_GAPS",
+    "KV_INDEX_LAG",
+    "REPLICAS",
+    "REPLICAS_MIN",
+    "REQUEST_MIGRATIONS",
+    "ROUTING_BEST_HIT_TOKENS",
+    "ROUTING_DECISIONS",
+    "ROUTING_DECISION_SECONDS",
+    "ROUTING_PREDICTED_HIT_TOKENS",
+    "ingress_recorder",
+]
+
+LAG_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+DECISION_BUCKETS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1, 1.0)
+
+HTTP_REQUESTS = Metric("http_requests", "counter", "HTTP requests answered.", ("path", "status"))
+INGRESS_INFO = Metric("ingress_info", "gauge", "Always 1; the labels describe the ingress.", ("model",))
+ROUTING_DECISIONS = Metric(
+    "routing_decisions",
+    "counter",
+    "Choices of a replica for a request, by why it came first.",
+    ("outcome",),
+    known=(("hit",), ("cold",), ("balanced",), ("fallback",), ("retry",)),
+)
+ROUTING_DECISION_SECONDS = Metric(
+    "routing_decision_seconds", "histogram", "Time to rank the replicas for one request.", (), DECISION_BUCKETS
+)
+ROUTING_PREDICTED_HIT_TOKENS = Metric(
+    "routing_predicted_hit_tokens", "counter", "Prompt tokens that the chosen replicas were thought to have cached."
+)
+ROUTING_BEST_HIT_TOKENS = Metric(
+    "routing_best_hit_tokens", "counter", "Prompt tokens that some replica was thought to have cached."
+)
+INGRESS_REJECTIONS = Metric(
+    "ingress_rejections",
+    "counter",
+    "Requests refused before an engine saw them.",
+    ("reason",),
+    known=(("overloaded",),),
+)
+KV_INDEX_BLOCKS = Metric("kv_index_blocks", "gauge", "KV blocks that this ingress knows of.")
+KV_INDEX_LAG = Metric(
+    "kv_index_lag_seconds", "histogram", "From an engine's step to when this ingress heard of it.", (), LAG_BUCKETS
+)
+KV_INDEX_GAPS = Metric("kv_index_gaps", "counter", "Times that KV events were missing and a snapshot was asked for.")
+KV_INDEX_DROPPED = Metric(
+    "kv_index_dropped_messages",
+    "counter",
+    "Messages and endpoints that were refused.",
+    ("reason",),
+    known=(("malformed",), ("oversized",)),
+)
+REQUEST_MIGRATIONS = Metric("request_migrations", "counter", "Requests sent to another replica after theirs was lost.")
+REPLICAS = Metric("replicas", "gauge", "Engine replicas that this ingress knows of.", ("state",))
+REPLICAS_MIN = Metric("replicas_min", "gauge", "Engine replicas that there are at least when all is well.")
+
+INGRESS_METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+
+
+@cache
+def ingress_recorder() -> Recorder:
+    """Return the recorder of this ingress process, which its router shares."""
+    return Recorder(INGRESS_METRICS)
