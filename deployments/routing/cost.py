@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Prompt", "ReplicaCost", "prompt_costs"]
+__all__ = ["PromptBlocks", "ReplicaCost", "prompt_costs"]
 
 
-class Prompt(NamedTuple):
+class PromptBlocks(NamedTuple):
     """What the router knows of a prompt."""
 
     num_tokens: int
@@ -50,7 +50,7 @@ class ReplicaCost:
 def prompt_costs(
     candidates: Sequence[str],
     replicas: Mapping[str, ReplicaCost],
-    prompt: Prompt,
+    prompt: PromptBlocks,
     cached_blocks: Mapping[str, int],
     miss_weight: float,
 ) -> dict[str, float]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from deployments.routing.cost import Prompt, prompt_costs
+from deployments.routing.cost import PromptBlocks, prompt_costs
 from deployments.routing.replica_table import ReplicaTable
 
 __all__ = ["Decision", "RoutingPolicy"]
@@ -45,7 +45,7 @@ class RoutingPolicy:
         self._turn = 0
 
     def choose(
-        self, candidates: Sequence[str], prompt: Prompt, cached_blocks: Mapping[str, int], avoid: Collection[str]
+        self, candidates: Sequence[str], prompt: PromptBlocks, cached_blocks: Mapping[str, int], avoid: Collection[str]
     ) -> Decision:
         """Rank ``candidates``, at least one and all in the table.
 

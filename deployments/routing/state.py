@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import inf
 from threading import Lock
 
-from deployments.routing.cost import Prompt
+from deployments.routing.cost import PromptBlocks
 from deployments.routing.kv_index import KVIndex
 from deployments.routing.options import RoutingOptions
 from deployments.routing.policy import Decision, RoutingPolicy
@@ -85,7 +85,9 @@ class RoutingState:
                 self._add_unknown(candidates)
             self._table.expire_reports(now)
             cached_blocks = self.index.depths(hashes)
-            return self._policy.choose(candidates, Prompt(num_tokens, hashes, self.block_size), cached_blocks, avoid)
+            return self._policy.choose(
+                candidates, PromptBlocks(num_tokens, hashes, self.block_size), cached_blocks, avoid
+            )
 
     def dispatched(
         self, replica: str, hashes: Sequence[int], num_tokens: int, *, now: float, request_id: str = ""
