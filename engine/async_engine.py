@@ -229,7 +229,7 @@ class AsyncEngine:
 
     async def block_map(self, max_cells: int = 1024) -> BlockMap:
         """Return a picture of the block pool. It waits for no step, and none waits for it."""
-        blocks, cells = self._engine.block_manager.blocks, bytearray()
+        blocks, cells = self._engine.block_manager.pool.blocks, bytearray()
         size = cell_size(len(blocks), max_cells)
         for part in cells_by_slice(blocks, size):
             cells += part

@@ -405,13 +405,13 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, after the weights have changed for example. Running requests go on."""
-        self.block_manager.reset_prefix_cache()
+        self.block_manager.prefix_cache.reset()
         self._send_kv_events()
         self.metrics.report_state()
 
     def stats(self) -> EngineStats:
         """Return how busy the engine is."""
-        counts, scheduler = self.block_manager.counts(), self.scheduler
+        counts, scheduler = self.block_manager.pool.counts(), self.scheduler
         num_swapped = scheduler.num_swapped
         return EngineStats(
             num_running=len(scheduler.running),
@@ -474,7 +474,7 @@ class Engine:
         return step_outputs(got_token, output.num_accepted)
 
     def _send_kv_events(self) -> None:
-        if self._on_kv_events is not None and (events := self.block_manager.take_events()):
+        if self._on_kv_events is not None and (events := self.block_manager.prefix_cache.take_events()):
             self._on_kv_events(KVEventBatch(self._generation, self._num_event_batches, events))
             self._num_event_batches += 1
 

@@ -114,12 +114,12 @@ def simulate_paged(requests: list[Lengths], pool: int, block_size: int) -> Occup
     scheduler = Scheduler(blocks, max_num_seqs=len(requests), max_num_batched_tokens=pool)
     for arrival, request in enumerate(requests):
         scheduler.add(_group(request, arrival))
-    occupancy = Occupancy(len(blocks.blocks) * block_size)
+    occupancy = Occupancy(len(blocks.pool.blocks) * block_size)
     finished = 0
     while scheduler.waiting:
         output = scheduler.schedule()
         if scheduler.waiting and finished >= _WARM_UP * len(requests):
-            used = blocks.counts().used * block_size
+            used = blocks.pool.counts().used * block_size
             tokens = sum(one.num_computed_tokens for one in output.sequences) + output.num_tokens
             occupancy.steps += 1
             occupancy.running += len(output.sequences)

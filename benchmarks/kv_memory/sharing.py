@@ -38,7 +38,7 @@ class SharedBlocks:
     @property
     def num_used(self) -> int:
         """Blocks that at least one sequence lists."""
-        return self._blocks.counts().used
+        return self._blocks.pool.counts().used
 
     def add(self, num_tokens: int) -> Sequence:
         """Begin a sequence of ``num_tokens`` computed tokens."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
-from engine.kv.block_manager import Block, BlockCounts
+from engine.kv.block_pool import Block, BlockCounts
 
 __all__ = ["BlockMap", "cell_size", "cells_by_slice"]
 
@@ -33,7 +33,7 @@ class BlockMap:
     cells: bytes
 
     def counts(self) -> BlockCounts:
-        """Return the number of blocks in each state, as ``BlockManager.counts`` does."""
+        """Return the number of blocks in each state, as ``BlockPool.counts`` does."""
         cached, used, shared = (sum(self.cells[state::3]) for state in range(3))
         return BlockCounts(self.num_blocks - cached - used - shared, cached, used + shared, shared)
 

@@ -3,7 +3,7 @@
 Hashes are the chained ones of prefix_hash, so equal hashes on two replicas mean equal prefixes. Each step's events are
 one batch; batches are numbered within a generation (one life of an engine), so that a gap or a restart is noticed.
 Whoever applies them in order knows all that is published, and nothing else. A stored block's parent is nearly always
-stored too, but that is no promise: see block_manager.
+stored too, but that is no promise: see prefix_cache.
 """
 
 from __future__ import annotations

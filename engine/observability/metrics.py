@@ -238,8 +238,8 @@ class EngineMetrics:
 
     def report_state(self) -> None:
         """Report the gauges: sequences and blocks by state."""
-        counts = self._block_manager.counts()
-        total = len(self._block_manager.blocks)
+        counts = self._block_manager.pool.counts()
+        total = len(self._block_manager.pool.blocks)
         self._sink.set(REQUESTS_RUNNING, len(self._scheduler.running))
         self._sink.set(REQUESTS_WAITING, len(self._scheduler.waiting) - self._scheduler.num_swapped)
         self._sink.set(REQUESTS_SWAPPED, self._scheduler.num_swapped)
@@ -247,7 +247,7 @@ class EngineMetrics:
         self._sink.set(KV_CACHED, counts.cached / total)
         for state in ("free", "cached", "used", "shared"):
             self._sink.set(KV_BLOCKS, getattr(counts, state), state=state)
-        if evicted := self._block_manager.num_evicted - self._num_evicted:
+        if evicted := self._block_manager.prefix_cache.num_evicted - self._num_evicted:
             self._sink.increment(BLOCKS_EVICTED, evicted)
             self._num_evicted += evicted
 

@@ -21,7 +21,8 @@ from bisect import insort
 from collections.abc import Sequence as Sequence_
 
 from engine.beam_search import Candidates
-from engine.kv.block_manager import BlockManager, Growth, PrefixMatch
+from engine.kv.block_manager import BlockManager, Growth
+from engine.kv.prefix_cache import PrefixMatch
 from engine.outputs import FinishReason
 from engine.scheduling.drafter import Drafter, Room
 from engine.scheduling.prefill_pace import PrefillPace
@@ -73,7 +74,7 @@ class Scheduler:
         self._num_places = 0  # that the running groups take
         self._due: list[Sequence] = []  # see _due_sequences
         self._has_groups = False  # whether groups of several sequences may run
-        self._watermark = int(WATERMARK * len(block_manager.blocks))
+        self._watermark = int(WATERMARK * len(block_manager.pool.blocks))
         # Who found no room, num_released then, and the block whose publication would lessen what is needed.
         self._refused: tuple[SequenceGroup, int, int | None] | None = None
 
@@ -391,7 +392,7 @@ class Scheduler:
             if not is_exact and needed + due + self._watermark > blocks.num_free_blocks:
                 due, is_exact = self._blocks_due(self.running, counts), True
             if self.running and needed + due + self._watermark > blocks.num_free_blocks:
-                self._refused = (group, blocks.num_released, blocks.awaited_hash(group.unfinished[0]))
+                self._refused = (group, blocks.pool.num_released, blocks.awaited_hash(group.unfinished[0]))
                 return spare
             members = group.unfinished
             if group.status is SequenceStatus.SWAPPED:
@@ -413,9 +414,9 @@ class Scheduler:
 
     def _is_still_refused(self, group: SequenceGroup) -> bool:
         """Whether nothing has changed since a group found no room: spares a look-up in every step of a long wait."""
-        if self._refused is None or self._refused[:2] != (group, self.block_manager.num_released):
+        if self._refused is None or self._refused[:2] != (group, self.block_manager.pool.num_released):
             return False
-        return not self.block_manager.is_published(self._refused[2])
+        return not self.block_manager.prefix_cache.is_published(self._refused[2])
 
     def _enter(self, group: SequenceGroup, members: list[Sequence], counts: list[int], partial: set[int]) -> int:
         """Put a group's sequences into the batch by rank; return the place of the first."""

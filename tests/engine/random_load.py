@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from engine.errors import RequestError
-from engine.kv import block_manager as block_manager_module
+from engine.kv import prefix_cache as prefix_cache_module
 from engine.outputs import EngineOutput, FinishReason
 from engine.prefix_hash import pack_tokens, root_hash
 from engine.request import EngineRequest
@@ -155,7 +155,7 @@ class RandomLoad:
             self.step()
         assert not self.engine.has_unfinished, "the engine makes no progress"
         assert not self.requests, "a request has ended, and nobody was told"
-        self.counts["evicted"] = self.engine.block_manager.num_evicted
+        self.counts["evicted"] = self.engine.block_manager.prefix_cache.num_evicted
         self.counts["swapped blocks"] = self.runner.num_copied["swap_in"]
 
     def _pick(self, pick: int) -> str:
@@ -237,7 +237,7 @@ class RandomLoad:
             last = (sequence.num_computed_tokens + count - 1) // size
             for index in range(first, last + 1):
                 block_id = sequence.block_table[index]
-                if manager.blocks[block_id].ref_count > 1:
+                if manager.pool.blocks[block_id].ref_count > 1:
                     others = [
                         one
                         for one in self.engine.scheduler.running
@@ -264,13 +264,13 @@ class RandomLoad:
         table = list(sequence.block_table)
         self._free(sequence)
         members = set(table)
-        freed = [block_id for block_id in self.engine.block_manager._evictable if block_id in members]
+        freed = [block_id for block_id in self.engine.block_manager.pool._cached if block_id in members]
         assert freed == [block_id for block_id in reversed(table) if block_id in freed], "a prefix is evicted first"
 
     def _check_published(self) -> None:
         """Assert that what a block's hash claims is what its slots hold."""
         size, ends, slots = self.engine.info.block_size, self.runner.ids.ends, self.runner.slots
-        for block in self.engine.block_manager.blocks:
+        for block in self.engine.block_manager.pool.blocks:
             if block.block_hash is None:
                 continue
             held: object = slots.get(block.block_id * size + size - 1)
@@ -299,7 +299,7 @@ class RandomLoad:
                     return None
                 # Looked up in the module, where a test may have put a hash that collides.
                 packed = pack_tokens(tokens[::-1])
-                self._hashes[prefix] = block_manager_module.packed_block_hash(before, packed)
+                self._hashes[prefix] = prefix_cache_module.packed_block_hash(before, packed)
         return self._hashes[prefix]
 
     def _count(self, output: SchedulerOutput) -> None:

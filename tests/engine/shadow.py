@@ -267,8 +267,8 @@ def check_integrity(engine: Engine) -> None:
         assert sequence.num_computed_tokens <= sequence.num_tokens, "tokens are computed that are not there"
     assert all(not one.host_table for one in waiting if one.status is SequenceStatus.WAITING)
     if not engine.has_unfinished:
-        assert engine.block_manager.num_free_blocks == len(engine.block_manager.blocks)
-        assert engine.block_manager.num_free_host_blocks == engine.block_manager.num_host_blocks
+        assert engine.block_manager.num_free_blocks == len(engine.block_manager.pool.blocks)
+        assert engine.block_manager.host_pool.num_free == engine.block_manager.host_pool.num_blocks
 
 
 def run_to_end(engine: Engine, max_steps: int = 10_000) -> dict[str, list[int]]:

@@ -330,7 +330,7 @@ async def test_a_thousand_mixed_requests_with_random_aborts_leave_nothing_behind
                 assert not engine.has_unfinished
                 assert not async_engine._streams
                 assert engine.block_manager.num_free_blocks == 48
-                assert engine.block_manager.num_free_host_blocks == 24
+                assert engine.block_manager.host_pool.num_free == 24
                 assert len(asyncio.all_tasks()) == 1
                 check_answers(client, runner)
                 if wave in (9, 10, 11, 17, 18, 19):

@@ -80,7 +80,7 @@ class Replica:
     @property
     def blocks(self) -> set[int]:
         """What the block manager's table says."""
-        return set(self.engine.block_manager._by_hash)
+        return set(self.engine.block_manager.prefix_cache.published_hashes())
 
 
 class Indexed(Known):
@@ -162,7 +162,7 @@ class Cluster:
 
     def _count(self, replica: Replica) -> None:
         self.num_lost += replica.publisher.num_lost
-        self.num_evicted += replica.engine.block_manager.num_evicted
+        self.num_evicted += replica.engine.block_manager.prefix_cache.num_evicted
 
     def _replica(self, name: str) -> Replica:
         self.num_made += 1

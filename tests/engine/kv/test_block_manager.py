@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from engine import sequence as sequence_module
-from engine.kv import block_manager as block_manager_module
-from engine.kv.block_manager import BlockCounts, BlockManager, Growth
+from engine.kv import prefix_cache as prefix_cache_module
+from engine.kv.block_manager import BlockManager, Growth
+from engine.kv.block_pool import BlockCounts
 from engine.prefix_hash import pack_tokens, root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -29,7 +30,7 @@ def make_sequence(tokens: list[int], salt: str = "", n: int = 1) -> Sequence:
 
 def set_hash(monkeypatch: pytest.MonkeyPatch, function: Callable[[bytes], int]) -> None:
     """Replace the hash of a block by one of its packed tokens only."""
-    for module in (sequence_module, block_manager_module):
+    for module in (sequence_module, prefix_cache_module):
         monkeypatch.setattr(module, "packed_block_hash", lambda parent, packed: function(packed))
 
 
@@ -58,7 +59,7 @@ def test_equal_prefixes_share_full_blocks_only() -> None:
     assert second.block_table[:2] == first.block_table[:2]
     assert second.block_table[2] != first.block_table[2]
     assert second.num_computed_tokens == 8
-    assert manager.counts().shared == 2
+    assert manager.pool.counts().shared == 2
     manager.check_integrity([first, second])
 
 
@@ -66,7 +67,7 @@ def test_identical_prompts_started_in_one_step_share_their_blocks() -> None:
     """A block is published when its step is scheduled, so a twin in the same step finds it."""
     manager = BlockManager(8, 4)
     twins = [start(manager, list(range(8))) for _ in range(3)]
-    assert manager.counts().used == 2
+    assert manager.pool.counts().used == 2
     manager.check_integrity(twins)
 
 
@@ -90,10 +91,10 @@ def test_freed_blocks_stay_cached_and_the_suffix_is_evicted_before_the_prefix() 
     sequence = start(manager, list(range(12)))
     prefix, middle, suffix = sequence.block_table
     manager.free(sequence)
-    assert manager.counts().cached == 3
+    assert manager.pool.counts().cached == 3
     other = start(manager, [50, 51, 52, 53])
     assert other.block_table == [suffix]
-    assert manager.num_evicted == 1
+    assert manager.prefix_cache.num_evicted == 1
     again = make_sequence(list(range(12)))
     assert [block.block_id for block in manager.match_prefix(again).blocks] == [prefix, middle]
 
@@ -156,18 +157,18 @@ def test_reset_forgets_everything_but_leaves_used_blocks_alone() -> None:
     manager = BlockManager(4, 2)
     running = start(manager, [1, 2])
     manager.free(start(manager, [3, 4]))
-    manager.reset_prefix_cache()
-    assert manager.counts().cached == 0
+    manager.prefix_cache.reset()
+    assert manager.pool.counts().cached == 0
     assert manager.match_prefix(make_sequence([1, 2])).num_tokens == 0
     manager.check_integrity([running])
     manager.free(running)
-    assert manager.counts().free == 4
+    assert manager.pool.counts().free == 4
 
 
 def test_without_prefix_caching_nothing_is_published() -> None:
     manager = BlockManager(4, 2, enable_prefix_caching=False)
     manager.free(start(manager, [1, 2, 3, 4]))
-    assert manager.counts().free == 4
+    assert manager.pool.counts().free == 4
     assert manager.match_prefix(make_sequence([1, 2, 3, 4])).num_tokens == 0
 
 
@@ -192,7 +193,7 @@ def test_forks_share_every_block_and_each_freed_one_gives_back_its_share_only() 
     manager = BlockManager(8, 4)
     sequences = start_forks(manager, list(range(6)), n=3)
     assert all(sequence.block_table == sequences[0].block_table for sequence in sequences)
-    assert manager.counts() == BlockCounts(free=6, cached=0, used=2, shared=2)
+    assert manager.pool.counts() == BlockCounts(free=6, cached=0, used=2, shared=2)
     for position, sequence in enumerate(list(sequences)):
         manager.check_integrity(sequences[position:])
         manager.free(sequence)
@@ -217,7 +218,7 @@ def test_forks_at_the_end_of_a_block_copy_nothing() -> None:
     sequences = start_forks(manager, list(range(8)), n=3)
     assert manager.num_blocks_to_grow([Growth(one, 9) for one in sequences]) == 3
     assert [manager.allocate(one, 9) for one in sequences] == [None] * 3
-    assert manager.counts().used == 5
+    assert manager.pool.counts().used == 5
 
 
 def test_what_sequences_share_stays_shared_on_the_host_and_when_they_come_back() -> None:
@@ -228,7 +229,7 @@ def test_what_sequences_share_stays_shared_on_the_host_and_when_they_come_back()
     assert manager.can_swap_out(sequences)
     out = manager.swap_out(sequences)
     assert len(out) == 4
-    assert manager.num_free_host_blocks == 0
+    assert manager.host_pool.num_free == 0
     assert manager.num_free_blocks == 8
     assert [sequence.num_computed_tokens for sequence in sequences] == [6] * 3
     manager.check_integrity(sequences)
@@ -236,7 +237,7 @@ def test_what_sequences_share_stays_shared_on_the_host_and_when_they_come_back()
     assert [source for source, _ in back] == [target for _, target in out]
     assert len({sequence.block_table[0] for sequence in sequences}) == 1
     assert len({sequence.block_table[1] for sequence in sequences}) == 3
-    assert manager.num_free_host_blocks == 4
+    assert manager.host_pool.num_free == 4
     manager.check_integrity(sequences)
 
 
@@ -268,7 +269,7 @@ def test_what_was_computed_before_a_reset_is_not_published_after_it() -> None:
     for sequence in (swapped, running):
         sequence.num_computed_tokens = sequence.num_tokens
     manager.swap_out([swapped])
-    manager.reset_prefix_cache()
+    manager.prefix_cache.reset()
     manager.swap_in([swapped])
     running.token_ids += [8, 9]
     manager.allocate(running, 4)
@@ -287,16 +288,16 @@ def test_a_used_block_takes_the_place_of_its_free_twin_so_that_no_hole_opens_bef
     sequence = start(manager, list(range(8)))
     sequence.num_computed_tokens = 8
     manager.swap_out([sequence])
-    published = manager.published_hashes()
-    events = manager.take_events()
+    published = manager.prefix_cache.published_hashes()
+    events = manager.prefix_cache.take_events()
     manager.swap_in([sequence])
-    assert manager.published_hashes() == published == [event.block_hash for event in events]
-    assert manager.take_events() == (), "what is published is the same"
-    assert [manager.blocks[block_id].block_hash for block_id in sequence.block_table] == published
-    assert manager.counts() == BlockCounts(free=6, cached=0, used=2, shared=0)
+    assert manager.prefix_cache.published_hashes() == published == [event.block_hash for event in events]
+    assert manager.prefix_cache.take_events() == (), "what is published is the same"
+    assert [manager.pool.blocks[block_id].block_hash for block_id in sequence.block_table] == published
+    assert manager.pool.counts() == BlockCounts(free=6, cached=0, used=2, shared=0)
     manager.check_integrity([sequence])
     others = start(manager, list(range(40, 64)))  # all that is free
-    assert manager.published_hashes()[:2] == published
+    assert manager.prefix_cache.published_hashes()[:2] == published
     twin = start(manager, list(range(8)))
     assert twin.block_table == sequence.block_table
     manager.check_integrity([sequence, others, twin])
@@ -307,6 +308,6 @@ def test_published_hashes_are_parents_before_children() -> None:
     first = start(manager, list(range(16)))
     manager.free(first)
     second = start(manager, [*range(8), *range(20, 28)])
-    assert manager.published_hashes() == first.block_hashes + second.block_hashes[2:]
-    manager.reset_prefix_cache()
-    assert manager.published_hashes() == []
+    assert manager.prefix_cache.published_hashes() == first.block_hashes + second.block_hashes[2:]
+    manager.prefix_cache.reset()
+    assert manager.prefix_cache.published_hashes() == []

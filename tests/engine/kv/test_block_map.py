@@ -11,8 +11,8 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.engine import Engine
 from engine.kv import block_map
-from engine.kv.block_manager import Block, BlockCounts
 from engine.kv.block_map import BlockMap, cell_size, cells_by_slice
+from engine.kv.block_pool import Block, BlockCounts
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
@@ -77,16 +77,16 @@ def test_it_agrees_with_the_block_manager_whatever_happens(seed: int) -> None:
             load.add(random_arrival(rng))
         if load.requests:
             load.step()
-        counts = manager.counts()
+        counts = manager.pool.counts()
         for max_cells in (7, 40):
-            assert picture(manager.blocks, max_cells).counts() == counts
+            assert picture(manager.pool.blocks, max_cells).counts() == counts
         seen.update(state for state in ("free", "cached", "used", "shared") if getattr(counts, state))
     load.finish()
     assert seen == {"free", "cached", "used", "shared"}
 
 
 def _map_of(engine: Engine) -> BlockMap:
-    return picture(engine.block_manager.blocks, 1024)
+    return picture(engine.block_manager.pool.blocks, 1024)
 
 
 async def test_it_is_drawn_while_the_engine_runs() -> None:
@@ -107,6 +107,6 @@ async def test_it_is_drawn_while_the_engine_runs() -> None:
         assert all(made.blocks_per_cell == 4 for made in seen)
         assert any(made.counts().used >= 10 for made in seen)
         await running.reset_prefix_cache()  # behind everything that the step thread had to do
-        assert (await running.block_map()).counts() == _map_of(engine).counts() == engine.block_manager.counts()
+        assert (await running.block_map()).counts() == _map_of(engine).counts() == engine.block_manager.pool.counts()
     finally:
         await running.shutdown()

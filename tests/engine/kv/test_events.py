@@ -57,9 +57,9 @@ def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:
 
     def check(load: RandomLoad) -> None:
         manager = load.engine.block_manager
-        published = manager.published_hashes()
+        published = manager.prefix_cache.published_hashes()
         assert replica.stored == set(published)
-        assert sorted(published) == sorted(one.block_hash for one in manager.blocks if one.block_hash is not None)
+        assert sorted(published) == sorted(one.block_hash for one in manager.pool.blocks if one.block_hash is not None)
         counts.update(blocks=len(published), holes=len(replica.holes))
         place = {block_hash: index for index, block_hash in enumerate(published)}
         late = [one for one in published if place.get(replica.parents[one], -1) > place[one]]
@@ -94,7 +94,7 @@ def test_the_events_are_enough_after_every_step_and_holes_in_chains_are_rare(mon
 def test_replaying_the_events_of_a_random_run_gives_what_is_published(seed: int) -> None:
     replica = Replica()
     load = drive(seed, enable_prefix_caching=True, on_kv_events=replica.hear)
-    assert replica.stored == load.engine.block_manager._by_hash.keys()
+    assert replica.stored == set(load.engine.block_manager.prefix_cache.published_hashes())
     load.reset_prefix_cache()
     assert not replica.stored
 
@@ -106,7 +106,7 @@ def test_every_step_is_told_before_its_outputs() -> None:
     engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=20)))
     while engine.has_unfinished:
         engine.step()
-        assert replica.stored == engine.block_manager._by_hash.keys()
+        assert replica.stored == set(engine.block_manager.prefix_cache.published_hashes())
     assert len(replica.stored) == 7  # 9 + 20 tokens, of which the last one is never computed
 
 
@@ -116,7 +116,7 @@ def test_eviction_is_told() -> None:
     for first in (0, 20, 40):
         engine.add_request(EngineRequest(str(first), list(range(first, first + 9)), SamplingParams(max_tokens=1)))
         run_to_end(engine)
-        assert replica.stored == engine.block_manager._by_hash.keys()
+        assert replica.stored == set(engine.block_manager.prefix_cache.published_hashes())
     assert any(isinstance(event, BlockRemoved) for batch in replica.batches for event in batch.events)
 
 
@@ -135,7 +135,7 @@ def test_without_a_listener_nothing_piles_up_and_without_caching_nothing_is_told
     engine, _ = make_engine()
     engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=1)))
     run_to_end(engine)
-    assert engine.block_manager.take_events() == ()
+    assert engine.block_manager.prefix_cache.take_events() == ()
     replica = Replica()
     engine, _ = make_engine(enable_prefix_caching=False, on_kv_events=replica.hear)
     engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=1)))

@@ -194,7 +194,7 @@ def test_bfloat16_logits_stay_near_float32(qwen3: SavedModel) -> None:
         model: Any = llm.engine.runner.workers.local.model  # type: ignore[attr-defined]
         original = model.compute_logits
         model.compute_logits = lambda *a, f=original, c=captured: c.append(f(*a)) or c[-1]
-        llm.engine.block_manager.reset_prefix_cache()
+        llm.engine.block_manager.prefix_cache.reset()
         for prompt in prompts:
             llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
         logits.append(torch.cat(captured))

@@ -198,7 +198,7 @@ def test_preemptions_evictions_and_prompts_counted_once() -> None:
         engine.add_request(EngineRequest(str(i), [i] * 9, SamplingParams(max_tokens=20)))
     run_to_end(engine)
     assert sink.counters[m.PREEMPTIONS, "recompute"] > 0
-    assert sink.counters[m.BLOCKS_EVICTED] == engine.block_manager.num_evicted > 0
+    assert sink.counters[m.BLOCKS_EVICTED] == engine.block_manager.prefix_cache.num_evicted > 0
     assert sink.counters[m.PROMPT_TOKENS] == 36
     assert len(sink.histograms[m.QUEUE_TIME]) == len(sink.histograms[m.TTFT]) == 4
 

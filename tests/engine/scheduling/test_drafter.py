@@ -121,7 +121,7 @@ def test_nothing_is_told_behind_a_stop_token_in_a_right_draft() -> None:
         assert told[-1][0].is_last
         assert list(seen[-1].num_accepted.values()) == [2]
         # The prompt's 5 tokens and the answer's first 3 are computed: two blocks, and nothing of the draft.
-        assert len(engine.block_manager.published_hashes()) == 2
+        assert len(engine.block_manager.prefix_cache.published_hashes()) == 2
 
 
 def test_min_tokens_hold_drafts_back_only_while_a_token_is_forbidden() -> None:
@@ -242,8 +242,8 @@ def test_a_block_is_published_when_its_tokens_are_known_and_not_before() -> None
     while not sequence.is_finished:
         engine.step()
         known = {sequence.block_hash(index, 2) for index in range(sequence.num_tokens // 2)}
-        assert set(engine.block_manager.published_hashes()) <= known
-    assert len(engine.block_manager.published_hashes()) == (5 + 40 - 1) // 2
+        assert set(engine.block_manager.prefix_cache.published_hashes()) <= known
+    assert len(engine.block_manager.prefix_cache.published_hashes()) == (5 + 40 - 1) // 2
 
 
 def test_a_sequence_that_fails_beside_its_draft_ends_with_what_it_had() -> None:

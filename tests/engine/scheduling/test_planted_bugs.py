@@ -22,8 +22,11 @@ from typing import Any
 import pytest
 
 from engine import sequence as sequence_module
-from engine.kv import block_manager as block_manager_module
-from engine.kv.block_manager import Block, BlockManager, BlockPair, PrefixMatch
+from engine.kv import prefix_cache as prefix_cache_module
+from engine.kv.block_manager import BlockManager, BlockPair
+from engine.kv.block_pool import Block
+from engine.kv.host_pool import HostPool
+from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.prefix_hash import packed_block_hash
 from engine.request_limits import RequestLimits
 from engine.scheduling import drafter as drafter_module
@@ -63,19 +66,17 @@ def assert_found(plant: Plant, symptom: str, **options: Any) -> None:
 
 
 def test_a_stale_hash_entry_serves_a_foreign_prefixs_kv() -> None:
-    def take_free_block(manager: BlockManager) -> Block:
-        block = manager.blocks[manager._free.popleft() if manager._free else manager._evictable.popitem(last=False)[0]]
-        block.ref_count = 1  # and still published
-        return block
+    def evict_but_stay_published(cache: PrefixCache) -> None:
+        cache._pool.uncache(cache._pool.least_recently_used)
 
     assert_found(
-        lambda patch: patch.setattr(BlockManager, "_take_free_block", take_free_block),
+        lambda patch: patch.setattr(PrefixCache, "evict", evict_but_stay_published),
         "reads foreign KV|published with foreign content|not found under its hash",
     )
 
 
 def plant_weak_hash(patch: pytest.MonkeyPatch) -> None:
-    for module in (sequence_module, block_manager_module):
+    for module in (sequence_module, prefix_cache_module):
         patch.setattr(module, "packed_block_hash", lambda parent, packed: packed_block_hash(parent, packed) % 8)
 
 
@@ -165,13 +166,13 @@ def test_a_sequence_that_outgrows_the_pool_kills_the_engine() -> None:
 
 
 def test_identical_prompts_in_one_step_get_duplicate_blocks() -> None:
-    publish_full = BlockManager._publish_full
+    publish = PrefixCache.publish
 
-    def publish_when_computed(manager: BlockManager, sequence: Sequence, num_tokens: int) -> None:
-        publish_full(manager, sequence, min(num_tokens, sequence.num_computed_tokens))
+    def publish_when_computed(cache: PrefixCache, sequence: Sequence, num_tokens: int) -> None:
+        publish(cache, sequence, min(num_tokens, sequence.num_computed_tokens))
 
     assert_found(
-        lambda patch: patch.setattr(BlockManager, "_publish_full", publish_when_computed),
+        lambda patch: patch.setattr(PrefixCache, "publish", publish_when_computed),
         "equal prompts get duplicate blocks",
     )
 
@@ -223,8 +224,8 @@ def test_swapped_blocks_come_back_in_the_wrong_order() -> None:
 
 def test_a_swapped_request_keeps_its_host_blocks_for_ever() -> None:
     assert_found(
-        lambda patch: patch.setattr(BlockManager, "_release_on_host", lambda manager, sequence: None),
-        "a host block is held by another number of sequences",
+        lambda patch: patch.setattr(HostPool, "release", lambda pool, host_table: None),
+        "a host block has another number of users than references",
     )
 
 
@@ -234,7 +235,7 @@ def test_a_freed_block_is_published_with_what_it_does_not_hold() -> None:
     def free_too_full(manager: BlockManager, sequence: Sequence) -> None:
         if sequence.block_table and manager.enable_prefix_caching:
             last = min(sequence.num_tokens, len(sequence.block_table) * manager.block_size)  # with the uncomputed token
-            manager._publish_full(sequence, last)
+            manager.prefix_cache.publish(sequence, last)
         free(manager, sequence)
 
     assert_found(lambda patch: patch.setattr(BlockManager, "free", free_too_full), "published with foreign content")
@@ -245,7 +246,7 @@ def test_a_prefix_is_evicted_before_what_follows_it() -> None:
 
     def free_head_first(manager: BlockManager, sequence: Sequence) -> None:
         if manager.enable_prefix_caching and not sequence.host_table:
-            manager._publish_full(sequence, sequence.num_computed_tokens)
+            manager.prefix_cache.publish(sequence, sequence.num_computed_tokens)
         sequence.block_table.reverse()
         free(manager, sequence)
 
@@ -314,7 +315,8 @@ def test_blocks_of_wrong_guesses_are_published() -> None:
 
     def publish_then_take_back(manager: BlockManager, sequence: Sequence) -> None:
         if manager.enable_prefix_caching:
-            manager._publish_full(sequence, min(sequence.num_tokens, len(sequence.block_table) * manager.block_size))
+            last = min(sequence.num_tokens, len(sequence.block_table) * manager.block_size)
+            manager.prefix_cache.publish(sequence, last)
         take_back(manager, sequence)
 
     assert_found(

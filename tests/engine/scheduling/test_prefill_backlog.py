@@ -105,11 +105,12 @@ def test_arrivals_are_hashed_no_further_than_the_first_block_that_nobody_has(mon
 def counted_anew(engine: Engine) -> int:
     """The same number from nothing but the sequences, of which none decodes, and the cache."""
     size, manager = engine.info.block_size, engine.block_manager
+    published = set(manager.prefix_cache.published_hashes())
     hashes, tails = set(), 0
     waiting = [one for group in engine.scheduler.waiting for one in group.unfinished]
     for sequence in waiting + engine.scheduler.running:
         full = sequence.num_tokens // size if manager.enable_prefix_caching else 0
-        hashes |= {sequence.block_hash(index, size) for index in range(full)} - manager._by_hash.keys()
+        hashes |= {sequence.block_hash(index, size) for index in range(full)} - published
         tails += sequence.num_tokens - max(sequence.num_computed_tokens, full * size)
     return len(hashes) * size + tails
 
@@ -141,7 +142,7 @@ def test_it_is_exact_while_nothing_is_evicted(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(RandomLoad, "reset_prefix_cache", lambda load: None)
     load = drive(seed, 80, lone_prefill, num_blocks=1500, num_host_blocks=0, max_num_batched_tokens=8)
     assert max(found) > 0
-    assert load.engine.block_manager.num_evicted == 0
+    assert load.engine.block_manager.prefix_cache.num_evicted == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

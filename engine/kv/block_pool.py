@@ -1,0 +1,138 @@
+"""BlockPool: the KV blocks of one engine, their states and their reference counts.
+
+A block holds the K and V of ``block_size`` tokens for all layers. It is in exactly one of three states:
+
+    free          no sequence uses it, and it holds nothing of value         -> ``_free``
+    free, cached  no sequence uses it, but its prefix can still be hit       -> ``_cached``, least recently used first
+    used          the block tables of ``ref_count`` sequences list it
+
+The pool knows blocks and numbers. Which prefix a block holds is the prefix cache's business, and which sequence lists a
+block is the block manager's. The prefix cache publishes a block by setting ``Block.block_hash``; a published block goes
+to the cached ones when its last user releases it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass
+
+__all__ = ["Block", "BlockCounts", "BlockPool"]
+
+
+@dataclass(slots=True)
+class Block:
+    """One block of the pool; the fields after ``block_hash`` are valid while that is not None."""
+
+    block_id: int
+    ref_count: int = 0
+    block_hash: int | None = None  # the chained hash under which the block is published
+    token_bytes: bytes = b""  # its token ids, packed as prefix_hash packs them
+    parent: int | str = ""  # content id of the previous block, or the cache salt for a first block
+    content_id: int = -1  # identity of (parent, tokens): equal for equal prefixes, never reused for another prefix
+
+    def holds(self, token_bytes: bytes, parent: int | str) -> bool:
+        """Whether the block holds exactly this content, and not only content with the same hash."""
+        return self.token_bytes == token_bytes and self.parent == parent
+
+    def forget_content(self) -> None:
+        """Mark the block as not published."""
+        self.block_hash, self.token_bytes, self.parent, self.content_id = None, b"", "", -1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks by state; ``free + cached + used`` is the size of the pool, ``shared`` a part of ``used``."""
+
+    free: int
+    cached: int
+    used: int
+    shared: int
+
+
+class BlockPool:
+    """Moves blocks between the states free, cached and used.
+
+    Args:
+        num_blocks: size of the pool.
+
+    Attributes:
+        blocks: every block; the index is its id.
+        num_released: how often room was made; while it stays the same, a request that did not fit still does not fit.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.num_released = 0
+        self._free = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._num_shared = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated: the free ones, cached or not."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def must_evict(self) -> bool:
+        """Whether every free block is a cached one, so that ``take`` needs an eviction first."""
+        return not self._free
+
+    @property
+    def least_recently_used(self) -> Block:
+        """The cached block that is evicted next."""
+        return self.blocks[next(iter(self._cached))]
+
+    def counts(self) -> BlockCounts:
+        """Return the number of blocks in each state."""
+        free, cached = len(self._free), len(self._cached)
+        return BlockCounts(free, cached, len(self.blocks) - free - cached, self._num_shared)
+
+    def take(self) -> Block:
+        """Return a free block that is not cached, now with one user."""
+        block = self.blocks[self._free.popleft()]
+        block.ref_count = 1
+        return block
+
+    def untake(self, block: Block) -> None:
+        """Undo ``take`` of a block that nothing was published from; it is the next one to be taken."""
+        assert block.ref_count == 1
+        assert block.block_hash is None
+        block.ref_count = 0
+        self._free.appendleft(block.block_id)  # num_released stays: there is no more room than before the take
+
+    def retain(self, block: Block) -> None:
+        """Add a user to a cached or used block."""
+        if block.ref_count == 0:
+            self._cached.pop(block.block_id, None)
+        elif block.ref_count == 1:
+            self._num_shared += 1
+        block.ref_count += 1
+
+    def release(self, block: Block) -> None:
+        """Remove a user; a block without users is free, and cached as the most recently used one if it is published."""
+        block.ref_count -= 1
+        if block.ref_count == 1:
+            self._num_shared -= 1
+        elif block.ref_count == 0:
+            self.num_released += 1
+            if block.block_hash is None:
+                self._free.append(block.block_id)
+            else:
+                self._cached[block.block_id] = None
+
+    def uncache(self, block: Block) -> None:
+        """Move a cached block, whose content is not published any more, to the free ones."""
+        del self._cached[block.block_id]
+        self._free.append(block.block_id)
+
+    def check_integrity(self, num_users: Counter[int]) -> None:
+        """Assert that every block is in one state, given how many block tables list each block."""
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert not free & cached, "a block is free and cached at once"
+        for block in self.blocks:
+            assert block.ref_count == num_users[block.block_id], f"{block}: {num_users[block.block_id]} tables list it"
+            is_free = block.block_id in free or block.block_id in cached
+            assert is_free == (block.ref_count == 0), f"{block} is in the wrong list"
+            assert (block.block_id in cached) == (block.ref_count == 0 and block.block_hash is not None), block
+        assert self._num_shared == sum(block.ref_count > 1 for block in self.blocks), "the count of shared is off"
