@@ -1,1 +1,4 @@
-"""Manifests for Kubernetes, and the program that writes what they have in common with serve_config.yaml."""
+"""Kubernetes: KubeRay manifests, the image, monitoring, and the program that writes the Serve config into manifests.
+
+Knows the layout of manifests and `serve_config.yaml`; nothing that runs in production imports this package.
+"""

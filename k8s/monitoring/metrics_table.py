@@ -1,6 +1,6 @@
-"""The table of metrics in README.md, from where they are defined.
+"""Writes the table of metrics in README.md from the definitions of the metrics.
 
-python -m k8s.monitoring.metrics_table    # writes it into README.md
+python -m k8s.monitoring.metrics_table
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SUFFIXES = {"counter": "_total", "gauge": "", "histogram": ""}
 
 
 def with_table(text: str) -> str:
-    """Return ``text`` with a fresh table between the marks."""
+    """Return ``text`` with the current table between the two markers."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return before + BEGIN + table() + END + after
 
 
 def table() -> str:
-    """Return both tables, of what an engine tells and of what an ingress tells."""
+    """Return the tables of the engine's metrics and of the ingress's metrics."""
     return f"\n{_rows('engine, label `replica`', METRICS)}\n{_rows('ingress, label `ingress`', INGRESS_METRICS)}\n"
 
 

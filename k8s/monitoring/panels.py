@@ -1,4 +1,4 @@
-"""Panel: one panel of the dashboard, and what Grafana wants to know of it."""
+"""Panel: one panel of the dashboard and its Grafana JSON."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 from k8s.monitoring.promql import mean, quantile
 
 __all__ = ["BLUE", "DATASOURCE", "GREEN", "ORANGE", "PURPLE", "QUANTILE_COLOURS", "RED", "YELLOW"]
-__all__ += ["Json", "Panel", "latency", "stat"]
+__all__ += ["TOKENS_PER_SECOND", "Json", "Panel", "latency", "stat"]
 
 Json = dict[str, Any]
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GREEN, YELLOW, ORANGE, RED, BLUE, PURPLE = "green", "yellow", "orange", "red", "blue", "purple"
+TOKENS_PER_SECOND = "suffix: tok/s"
 QUANTILE_COLOURS = {"p50": GREEN, "p90": YELLOW, "p99": RED, "mean": BLUE}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel, without its place.
+    """One panel; its position is chosen later.
 
-    ``targets`` are pairs of a legend and an expression; ``thresholds`` pairs of a value and the colour from there on.
+    ``targets`` are pairs of a legend and an expression; ``thresholds`` are pairs of a value and the colour from it on.
     """
 
     title: str
@@ -40,7 +41,7 @@ class Panel:
     base_colour: str = GREEN
 
     def json(self, number: int, x: int, y: int) -> Json:
-        """Return the panel as Grafana wants it."""
+        """Return the panel as Grafana's JSON, with its id and position."""
         return {
             "id": number,
             "type": self.kind,
@@ -121,12 +122,12 @@ class Panel:
 
 
 def latency(title: str, name: str, description: str, thresholds: Sequence[tuple[float, str]] = ()) -> Panel:
-    """Return a panel with a histogram's quantiles and mean."""
+    """Return a panel with the quantiles and the mean of a histogram."""
     targets = [(f"p{share * 100:.0f}", quantile(share, name)) for share in (0.5, 0.9, 0.99)]
     targets.append(("mean", mean(name)))
     return Panel(title, description, "s", targets, thresholds=thresholds, colours=QUANTILE_COLOURS)
 
 
 def stat(title: str, description: str, unit: str, expression: str, **options: Any) -> Panel:
-    """Return a single number."""
+    """Return a panel that shows a single number."""
     return Panel(title, description, unit, [(title, expression)], kind="stat", width=4, height=4, **options)
