@@ -1,1 +1,4 @@
-"""The embedded demo model: the text it was trained on, and the program that trained it."""
+"""The embedded demo model: the text it is trained on, the program that trains it, and its evaluation.
+
+Knows nothing of the engine or the server, except that the evaluation runs the model through the offline LLM.
+"""

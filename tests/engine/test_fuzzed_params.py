@@ -78,8 +78,16 @@ def fuzzed(rng: random.Random) -> dict[str, Any]:
     names = rng.sample(list(FIELDS), rng.randint(1, 6))
     values = {"max_tokens": rng.randint(1, 30)} | {name: FIELDS[name](rng) for name in names}
     if values.get("beam_width") is not None and rng.random() < 0.9:
-        kept = ("n", "beam_width", "length_penalty", "early_stopping", "max_tokens", "min_tokens", "stop_token_ids",
-                "ignore_eos")  # fmt: skip
+        kept = (
+            "n",
+            "beam_width",
+            "length_penalty",
+            "early_stopping",
+            "max_tokens",
+            "min_tokens",
+            "stop_token_ids",
+            "ignore_eos",
+        )
         values = {name: value for name, value in values.items() if name in kept} | {"temperature": 0.0}
         values |= {name: FIELDS[name](rng) for name in rng.sample(kept, 3)}
     return values
@@ -113,9 +121,14 @@ def test_fuzzed_requests_end_or_are_refused_and_harm_nobody(qwen3: SavedModel, s
     prompts, params, expected = references(qwen3.path)
     rng = random.Random(seed)
     llm = make_llm(
-        qwen3.path, block_size=4, num_blocks=160, max_num_seqs=70, max_num_batched_tokens=100,
-        swap_space_gib=0.0005 * (seed % 2), enable_prefix_caching=seed < 2,
-    )  # fmt: skip
+        qwen3.path,
+        block_size=4,
+        num_blocks=160,
+        max_num_seqs=70,
+        max_num_batched_tokens=100,
+        swap_space_gib=0.0005 * (seed % 2),
+        enable_prefix_caching=seed < 2,
+    )
     engine, did = llm.engine, Activity(llm)
     collected: dict[str, Collected] = {}
     refused: dict[str | None, int] = {}
@@ -157,10 +170,16 @@ async def test_fuzzed_requests_of_the_async_engine_all_end(qwen3: SavedModel) ->
     prompts, params, expected = references(qwen3.path)
     rng = random.Random(99)
     config = EngineConfig(
-        model=qwen3.path, dtype="float32", device="cpu", skip_tokenizer_init=True, block_size=4, num_blocks=160,
-        max_num_seqs=70, swap_space_gib=0.0005,
+        model=qwen3.path,
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        block_size=4,
+        num_blocks=160,
+        max_num_seqs=70,
+        swap_space_gib=0.0005,
         speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
-    )  # fmt: skip
+    )
     engine = AsyncEngine.from_config(config)
 
     async def ask(request_id: str, prompt: list[int], one: SamplingParams) -> list[list[int]]:

@@ -148,9 +148,21 @@ def test_what_does_not_go_together_is_refused_by_name(values: dict[str, Any], na
 
 def test_beams_go_with_what_ends_them_and_with_what_asks_for_nothing() -> None:
     params = SamplingParams(
-        temperature=0, beam_width=4, n=2, min_tokens=2, stop_token_ids=[5], ignore_eos=True, max_tokens=9, top_k=-1,
-        length_penalty=0.5, early_stopping=True, logit_bias={}, bad_words=[], stop=[], presence_penalty=0,
-    )  # fmt: skip
+        temperature=0,
+        beam_width=4,
+        n=2,
+        min_tokens=2,
+        stop_token_ids=[5],
+        ignore_eos=True,
+        max_tokens=9,
+        top_k=-1,
+        length_penalty=0.5,
+        early_stopping=True,
+        logit_bias={},
+        bad_words=[],
+        stop=[],
+        presence_penalty=0,
+    )
     assert (params.num_sequences, params.uses_beam_search, params.needs_logprobs) == (4, True, False)
 
 
@@ -172,8 +184,10 @@ def test_token_ids_are_normalised_and_named_for_the_check_against_a_vocabulary()
     )  # type: ignore[arg-type, dict-item]
     assert params.logit_bias == {7: 1.0, 5: -2.0}
     assert dict(params.ids_by_parameter()) == {
-        "logit_bias": (7, 5), "allowed_token_ids": (3, 4), "bad_words_token_ids": (1, 2, 9),
-    }  # fmt: skip
+        "logit_bias": (7, 5),
+        "allowed_token_ids": (3, 4),
+        "bad_words_token_ids": (1, 2, 9),
+    }
     assert dict(SamplingParams(stop_token_ids=[8]).ids_by_parameter()) == {"stop_token_ids": (8,)}
     with pytest.raises(RequestError, match="the id 5 twice"):
         SamplingParams(logit_bias={"5": 1, 5: 1})  # type: ignore[dict-item]
@@ -188,18 +202,29 @@ def make(values: dict[str, Any]) -> SamplingParams | RequestError:
 
 
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 200) | st.floats() | st.text(max_size=5) | st.binary(max_size=3)
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 200)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=3)
     | st.sampled_from([10**400, -(10**400), 2**63, -(2**63), float("nan"), "\ud800", "1" * 5000, "never", 1j, str]),
-    lambda inner: st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple)
-    | st.dictionaries(st.none() | st.booleans() | st.integers() | st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.none() | st.booleans() | st.integers() | st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=6,
-)  # fmt: skip
+)
 NAMES = [one.name for one in fields(SamplingParams)]
 SANE = {
-    "n": st.integers(1, 4), "best_of": st.none() | st.integers(1, 4), "beam_width": st.none() | st.integers(1, 3),
-    "temperature": st.sampled_from([0, 0.0, 1.0]), "logit_bias": st.dictionaries(st.integers(0, 9), st.integers(-9, 9)),
+    "n": st.integers(1, 4),
+    "best_of": st.none() | st.integers(1, 4),
+    "beam_width": st.none() | st.integers(1, 3),
+    "temperature": st.sampled_from([0, 0.0, 1.0]),
+    "logit_bias": st.dictionaries(st.integers(0, 9), st.integers(-9, 9)),
     "bad_words_token_ids": st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=3),
-}  # fmt: skip
+}
 
 
 @settings(max_examples=1000, deadline=None)

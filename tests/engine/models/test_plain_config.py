@@ -58,11 +58,19 @@ PUBLISHED = [QWEN3, QWEN2, LLAMA, MISTRAL]
 EXTRA = {"rope_parameters", "dtype", "layer_types", "mlp_bias", "partial_rotary_factor", "auto_map", "num_labels"}
 NAMES = sorted({name for raw in PUBLISHED for name in raw} | EXTRA)
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-1, 64), st.floats(-1, 2), st.just([]), st.just(["full_attention"] * 28),
-    st.just(["sliding_attention"] * 24), st.just({"rope_type": "default", "rope_theta": 10000.0}),
-    st.just({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), st.just({"rope_theta": 7}), st.just({}),
+    st.none(),
+    st.booleans(),
+    st.integers(-1, 64),
+    st.floats(-1, 2),
+    st.just([]),
+    st.just(["full_attention"] * 28),
+    st.just(["sliding_attention"] * 24),
+    st.just({"rope_type": "default", "rope_theta": 10000.0}),
+    st.just({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+    st.just({"rope_theta": 7}),
+    st.just({}),
     st.sampled_from(["silu", "gelu", "float16", "int8", "bfloat16", "llama", "qwen2", "qwen3", "mistral", "gemma", ""]),
-)  # fmt: skip
+)
 
 
 def understood(config: Any) -> Any:
