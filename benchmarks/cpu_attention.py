@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe
-from kernels.attention import AttentionBackend, AttentionMetadata
-from kernels.attention.cpu import CpuBackend
+from kernels.attention import AttentionInputs, AttentionMetadata
+from kernels.attention.cpu_backend import CpuBackend
 from kernels.cpu.library import library, set_num_threads
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
@@ -71,28 +71,22 @@ def main() -> None:
 
 
 def _measure(lengths: list[tuple[int, int]], bandwidth: float, seconds: float) -> dict[str, Any]:
-    query, caches, metadata = _make_batch(lengths)
-
-    def run(backend: AttentionBackend) -> Callable[[], object]:
-        scale = 1 / math.sqrt(HEAD_DIM)
-        return lambda: backend.forward(query, *caches, metadata, scale=scale, sliding_window=None)
-
-    kernel = _best_seconds(run(CpuBackend()), seconds)
-    in_torch = _best_seconds(run(CpuBackend(use_c_kernel=False)), seconds)
+    inputs = _make_inputs(lengths)
+    c_kernel, in_torch = CpuBackend(), CpuBackend(use_c_kernel=False)
+    kernel_seconds = _best_seconds(lambda: c_kernel.forward(inputs), seconds)
+    torch_seconds = _best_seconds(lambda: in_torch.forward(inputs), seconds)
     read = sum(seq_len for _, seq_len in lengths) * _BYTES_PER_TOKEN
     pairs = sum(query_len * (2 * seq_len - query_len + 1) // 2 for query_len, seq_len in lengths)  # query with key
     return {
-        "ms": kernel * 1e3,
-        "torch_ms": in_torch * 1e3,
+        "ms": kernel_seconds * 1e3,
+        "torch_ms": torch_seconds * 1e3,
         "floor_ms": read / bandwidth * 1e3,
-        "gb_s": read / kernel / 1e9,
-        "gflop_s": 4 * NUM_HEADS * HEAD_DIM * pairs / kernel / 1e9,
+        "gb_s": read / kernel_seconds / 1e9,
+        "gflop_s": 4 * NUM_HEADS * HEAD_DIM * pairs / kernel_seconds / 1e9,
     }
 
 
-def _make_batch(
-    lengths: list[tuple[int, int]],
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], AttentionMetadata]:
+def _make_inputs(lengths: list[tuple[int, int]]) -> AttentionInputs:
     counts = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
     shuffled = torch.randperm(sum(counts), dtype=torch.int32)
     tables = torch.full((len(lengths), max(counts)), -1, dtype=torch.int32)
@@ -110,7 +104,8 @@ def _make_batch(
         max_query_len=int(query_lens.max()),
         max_seq_len=max(seq_len for _, seq_len in lengths),
     )
-    return torch.randn(int(bounds[-1]), NUM_HEADS, HEAD_DIM).bfloat16(), (keys, values), metadata
+    query = torch.randn(int(bounds[-1]), NUM_HEADS, HEAD_DIM).bfloat16()
+    return AttentionInputs(query, keys, values, metadata, scale=1 / math.sqrt(HEAD_DIM))
 
 
 def _streaming_bandwidth(seconds: float) -> float:

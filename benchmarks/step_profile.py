@@ -33,7 +33,7 @@ from engine.engine import Engine
 from engine.sampling.sampler import Sampler
 from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
 from engine.worker.model_runner import ModelRunner
-from kernels.cpu.layer import all_layers, logits
+from kernels.cpu.step import all_layers, logits
 
 __all__ = ["PARTS", "Step", "main", "recorded_steps", "summarize"]
 

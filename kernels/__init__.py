@@ -1,7 +1,7 @@
-"""Everything that touches the device below torch's own operators: the KV cache write, attention over the paged cache.
+"""Everything that touches the device below torch's own operators: KV cache writes, attention, C kernels for CPUs.
 
-These modules know tensors, slots and block tables. They know nothing about models, sequences, schedulers or requests,
-and importing them imports neither Triton nor flash-attn: whoever needs one of those pays for it on first use.
+These modules know tensors, slots and block tables. They know nothing about models, sequences, schedulers or requests.
+Importing them imports neither Triton nor flash-attn; a backend imports its own library when it is first used.
 
 Hugging Face has a distribution that is called `kernels` too, which transformers imports from when it is installed. So
 that both work in one environment, with ours first on the path, this package also finds that one's modules and names.

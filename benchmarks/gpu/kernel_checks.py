@@ -12,7 +12,7 @@ from benchmarks.machine import median_seconds
 from kernels import reference
 from kernels.attention import AttentionBackend, select_backend
 from kernels.store_kvcache import store_kvcache
-from tests.kernels.paged_batches import BATCHES, SHAPES, TOLERANCES, Shape, make_batch
+from tests.kernels.attention.paged_batches import BATCHES, SHAPES, TOLERANCES, Shape, make_batch
 
 __all__ = ["check_attention", "check_store_kvcache", "time_decode_attention"]
 

@@ -1,28 +1,40 @@
 """The decoder: one config-driven transformer for Llama, Mistral, Qwen2 and Qwen3 checkpoints.
 
-Tokens are packed: a step's tokens of all sequences lie in one row, ``[num_tokens, hidden_size]``, and only attention,
-through the step's ForwardContext, knows which belong together. Linear layers that read the same input are fused.
+Tokens are packed: the tokens of all sequences of a step are one tensor, ``[num_tokens, hidden_size]``. Only attention
+distinguishes sequences, through the step's ForwardContext. Linear layers that read the same input are fused.
 Tensor-parallel ranks compute the same tokens, each with its own heads, features and part of the vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from engine.kv.kv_cache import KVCache
 from engine.models.config import ModelConfig
-from engine.models.forward_context import ForwardContext
 from engine.models.rope import apply_rope
 from engine.models.sharding import vocab_range
 from engine.models.tensor_parallel import TensorParallel
+from kernels.attention import AttentionBackend, AttentionInputs, AttentionMetadata
 from kernels.store_kvcache import store_kvcache
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "ForwardContext", "RowParallelLinear", "VocabParallelEmbedding"]
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What the attention layers of one step share, passed to them explicitly: the model itself knows no sequences."""
+
+    backend: AttentionBackend
+    metadata: AttentionMetadata
+    kv_cache: KVCache
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer that has its rank's columns of the input, and sums the ranks' results; the bias is added once."""
+    """A linear layer that reads its rank's input features and sums the ranks' outputs; the bias is added once."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -30,25 +42,25 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, own_features: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, in_features] to the whole [num_tokens, out_features]."""
-        partial = F.linear(own_features, self.weight, self.bias if self.parallel.rank == 0 else None)
-        return self.parallel.all_reduce(partial)
+        own_output = F.linear(own_features, self.weight, self.bias if self.parallel.rank == 0 else None)
+        return self.parallel.all_reduce(own_output)
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding that has its rank's rows: the other ids' are zero here, and the ranks' sum is everybody's."""
+    """An embedding that holds its rank's part of the vocabulary: other ids give zero, and the ranks are summed."""
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: TensorParallel) -> None:
-        self.first_id, rows = vocab_range(vocab_size, parallel.rank, parallel.size)
-        super().__init__(rows, hidden_size)
+        self.first_id, num_ids = vocab_range(vocab_size, parallel.rank, parallel.size)
+        super().__init__(num_ids, hidden_size)
         self.parallel = parallel
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens] to [num_tokens, hidden_size]."""
         if self.parallel.size == 1:
             return F.embedding(token_ids, self.weight)
-        rows = token_ids - self.first_id
-        foreign = (rows < 0) | (rows >= self.num_embeddings)
-        own = F.embedding(rows.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(1), 0)
+        own_ids = token_ids - self.first_id
+        foreign = (own_ids < 0) | (own_ids >= self.num_embeddings)
+        own = F.embedding(own_ids.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(1), 0)
         return self.parallel.all_reduce(own)
 
 
@@ -75,7 +87,7 @@ class Attention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Map ``hidden`` [num_tokens, hidden_size] to the same shape, storing its keys and values on the way."""
+        """Map ``hidden`` [num_tokens, hidden_size] to the same shape; first stores its keys and values."""
         heads = self.qkv_proj(hidden).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         query = apply_rope(self.q_norm(query), cos, sin)
@@ -83,9 +95,8 @@ class Attention(nn.Module):
         key_cache, value_cache = context.kv_cache.layers[self.layer]
         # All keys of the step are written before any is read: sequences of one step may share a block it fills.
         store_kvcache(key, value, key_cache, value_cache, context.metadata.slot_mapping)
-        attended = context.backend.forward(
-            query, key_cache, value_cache, context.metadata, scale=self.scale, sliding_window=self.sliding_window
-        )
+        inputs = AttentionInputs(query, key_cache, value_cache, context.metadata, self.scale, self.sliding_window)
+        attended = context.backend.forward(inputs)
         output: torch.Tensor = self.o_proj(attended.flatten(1))
         return output
 
@@ -108,7 +119,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and around a residual."""
+    """Attention and feed-forward, each after a norm and added to its input."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -132,7 +143,7 @@ class Decoder(nn.Module):
     Args:
         config: the whole model's shape.
         rope: cosines and sines of every position it may see, float32 [length, 2, head_dim // 2].
-        parallel: which rank's share this is.
+        parallel: this rank and its group.
     """
 
     def __init__(self, config: ModelConfig, rope: torch.Tensor, parallel: TensorParallel) -> None:
@@ -161,8 +172,12 @@ class Decoder(nn.Module):
         output: torch.Tensor = self.norm(hidden)
         return output
 
-    def compute_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-        """Return float32 logits [len(rows), vocab_size] of some rows, int64, of the hidden states [any, hidden_size];
-        only rank 0 has them."""
-        logits = self.parallel.gather_columns(self.lm_head(hidden.index_select(0, rows)))
+    def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor | None:
+        """Return float32 logits [len(token_indices), vocab_size] on rank 0, None elsewhere.
+
+        Args:
+            hidden: [num_tokens, hidden_size].
+            token_indices: int64, the tokens of ``hidden`` whose logits are wanted.
+        """
+        logits = self.parallel.gather_columns(self.lm_head(hidden.index_select(0, token_indices)))
         return None if logits is None else logits[:, : self.config.vocab_size].float()

@@ -16,8 +16,7 @@ from engine.errors import ConfigError
 from engine.kv.kv_cache import KVCache
 from engine.models.config import ModelConfig, load_hf_config
 from engine.models.cpu_decoder import CpuDecoder
-from engine.models.decoder import Decoder
-from engine.models.forward_context import ForwardContext
+from engine.models.decoder import Decoder, ForwardContext
 from engine.models.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.sampling.sampler import Sampler

@@ -1,6 +1,11 @@
-"""Attention over the paged KV cache: one interface, three backends, chosen once when an engine starts."""
+"""Attention over the paged KV cache: one interface, three backends, chosen once when an engine starts.
 
-from kernels.attention.base import AttentionBackend, AttentionMetadata
+This room knows queries, caches and block tables; it does not know layers, models or sequences' tokens. To add a
+backend, implement `AttentionBackend` in a module of its own and name it in select.py.
+"""
+
+from kernels.attention.base import AttentionBackend, AttentionInputs
 from kernels.attention.select import select_backend
+from kernels.attention_metadata import AttentionMetadata
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "select_backend"]
+__all__ = ["AttentionBackend", "AttentionInputs", "AttentionMetadata", "select_backend"]

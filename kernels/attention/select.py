@@ -1,4 +1,4 @@
-"""Which attention backend an engine uses: decided once, at start, from the device and the configured name.
+"""select_backend: chooses an engine's attention backend once, at start, from the device and the configured name.
 
 Backends are imported only when they are chosen, so a CPU needs neither Triton nor flash-attn.
 """
@@ -44,7 +44,7 @@ def _cpu_backend(device: torch.device) -> AttentionBackend:
         raise ValueError(
             f"attention backend 'cpu' cannot run on device {str(device)!r}; use auto, triton or flash_attn"
         )
-    from kernels.attention.cpu import CpuBackend
+    from kernels.attention.cpu_backend import CpuBackend
 
     return CpuBackend()
 
@@ -59,7 +59,7 @@ def _triton_backend(device: torch.device) -> AttentionBackend:
             f"attention backend 'triton' cannot run on device {str(device)!r}; "
             "use auto or cpu, or set TRITON_INTERPRET=1 to test its kernels"
         )
-    from kernels.attention.triton_attention import TritonBackend
+    from kernels.attention.triton_backend import TritonBackend
 
     return TritonBackend()
 
@@ -68,7 +68,7 @@ def _flash_attn_backend(device: torch.device) -> AttentionBackend:
     if reason := _why_no_flash_attn(device):
         remedy = "auto or cpu" if device.type == "cpu" else "auto or triton"
         raise ValueError(f"attention backend 'flash_attn' cannot run on device {str(device)!r}: {reason}; use {remedy}")
-    from kernels.attention.flash_attention import FlashAttnBackend
+    from kernels.attention.flash_attn_backend import FlashAttnBackend
 
     return FlashAttnBackend()
 

@@ -1,202 +1,90 @@
-"""Decoder layers, all at once or a half at a time, and the logits as calls of the C kernels (csrc/layer.h)."""
+"""PackedLayer: the weights of one decoder layer as the C kernels read them (csrc/layer.h)."""
 
 from __future__ import annotations
 
-import ctypes
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from kernels.attention import AttentionMetadata
-from kernels.cpu.library import pointer, require
-from kernels.cpu.linear import CWeight, PackedLinear, WeightKind, words_per_row
-from kernels.cpu.memory import huge_zeros
+from kernels.cpu.bindings import CLayer
+from kernels.cpu.linear import LANES, PackedLinear, WeightKind
 
-__all__ = ["CLayer", "CpuStep", "Scratch", "all_layers", "attention_half", "logits", "mlp_half"]
+__all__ = ["LayerShape", "NormName", "PackedLayer"]
 
-
-class CLayer(ctypes.Structure):
-    """``pagoda_layer``."""
-
-    _fields_ = (
-        ("qkv", CWeight),
-        ("output", CWeight),
-        ("gate_up", CWeight),
-        ("down", CWeight),
-        ("input_norm", ctypes.c_void_p),
-        ("post_attention_norm", ctypes.c_void_p),
-        ("query_norm", ctypes.c_void_p),
-        ("key_norm", ctypes.c_void_p),
-        ("num_heads", ctypes.c_int32),
-        ("num_kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("hidden_size", ctypes.c_int32),
-        ("intermediate_size", ctypes.c_int32),
-        ("sliding_window", ctypes.c_int32),
-        ("is_bf16", ctypes.c_int32),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-    )
+NormName = Literal["input_norm", "post_attention_norm", "query_norm", "key_norm"]
 
 
-class CStep(ctypes.Structure):
-    """``pagoda_step``."""
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """The sizes of one decoder layer: attention with grouped queries, then a SwiGLU feed-forward."""
 
-    _fields_ = (
-        ("hidden", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("rope", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("slot_mapping", ctypes.c_void_p),
-        ("cu_seqlens_q", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("block_tables", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int32),
-        ("num_seqs", ctypes.c_int32),
-        ("max_blocks", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
-        ("words", ctypes.c_void_p),
-        ("row_scales", ctypes.c_void_p),
-        ("wide", ctypes.c_void_p),
-        ("query", ctypes.c_void_p),
-        ("attended", ctypes.c_void_p),
-    )
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    sliding_window: int | None  # tokens; None: no window
+    norm_eps: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
 
 
-class Scratch:
-    """Memory for what lives within a layer: kept from step to step, since fresh memory costs its page faults.
+class PackedLayer:
+    """One layer's packed weights, zero until they are set.
 
     Args:
-        kind: of the weights.
-        width: elements of the widest row that a linear layer of the model reads.
-        outputs: elements of the widest row that one writes.
-        attention_width: elements of a token's queries.
-        cache_dtype: of keys and values, and so of queries.
+        shape: of the layer, or of a tensor-parallel rank's share.
+        kind: the type of the packed weights.
+        cache_dtype: of the KV cache, float32 or bfloat16.
+
+    Attributes:
+        qkv, output, down: linear layers.
+        gate_up: the feed-forward's two input layers; panels of 16 outputs alternate between gate and up.
+        intermediate_size: features between gate_up and down, padded with zeros to whole panels.
     """
 
-    def __init__(
-        self, kind: WeightKind, *, width: int, outputs: int, attention_width: int, cache_dtype: torch.dtype
-    ) -> None:
-        self._num_words = words_per_row(kind, width)
-        self._outputs, self._attention_width, self._cache_dtype = outputs, attention_width, cache_dtype
-        self._capacity = 0
-        self.reserve(16)
-
-    def reserve(self, num_tokens: int) -> None:
-        """Make room for a step of ``num_tokens``."""
-        if num_tokens <= self._capacity:
-            return
-        self.words = huge_zeros((num_tokens * self._num_words,), torch.int32)
-        self.row_scales = huge_zeros((num_tokens,), torch.float32)
-        self.wide = huge_zeros((num_tokens * self._outputs,), torch.float32)
-        self.query, self.attended = (
-            huge_zeros((num_tokens * self._attention_width,), self._cache_dtype) for _ in range(2)
-        )
-        for memory in (self.words, self.row_scales, self.wide, self.query, self.attended):
-            memory.zero_()  # memory is given when it is first written, and no step is to wait for it
-        self._capacity = num_tokens
-
-
-class CpuStep:
-    """One step's batch for the kernels.
-
-    Args:
-        hidden: float32 [num_tokens, hidden_size], the residual stream, which the halves add to.
-        positions: int64 [num_tokens].
-        rope: float32 [length, 2, head_dim // 2].
-        metadata: the step's attention.
-        block_size: tokens in a KV block.
-        scratch: with room for as many tokens.
-        partial: like ``hidden``; where it is given, the halves write what is to be added there instead.
-    """
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        rope: torch.Tensor,
-        metadata: AttentionMetadata,
-        block_size: int,
-        scratch: Scratch,
-        partial: torch.Tensor | None = None,
-    ) -> None:
-        scratch.reserve(hidden.shape[0])
-        block_tables = metadata.block_tables
-        assert hidden.is_contiguous()
-        assert block_tables.is_contiguous()
-        assert block_tables.dtype == metadata.cu_seqlens_q.dtype == metadata.seq_lens.dtype == torch.int32
-        assert positions.dtype == metadata.slot_mapping.dtype == torch.int64
-        # The structure holds addresses only: whatever they lead to must live as long.
-        self._kept = (hidden, positions, rope, metadata, partial)
-        self.c_step = CStep(
-            hidden.data_ptr(),
-            None if partial is None else partial.data_ptr(),
-            rope.data_ptr(),
-            positions.data_ptr(),
-            metadata.slot_mapping.data_ptr(),
-            metadata.cu_seqlens_q.data_ptr(),
-            metadata.seq_lens.data_ptr(),
-            block_tables.data_ptr(),
-            hidden.shape[0],
-            len(metadata.seq_lens),
-            block_tables.shape[1],
-            block_size,
-            scratch.words.data_ptr(),
-            scratch.row_scales.data_ptr(),
-            scratch.wide.data_ptr(),
-            scratch.query.data_ptr(),
-            scratch.attended.data_ptr(),
+    def __init__(self, shape: LayerShape, kind: WeightKind, cache_dtype: torch.dtype) -> None:
+        heads, kv_heads, head_dim, hidden = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
+        self.intermediate_size = -(-shape.intermediate_size // LANES) * LANES
+        self.qkv = PackedLinear(kind, hidden, (heads + 2 * kv_heads) * head_dim, has_bias=shape.qkv_bias)
+        self.output = PackedLinear(kind, heads * head_dim, hidden, has_bias=shape.output_bias)
+        self.gate_up = PackedLinear(kind, hidden, 2 * self.intermediate_size, has_bias=shape.mlp_bias)
+        self.down = PackedLinear(kind, self.intermediate_size, hidden, has_bias=shape.mlp_bias)
+        self._norms: dict[NormName, torch.Tensor] = {}
+        self.c_layer = CLayer(
+            self.qkv.c_weight,
+            self.output.c_weight,
+            self.gate_up.c_weight,
+            self.down.c_weight,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            hidden_size=hidden,
+            intermediate_size=self.intermediate_size,
+            sliding_window=shape.sliding_window or 0,
+            is_bf16=cache_dtype == torch.bfloat16,
+            eps=shape.norm_eps,
+            scale=head_dim**-0.5,
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the linear layers' weights take."""
+        return sum(one.num_bytes for one in (self.qkv, self.output, self.gate_up, self.down))
 
-def attention_half(layer: CLayer, step: CpuStep, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Add a layer's attention to the hidden states, storing the step's keys and values on the way.
+    def set_norm(self, name: NormName, weight: torch.Tensor) -> None:
+        """Set the weights of an RMSNorm: [hidden_size], or [head_dim] of queries and keys (optional)."""
+        self._norms[name] = weight.float().contiguous()  # the structure has its address only
+        setattr(self.c_layer, name, self._norms[name].data_ptr())
 
-    The caches are [num_blocks, block_size, num_kv_heads, head_dim].
-    """
-    require().pagoda_attention_half(
-        ctypes.byref(layer),
-        ctypes.byref(step.c_step),
-        pointer(key_cache),
-        pointer(value_cache),
-    )
+    def set_gate_up_weight(self, weight: torch.Tensor) -> None:
+        """Set the weights of gate and up, one below the other: [2 * intermediate_size, hidden_size], unpadded."""
+        for offset, half in enumerate(weight.chunk(2)):
+            self.gate_up.set_weight(half, every=2, offset=offset)
 
-
-def mlp_half(layer: CLayer, step: CpuStep) -> None:
-    """Add a layer's feed-forward to the hidden states."""
-    require().pagoda_mlp_half(ctypes.byref(layer), ctypes.byref(step.c_step))
-
-
-def all_layers(layers: list[CLayer], step: CpuStep, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Compute both halves of every layer in one call; ``caches`` are each layer's keys and values.
-
-    A call gives the interpreter's lock away and must wait for it at the end: with one a layer, an event loop beside it
-    would hold a step up as often.
-    """
-    count = len(layers)
-    addresses = ctypes.c_void_p * count
-    require().pagoda_layers(
-        addresses(*map(ctypes.addressof, layers)),
-        ctypes.c_int32(count),
-        ctypes.byref(step.c_step),
-        addresses(*(keys.data_ptr() for keys, _ in caches)),
-        addresses(*(values.data_ptr() for _, values in caches)),
-    )
-
-
-def logits(
-    output: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor, eps: float, head: PackedLinear, scratch: Scratch
-) -> None:
-    """Write the float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size] to ``output``."""
-    assert hidden.is_contiguous()
-    assert hidden.dtype == torch.float32
-    scratch.reserve(hidden.shape[0])
-    require().pagoda_logits(
-        pointer(output),
-        pointer(hidden),
-        ctypes.c_int32(hidden.shape[0]),
-        pointer(norm),
-        ctypes.c_float(eps),
-        ctypes.byref(head.c_weight),
-        pointer(scratch.words),
-        pointer(scratch.row_scales),
-    )
+    def set_gate_up_bias(self, bias: torch.Tensor) -> None:
+        """Set the biases of gate and up, [2 * intermediate_size], unpadded."""
+        for offset, half in enumerate(bias.chunk(2)):
+            self.gate_up.set_bias(half, every=2, offset=offset)

@@ -1,30 +1,28 @@
-"""The compiled C kernels as one ctypes library, or the knowledge that this machine has none.
+"""The compiled C library of this process, or None on a machine that cannot have one.
 
-A call releases the interpreter's lock, so other threads of the process, an event loop say, go on meanwhile.
+A call releases the interpreter's lock, so the process's other threads, an event loop say, run meanwhile.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 from functools import cache
 from pathlib import Path
 
-import torch
-
+from kernels.cpu.bindings import Library, load
 from kernels.cpu.build import BuildError, build
 
-__all__ = ["library", "pointer", "require", "set_num_threads"]
+__all__ = ["library", "require", "set_num_threads"]
 
 logger = logging.getLogger(__name__)
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """Return the library, compiled now if need be; None where it cannot be had, with a warning that says why.
+def library() -> Library | None:
+    """Return the library, compiling it now if need be; None, with a warning that says why, if that fails.
 
-    ``PAGODA_CPU_KERNELS=0`` in the environment asks to do without it.
+    ``PAGODA_CPU_KERNELS=0`` in the environment disables it.
     """
     if os.environ.get("PAGODA_CPU_KERNELS") == "0":
         return None
@@ -35,28 +33,23 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(path: Path) -> Library:
     try:
-        return ctypes.CDLL(str(path))
+        return load(path)
     except OSError:  # damaged, by a disk that was full for example
         path.unlink(missing_ok=True)
-        return ctypes.CDLL(str(build()))
+        return load(build())
 
 
-def require() -> ctypes.CDLL:
-    """Return the library to somebody who knows that it is there."""
+def require() -> Library:
+    """Return the library to a caller that has checked that it is available."""
     loaded = library()
-    assert loaded is not None, "callers ask whether the library can be had before they use it"
+    assert loaded is not None, "library() is None: callers check that before they call a kernel"
     return loaded
 
 
-def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    """Return a tensor's address as an argument of a call, NULL for None; the tensor must outlive the call."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
 def set_num_threads(count: int) -> None:
-    """Let ``count`` threads compute, the caller's own among them, for all engines of the process."""
+    """Set how many threads compute, the caller's own among them, for all engines of the process."""
     loaded = library()
     if loaded is not None:
         loaded.pagoda_set_num_threads(count)

@@ -1,4 +1,4 @@
-"""PackedLinear: a linear layer's weights as the C kernels read them, and the product with them.
+"""PackedLinear: a linear layer's weights packed for the C kernels, and the product with them.
 
 csrc/linear.h draws the layout. A weight is packed once, part by part, and the tensors it came from are not needed
 afterwards.
@@ -6,46 +6,27 @@ afterwards.
 
 from __future__ import annotations
 
-import ctypes
 from enum import IntEnum
 
 import torch
 
-from kernels.cpu.library import pointer, require
+from kernels.cpu.bindings import CRows, CWeight, address
+from kernels.cpu.library import require
 from kernels.cpu.memory import huge_zeros
 
-__all__ = ["LANES", "CWeight", "PackedLinear", "WeightKind", "has_int8", "linear", "pack_rows", "words_per_row"]
+__all__ = ["LANES", "PackedLinear", "WeightKind", "has_int8", "linear", "pack_rows", "words_per_row"]
 
 LANES = 16  # outputs that the kernels compute together, a panel
-_PANELS_AT_ONCE = 4  # the kernels read panels in fours: what lies behind the last one must be there
+_PANELS_AT_ONCE = 4  # the kernels read panels in fours, so memory is allocated for whole fours
+_STORE = 0  # PAGODA_STORE: the output is overwritten
 
 
 class WeightKind(IntEnum):
-    """How weights are kept, and activations multiplied with them."""
+    """The type of packed weights, and of the activations that are multiplied with them."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2  # per output, symmetric; activations are quantized row by row
-
-
-class CWeight(ctypes.Structure):
-    """``pagoda_weight``."""
-
-    _fields_ = (
-        ("words", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("kind", ctypes.c_int32),
-        ("in_features", ctypes.c_int32),
-        ("out_features", ctypes.c_int32),
-    )
-
-
-class CRows(ctypes.Structure):
-    """``pagoda_rows``."""
-
-    _fields_ = (("words", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("num_rows", ctypes.c_int32))
 
 
 def words_per_row(kind: WeightKind, in_features: int) -> int:
@@ -54,7 +35,7 @@ def words_per_row(kind: WeightKind, in_features: int) -> int:
 
 
 def has_int8() -> bool:
-    """Return whether this machine multiplies int8 by the kernels: it takes AVX-512 VNNI."""
+    """Return whether the kernels multiply int8 on this machine, which takes AVX-512 VNNI."""
     return bool(require().pagoda_has_int8())
 
 
@@ -62,26 +43,26 @@ class PackedLinear:
     """Packed weights [out_features, in_features], zero until they are set.
 
     Args:
-        kind: how the weights are kept.
+        kind: the type of the packed weights.
         in_features: elements of a row.
         out_features: rows.
-        has_bias: whether there is a bias, float32 here.
+        has_bias: whether there is a bias, which is kept in float32.
     """
 
     def __init__(self, kind: WeightKind, in_features: int, out_features: int, *, has_bias: bool = False) -> None:
         self.kind, self.in_features, self.out_features = kind, in_features, out_features
         panels = -(-out_features // (LANES * _PANELS_AT_ONCE)) * _PANELS_AT_ONCE
         num_words = words_per_row(kind, in_features)
-        self._words = huge_zeros((panels * num_words * LANES,), torch.int32)  # the last panels' lanes stay zero
+        self._words = huge_zeros((panels * num_words * LANES,), torch.int32)  # unused lanes stay zero
         is_int8 = kind is WeightKind.INT8
         self._scales = torch.zeros(panels * LANES) if is_int8 else None
         self._sums = torch.zeros(panels * LANES, dtype=torch.int32) if is_int8 else None
         self._bias = torch.zeros(panels * LANES) if has_bias else None
         self.c_weight = CWeight(
-            pointer(self._words),
-            pointer(self._scales),
-            pointer(self._sums),
-            pointer(self._bias),
+            self._words.data_ptr(),
+            address(self._scales),
+            address(self._sums),
+            address(self._bias),
             kind,
             in_features,
             out_features,
@@ -107,21 +88,21 @@ class PackedLinear:
             weight = weight.float()
         weight = weight.contiguous()
         require().pagoda_pack_weight(
-            ctypes.c_void_p(self.c_weight.words),
-            ctypes.c_void_p(self.c_weight.scales),
-            ctypes.c_void_p(self.c_weight.sums),
-            pointer(weight),
-            ctypes.c_int32(weight.dtype == torch.bfloat16),
-            ctypes.c_int32(self.kind),
-            ctypes.c_int32(weight.shape[0]),
-            ctypes.c_int32(self.in_features),
-            ctypes.c_int32(first_output),
-            ctypes.c_int32(every),
-            ctypes.c_int32(offset),
+            self._words.data_ptr(),
+            address(self._scales),
+            address(self._sums),
+            weight.data_ptr(),
+            weight.dtype == torch.bfloat16,
+            self.kind,
+            weight.shape[0],
+            self.in_features,
+            first_output,
+            every,
+            offset,
         )
 
     def set_bias(self, bias: torch.Tensor, *, every: int = 1, offset: int = 0) -> None:
-        """Take a bias [n] for the outputs; ``every`` and ``offset`` as for the weights."""
+        """Set the bias [n] of the outputs; ``every`` and ``offset`` as for the weights."""
         assert self._bias is not None
         index = torch.arange(len(bias))
         self._bias[(index // LANES * every + offset) * LANES + index % LANES] = bias.float()
@@ -139,18 +120,10 @@ def pack_rows(
         eps: what that adds to the mean square.
     """
     assert x.is_contiguous()
-    words = torch.empty(x.shape[0] * words_per_row(kind, x.shape[1]), dtype=torch.int32)
-    scales = torch.empty(x.shape[0])
-    rows = CRows(words.data_ptr(), scales.data_ptr(), x.shape[0])
-    require().pagoda_pack_rows(
-        ctypes.byref(rows),
-        pointer(x),
-        ctypes.c_int32(x.dtype == torch.bfloat16),
-        ctypes.c_int32(kind),
-        ctypes.c_int32(x.shape[1]),
-        pointer(norm),
-        ctypes.c_float(eps),
-    )
+    num_rows, width = x.shape
+    words, scales = torch.empty(num_rows * words_per_row(kind, width), dtype=torch.int32), torch.empty(num_rows)
+    rows = CRows(words.data_ptr(), scales.data_ptr(), num_rows)
+    require().pagoda_pack_rows(rows, x.data_ptr(), x.dtype == torch.bfloat16, kind, width, address(norm), eps)
     return words, scales
 
 
@@ -159,11 +132,5 @@ def linear(x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
     words, scales = pack_rows(x.contiguous(), weight.kind)
     rows = CRows(words.data_ptr(), scales.data_ptr(), x.shape[0])
     output = torch.empty(x.shape[0], weight.out_features)
-    require().pagoda_linear(
-        pointer(output),
-        ctypes.c_int64(weight.out_features),
-        ctypes.byref(rows),
-        ctypes.byref(weight.c_weight),
-        ctypes.c_int(0),
-    )
+    require().pagoda_linear(output.data_ptr(), weight.out_features, rows, weight.c_weight, _STORE)
     return output

@@ -1,8 +1,7 @@
-"""Large tensors on huge pages: weights and KV are streamed, and with small pages looking up addresses takes a fifth."""
+"""Large tensors on huge pages: with small pages, looking up addresses takes a fifth of the time to stream weights."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 from contextlib import suppress
@@ -19,7 +18,7 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros, on huge pages where the system has them and the tensor fills one; untouched memory takes none.
 
     Raises:
-        RuntimeError: if there is no such memory, as torch does.
+        RuntimeError: if the system refuses so much memory, as torch does.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _HUGE_PAGE or _ADVICE is None:
@@ -28,8 +27,8 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # It lives as long as a tensor on it. Shared memory, Python's default, gets no huge pages.
         memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
-        raise RuntimeError(f"{size} bytes cannot be had: {error}") from error
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(_ADVICE, start, size // _HUGE_PAGE * _HUGE_PAGE)  # what is left over would waste most of one
+        raise RuntimeError(f"cannot allocate {size} bytes: {error}") from error
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    with suppress(OSError):  # this Linux has no huge pages
+        memory.madvise(_ADVICE, start, size // _HUGE_PAGE * _HUGE_PAGE)  # the rest would waste most of a page
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)

@@ -1,35 +1,34 @@
-"""Sampling kernels in C (csrc/sampling.h) as functions of tensors; callers ask ``can_sample`` first."""
+"""Choosing tokens from logits in C (csrc/top_k.h, csrc/draw.h); callers check ``can_sample`` first."""
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
-from kernels.cpu.library import library, pointer, require
+from kernels.cpu.bindings import address
+from kernels.cpu.library import library, require
 
 __all__ = ["can_sample", "draw", "top_candidates", "top_k"]
 
 
 def can_sample(rows: torch.Tensor) -> bool:
-    """Return whether the kernels can read ``rows`` [num_rows, width], and are to be had on this machine."""
+    """Return whether the kernels can read ``rows`` [num_rows, width] and are available on this machine."""
     is_readable = rows.device.type == "cpu" and rows.dtype == torch.float32 and rows.stride(1) == 1
     return is_readable and library() is not None
 
 
 def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the k highest of ``scores`` [rows, width] in order, and their places, int64; both [rows, min(k, width)].
+    """Return the k highest of ``scores`` [rows, width] in order, and their indices, int64; both [rows, min(k, width)].
 
-    Of equal scores the one that comes first goes first.
+    Equal scores are ordered by index.
     """
-    highest, places, _ = _top_k(scores, None, k)
-    return highest, places
+    highest, indices, _ = _top_k(scores, None, k)
+    return highest, indices
 
 
 def top_candidates(
     logits: torch.Tensor, temperatures: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the k likeliest tokens of each row of ``logits`` [rows, vocab_size] in order, without another copy of it.
+    """Return the k most likely tokens of each row of ``logits`` [rows, vocab_size] in order, without copying it.
 
     Returns:
         Their scores, (logit - the row's largest) / temperature, and their ids, both [rows, min(k, vocab_size)]; and the
@@ -43,20 +42,20 @@ def _top_k(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_rows, width = rows.shape
     k = min(k, width)
-    scores, places = torch.empty(num_rows, k), torch.empty(num_rows, k, dtype=torch.int64)
+    scores, indices = torch.empty(num_rows, k), torch.empty(num_rows, k, dtype=torch.int64)
     log_totals = torch.empty(num_rows, 1)
     require().pagoda_top_k(
-        pointer(scores),
-        pointer(places),
-        pointer(log_totals),
-        pointer(rows),
-        pointer(temperatures),
-        ctypes.c_int64(num_rows),
-        ctypes.c_int64(width),
-        ctypes.c_int64(rows.stride(0)),
-        ctypes.c_int64(k),
+        scores.data_ptr(),
+        indices.data_ptr(),
+        log_totals.data_ptr(),
+        rows.data_ptr(),
+        address(temperatures),
+        num_rows,
+        width,
+        rows.stride(0),
+        k,
     )
-    return scores, places, log_totals
+    return scores, indices, log_totals
 
 
 def draw(
@@ -67,23 +66,24 @@ def draw(
     Args:
         logits: float32.
         temperatures: float32 [rows, 1].
-        floors: float32 [rows, 1]: a token whose score, (logit - the row's largest) / temperature, is less is left out.
+        floors: float32 [rows, 1]: tokens whose score, (logit - the row's largest) / temperature, is less are excluded.
         keys: int32 [rows, 2], of the noise.
 
     Returns:
         The tokens' noisy scores, which are finite unless nothing can be drawn, and their ids, int64; both [rows].
     """
-    values, tokens = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+    num_rows, width = logits.shape
+    values, tokens = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
     assert keys.is_contiguous()
     require().pagoda_draw(
-        pointer(values),
-        pointer(tokens),
-        pointer(logits),
-        pointer(temperatures),
-        pointer(floors),
-        pointer(keys),
-        ctypes.c_int64(len(logits)),
-        ctypes.c_int64(logits.shape[1]),
-        ctypes.c_int64(logits.stride(0)),
+        values.data_ptr(),
+        tokens.data_ptr(),
+        logits.data_ptr(),
+        temperatures.data_ptr(),
+        address(floors),
+        keys.data_ptr(),
+        num_rows,
+        width,
+        logits.stride(0),
     )
     return values, tokens

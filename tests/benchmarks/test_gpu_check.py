@@ -31,7 +31,7 @@ def test_check_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
 def test_check_fails_when_a_kernel_is_wrong(tmp_path: Path) -> None:
     """An all-zero attention must not pass."""
     program = (
-        "import sys, torch; from kernels.attention.cpu import CpuBackend; "
+        "import sys, torch; from kernels.attention.cpu_backend import CpuBackend; "
         "CpuBackend.forward = lambda self, query, *a, **k: torch.zeros_like(query); "
         "from benchmarks.gpu.check import main; "
         f"sys.exit(main(['--device', 'cpu', '--size', 'tiny', '--out', {str(tmp_path / 'r.json')!r}]))"

@@ -14,9 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.attention import triton_kernels
-from kernels.attention.triton_attention import TritonBackend
+from kernels.attention.triton_backend import TritonBackend
 from kernels.store_kvcache_triton import _store_kernel, store_kvcache_triton
-from tests.kernels.paged_batches import BATCHES, Shape, make_batch
+from tests.kernels.attention.paged_batches import BATCHES, Shape, make_batch
 
 
 class _Driver:

@@ -28,7 +28,8 @@ def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_nothing_on_the_cpu_path_imports_triton_or_flash_attn() -> None:
     script = (
         "import sys, torch, kernels, kernels.reference; from kernels.attention import select_backend; "
-        "import kernels.attention.flash_attention; select_backend(torch.device('cpu')); "
+        "import kernels.attention.flash_attn_backend, kernels.attention.reference; "
+        "select_backend(torch.device('cpu')); "
         "print([name for name in ('triton', 'flash_attn') if name in sys.modules])"
     )
     result = _python("-c", script)
@@ -48,6 +49,6 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 def test_the_kernels_in_the_interpreter(kernels_need_own_process: bool) -> None:
     if not kernels_need_own_process:
         pytest.skip("the Triton tests ran in this process")
-    files = [str(HERE / name) for name in ("test_attention_triton.py", "test_store_kvcache.py")]
+    files = [str(HERE / name) for name in ("attention/test_triton_backend.py", "test_store_kvcache.py")]
     result = _python("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout

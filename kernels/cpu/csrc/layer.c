@@ -9,7 +9,7 @@
 /* Multiplies rows into the residual stream, or into this rank's part of what is to be added to it. */
 static void add_to_hidden(const pagoda_layer *layer, const pagoda_step *step, const pagoda_rows *rows,
                           const pagoda_weight *weight) {
-    if (step->partial) pagoda_linear(step->partial, layer->hidden_size, rows, weight, PAGODA_STORE);
+    if (step->addend) pagoda_linear(step->addend, layer->hidden_size, rows, weight, PAGODA_STORE);
     else pagoda_linear(step->hidden, layer->hidden_size, rows, weight, PAGODA_ADD);
 }
 

@@ -25,7 +25,7 @@ typedef struct {
 
 typedef struct {
     float *hidden;  /* [num_tokens, hidden_size] */
-    float *partial; /* the same: takes the result of a tensor-parallel rank; NULL: it is added to hidden */
+    float *addend;  /* [num_tokens, hidden_size]: takes what tensor-parallel ranks must sum; NULL: hidden takes it */
     const float *rope;
     const int64_t *positions;
     const int64_t *slot_mapping;

@@ -13,8 +13,7 @@ from engine.kv.kv_cache import KVCache
 from engine.models import loader
 from engine.models.config import load_hf_config
 from engine.models.cpu_decoder import CpuDecoder
-from engine.models.decoder import Decoder
-from engine.models.forward_context import ForwardContext
+from engine.models.decoder import Decoder, ForwardContext
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention import AttentionMetadata, select_backend
 from kernels.cpu.library import library, set_num_threads

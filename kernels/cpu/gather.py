@@ -1,12 +1,10 @@
-"""Rows of activations by the C kernels (csrc/rows.h)."""
+"""Gathering rows of activations or embeddings, in C (csrc/gather.h)."""
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
-from kernels.cpu.library import pointer, require
+from kernels.cpu.library import require
 
 __all__ = ["gather_rows"]
 
@@ -17,8 +15,8 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     Torch's own indexing would wake its threads, which then spin for milliseconds on the cores that compute the layers.
 
     Args:
-        table: where they are, on the CPU.
-        rows: int64, which ones.
+        table: contiguous, on the CPU.
+        rows: int64, the rows' indices.
 
     Raises:
         IndexError: if the table lacks one of them.
@@ -30,15 +28,9 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     assert rows.is_contiguous()
     num_rows, width = table.shape
     gathered = torch.empty(len(rows), width)
-    are_there = require().pagoda_gather_rows(
-        pointer(gathered),
-        pointer(table),
-        ctypes.c_int32(table.dtype == torch.bfloat16),
-        ctypes.c_int64(num_rows),
-        pointer(rows),
-        ctypes.c_int32(len(rows)),
-        ctypes.c_int32(width),
-    )
-    if not are_there:
+    is_bf16 = table.dtype == torch.bfloat16
+    if not require().pagoda_gather_rows(
+        gathered.data_ptr(), table.data_ptr(), is_bf16, num_rows, rows.data_ptr(), len(rows), width
+    ):
         raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} are wanted of a table of {num_rows}")
     return gathered

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from kernels.attention.flash_attention import FlashAttnBackend
-from tests.kernels import fake_flash_attn
-from tests.kernels.paged_batches import (
+from kernels.attention.flash_attn_backend import FlashAttnBackend
+from tests.kernels.attention import fake_flash_attn
+from tests.kernels.attention.paged_batches import (
     BATCHES,
     PADDING,
     WINDOWS,
@@ -17,7 +17,7 @@ from tests.kernels.paged_batches import (
     assert_matches,
     make_batch,
     with_padding_of_length_one,
-    without_blocks_behind,
+    without_blocks_before,
 )
 
 SHAPE = Shape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=256)
@@ -56,9 +56,9 @@ def test_padding_that_claims_one_token_follows_no_block_table(
 
 
 @pytest.mark.parametrize("lengths", [[(1, 700), (1, 290)], [(3, 700), (1, 600)]])
-def test_blocks_behind_the_window_may_be_gone(backend: FlashAttnBackend, lengths: list[tuple[int, int]]) -> None:
+def test_blocks_before_the_window_may_be_missing(backend: FlashAttnBackend, lengths: list[tuple[int, int]]) -> None:
     whole = make_batch(lengths, SHAPE)
-    freed = without_blocks_behind(whole, 100)
+    freed = without_blocks_before(whole, 100)
     assert (freed.metadata.block_tables != whole.metadata.block_tables).any()
     assert_matches(freed.run(backend, 100), whole.expected(100))
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention.cpu import CpuBackend
-from kernels.attention.cpu_plan import make_plan
-from tests.kernels.paged_batches import (
+from kernels.attention.cpu_backend import CpuBackend
+from kernels.attention.sdpa_plan import make_plan
+from tests.kernels.attention.paged_batches import (
     BATCHES,
     PADDING,
     SHAPES,
@@ -20,7 +20,7 @@ from tests.kernels.paged_batches import (
     assert_matches,
     make_batch,
     with_padding_of_length_one,
-    without_blocks_behind,
+    without_blocks_before,
 )
 
 
@@ -47,7 +47,7 @@ def test_every_dtype_and_block_size(backend: CpuBackend, dtype: torch.dtype, blo
 
 
 @pytest.mark.parametrize("sliding_window", [None, 1, 100, 257, 599, 600, 601])
-def test_a_chunk_of_several_tiles_behind_a_long_prefix(backend: CpuBackend, sliding_window: int | None) -> None:
+def test_a_chunk_of_several_tiles_after_a_long_prefix(backend: CpuBackend, sliding_window: int | None) -> None:
     batch = make_batch([(300, 600), (513, 513), (1, 259)], Shape(num_heads=2, num_kv_heads=1, head_dim=16))
     assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
 
@@ -91,9 +91,9 @@ def test_padding_that_claims_one_token_yields_zeros(backend: CpuBackend) -> None
 
 
 @pytest.mark.parametrize("sliding_window", [1, 7, 16])
-def test_blocks_behind_the_window_may_be_gone(backend: CpuBackend, sliding_window: int) -> None:
+def test_blocks_before_the_window_may_be_missing(backend: CpuBackend, sliding_window: int) -> None:
     whole = make_batch([(1, 40), (3, 50), (9, 9)], Shape(block_size=4))
-    freed = without_blocks_behind(whole, sliding_window)
+    freed = without_blocks_before(whole, sliding_window)
     assert (freed.metadata.block_tables != whole.metadata.block_tables).any()
     assert_matches(freed.run(backend, sliding_window), whole.expected(sliding_window))
 
@@ -109,14 +109,14 @@ def test_one_step_s_layers_may_differ_in_window_and_heads(backend: CpuBackend) -
 
 def test_a_plan_is_made_once_and_dies_with_its_step(backend: CpuBackend) -> None:
     batch = make_batch(BATCHES["mixed"], Shape())
-    assert backend._plan(batch.metadata, 16, None) is backend._plan(batch.metadata, 16, None)
-    assert len(backend._plans) == 1
+    assert backend._sdpa._plan(batch.metadata, 16, None) is backend._sdpa._plan(batch.metadata, 16, None)
+    assert len(backend._sdpa._plans) == 1
     del batch
-    assert len(backend._plans) == 0
+    assert len(backend._sdpa._plans) == 0
 
 
 def test_inference_mode_and_grad_mode_share_a_backend(backend: CpuBackend) -> None:
-    batch = make_batch(BATCHES["chunks behind a prefix"], Shape())
+    batch = make_batch(BATCHES["chunks after a prefix"], Shape())
     with torch.inference_mode():
         batch.run(backend)
     assert_matches(batch.run(backend), batch.expected())

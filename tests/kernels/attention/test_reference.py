@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.kernels.paged_batches import SHAPES, Batch, Shape, assert_matches, make_batch
+from tests.kernels.attention.paged_batches import SHAPES, Batch, Shape, assert_matches, make_batch
 
 
 def _dense_attention(batch: Batch, sliding_window: int | None) -> torch.Tensor:

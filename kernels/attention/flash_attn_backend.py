@@ -1,4 +1,4 @@
-"""Paged attention by flash-attn (FlashAttention-2; Dao, 2023): how our batch is written in its arguments.
+"""Paged attention by flash-attn (FlashAttention-2; Dao, 2023): translates our batch into its arguments.
 
 flash-attn aligns a causal mask with the end of the context, as our packed queries need, and reads keys through a block
 table whose blocks are a multiple of 256 tokens. It is imported when the backend is chosen, never before.
@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kernels.attention.base import AttentionBackend, AttentionMetadata
+from kernels.attention.base import AttentionBackend, AttentionInputs
+from kernels.attention_metadata import AttentionMetadata
 
 _PAGE_SIZE = 256  # tokens: flash-attn's pages are a multiple of this
 _NO_WINDOW = (-1, -1)
@@ -21,7 +22,7 @@ _NO_WINDOW = (-1, -1)
 
 @dataclass(frozen=True)
 class _StepArguments:
-    """What flash-attn wants to know of a step beyond the metadata itself."""
+    """Arguments of flash-attn that are derived from a step's metadata."""
 
     seq_lens: torch.Tensor  # int32 [num_seqs], 0 for a padding sequence
     cu_seqlens_k: torch.Tensor  # int32 [num_seqs + 1]
@@ -47,46 +48,39 @@ class FlashAttnBackend(AttentionBackend):
                 f"use {_PAGE_SIZE}, or the triton attention backend for smaller blocks"
             )
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        step = self._step_arguments(metadata, key_cache.shape[1])
-        window = _NO_WINDOW if sliding_window is None else (sliding_window - 1, 0)  # flash-attn's is inclusive
-        if metadata.max_query_len == 1 and query.shape[0] == metadata.seq_lens.shape[0]:
+    def forward(self, inputs: AttentionInputs) -> torch.Tensor:
+        query, metadata = inputs.query, inputs.metadata
+        step = self._step_arguments(metadata, inputs.block_size)
+        # flash-attn's window is inclusive.
+        window = _NO_WINDOW if inputs.sliding_window is None else (inputs.sliding_window - 1, 0)
+        if metadata.max_query_len == 1 and query.shape[0] == metadata.num_seqs:
             attended = self._with_kvcache(
                 query[:, None],  # [num_seqs, 1, num_heads, head_dim]
-                key_cache,
-                value_cache,
+                inputs.key_cache,
+                inputs.value_cache,
                 cache_seqlens=step.seq_lens,
                 block_table=metadata.block_tables,
-                softmax_scale=scale,
+                softmax_scale=inputs.scale,
                 causal=True,
                 window_size=window,
             )
             return attended[:, 0]
         return self._varlen(
             query,
-            key_cache,
-            value_cache,
+            inputs.key_cache,
+            inputs.value_cache,
             cu_seqlens_q=metadata.cu_seqlens_q,
             cu_seqlens_k=step.cu_seqlens_k,
             max_seqlen_q=metadata.max_query_len,
             max_seqlen_k=metadata.max_seq_len,
-            softmax_scale=scale,
+            softmax_scale=inputs.scale,
             causal=True,
             window_size=window,
             block_table=metadata.block_tables,
         )
 
     def _step_arguments(self, metadata: AttentionMetadata, block_size: int) -> _StepArguments:
-        # What a CUDA graph replays must be computed inside its capture, not taken over from the warm-up before it.
+        # What a CUDA graph replays must be computed inside its capture; values of the warm-up before it would be stale.
         capturing = metadata.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
         steps = self._steps.setdefault(metadata, {})
         if capturing not in steps:

@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.attention import is_supported, paged_attention
+from kernels.attention.c_kernel import is_supported, paged_attention
 from kernels.cpu.library import library, set_num_threads
-from tests.kernels.paged_batches import (
+from tests.kernels.attention.paged_batches import (
     PADDING,
     Batch,
     Shape,
     assert_matches,
     make_batch,
     with_padding_of_length_one,
-    without_blocks_behind,
+    without_blocks_before,
 )
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
@@ -39,14 +39,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def run(batch: Batch, sliding_window: int | None = None) -> torch.Tensor:
-    return paged_attention(
-        batch.query,
-        batch.key_cache,
-        batch.value_cache,
-        batch.metadata,
-        scale=batch.scale,
-        sliding_window=sliding_window,
-    )
+    return paged_attention(batch.inputs(sliding_window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,14 +127,14 @@ def test_padding_that_claims_a_token_is_zero() -> None:
 
 
 @pytest.mark.parametrize("sliding_window", [1, 70, 150])
-def test_blocks_behind_the_window_are_never_read(sliding_window: int) -> None:
+def test_blocks_before_the_window_are_never_read(sliding_window: int) -> None:
     whole = make_batch([(1, 400), (3, 500), (90, 300)], Shape(4, 2, 64, 7, torch.bfloat16))
-    freed = without_blocks_behind(whole, sliding_window)
+    freed = without_blocks_before(whole, sliding_window)
     assert (freed.metadata.block_tables != whole.metadata.block_tables).any()
     assert_matches(run(freed, sliding_window), whole.expected(sliding_window))
 
 
-def test_rows_behind_the_last_sequence_are_left_alone() -> None:
+def test_rows_after_the_last_sequence_do_not_matter() -> None:
     batch = make_batch([(1, 20), (4, 10)], Shape())
     rows = torch.cat([batch.query, torch.full_like(batch.query, torch.nan)])
     output = run(replace(batch, query=rows))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.kernels.paged_batches import (
+from tests.kernels.attention.paged_batches import (
     BATCHES,
     PADDING,
     SHAPES,
@@ -20,11 +20,11 @@ from tests.kernels.paged_batches import (
     assert_matches,
     make_batch,
     with_padding_of_length_one,
-    without_blocks_behind,
+    without_blocks_before,
 )
 
 if TYPE_CHECKING:
-    from kernels.attention.triton_attention import TritonBackend
+    from kernels.attention.triton_backend import TritonBackend
 
 SMALL = Shape(num_heads=2, num_kv_heads=1, head_dim=16)
 MANY_SPLITS = [(1, 2100)]
@@ -33,7 +33,7 @@ UNEVEN_SPLITS = [(1, 600), (1, 1), (1, 65), PADDING, (1, 257)]
 
 @pytest.fixture
 def backend(kernel_device: torch.device) -> TritonBackend:
-    from kernels.attention.triton_attention import TritonBackend
+    from kernels.attention.triton_backend import TritonBackend
 
     return TritonBackend()
 
@@ -108,11 +108,11 @@ def test_rows_behind_the_last_sequence_are_zero(backend: TritonBackend, kernel_d
 
 
 @pytest.mark.parametrize("sliding_window", [1, 7, 16])
-def test_blocks_behind_the_window_may_be_gone(
+def test_blocks_before_the_window_may_be_missing(
     backend: TritonBackend, kernel_device: torch.device, sliding_window: int
 ) -> None:
     whole = make_batch([(1, 40), (3, 50), (9, 9)], Shape(block_size=4), device=kernel_device)
-    freed = without_blocks_behind(whole, sliding_window)
+    freed = without_blocks_before(whole, sliding_window)
     assert_matches(freed.run(backend, sliding_window), whole.expected(sliding_window))
 
 

@@ -1,11 +1,11 @@
-"""How the CPU backend divides one step's batch: what is gathered together, and which queries see which keys.
+"""SdpaPlan: how sdpa.py divides one step's batch: what is gathered together, and which queries see which keys.
 
-All of it follows from the metadata, so it is worked out once a step and used by every layer. This module knows block
+The plan follows from the metadata alone, so it is made once a step and used by every layer. This module knows block
 tables and positions; it never sees a query, a key or a value.
 
 Decodes are gathered together by similar context length, because a short context beside a long one would be padded to
 its length. A longer query (a chunk of a prefill) is cut into tiles of queries, and a tile sees a slice of its
-sequence's gathered keys, so neither causality nor a sliding window computes much that is masked away.
+sequence's gathered keys, so little is computed that causality or a sliding window then masks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention.base import AttentionMetadata
+from kernels.attention_metadata import AttentionMetadata
 
 QUERIES_PER_TILE = 256
 _KEYS_PER_GATHER = 4096  # 8 MiB of K at 8 heads of 128 in bf16: gathered keys are still in the cache when they are read
@@ -49,7 +49,7 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class CpuPlan:
+class SdpaPlan:
     """One step's work. Rows that no group and no tile covers belong to padding sequences."""
 
     decode_groups: tuple[DecodeGroup, ...]
@@ -76,13 +76,13 @@ class _Sequence:
         return self.seq_len - self.first_key
 
 
-def make_plan(metadata: AttentionMetadata, block_size: int, sliding_window: int | None) -> CpuPlan:
+def make_plan(metadata: AttentionMetadata, block_size: int, sliding_window: int | None) -> SdpaPlan:
     """Divide the batch of `metadata` for layers with this block size (tokens) and sliding window (tokens)."""
     sequences = list(_live_sequences(metadata, block_size, sliding_window))
     decodes = [sequence for sequence in sequences if sequence.query_len == 1]
     prefills = [sequence for sequence in sequences if sequence.query_len > 1]
     tables = metadata.block_tables.long()
-    return CpuPlan(
+    return SdpaPlan(
         tuple(_decode_group(group, tables, block_size) for group in _by_length(decodes)),
         tuple(_prefill(sequence, tables, block_size, sliding_window) for sequence in prefills),
         sum(sequence.query_len for sequence in sequences) == metadata.slot_mapping.shape[0],
@@ -119,7 +119,7 @@ def _decode_group(group: list[_Sequence], tables: torch.Tensor, block_size: int)
     first_keys = torch.tensor([sequence.first_key for sequence in group])[:, None]
     positions = first_keys + torch.arange(longest)  # [num_seqs, longest]
     visible = positions < seq_lens
-    # Padding repeats the sequence's own last key: a slot that nobody wrote may hold NaN, which no mask removes.
+    # Padding repeats the sequence's own last key: an unwritten slot may hold NaN, which no mask removes.
     positions = positions.minimum(seq_lens - 1)
     blocks = tables[[sequence.index for sequence in group]].gather(1, positions // block_size)
     slots = blocks * block_size + positions % block_size

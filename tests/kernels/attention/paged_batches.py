@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels import reference
-from kernels.attention import AttentionBackend, AttentionMetadata
+from kernels.attention import AttentionBackend, AttentionInputs, AttentionMetadata, reference
 
 TOLERANCES = {  # (absolute, relative), against the float64 reference of the same inputs
     torch.float32: (2e-5, 1e-5),
@@ -25,7 +24,7 @@ BATCHES = {  # (query_len, seq_len) of each sequence
     "one token": [(1, 1)],
     "one prompt": [(17, 17)],
     "decodes around a block's edge": [(1, 15), (1, 16), (1, 17), (1, 1), (1, 33)],
-    "chunks behind a prefix": [(5, 21), (16, 32), (2, 2)],
+    "chunks after a prefix": [(5, 21), (16, 32), (2, 2)],
     "mixed": [(1, 40), (9, 9), (1, 3), (7, 30)],
     "padded decodes": [(1, 20), (1, 5), PADDING, PADDING],
     "padded mixed": [(1, 20), PADDING, (4, 10), PADDING],
@@ -56,7 +55,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's inputs to `AttentionBackend.forward`."""
+    """One layer's paged cache and queries, for any sliding window."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
@@ -67,25 +66,14 @@ class Batch:
     def scale(self) -> float:
         return 1.5 / math.sqrt(self.query.shape[-1])  # not the default of torch or flash-attn
 
+    def inputs(self, sliding_window: int | None = None) -> AttentionInputs:
+        return AttentionInputs(self.query, self.key_cache, self.value_cache, self.metadata, self.scale, sliding_window)
+
     def run(self, backend: AttentionBackend, sliding_window: int | None = None) -> torch.Tensor:
-        return backend.forward(
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.metadata,
-            scale=self.scale,
-            sliding_window=sliding_window,
-        )
+        return backend.forward(self.inputs(sliding_window))
 
     def expected(self, sliding_window: int | None = None) -> torch.Tensor:
-        return reference.attention(
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.metadata,
-            scale=self.scale,
-            sliding_window=sliding_window,
-        )
+        return reference.attention(self.inputs(sliding_window))
 
 
 def make_batch(
@@ -115,7 +103,7 @@ def with_padding_of_length_one(batch: Batch) -> Batch:
     return replace(batch, metadata=replace(batch.metadata, seq_lens=batch.metadata.seq_lens.clamp(min=1)))
 
 
-def without_blocks_behind(batch: Batch, sliding_window: int) -> Batch:
+def without_blocks_before(batch: Batch, sliding_window: int) -> Batch:
     """Return the batch as an engine leaves it that frees blocks no query's window reaches: NaN, and -1 in the table."""
     block_size = batch.key_cache.shape[1]
     tables, key_cache = batch.metadata.block_tables.clone(), batch.key_cache.clone()
@@ -155,7 +143,7 @@ def _block_tables(seq_lens: list[int], block_size: int, generator: torch.Generat
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
     num_blocks = sum(counts) + 3
     shuffled = torch.randperm(num_blocks, generator=generator).tolist()
-    width = max(counts) + 1  # at least one -1 behind every table
+    width = max(counts) + 1  # at least one -1 after every table
     rows = []
     for count in counts:
         rows.append(shuffled[:count] + [-1] * (width - count))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.rows import gather_rows
+from kernels.cpu.gather import gather_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

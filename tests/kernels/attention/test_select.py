@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kernels.attention import AttentionBackend, select_backend
-from kernels.attention.cpu import CpuBackend
-from kernels.attention.flash_attention import FlashAttnBackend
-from tests.kernels import fake_flash_attn
+from kernels.attention.cpu_backend import CpuBackend
+from kernels.attention.flash_attn_backend import FlashAttnBackend
+from tests.kernels.attention import fake_flash_attn
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -77,7 +77,7 @@ def test_asking_for_flash_attn_says_why_it_cannot_be_had(monkeypatch: pytest.Mon
 def _backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, AttentionBackend]:
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
     pytest.importorskip("triton")
-    from kernels.attention.triton_attention import TritonBackend
+    from kernels.attention.triton_backend import TritonBackend
 
     return {backend.name: backend for backend in (CpuBackend(), TritonBackend(), FlashAttnBackend())}
 

@@ -1,0 +1,36 @@
+"""The attention backend of a CPU: the C kernel where it can run, else torch's own operators."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from kernels.attention import c_kernel
+from kernels.attention.base import AttentionBackend, AttentionInputs
+from kernels.attention.sdpa import SdpaAttention
+
+__all__ = ["CpuBackend"]
+
+
+class CpuBackend(AttentionBackend):
+    """Paged attention without a GPU: float32, bfloat16 and float16, any block size. Used by one thread.
+
+    With `use_c_kernel` False torch's operators compute everything.
+    """
+
+    name: ClassVar[str] = "cpu"
+    default_block_size: ClassVar[int] = 16
+
+    def __init__(self, *, use_c_kernel: bool = True) -> None:
+        self._use_c_kernel = use_c_kernel
+        self._sdpa = SdpaAttention()
+
+    def check_block_size(self, block_size: int) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size} holds no token; the cpu attention backend needs 1 or more")
+
+    def forward(self, inputs: AttentionInputs) -> torch.Tensor:
+        if self._use_c_kernel and c_kernel.is_supported(inputs.key_cache.dtype, inputs.head_dim):
+            return c_kernel.paged_attention(inputs)
+        return self._sdpa.forward(inputs)

@@ -1,0 +1,55 @@
+"""What every attention backend must compute, as plainly as torch allows: one loop over sequences, in float64.
+
+Tests compare the backends with it. It is slow and never used to serve.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from kernels.attention.base import AttentionInputs
+
+
+def attention(inputs: AttentionInputs) -> torch.Tensor:
+    """Compute `AttentionBackend.forward`."""
+    output = torch.zeros_like(inputs.query)
+    metadata = inputs.metadata
+    for i, (start, end) in enumerate(pairwise(metadata.cu_seqlens_q.tolist())):
+        seq_len = int(metadata.seq_lens[i])
+        slots = _slots_of_context(metadata.block_tables[i], seq_len, inputs.block_size)
+        if start == end or not slots:
+            continue
+        positions = torch.tensor(list(slots), device=output.device)  # [num_keys]
+        rows = torch.tensor(list(slots.values()), device=output.device)
+        query_positions = torch.arange(seq_len - (end - start), seq_len, device=output.device)
+        distance = query_positions[:, None] - positions[None, :]  # [num_queries, num_keys]
+        visible = distance >= 0
+        if inputs.sliding_window is not None:
+            visible &= distance < inputs.sliding_window
+        keys, values = inputs.key_cache.flatten(0, 1)[rows], inputs.value_cache.flatten(0, 1)[rows]
+        output[start:end] = _attend(inputs.query[start:end], keys, values, visible, inputs.scale).to(output.dtype)
+    return output
+
+
+def _slots_of_context(block_table: torch.Tensor, seq_len: int, block_size: int) -> dict[int, int]:
+    """Map each position that has a block to its slot in the cache."""
+    blocks = block_table.tolist()
+    return {
+        position: blocks[position // block_size] * block_size + position % block_size
+        for position in range(seq_len)
+        if blocks[position // block_size] >= 0
+    }
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Dense attention of [num_queries, num_heads, head_dim] over [num_keys, num_kv_heads, head_dim], in float64."""
+    group_size = query.shape[1] // keys.shape[1]
+    keys = keys.double().repeat_interleave(group_size, dim=1)
+    values = values.double().repeat_interleave(group_size, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)

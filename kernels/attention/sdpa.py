@@ -1,0 +1,142 @@
+"""Paged attention by torch's SDPA: gathers the keys and values of sequences and attends to them.
+
+torch's CPU SDPA is a FlashAttention-2 kernel (Dao, 2023) that keeps scores and sums in float32. Query heads that share
+a KV head become one longer query (decode) or a broadcast view (prefill), so no head is ever copied. sdpa_plan.py
+decides once a step what is gathered together.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.attention.base import AttentionInputs
+from kernels.attention.sdpa_plan import QUERIES_PER_TILE, DecodeGroup, Prefill, SdpaPlan, make_plan
+from kernels.attention_metadata import AttentionMetadata
+
+__all__ = ["SdpaAttention"]
+
+
+class SdpaAttention:
+    """Attention by torch's operators, for CPUs without a C compiler and for what the C kernel does not support."""
+
+    def __init__(self) -> None:
+        # A step's layers share a plan unless they differ in their sliding window; it lives as long as the metadata.
+        self._plans: WeakKeyDictionary[AttentionMetadata, dict[tuple[int, int | None], SdpaPlan]] = WeakKeyDictionary()
+        self._gathered = _GatherBuffers()
+        self._masks = _BandMasks()
+
+    def forward(self, inputs: AttentionInputs) -> torch.Tensor:
+        """Compute `AttentionBackend.forward`."""
+        query = inputs.query
+        plan = self._plan(inputs.metadata, inputs.block_size, inputs.sliding_window)
+        output = query.new_empty(query.shape) if plan.covers_all_rows else query.new_zeros(query.shape)
+        for group in plan.decode_groups:
+            keys, values = self._gathered.read(inputs, group.slots)
+            output[group.query_rows] = _decode(query[group.query_rows], keys, values, group, inputs.scale)
+        for prefill in plan.prefills:
+            keys, values = self._gathered.read(inputs, prefill.slots)
+            self._prefill(inputs, keys, values, prefill, output)
+        return output
+
+    def _plan(self, metadata: AttentionMetadata, block_size: int, sliding_window: int | None) -> SdpaPlan:
+        plans = self._plans.setdefault(metadata, {})
+        if (block_size, sliding_window) not in plans:
+            plans[block_size, sliding_window] = make_plan(metadata, block_size, sliding_window)
+        return plans[block_size, sliding_window]
+
+    def _prefill(
+        self,
+        inputs: AttentionInputs,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        prefill: Prefill,
+        output: torch.Tensor,
+    ) -> None:
+        for tile in prefill.tiles:
+            queries = inputs.query[tile.query_rows]
+            mask = None
+            if not prefill.is_causal:
+                num_keys = tile.keys.stop - tile.keys.start
+                mask = self._masks.get(queries.shape[0], num_keys, inputs.sliding_window, queries.dtype)
+            output[tile.query_rows] = _attend_tile(queries, keys[tile.keys], values[tile.keys], mask, inputs.scale)
+
+
+class _GatherBuffers:
+    """Memory that gathered keys and values are copied to: fresh memory for every layer would cost its page faults."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def read(self, inputs: AttentionInputs, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values at `slots`, [len(slots), num_kv_heads, head_dim], valid until the next call."""
+        dtype = inputs.key_cache.dtype
+        shape = (slots.shape[0], inputs.num_kv_heads, inputs.head_dim)
+        size = shape[0] * shape[1] * shape[2]
+        if not self._buffers or self._buffers[0].numel() < size or self._buffers[0].dtype != dtype:
+            with torch.inference_mode(False):  # else a later call outside inference mode could not write to them
+                self._buffers = [torch.empty(size, dtype=dtype) for _ in range(2)]
+        keys, values = (buffer[:size].view(shape) for buffer in self._buffers)
+        torch.index_select(inputs.key_cache.view(-1, *shape[1:]), 0, slots, out=keys)
+        torch.index_select(inputs.value_cache.view(-1, *shape[1:]), 0, slots, out=values)
+        return keys, values
+
+
+class _BandMasks:
+    """Masks of tiles whose last query's own key is the last key.
+
+    Which keys a query sees depends only on its distance from the last row and column, so every tile of every sequence
+    is the lower right corner of one band, which only grows.
+    """
+
+    def __init__(self) -> None:
+        self._bands: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
+
+    def get(self, num_rows: int, num_keys: int, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return a [num_rows, num_keys] mask, which is added to scores."""
+        band = self._bands.get((sliding_window, dtype))
+        if band is None or band.shape[1] < num_keys:
+            band = _make_band(1 << (num_keys - 1).bit_length(), sliding_window, dtype)
+            self._bands[sliding_window, dtype] = band
+        return band[band.shape[0] - num_rows :, band.shape[1] - num_keys :]
+
+
+def _make_band(num_keys: int, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    rows_after = torch.arange(QUERIES_PER_TILE - 1, -1, -1)[:, None]
+    keys_after = torch.arange(num_keys - 1, -1, -1)[None, :]
+    distance = keys_after - rows_after  # query's position - key's position
+    hidden = distance < 0
+    if sliding_window is not None:
+        hidden |= distance >= sliding_window
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _decode(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeGroup, scale: float
+) -> torch.Tensor:
+    """Attend from one query a sequence, [num_seqs, num_heads, head_dim]; the heads of a group act as its length."""
+    num_seqs, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    grouped = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    keys = keys.view(num_seqs, -1, num_kv_heads, head_dim).transpose(1, 2)
+    values = values.view(num_seqs, -1, num_kv_heads, head_dim).transpose(1, 2)
+    attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=group.visible, scale=scale)
+    return attended.reshape(query.shape)
+
+
+def _attend_tile(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Attend from [num_rows, num_heads, head_dim] under `mask`, or without one under a plain causal triangle."""
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    group_size = num_heads // num_kv_heads
+    grouped = query.view(num_rows, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+    keys = keys.transpose(0, 1)[:, None].expand(-1, group_size, -1, -1)
+    values = values.transpose(0, 1)[:, None].expand(-1, group_size, -1, -1)
+    attended = scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+    )  # [num_kv_heads, group_size, num_rows, head_dim]
+    return attended.permute(2, 0, 1, 3).reshape(query.shape)

@@ -1,0 +1,125 @@
+"""The C library's structures and functions as ctypes declares them. No other module imports ctypes for the kernels.
+
+`load` sets the argument types of every function once, so callers pass Python numbers, `tensor.data_ptr()`, None for
+NULL, and structures themselves where C takes a pointer to one. csrc/*.h document the functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["CAttentionCall", "CLayer", "CRows", "CStep", "CWeight", "Library", "address", "load", "pointers"]
+
+Library = ctypes.CDLL
+
+_POINTER, _FLOAT = ctypes.c_void_p, ctypes.c_float
+_INT32, _INT64 = ctypes.c_int32, ctypes.c_int64
+
+
+def _fields(kind: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
+    return tuple((name, kind) for name in names)
+
+
+class CWeight(ctypes.Structure):
+    """``pagoda_weight``."""
+
+    _fields_ = (
+        *_fields(_POINTER, "words", "scales", "sums", "bias"),
+        *_fields(_INT32, "kind", "in_features", "out_features"),
+    )
+
+
+class CRows(ctypes.Structure):
+    """``pagoda_rows``."""
+
+    _fields_ = (*_fields(_POINTER, "words", "scales"), ("num_rows", _INT32))
+
+
+class CAttentionCall(ctypes.Structure):
+    """``pagoda_attention_call``."""
+
+    _fields_ = (
+        *_fields(_POINTER, "output", "query", "key_cache", "value_cache", "cu_seqlens_q", "seq_lens", "block_tables"),
+        *_fields(_INT32, "num_seqs", "max_blocks", "num_heads", "num_kv_heads", "head_dim", "block_size"),
+        *_fields(_INT32, "sliding_window", "is_bf16"),
+        ("scale", _FLOAT),
+    )
+
+
+class CLayer(ctypes.Structure):
+    """``pagoda_layer``."""
+
+    _fields_ = (
+        *_fields(CWeight, "qkv", "output", "gate_up", "down"),
+        *_fields(_POINTER, "input_norm", "post_attention_norm", "query_norm", "key_norm"),
+        *_fields(_INT32, "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size"),
+        *_fields(_INT32, "sliding_window", "is_bf16"),
+        *_fields(_FLOAT, "eps", "scale"),
+    )
+
+
+class CStep(ctypes.Structure):
+    """``pagoda_step``."""
+
+    _fields_ = (
+        *_fields(_POINTER, "hidden", "addend", "rope", "positions", "slot_mapping"),
+        *_fields(_POINTER, "cu_seqlens_q", "seq_lens", "block_tables"),
+        *_fields(_INT32, "num_tokens", "num_seqs", "max_blocks", "block_size"),
+        *_fields(_POINTER, "words", "row_scales", "wide", "query", "attended"),
+    )
+
+
+_CALL, _ROWS, _WEIGHT = ctypes.POINTER(CAttentionCall), ctypes.POINTER(CRows), ctypes.POINTER(CWeight)
+_LAYER, _STEP, _POINTERS = ctypes.POINTER(CLayer), ctypes.POINTER(CStep), ctypes.POINTER(_POINTER)
+
+# Name: what it returns (None: nothing), and its arguments; in the order of csrc's headers.
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "pagoda_argmax": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64)),
+    "pagoda_attention": (None, (_CALL,)),
+    "pagoda_attention_half": (None, (_LAYER, _STEP, _POINTER, _POINTER)),
+    "pagoda_draw": (None, (*(_POINTER,) * 6, _INT64, _INT64, _INT64)),
+    "pagoda_gather_rows": (_INT32, (_POINTER, _POINTER, _INT32, _INT64, _POINTER, _INT32, _INT32)),
+    "pagoda_has_int8": (_INT32, ()),
+    "pagoda_layers": (None, (_POINTERS, _INT32, _STEP, _POINTERS, _POINTERS)),
+    "pagoda_linear": (None, (_POINTER, _INT64, _ROWS, _WEIGHT, ctypes.c_int)),
+    "pagoda_logits": (None, (_POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _WEIGHT, _POINTER, _POINTER)),
+    "pagoda_mlp_half": (None, (_LAYER, _STEP)),
+    "pagoda_pack_rows": (None, (_ROWS, _POINTER, _INT32, _INT32, _INT32, _POINTER, _FLOAT)),
+    "pagoda_pack_weight": (None, (*(_POINTER,) * 4, *(_INT32,) * 7)),
+    "pagoda_prefault_free": (None, (_POINTER,)),
+    "pagoda_prefault_new": (_POINTER, (_POINTERS, _INT64, _INT64, _INT64, _INT32)),
+    "pagoda_prefault_num_ready": (_INT64, (_POINTER,)),
+    "pagoda_prefault_want": (None, (_POINTER, _INT64)),
+    "pagoda_set_num_threads": (None, (ctypes.c_int,)),
+    "pagoda_top_k": (None, (*(_POINTER,) * 5, *(_INT64,) * 4)),
+}
+
+
+def load(path: Path) -> Library:
+    """Open the compiled library and declare its functions.
+
+    Raises:
+        OSError: if the file is damaged.
+    """
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Return where a tensor's elements begin, NULL for None; the tensor must outlive what reads them there."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def pointers(targets: Collection[torch.Tensor | CLayer]) -> ctypes.Array[ctypes.c_void_p]:
+    """Return a C array of the addresses of tensors' elements or of structures, which must outlive it."""
+    return (_POINTER * len(targets))(
+        *(one.data_ptr() if isinstance(one, torch.Tensor) else ctypes.addressof(one) for one in targets)
+    )
