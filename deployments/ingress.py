@@ -32,7 +32,6 @@ from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationR
 from deployments.api.responses import Answer, ChatFormat, CompletionFormat, Format, best_answers, usage
 from deployments.api.sampling import for_answers, require_few_answers
 from deployments.api.sse import stream_events
-from deployments.api.structured import as_response_format
 from deployments.config import AppConfig
 from deployments.errors import ApiError, as_api_error, unwrap
 from deployments.observability.ingress_metrics import INGRESS_INFO, REPLICAS_MIN, ingress_recorder
@@ -233,8 +232,9 @@ class Ingress:
             events = stream_events(form(builder.tokenizer), generations, body)
             first = await anext(events)  # errors before the first byte still have a status of their own
         except Exception as error:
-            if (reworded := _reworded(error, body)) is not None:
-                raise reworded from error
+            cause = unwrap(error)
+            if isinstance(cause, RequestError):  # names the engine's parameter
+                raise body.renamed(cause) from None
             raise
         replica = next((one.replica for one in generations if one.replica), "")
         return EventStream(first, events, {"X-Pagoda-Replica": replica})
@@ -251,7 +251,7 @@ class Ingress:
             request,
             prompt,
             text,
-            is_empty=body.requested_tokens == 0,
+            is_empty=body.prompt_only,
             max_migrations=self._config.limits.max_migrations,
         )
 
@@ -300,14 +300,6 @@ class Ingress:
             "owned_by": "pagoda",
             "max_model_len": builder.context_length,
         }
-
-
-def _reworded(error: Exception, body: GenerationRequest) -> Exception | None:
-    """Return an error in the words that the request used, where the engine's are others."""
-    cause = unwrap(error)
-    if isinstance(cause, RequestError) and cause.param == "structured_outputs" and body.structured_outputs is None:
-        return as_response_format(cause)
-    return None
 
 
 async def _whole(

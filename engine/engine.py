@@ -28,7 +28,7 @@ from engine.observability.metrics import ENGINE_INFO, ENGINE_START_TIME, OVERLOA
 from engine.outputs import EngineOutput, FinishReason
 from engine.prefix_hash import root_hash
 from engine.request import EngineRequest
-from engine.request_limits import RequestLimits
+from engine.request_validator import RequestValidator
 from engine.sampling_params import SamplingParams
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.ngram_proposer import NgramProposer
@@ -133,8 +133,8 @@ class Engine:
             pace=_pace(config, info),
             drafter=_drafter(config, self.block_manager),
         )
-        self.limits = RequestLimits(
-            info.model,
+        self.validator = RequestValidator(
+            model=info.model,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             num_blocks=info.num_blocks,
@@ -215,16 +215,16 @@ class Engine:
     @property
     def capacity(self) -> int:
         """Tokens, prompt and output together, that one request can have at most."""
-        return self.limits.capacity
+        return self.validator.capacity
 
     def check_request(self, request: EngineRequest) -> None:
         """Refuse, and count, a request that could never run. Reads only what is fixed, so any thread may call it.
 
         Raises:
-            RequestError, PromptTooLongError: as ``RequestLimits.check``.
+            RequestError, PromptTooLongError: as ``RequestValidator.check``.
         """
         try:
-            self.limits.check(request)
+            self.validator.check(request)
         except RequestError as error:
             self.metrics.request_rejected(error.param or "invalid")
             raise
@@ -318,7 +318,7 @@ class Engine:
         if is_bounded:
             self._refuse_early(request.priority)
         length, params = len(request.prompt_token_ids), request.params
-        longest = self.limits.max_total_tokens(length, params.num_sequences)
+        longest = self.validator.max_total_tokens(length, params.num_sequences)
         eos_ids = () if params.ignore_eos else self.info.eos_token_ids
         group = SequenceGroup(
             request,

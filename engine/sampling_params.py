@@ -300,7 +300,7 @@ class SamplingParams:
     def _check_number_of_draws(self) -> None:
         if self.best_of is not None and self.n > self.best_of:
             raise RequestError(
-                f"exceeds best_of={self.best_of}", param="n", value=self.n, remedy="lower n or raise best_of"
+                f"is less than n={self.n}", param="best_of", value=self.best_of, remedy="raise it or lower n"
             )
         if self.is_greedy and self.num_sequences > 1:
             name = "n" if self.best_of is None else "best_of"

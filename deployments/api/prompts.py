@@ -1,6 +1,7 @@
-"""PromptBuilder: from a validated request to token ids, block hashes and parameters, once, in the ingress.
+"""PromptBuilder: turns a request's body into token ids, block hashes and sampling parameters.
 
-It owns the tokenizer and the rule that a prompt must leave room for an answer. It knows nothing of HTTP or replicas.
+It owns the ingress's tokenizers, and checks prompts and parameters with the engine's own rules, so that the ingress
+refuses a request before it travels. It knows nothing of HTTP or replicas.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from deployments.requests.prompt import Prompt
 from engine.engine import EngineInfo
 from engine.errors import PromptTooLongError, RequestError
 from engine.prefix_hash import hash_blocks, root_hash
+from engine.request_validator import PromptValidator
 from engine.sampling_params import SamplingParams
 from engine.text import TextStream, Tokenizer
 
@@ -33,8 +35,8 @@ class PromptBuilder:
 
     Args:
         path: the checkpoint's directory.
-        info: what the engines say of themselves.
-        model_name: the name in error messages.
+        info: the description of the engines.
+        model_name: the model's name in error messages.
     """
 
     def __init__(self, path: Path, info: EngineInfo, model_name: str) -> None:
@@ -43,12 +45,18 @@ class PromptBuilder:
         self._background_tokenizer = Tokenizer(path)
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
         self._info = info
-        self._model_name = model_name
+        self._validator = PromptValidator(
+            model=model_name,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+        )
 
     @property
     def context_length(self) -> int:
-        """Tokens that prompt and answer can have together."""
-        return min(self._info.max_model_len, self._info.num_blocks * self._info.block_size)
+        """Maximum tokens of prompt and answer together."""
+        return self._validator.capacity
 
     async def chat(self, request: ChatRequest) -> list[Prompt]:
         """Render and tokenise a conversation."""
@@ -63,11 +71,9 @@ class PromptBuilder:
         """Tokenise one or several prompts.
 
         Raises:
-            RequestError: if a prompt is empty, too long, or out of the vocabulary, or there are too many.
+            RequestError: if a prompt is empty, too long, or has an id outside the vocabulary, or there are too many.
         """
         prompts = request.prompt
-        if not prompts:
-            raise RequestError("is empty", param="prompt", value=[], remedy="give at least one token")
         if len(prompts) > max_prompts:
             raise RequestError(f"has {len(prompts)} prompts", param="prompt", remedy=f"give at most {max_prompts}")
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -100,53 +106,33 @@ class PromptBuilder:
         if common.bad_words:
             size = sum(map(len, common.bad_words))
             common = await self.run(size, partial(with_bad_words, common, vocab_size=self._info.vocab_size))
-        for name, token_ids in common.ids_by_parameter():
-            self._check_vocabulary(token_ids, name)
+        self._validator.check_params(common)
         return [for_prompt(common, self.context_length - len(prompt.token_ids)) for prompt in prompts]
 
     def text_stream(self, prompt: Prompt, params: SamplingParams) -> TextStream:
-        """Return what turns the tokens that follow ``prompt`` into text."""
+        """Return the stream that turns the output tokens of ``prompt`` into text."""
         return TextStream(self.tokenizer, prompt.token_ids, params)
 
     async def run(self, characters: int, work: Callable[[Tokenizer], Any]) -> Any:
-        """Do what costs as much as tokenising so many characters: here if that is quick, else in the background."""
+        """Run ``work``, in the background if it costs as much as tokenising more than INLINE_CHARACTERS."""
         if characters <= INLINE_CHARACTERS:
             return work(self.tokenizer)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._background, work, self._background_tokenizer)
 
     def _require_plausible_length(self, characters: int, param: str) -> None:
-        """Refuse before it is tokenised, which may take minutes, a text that is too long whatever its tokens are."""
+        """Refuse a text that is certainly too long before it is tokenised, which could take minutes."""
         least = characters // self.tokenizer.longest_token
         if least > self.context_length:
             raise PromptTooLongError(
-                f"has {characters} characters, at least {least} tokens, but the context of '{self._model_name}' holds "
-                f"{self.context_length} with the answer",
+                f"has {characters} characters, at least {least} tokens, but the context of "
+                f"'{self._validator.model}' holds {self.context_length} with the answer",
                 param=param,
                 remedy="shorten it",
             )
 
     def _build(self, token_ids: list[int], cache_salt: str | None, param: str) -> Prompt:
-        self._check(token_ids, param)
+        self._validator.check_prompt(token_ids, param)
+        self._validator.check_cache_salt(cache_salt or "")
         root = root_hash(self._info.model, "", cache_salt or "")
         return Prompt(token_ids, hash_blocks(token_ids, self._info.block_size, root))
-
-    def _check(self, token_ids: Sequence[int], param: str) -> None:
-        if not token_ids:
-            raise RequestError("is empty", param=param, remedy="give at least one token")
-        self._check_vocabulary(token_ids, param)
-        if len(token_ids) >= self.context_length:
-            raise PromptTooLongError(
-                f"has {len(token_ids)} tokens, but the context of '{self._model_name}' holds {self.context_length} "
-                "with the answer",
-                param=param,
-                remedy=f"shorten it by at least {len(token_ids) - self.context_length + 1}",
-            )
-
-    def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
-        if (highest := max(token_ids)) >= self._info.vocab_size:
-            raise RequestError(
-                f"has the id {highest}",
-                param=param,
-                remedy=f"give ids in 0..{self._info.vocab_size - 1}",
-            )

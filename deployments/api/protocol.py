@@ -1,9 +1,9 @@
 """The OpenAI requests that Pagoda understands: their fields and what fits together.
 
-A body is checked once. What is out of range is refused; only max_tokens is clamped, to what the context leaves. Ranges
-that the engine knows are its own SamplingParams' business (sampling.py makes them). Fields that nobody knows are
-ignored, since clients send many; parameters of the API that are not offered are refused when they ask for something. It
-knows nothing of how a request is served.
+Pydantic checks the types, and the sizes that protect the event loop; ``check`` refuses combinations of fields that only
+the API has. Ranges of sampling parameters are checked once, when sampling.py builds SamplingParams. Unknown fields are
+ignored, since clients send many. Parameters of the API that Pagoda does not offer are refused unless they have their
+neutral value. This module does not know how a request is served.
 """
 
 from __future__ import annotations
@@ -15,26 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from deployments.api.structured import refuse_old_names
 from deployments.errors import ApiError
-from engine.errors import shown
-from engine.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from engine.errors import RequestError, shown
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message", "StreamOptions"]
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Count = Annotated[int, Field(ge=1)]
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-# Lists and words are bounded, and checked up to their first mistake: a body of a million of them must not hold up the
-# event loop.
 Word = Annotated[str, Field(max_length=1000)]
-TokenId = Annotated[int, Field(ge=0)]
-StopTokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
-AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-StopStrings = Annotated[list[Word], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
-BadWords = Annotated[list[Word], Field(fail_fast=True)]
+Words = Annotated[list[Word], Field(fail_fast=True)]  # up to the first mistake: a body may hold a million of them
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000
 
-# Parameters that are known but not offered, with the values that ask for nothing.
+# Parameters that are known but not offered, with their neutral values.
 NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -74,14 +65,14 @@ class GenerationRequest(_Body):
     endpoint: ClassVar[str]
     not_offered: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_OFFERED
     model: str | None = None
-    max_tokens: Count | None = None
+    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    seed: Int64 | None = None
-    stop: Word | StopStrings | None = None
-    stop_token_ids: StopTokenIds | None = None
+    seed: int | None = None
+    stop: Word | Words | None = None
+    stop_token_ids: list[Any] | None = None
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -93,15 +84,15 @@ class GenerationRequest(_Body):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     user: str | None = None
     return_token_ids: bool | None = None
-    n: Count | None = None
+    n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
-    allowed_token_ids: AllowedTokenIds | None = None
-    bad_words: BadWords | None = None
-    top_logprobs: NumLogprobs | None = None
-    prompt_logprobs: NumLogprobs | None = None
+    allowed_token_ids: list[Any] | None = None
+    bad_words: Words | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -137,22 +128,27 @@ class GenerationRequest(_Body):
 
     @property
     def requested_tokens(self) -> int | None:
-        """How many tokens are asked for; None is what is left of the context."""
+        """Maximum tokens of an answer; None is the rest of the context."""
         return self.max_tokens
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the answer is the echoed prompt alone, to score it."""
+        return False
 
     @property
     def num_answers(self) -> int:
         """Answers to each prompt."""
-        return self.n or 1
+        return 1 if self.n is None else self.n
 
     @property
     def num_draws(self) -> int:
-        """Answers generated for each prompt, of which the best are given."""
+        """Answers generated for each prompt; the best ``num_answers`` are returned."""
         return self.num_answers
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told of each generated token; None tells no log-probabilities."""
+        """Most likely tokens returned with each generated token; None returns no log-probabilities."""
         return None
 
     @property
@@ -160,49 +156,51 @@ class GenerationRequest(_Body):
         """The same for the prompt's tokens."""
         return self.prompt_logprobs
 
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """The field of this body that set an engine's parameter, where its name differs."""
+        return {}
+
+    def renamed(self, error: RequestError) -> RequestError:
+        """Return an error about a parameter of the engine as an error about the field of this body that set it."""
+        if error.param == "structured_outputs" and self.structured_outputs is None:
+            return error.renamed("response_format", "json_schema" if error.part == "json" else None)
+        field = self.field_names.get(error.param or "")
+        return error if field is None else error.renamed(field, error.part)
+
 
 def _is_one_of(value: object, neutral: tuple[Any, ...]) -> bool:
     """Whether ``value`` is in ``neutral``; False and 0 are not the same."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
-def _as_prompts(value: object) -> list[str | list[int]]:
-    """Return the prompts one by one; a list of ids is one prompt.
+def _as_prompts(value: object) -> list[str | list[Any]]:
+    """Return the prompts one by one; a list of ids is one prompt, whose ids PromptBuilder checks.
 
     Raises:
-        ApiError: 400 that shows the first thing that is neither text nor ids.
+        ApiError: 400 that shows the first prompt that is neither text nor a list.
     """
-    several = isinstance(value, list) and not any(type(item) is int for item in value)
+    several = isinstance(value, list) and value and not any(type(item) is int for item in value)
     prompts: list[Any] = value if several else [value]  # type: ignore[assignment]
     for prompt in prompts:
-        if not isinstance(prompt, str) and not _are_ids(prompt):
-            parts = prompt if isinstance(prompt, list) else [prompt]
-            wrong = shown(next((part for part in parts if not _are_ids([part])), prompt))
-            raise ApiError(400, f"prompt has {wrong}; give text, token ids of at least 0, or a list", param="prompt")
+        if not isinstance(prompt, str | list):
+            problem = f"prompt has {shown(prompt)}; give text, token ids of at least 0, or a list"
+            raise ApiError(400, problem, param="prompt")
     return prompts
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     endpoint = "/v1/completions"
-    prompt: Annotated[list[str | list[int]], PlainValidator(_as_prompts)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    best_of: Count | None = None
-    logprobs: NumLogprobs | None = None
+    prompt: Annotated[list[str | list[Any]], PlainValidator(_as_prompts)]
+    best_of: int | None = None
+    logprobs: int | None = None
     echo: bool = False
 
     def check(self) -> None:
         """Refuse what the base class does, and combinations that only completions have."""
         super().check()
-        if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens=0 asks for nothing without echo: true; give at least 1", param="max_tokens")
-        if self.num_draws < self.num_answers:
-            raise ApiError(400, f"best_of={self.best_of} is less than n={self.n}; raise it", param="best_of")
         if self.stream and self.num_draws > self.num_answers:
             raise ApiError(
                 400,
@@ -212,13 +210,18 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def requested_tokens(self) -> int | None:
-        """The API's own default here is 16."""
+        """The default of this endpoint is 16."""
         return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def prompt_only(self) -> bool:
+        """``max_tokens`` 0 with ``echo``."""
+        return self.max_tokens == 0 and self.echo
 
     @property
     def num_draws(self) -> int:
         """``best_of``, if it is given."""
-        return self.best_of or self.num_answers
+        return self.num_answers if self.best_of is None else self.best_of
 
     @property
     def num_logprobs(self) -> int | None:
@@ -227,9 +230,9 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """A prompt that is echoed has as many as the answer."""
-        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((number for number in asked if number is not None), default=None)
+        """An echoed prompt has as many as the answer."""
+        given = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in given if number is not None), default=None)
 
 
 class TextPart(_Body):
@@ -269,7 +272,7 @@ class ChatRequest(GenerationRequest):
     endpoint = "/v1/chat/completions"
     not_offered = NOT_OFFERED | NOT_OFFERED_IN_CHAT
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: int | None = None
     logprobs: bool | None = None
 
     @property
@@ -281,6 +284,12 @@ class ChatRequest(GenerationRequest):
     def requested_tokens(self) -> int | None:
         """``max_completion_tokens`` is the newer name of ``max_tokens``."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """Chat has its own names for two parameters."""
+        names = {"logprobs": "top_logprobs"}
+        return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
 
 def _check_tools(extra: Mapping[str, Any]) -> None:

@@ -66,22 +66,23 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> 
     Raises:
         RequestError: for a value out of range, which it names.
     """
-    chosen = {name: getattr(request, name) for name in _NAMES}
-    given = {name: value for name, value in chosen.items() if value is not None}
-    ranked = request.num_draws > request.num_answers
-    max_tokens = request.requested_tokens
-    if max_tokens == 0:
-        if request.min_tokens:
-            raise RequestError("exceeds max_tokens=0", param="min_tokens", value=request.min_tokens, remedy="lower it")
-        max_tokens = 1  # an engine generates at least one token, which Generation drops
-    return SamplingParams(
-        **{**defaults, **given},
-        best_of=request.num_draws if ranked else None,
-        max_tokens=max_tokens,
-        logprobs=0 if ranked and request.num_logprobs is None else request.num_logprobs,
-        prompt_logprobs=request.num_prompt_logprobs,
-        structured_outputs=structured_outputs(request.response_format, request.structured_outputs),
-    )
+    fields = {name: getattr(request, name) for name in _NAMES}
+    given = {name: value for name, value in fields.items() if value is not None}
+    is_ranked = request.num_draws > request.num_answers
+    if request.prompt_only and request.min_tokens:
+        raise RequestError("exceeds max_tokens=0", param="min_tokens", value=request.min_tokens, remedy="lower it")
+    try:
+        return SamplingParams(
+            **{**defaults, **given},
+            best_of=None if request.num_draws == request.num_answers else request.num_draws,
+            # An engine generates at least one token; Generation drops it.
+            max_tokens=1 if request.prompt_only else request.requested_tokens,
+            logprobs=0 if is_ranked and request.num_logprobs is None else request.num_logprobs,
+            prompt_logprobs=request.num_prompt_logprobs,
+            structured_outputs=structured_outputs(request.response_format, request.structured_outputs),
+        )
+    except RequestError as error:
+        raise request.renamed(error) from None
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: int) -> SamplingParams:

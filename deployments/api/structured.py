@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from deployments.errors import ApiError
-from engine.errors import RequestError, shown
-from engine.structured_outputs.params import StructuredOutputsParams
+from engine.errors import shown
+from engine.structured_outputs.params import KINDS, StructuredOutputsParams
 
-__all__ = ["as_response_format", "refuse_old_names", "structured_outputs"]
-
-_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+__all__ = ["refuse_old_names", "structured_outputs"]
 
 
 def structured_outputs(
@@ -33,11 +31,11 @@ def structured_outputs(
         raise ApiError(
             400, "structured_outputs and response_format are both given; choose one", param="structured_outputs"
         )
-    unknown = next((name for name in asked if name not in _FORMS), None)
+    unknown = next((name for name in asked if name not in KINDS), None)
     if unknown is not None:
         raise ApiError(
             400,
-            f"structured_outputs has the key {shown(unknown)}; it knows {', '.join(_FORMS)}",
+            f"structured_outputs has the key {shown(unknown)}; it knows {', '.join(KINDS)}",
             param="structured_outputs",
         )
     return StructuredOutputsParams(**asked)
@@ -62,15 +60,7 @@ def _from_response_format(response_format: Mapping[str, Any]) -> StructuredOutpu
             "response_format lacks its schema; give json_schema: {name, schema}, where schema is a JSON schema",
             param="response_format",
         )
-    try:
-        return StructuredOutputsParams(json=described["schema"])
-    except RequestError as error:
-        raise as_response_format(error) from None
-
-
-def as_response_format(error: RequestError) -> RequestError:
-    """Return an error about structured outputs as an error about the response_format that the client sent."""
-    return error.renamed("response_format", "json_schema" if error.part == "json" else None)
+    return StructuredOutputsParams(json=described["schema"])
 
 
 def refuse_old_names(names: Mapping[str, Any]) -> None:
@@ -82,5 +72,5 @@ def refuse_old_names(names: Mapping[str, Any]) -> None:
     for name, value in names.items():
         if name.startswith("guided_") and value is not None:
             form = name.removeprefix("guided_")
-            remedy = f'send structured_outputs: {{"{form}": ...}}' if form in _FORMS else "leave it out"
+            remedy = f'send structured_outputs: {{"{form}": ...}}' if form in KINDS else "leave it out"
             raise ApiError(400, f"{name} is an old name that structured_outputs replaces; {remedy}", param=name)

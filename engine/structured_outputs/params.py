@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from engine.errors import RequestError
 
-__all__ = ["StructuredOutputsParams"]
+__all__ = ["KINDS", "StructuredOutputsParams"]
 
 MAX_SCHEMA_CHARACTERS = 64 * 1024
 MAX_SCHEMA_DEPTH = 64
@@ -23,7 +23,7 @@ MAX_CHOICES = 4096
 MAX_CHOICE_CHARACTERS = 64 * 1024  # all choices together
 
 _PARAM = "structured_outputs"
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ class StructuredOutputsParams:
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
-        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
             got = f"sets {' and '.join(given)}" if given else "sets nothing"
-            _refuse(got, f"give exactly one of {', '.join(_KINDS)}")
+            _refuse(got, f"give exactly one of {', '.join(KINDS)}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         elif self.choice is not None:
@@ -67,7 +67,7 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """The name of the one attribute that is set."""
-        return next(kind for kind in _KINDS if getattr(self, kind) is not None)
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
 def _refuse(problem: str, remedy: str, kind: str | None = None) -> NoReturn:

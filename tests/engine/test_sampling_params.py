@@ -122,7 +122,7 @@ def test_errors_keep_their_param_when_they_cross_processes() -> None:
 
 
 COMBINATIONS: list[tuple[dict[str, Any], str]] = [
-    ({"n": 3, "best_of": 2}, "n"),
+    ({"n": 3, "best_of": 2}, "best_of"),
     ({"n": 2, "temperature": 0}, "n"),
     ({"best_of": 2, "temperature": 0}, "best_of"),
     ({"beam_width": 2}, "temperature"),

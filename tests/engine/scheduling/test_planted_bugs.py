@@ -28,7 +28,7 @@ from engine.kv.block_pool import Block
 from engine.kv.host_pool import HostPool
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.prefix_hash import packed_block_hash
-from engine.request_limits import RequestLimits
+from engine.request_validator import RequestValidator
 from engine.scheduling import drafter as drafter_module
 from engine.scheduling.drafter import Drafter, confirmed_tokens
 from engine.scheduling.scheduler import Scheduler
@@ -151,16 +151,16 @@ def test_preemption_recomputes_at_a_wrong_position() -> None:
 
 def test_a_prompt_larger_than_the_pool_kills_the_engine() -> None:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(RequestLimits, "_check_length", lambda *of_request: None)
-        patch.setattr(RequestLimits, "_check_width", lambda *of_request: None)
+        patch.setattr(RequestValidator, "_check_length", lambda *of_request: None)
+        patch.setattr(RequestValidator, "_check_num_sequences", lambda *of_request: None)
 
     assert_found(plant, "cannot fit|cannot hold|no progress|computes nothing|KeyError|goes on behind its end")
 
 
 def test_a_sequence_that_outgrows_the_pool_kills_the_engine() -> None:
-    limit = RequestLimits.max_total_tokens
+    limit = RequestValidator.max_total_tokens
     assert_found(
-        lambda patch: patch.setattr(RequestLimits, "max_total_tokens", lambda *of_request: limit(*of_request) + 20),
+        lambda patch: patch.setattr(RequestValidator, "max_total_tokens", lambda *of_request: limit(*of_request) + 20),
         "cannot fit|cannot hold|no progress|computes nothing|KeyError",
     )
 
