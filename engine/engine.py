@@ -34,7 +34,7 @@ from engine.scheduling.drafter import Drafter
 from engine.scheduling.ngram_proposer import NgramProposer
 from engine.scheduling.prefill_backlog import PrefillBacklog
 from engine.scheduling.prefill_pace import PrefillPace
-from engine.scheduling.queue_limits import QueueBounds
+from engine.scheduling.queue_limits import QueueLimits
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
 from engine.scheduling.step_outputs import step_outputs
@@ -157,7 +157,7 @@ class Engine:
         self.metrics.report_state()
         self._backlog = PrefillBacklog(self.block_manager)
         self._meter = LoadMeter(self._backlog)
-        self._bounds = QueueBounds(config.max_queued_requests, config.max_queued_prefill_tokens)
+        self._queue_limits = QueueLimits(config.max_queued_requests, config.max_queued_prefill_tokens)
         self._num_left = 0
         self._groups: dict[str, SequenceGroup] = {}
         self._num_arrived = 0
@@ -340,7 +340,7 @@ class Engine:
 
     def _refuse_early(self, priority: int) -> None:
         try:
-            self._bounds.refuse_early(self.scheduler.waiting, self.scheduler.num_free_places, priority)
+            self._queue_limits.reject_early(self.scheduler.waiting, self.scheduler.num_free_slots, priority)
         except OverloadedError:
             self.metrics.request_rejected(OVERLOADED)
             raise
@@ -348,8 +348,8 @@ class Engine:
     def _make_room(self, group: SequenceGroup, on_shed: Callable[[str, OverloadedError], None]) -> None:
         """Shed whom the bounds of the queue demand, or refuse the group."""
         try:
-            waiting, num_places = self.scheduler.waiting, self.scheduler.num_free_places
-            shed = self._bounds.make_room(group, waiting, num_places, self._backlog)
+            waiting, num_free_slots = self.scheduler.waiting, self.scheduler.num_free_slots
+            shed = self._queue_limits.make_room(group, waiting, num_free_slots, self._backlog)
         except OverloadedError:
             self.metrics.request_rejected(OVERLOADED)
             raise
@@ -358,7 +358,7 @@ class Engine:
             del self._groups[one.request_id]
             self._num_left += 1
             self.metrics.request_shed(one)
-            on_shed(one.request_id, self._bounds.gave_way(one, group))
+            on_shed(one.request_id, self._queue_limits.rejection(one, group))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request and free its blocks; False if it is unknown or has ended already."""

@@ -16,7 +16,6 @@ from engine.prefix_hash import BYTES_PER_TOKEN, pack_tokens, packed_block_hash
 from engine.request import EngineRequest
 
 if TYPE_CHECKING:
-    from engine.scheduling.ngram_proposer import NgramIndex
     from engine.structured_outputs.grammar import Grammar  # imports torch
 
 __all__ = ["Sequence", "SequenceGroup", "SequenceStatus"]
@@ -43,6 +42,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "__weakref__",
         "block_hashes",
         "block_table",
         "cache_epoch",
@@ -58,7 +58,6 @@ class Sequence:
         "logprobs",
         "max_total_tokens",
         "next_block_boundary",
-        "ngrams",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_matched_tokens",
@@ -80,7 +79,7 @@ class Sequence:
         self.num_prompt_tokens = num_prompt_tokens
         self.seed = seed
         # The next four are the group's; here too because each step reads them for every sequence.
-        self.is_single = group.num_places == 1
+        self.is_single = group.num_slots == 1
         self.params = group.params
         self.stop_token_ids = group.stop_token_ids
         self.max_total_tokens = group.max_total_tokens
@@ -89,7 +88,6 @@ class Sequence:
         self.stop_reason: int | str | None = None  # the id of stop_token_ids that ended it; None for the model's EOS
         self.has_failed = False  # it ended for want of a token to go on with
         self.grammar: Grammar | None = None
-        self.ngrams: NgramIndex | None = None  # where drafts are looked up, once there was need for it
         self.logprobs: list[TokenLogprobs] = []  # of the tokens generated, where the request asks for them
         self.cumulative_logprob = 0.0
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache served when the sequence first ran
@@ -146,9 +144,9 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     @property
-    def rank(self) -> tuple[int, int, int]:
+    def priority_key(self) -> tuple[int, int, int]:
         """Sort key of scheduling: the smallest goes first (highest priority, then earliest arrival)."""
-        return (*self.group.rank, self.index)
+        return (*self.group.priority_key, self.index)
 
     def block_hash(self, index: int, block_size: int) -> int:
         """Return the chained hash of full block ``index``, extending the cached chain as far as needed."""
@@ -229,9 +227,9 @@ class SequenceGroup:
         "max_total_tokens",
         "num_blocks_held",
         "num_blocks_saved",
-        "num_places",
         "num_preemptions",
         "num_resumed_tokens",
+        "num_slots",
         "num_stalls",
         "params",
         "prompt_logprobs",
@@ -269,8 +267,8 @@ class SequenceGroup:
         self.num_stalls = 0  # times that it gave way to nobody, at the length of ``stalled_at``
         self.stalled_at = 0
         self.timing: RequestTiming | None = None
-        self.num_places = params.num_sequences  # of the batch, that it takes or will take when it forks
-        self.is_forked = self.num_places == 1
+        self.num_slots = params.num_sequences  # of the batch, that it takes or will take when it forks
+        self.is_forked = self.num_slots == 1
         # Of the prompt's tokens computed so far; the first one has none.
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.beams = BeamSearch.from_params(params, len(prompt)) if params.uses_beam_search else None
@@ -293,7 +291,7 @@ class SequenceGroup:
         return self.request.cache_salt
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def priority_key(self) -> tuple[int, int]:
         """Sort key of scheduling: the smallest goes first (highest priority, then earliest arrival)."""
         return (-self.priority, self.arrival)
 
@@ -347,6 +345,6 @@ class SequenceGroup:
         assert len(self.sequences) == 1
         assert self.beams is None
         first = self.sequences[0]
-        self.sequences += [first.fork(index, self.seed + index) for index in range(1, self.num_places)]
+        self.sequences += [first.fork(index, self.seed + index) for index in range(1, self.num_slots)]
         self.is_forked = True
         return self.sequences[1:]

@@ -1,10 +1,12 @@
-"""NgramProposer: guesses that a sequence goes on as it did when its last tokens occurred before.
+"""NgramProposer: draft tokens that followed an earlier occurrence of the last tokens of a sequence.
 
-That is how copies look: a quoted passage, code that is edited, a list that repeats its keys. The method is prompt
-lookup decoding (A. Saxena, 2023); no draft model is needed. It knows nothing of the scheduler or of the model.
+It guesses well where a text copies: a quoted passage, edited code, a list that repeats its keys. The method is prompt
+lookup decoding (A. Saxena, 2023), which needs no draft model. This module knows neither the scheduler nor the model.
 """
 
 from __future__ import annotations
+
+from weakref import WeakKeyDictionary
 
 from engine.sequence import Sequence
 
@@ -14,27 +16,27 @@ MAX_TOKENS_AT_ONCE = 2048  # about a millisecond
 
 
 class NgramIndex:
-    """Where the n-grams of one sequence have last occurred. Tokens may be added to the sequence, not taken back.
+    """Where the n-grams of one sequence last occurred. Tokens may be added to the sequence, not removed.
 
     It takes about 0.1 KB of memory for each token and length, and a few microseconds a step, however long the sequence.
 
     Args:
-        shortest, longest: how many tokens the n-grams have.
+        shortest, longest: the shortest and the longest n-grams, in tokens.
     """
 
     __slots__ = ("_ends", "_num_indexed")
 
     def __init__(self, shortest: int, longest: int) -> None:
-        # By length, the longest first: an n-gram's hash -> the index behind its latest occurrence. Tuples would take a
-        # third more memory than hashes; one that collides is found out when the tokens are compared.
+        # By length, the longest first: an n-gram's hash -> the index after its latest occurrence. Tuples would take a
+        # third more memory than hashes; comparing the tokens finds out a hash that collides.
         self._ends: dict[int, dict[int, int]] = {length: {} for length in range(longest, shortest - 1, -1)}
-        self._num_indexed = 0  # n-grams that end within so many tokens are known
+        self._num_indexed = 0  # the n-grams that end within so many tokens are indexed
 
     def continuation(self, token_ids: list[int], limit: int) -> list[int]:
         """Return the up to ``limit`` tokens that followed the latest earlier occurrence of the last tokens.
 
-        Of those that occurred before, the longest n-gram counts. Where its occurrence overlaps the last tokens or ends
-        where they begin, the sequence repeats itself, and goes on to.
+        The longest n-gram that occurred before counts. Where its occurrence overlaps the last tokens or ends where they
+        begin, the sequence repeats itself, and the continuation repeats it further.
         """
         self._extend(token_ids)
         for length, ends in self._ends.items():
@@ -43,14 +45,14 @@ class NgramIndex:
             if end is not None and token_ids[end - length : end] == last:
                 period = len(token_ids) - end
                 if limit > period <= length:
-                    return [token_ids[end + place % period] for place in range(limit)]
+                    return [token_ids[end + index % period] for index in range(limit)]
                 return token_ids[end : end + limit]
         return []
 
     def _extend(self, token_ids: list[int]) -> None:
-        """Take in the n-grams up to the last token, but those that end with it, which are what is looked for.
+        """Index the n-grams that end before the last token; those that end with it are what is searched for.
 
-        A long prompt takes several steps, so that its first one holds nobody up; until then its beginning is searched.
+        A long prompt is indexed over several steps, so that no step takes long; meanwhile only its start is searched.
         """
         known = self._num_indexed
         last = min(len(token_ids) - 1, known + MAX_TOKENS_AT_ONCE)
@@ -61,17 +63,19 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """Proposes continuations; what it keeps of a sequence lives and dies with the sequence.
+    """Proposes draft tokens by prompt lookup; keeps one index per sequence, for as long as the sequence lives.
 
     Args:
-        shortest, longest: tokens that are compared, at least and at most.
+        shortest, longest: the shortest and the longest n-gram that is compared, in tokens.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
+        self._indices: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
-        """Return up to ``limit`` tokens with which the sequence may go on; none if its end is new."""
-        if sequence.ngrams is None:
-            sequence.ngrams = NgramIndex(self._shortest, self._longest)
-        return sequence.ngrams.continuation(sequence.token_ids, limit)
+        """Return up to ``limit`` tokens that may follow the sequence; none if its last tokens never occurred before."""
+        index = self._indices.get(sequence)
+        if index is None:
+            index = self._indices[sequence] = NgramIndex(self._shortest, self._longest)
+        return index.continuation(sequence.token_ids, limit)

@@ -71,7 +71,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank, the first one first; a group's sequences together
         self._chunk_limit = long_prefill_threshold or max_num_batched_tokens
         self._pace = pace
-        self._num_places = 0  # that the running groups take
+        self._num_used_slots = 0  # that the running groups take
         self._due: list[Sequence] = []  # see _due_sequences
         self._has_groups = False  # whether groups of several sequences may run
         self._watermark = int(WATERMARK * len(block_manager.pool.blocks))
@@ -84,9 +84,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def num_free_places(self) -> int:
+    def num_free_slots(self) -> int:
         """Sequences that the batch has places for beside those in it."""
-        return self.max_num_running - self._num_places
+        return self.max_num_running - self._num_used_slots
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a request that fits the pool (the engine has checked that it does)."""
@@ -107,7 +107,7 @@ class Scheduler:
                 self.waiting.remove(group)
                 self.num_swapped -= sequence.status is SequenceStatus.SWAPPED
             elif group.is_forked and group.beams is None:
-                group.num_places -= 1
+                group.num_slots -= 1
             self.block_manager.free(sequence)
         sequence.finish(reason)
         self._forget_if_idle()
@@ -120,7 +120,7 @@ class Scheduler:
         counts = [1] * len(self.running)
         partial: set[int] = set()  # places in the batch of those that sample nothing yet
         step_tokens = self._step_tokens()
-        spare = self._schedule_running(output, counts, partial, step_tokens - self._num_places)
+        spare = self._schedule_running(output, counts, partial, step_tokens - self._num_used_slots)
         if self.waiting and not output.preempted:  # else blocks are short already
             spare = self._admit(output, counts, partial, spare, self.max_num_batched_tokens - step_tokens)
         if self.drafter is not None and not output.preempted:
@@ -140,14 +140,14 @@ class Scheduler:
     def _fill(self, output: SchedulerOutput, counts: list[int], partial: set[int]) -> None:
         """Write the batch into ``output``, and fork the groups whose prompt is complete with this step."""
         output.sequences, output.num_new_tokens = self.running.copy(), counts
-        output.sampling, output.sampling_rows = output.sequences, range(len(counts))
-        if len(self.running) < self._num_places or 0 in counts:
+        output.sampling, output.logit_indices = output.sequences, range(len(counts))
+        if len(self.running) < self._num_used_slots or 0 in counts:
             self._fill_with_forks(output, counts, partial)
         elif partial:
             sampling, rows = self.running.copy(), list(range(len(counts)))
             for place in sorted(partial, reverse=True):
                 del sampling[place], rows[place]
-            output.sampling, output.sampling_rows = sampling, rows
+            output.sampling, output.logit_indices = sampling, rows
 
     def _fill_with_forks(self, output: SchedulerOutput, counts: list[int], partial: set[int]) -> None:
         """The same where a group may fork, or some of its sequences have to wait for others."""
@@ -161,7 +161,7 @@ class Scheduler:
                 sampling += [sequence, *forks]
                 rows += [row] * (1 + len(forks))
             row += count > 0
-        output.sampling, output.sampling_rows = sampling, rows
+        output.sampling, output.logit_indices = sampling, rows
         if 0 in counts:
             output.sequences = [one for one, count in zip(self.running, counts, strict=True) if count]
             output.num_new_tokens = [count for count in counts if count]
@@ -180,7 +180,7 @@ class Scheduler:
                 self._due.append(sequence)
         for sequence in output.forks:
             self.block_manager.fork(sequence.group.sequences[0], sequence)
-            insort(self.running, sequence, key=lambda other: other.rank)
+            insort(self.running, sequence, key=lambda other: other.priority_key)
         for group, logprobs in sampled.prompt_logprobs:
             group.prompt_logprobs += logprobs
         if sampled.failed and sampled.beams:
@@ -233,11 +233,11 @@ class Scheduler:
         num_decodes = sum(len(one.token_ids) - one.num_computed_tokens <= 1 for one in self.running)
         if not num_decodes:
             return self.max_num_batched_tokens
-        could_start = min(len(self.waiting), self.max_num_running - self._num_places)
+        could_start = min(len(self.waiting), self.max_num_running - self._num_used_slots)
         paced = self._pace.step_tokens(num_decodes, len(self.running) - num_decodes + could_start)
         if paced is None:
             return self.max_num_batched_tokens
-        return min(self.max_num_batched_tokens, max(paced, self._num_places + 1))
+        return min(self.max_num_batched_tokens, max(paced, self._num_used_slots + 1))
 
     def _due_sequences(self) -> list[Sequence]:
         """Return by rank the running sequences that the block manager, or a plan for a group, has something to do for.
@@ -344,7 +344,7 @@ class Scheduler:
             if status is SequenceStatus.WAITING:
                 blocks.free(sequence)
             sequence.status = status
-        self._num_places -= group.num_places
+        self._num_used_slots -= group.num_slots
         group.num_preemptions += 1
         output.preempted.append(group)
         if members:
@@ -368,8 +368,8 @@ class Scheduler:
         for sequence in dropped:
             self.block_manager.free(sequence)
             sequence.fail("the KV cache cannot hold all answers; ask for fewer")
-        group.num_places -= len(dropped)
-        self._num_places -= len(dropped)
+        group.num_slots -= len(dropped)
+        self._num_used_slots -= len(dropped)
         output.dropped += dropped[:1]
 
     # --- waiting ------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ class Scheduler:
         while self.waiting and spare >= 1:
             group = self.waiting[-1]
             # A request for several answers comes in though the pace leaves it less than its places, or it never might.
-            if group.num_places > min(spare + withheld, self.max_num_running - self._num_places):
+            if group.num_slots > min(spare + withheld, self.max_num_running - self._num_used_slots):
                 return spare
             if self.running and self._is_still_refused(group):
                 return spare
@@ -398,7 +398,7 @@ class Scheduler:
             if group.status is SequenceStatus.SWAPPED:
                 output.swap_in += blocks.swap_in(members)
                 self.num_swapped -= 1
-            growths = self._plan(members, max(0, spare - group.num_places))
+            growths = self._plan(members, max(0, spare - group.num_slots))
             if blocks.num_blocks_to_grow(growths) > blocks.num_free_blocks:
                 # Colliding hashes hid what it takes; alone it has room for the one sequence that begins.
                 assert self.running, "add() let in what cannot fit"
@@ -407,7 +407,7 @@ class Scheduler:
             self.waiting.pop()
             place = self._enter(group, members, counts, partial)
             places = range(place, place + len(members))
-            spare = self._grow(growths, places, counts, partial, spare - group.num_places, output)
+            spare = self._grow(growths, places, counts, partial, spare - group.num_slots, output)
             due += self._blocks_due(members, counts[place : place + len(members)])
             output.admitted.append(group)
         return spare
@@ -422,7 +422,7 @@ class Scheduler:
         """Put a group's sequences into the batch by rank; return the place of the first."""
         running = self.running
         place = len(running)
-        while place and running[place - 1].group.rank > group.rank:
+        while place and running[place - 1].group.priority_key > group.priority_key:
             place -= 1
         running[place:place] = members
         counts[place:place] = [1] * len(members)
@@ -432,7 +432,7 @@ class Scheduler:
             partial |= moved
         for sequence in members:
             sequence.status = SequenceStatus.RUNNING
-        self._num_places += group.num_places
+        self._num_used_slots += group.num_slots
         self._has_groups = self._has_groups or not members[0].is_single
         return place
 
@@ -481,11 +481,11 @@ class Scheduler:
         self.running.remove(sequence)
         self.block_manager.free(sequence)
         if group.beams is not None:  # few beams may become many again: their places are theirs to the end
-            num_places = 0 if any(one.group is group for one in self.running) else group.num_places
+            num_slots = 0 if any(one.group is group for one in self.running) else group.num_slots
         else:
-            num_places = 1 if group.is_forked else group.num_places
-        self._num_places -= num_places
-        group.num_places -= num_places
+            num_slots = 1 if group.is_forked else group.num_slots
+        self._num_used_slots -= num_slots
+        group.num_slots -= num_slots
 
     def _advance_beams(self, sampling: list[Sequence], candidates: dict[int, Candidates]) -> list[Sequence]:
         """Let each beam search choose the beams that go on; return one sequence for each request that sampled."""

@@ -29,7 +29,7 @@ class SchedulerOutput:
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     num_accepted: dict[Sequence, int] = field(default_factory=dict)  # tokens that each draft gained, after the step
     sampling: list[Sequence] = field(default_factory=list)  # those that get a new token
-    sampling_rows: Sequence_[int] = ()  # for each of them, whose logits it samples from: an index into sequences
+    logit_indices: Sequence_[int] = ()  # for each of them, whose logits it samples from: an index into sequences
     forks: list[Sequence] = field(default_factory=list)  # those of ``sampling`` that join the batch after this step
     block_copies: list[BlockPair] = field(default_factory=list)
     swap_out: list[BlockPair] = field(default_factory=list)  # (block, host block)

@@ -98,7 +98,7 @@ def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
     block_tables = np.full((len(tables), max(map(len, tables), default=0)), -1, dtype=np.int32)
     for row, table in enumerate(tables):
         block_tables[row, : len(table)] = table
-    sampled_rows = [cu_seqlens[row + 1] - 1 for row in output.sampling_rows]
+    sampled_rows = [cu_seqlens[row + 1] - 1 for row in output.logit_indices]
     if drafts:
         sampled_rows = _rows_with_drafts(output, cu_seqlens)
     seq_lens = [one.num_computed_tokens + n for one, n in zip(output.sequences, output.num_new_tokens, strict=True)]
@@ -122,7 +122,7 @@ def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
 def _rows_with_drafts(output: SchedulerOutput, cu_seqlens: list[int]) -> list[int]:
     """Return the row of each sampling sequence's last known token, then those of the drafts, in batch order."""
     lengths = [len(output.drafts.get(sequence, ())) for sequence in output.sequences]
-    rows = [cu_seqlens[row + 1] - 1 - lengths[row] for row in output.sampling_rows]
+    rows = [cu_seqlens[row + 1] - 1 - lengths[row] for row in output.logit_indices]
     for end, length in zip(cu_seqlens[1:], lengths, strict=True):
         rows += range(end - length, end)
     return rows

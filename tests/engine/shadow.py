@@ -125,7 +125,7 @@ class ShadowRunner:
 
     def _sample(self, output: SchedulerOutput, chains: list[list[int]]) -> SampledTokens:
         sampled = SampledTokens([])
-        for position, (sequence, row) in enumerate(zip(output.sampling, output.sampling_rows, strict=True)):
+        for position, (sequence, row) in enumerate(zip(output.sampling, output.logit_indices, strict=True)):
             computed = output.sequences[row]
             num_drafted = len(output.drafts.get(computed, ()))
             end = computed.num_computed_tokens + output.num_new_tokens[row] - num_drafted
@@ -144,7 +144,7 @@ class ShadowRunner:
         if any(sequence.params.needs_logprobs for sequence in output.sampling):
             sampled.logprobs = [
                 {token_id: Logprob(token_logprob(chains[row][-1], one.index), 1)} if one.params.needs_logprobs else None
-                for one, row, token_id in zip(output.sampling, output.sampling_rows, sampled.token_ids, strict=True)
+                for one, row, token_id in zip(output.sampling, output.logit_indices, sampled.token_ids, strict=True)
             ]
         sampled.prompt_logprobs = self._prompt_logprobs(output, chains)
         return sampled
@@ -245,16 +245,16 @@ def check_integrity(engine: Engine) -> None:
     scheduler = engine.scheduler
     waiting = [sequence for group in scheduler.waiting for sequence in group.unfinished]
     engine.block_manager.check_integrity(scheduler.running + waiting)
-    assert scheduler.running == sorted(scheduler.running, key=lambda sequence: sequence.rank)
-    assert scheduler.waiting == sorted(scheduler.waiting, key=lambda group: group.rank, reverse=True)
+    assert scheduler.running == sorted(scheduler.running, key=lambda sequence: sequence.priority_key)
+    assert scheduler.waiting == sorted(scheduler.waiting, key=lambda group: group.priority_key, reverse=True)
     assert len(scheduler.running) <= scheduler.max_num_running
     groups = list(dict.fromkeys(sequence.group for sequence in scheduler.running))
-    assert scheduler._num_places == sum(group.num_places for group in groups) <= scheduler.max_num_running
+    assert scheduler._num_used_slots == sum(group.num_slots for group in groups) <= scheduler.max_num_running
     for group in groups:
         assert group not in scheduler.waiting, "a request runs and waits at once"
         assert all(sequence in scheduler.running for sequence in group.unfinished), "a request runs in part"
         gives_back = group.is_forked and group.beams is None
-        assert group.num_places == (len(group.unfinished) if gives_back else group.params.num_sequences)
+        assert group.num_slots == (len(group.unfinished) if gives_back else group.params.num_sequences)
     for group in scheduler.waiting:
         assert len({sequence.status for sequence in group.unfinished}) == 1
         assert group.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)

@@ -1,4 +1,4 @@
-"""NgramIndex finds what a plain search finds, however the sequence has grown; NgramProposer keeps one a sequence."""
+"""NgramIndex finds what a plain search finds, however the sequence grew; NgramProposer keeps one for each sequence."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def plain_search(token_ids: list[int], shortest: int, longest: int, limit: int) 
             if token_ids[start : start + length] == token_ids[-length:]:
                 end = start + length
                 copied = list(token_ids)
-                for place in range(end, end + limit):
-                    if place >= len(token_ids) and end + length < len(token_ids):
+                for index in range(end, end + limit):
+                    if index >= len(token_ids) and end + length < len(token_ids):
                         break  # it copies from what it has copied only if the two occurrences touch
-                    copied.append(copied[place])
+                    copied.append(copied[index])
                 return copied[len(token_ids) :]
     return []
 
@@ -90,21 +90,28 @@ def test_colliding_hashes_give_no_foreign_continuation(monkeypatch: pytest.Monke
     monkeypatch.setattr(ngram_proposer, "hash", lambda ngram: sum(ngram), raising=False)
     index = NgramIndex(2, 3)
     assert index.continuation([1, 2, 9, 2, 1], 3) == []
-    assert index.continuation([1, 2, 9, 2, 1, 7, 1, 2], 3) == []  # its place was taken
+    assert index.continuation([1, 2, 9, 2, 1, 7, 1, 2], 3) == []  # a later n-gram has the same hash
     assert index.continuation([1, 2, 9, 2, 1, 7, 1, 2, 9, 2], 3) == [1, 7, 1]
 
 
-def test_an_index_goes_with_its_sequence_and_is_not_a_forks() -> None:
-    proposer, sequence = NgramProposer(1, 2), make_sequence([1, 2, 1])
-    assert proposer.propose(sequence, 1) == [2]
-    assert sequence.fork(1, 0).ngrams is None
+def test_an_index_is_freed_with_its_sequence_and_not_shared_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[NgramIndex]] = []
 
-    class Watched(NgramIndex):
+    class WatchedIndex(NgramIndex):
         __slots__ = ("__weakref__",)
 
-    sequence.ngrams = Watched(1, 2)
+        def __init__(self, shortest: int, longest: int) -> None:
+            super().__init__(shortest, longest)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(ngram_proposer, "NgramIndex", WatchedIndex)
+    proposer, sequence = NgramProposer(1, 2), make_sequence([1, 2, 1])
     assert proposer.propose(sequence, 1) == [2]
-    gone = weakref.ref(sequence.ngrams)
-    del sequence
+    assert proposer.propose(sequence, 1) == [2]
+    assert len(made) == 1, "the sequence has one index"
+    fork = sequence.fork(1, 0)
+    assert proposer.propose(fork, 1) == [2]
+    assert len(made) == 2, "the fork has its own index"
+    del sequence, fork
     gc.collect()
-    assert gone() is None
+    assert [index() for index in made] == [None, None]

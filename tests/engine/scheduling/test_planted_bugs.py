@@ -185,9 +185,9 @@ def test_sustained_prefill_starves_decode() -> None:
         keep = [row for row, count in enumerate(output.num_new_tokens) if count > 1]
         if keep and not output.forks:
             rows = {row: place for place, row in enumerate(keep)}
-            pairs = zip(output.sampling, output.sampling_rows, strict=True)
+            pairs = zip(output.sampling, output.logit_indices, strict=True)
             kept = [(one, rows[row]) for one, row in pairs if row in rows]
-            output.sampling, output.sampling_rows = [one for one, _ in kept], [row for _, row in kept]
+            output.sampling, output.logit_indices = [one for one, _ in kept], [row for _, row in kept]
             output.sequences = [output.sequences[row] for row in keep]
             output.num_new_tokens = [output.num_new_tokens[row] for row in keep]
 
@@ -261,7 +261,7 @@ def test_an_abort_leaks_blocks() -> None:
         for sequence in group.unfinished:
             scheduler.running.remove(sequence)
             sequence.finish(reason)
-        scheduler._num_places -= group.num_places
+        scheduler._num_used_slots -= group.num_slots
 
     assert_found(lambda patch: patch.setattr(Scheduler, "abort", forget), "0 tables list it|is in the wrong list")
 

@@ -1,4 +1,4 @@
-"""QueueBounds: who may wait, and who gives way. No threads: the engine is asked as the step thread asks it."""
+"""QueueLimits: who may wait, and who gives way. No threads: the engine is asked as the step thread asks it."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert scheduler.waiting.count(queue.engine._groups[name]) == 1
         assert not any(group.has_started for group in shed), "one that had begun was shed"
         assert all(group.priority < priority for group in shed)
-        assert all(other.rank < one.rank for one in shed for other in kept if not other.has_started), (
+        assert all(other.priority_key < one.priority_key for one in shed for other in kept if not other.has_started), (
             "the wrong is shed"
         )
         if not is_resumed and kept:
@@ -201,7 +201,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not is_resumed or not shed
 
     def check_bounds(self) -> None:
-        config, places = self.queue.engine.config, self.queue.engine.scheduler.num_free_places
+        config, places = self.queue.engine.config, self.queue.engine.scheduler.num_free_slots
         assert len(self.queue.waiting) <= places + (config.max_queued_requests or len(self.queue.waiting))
         assert self.queue.queued <= (config.max_queued_prefill_tokens or self.queue.queued)
 
