@@ -1,27 +1,38 @@
-"""Recording: what a step sampled, written into its sequences.
+"""Recording: writes what a step sampled into its sequences.
 
-It ends a sequence that has got its last token, but leaves the batch and the blocks to the scheduler.
+A sequence that gets its last token ends here; the scheduler then removes it from the batch and frees its blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.scheduling.step import SampledTokens
 from engine.sequence import Sequence
 
-__all__ = ["append_tokens", "fail_searches", "record_logprobs"]
+__all__ = ["record_sampled"]
 
 
-def append_tokens(sampling: list[Sequence], sampled: SampledTokens) -> list[Sequence]:
-    """Give every sequence its token, but beams; return those that have ended."""
+def record_sampled(sampling: list[Sequence], sampled: SampledTokens) -> list[Sequence]:
+    """Append every sequence's token, except those of beams; return the sequences that have ended."""
+    for group, logprobs in sampled.prompt_logprobs:
+        group.prompt_logprobs += logprobs
+    if sampled.logprobs is not None:
+        _record_logprobs(sampling, sampled)
+    if not sampled.failed and not sampled.beams:
+        return _append_tokens(zip(sampling, sampled.token_ids, strict=True))
+    failed = [sampling[position] for position in sampled.failed]
+    for sequence, reason in zip(failed, sampled.failed.values(), strict=True):
+        sequence.fail(reason)
+    without_token = sampled.failed.keys() | sampled.beams.keys()
+    pairs = zip(sampling, sampled.token_ids, strict=True)
+    return failed + _append_tokens(pair for position, pair in enumerate(pairs) if position not in without_token)
+
+
+def _append_tokens(tokens: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
+    """Append each sequence's token; return the sequences that end with it."""
     ended = []
-    drawn = zip(sampling, sampled.token_ids, strict=True)
-    if sampled.failed or sampled.beams:
-        others = sampled.failed.keys() | sampled.beams.keys()
-        drawn = (pair for position, pair in enumerate(drawn) if position not in others)  # type: ignore[assignment]
-        for position, why in sampled.failed.items():
-            sampling[position].fail(why)
-            ended.append(sampling[position])
-    for sequence, token_id in drawn:
+    for sequence, token_id in tokens:
         token_ids = sequence.token_ids
         token_ids.append(token_id)
         if (
@@ -35,20 +46,11 @@ def append_tokens(sampling: list[Sequence], sampled: SampledTokens) -> list[Sequ
     return ended
 
 
-def record_logprobs(sampling: list[Sequence], sampled: SampledTokens) -> None:
-    """Keep the log-probabilities of the tokens that are about to be appended, where they were asked for."""
+def _record_logprobs(sampling: list[Sequence], sampled: SampledTokens) -> None:
+    """Keep the log-probabilities of the tokens that are about to be appended, where the request wants them."""
     assert sampled.logprobs is not None
     for position, (sequence, one) in enumerate(zip(sampling, sampled.logprobs, strict=True)):
         if one is not None and position not in sampled.failed:
             sequence.cumulative_logprob += next(iter(one.values())).logprob  # the sampled token comes first
             if sequence.params.logprobs is not None:
                 sequence.logprobs.append(one)
-
-
-def fail_searches(sampling: list[Sequence], sampled: SampledTokens) -> None:
-    """Let a search whose beams have no token to go on with fail as a whole."""
-    reasons = {sampling[position].group: why for position, why in sampled.failed.items()}
-    for position in list(sampled.beams):
-        if why := reasons.get(sampling[position].group):
-            sampled.failed[position] = why
-            del sampled.beams[position]

@@ -1,20 +1,17 @@
-"""SchedulerOutput and SampledTokens: what a step is to compute, and what came of it.
+"""SchedulerOutput and SampledTokens: what a step computes, and what it sampled.
 
-The scheduler writes the first and reads the second; the runner in between does the opposite.
+The scheduler writes the first and reads the second; the model runner reads the first and writes the second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from engine.beam_search import Candidates
 from engine.kv.block_manager import BlockPair
+from engine.outputs import TokenLogprobs
 from engine.sequence import Sequence, SequenceGroup
-
-if TYPE_CHECKING:
-    from engine.outputs import TokenLogprobs
 
 __all__ = ["SampledTokens", "SchedulerOutput", "StepTimes"]
 
@@ -24,23 +21,23 @@ class SchedulerOutput:
     """One step's batch. The copies are made first: swap-outs, then swap-ins, then block copies."""
 
     sequences: list[Sequence] = field(default_factory=list)  # in batch order
-    num_new_tokens: list[int] = field(default_factory=list)  # that each of them computes, from num_computed_tokens on
-    # Guessed tokens that some of them compute behind their last one, in batch order; num_new_tokens counts them too.
+    num_new_tokens: list[int] = field(default_factory=list)  # tokens that each computes, from num_computed_tokens on
+    # Draft tokens that some sequences compute after their last token, in batch order; num_new_tokens includes them.
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
-    num_accepted: dict[Sequence, int] = field(default_factory=dict)  # tokens that each draft gained, after the step
-    sampling: list[Sequence] = field(default_factory=list)  # those that get a new token
-    logit_indices: Sequence_[int] = ()  # for each of them, whose logits it samples from: an index into sequences
+    num_accepted: dict[Sequence, int] = field(default_factory=dict)  # of each draft; known after the step
+    sampling: list[Sequence] = field(default_factory=list)  # the sequences that get a new token
+    logit_indices: Sequence_[int] = ()  # for each of them, the index in ``sequences`` of the logits it samples from
     forks: list[Sequence] = field(default_factory=list)  # those of ``sampling`` that join the batch after this step
     block_copies: list[BlockPair] = field(default_factory=list)
     swap_out: list[BlockPair] = field(default_factory=list)  # (block, host block)
     swap_in: list[BlockPair] = field(default_factory=list)  # (host block, block)
-    admitted: list[SequenceGroup] = field(default_factory=list)  # left the queue in this step
+    admitted: list[SequenceGroup] = field(default_factory=list)  # started in this step
     preempted: list[SequenceGroup] = field(default_factory=list)
     dropped: list[Sequence] = field(default_factory=list)  # ended, since the pool cannot hold all answers of a request
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do or to tell."""
+        """Whether the step computes, copies and ends nothing."""
         return not (self.sequences or self.swap_out or self.swap_in or self.block_copies or self.dropped)
 
     @property
@@ -50,7 +47,7 @@ class SchedulerOutput:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Those of them that are guesses."""
+        """Draft tokens among them."""
         return sum(map(len, self.drafts.values()))
 
 
@@ -58,12 +55,12 @@ class SchedulerOutput:
 class SampledTokens:
     """What a step's ``sampling`` sequences got, in their order."""
 
-    token_ids: list[int]  # one each; ignored for beams and where it failed
-    logprobs: list[TokenLogprobs | None] | None = None  # None if nobody asks for them
+    token_ids: list[int]  # one each; ignored for beams and for sequences that failed
+    logprobs: list[TokenLogprobs | None] | None = None  # None if no sequence wants them
     beams: dict[int, Candidates] = field(default_factory=dict)  # by position in ``sampling``
-    failed: dict[int, str] = field(default_factory=dict)  # positions without a token to sample, and why
+    failed: dict[int, str] = field(default_factory=dict)  # positions without a token to sample, and the reason
     prompt_logprobs: list[tuple[SequenceGroup, list[TokenLogprobs]]] = field(default_factory=list)
-    # The likeliest token behind each token of a draft; cut short where there is none.
+    # The most likely token after each draft token; shorter where the logits give none.
     after_drafts: dict[Sequence, list[int]] = field(default_factory=dict)
 
 

@@ -249,7 +249,7 @@ def check_integrity(engine: Engine) -> None:
     assert scheduler.waiting == sorted(scheduler.waiting, key=lambda group: group.priority_key, reverse=True)
     assert len(scheduler.running) <= scheduler.max_num_running
     groups = list(dict.fromkeys(sequence.group for sequence in scheduler.running))
-    assert scheduler._num_used_slots == sum(group.num_slots for group in groups) <= scheduler.max_num_running
+    assert scheduler.queues.num_used_slots == sum(group.num_slots for group in groups) <= scheduler.max_num_running
     for group in groups:
         assert group not in scheduler.waiting, "a request runs and waits at once"
         assert all(sequence in scheduler.running for sequence in group.unfinished), "a request runs in part"

@@ -107,14 +107,14 @@ def test_a_stop_string_ends_the_text_and_the_sequence(llm: LLM) -> None:
 def test_what_a_right_draft_gives_behind_a_stop_string_is_not_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in which the text stops has computed more tokens; the answer is the one without drafts."""
     gained: list[int] = []
-    settle = Drafter.settle
+    accept = Drafter.accept
 
     def noting(drafter: Drafter, output: SchedulerOutput, sampled: SampledTokens) -> list[Sequence]:
-        ended = settle(drafter, output, sampled)
+        ended = accept(drafter, output, sampled)
         gained.extend(output.num_accepted.values())
         return ended
 
-    monkeypatch.setattr(Drafter, "settle", noting)
+    monkeypatch.setattr(Drafter, "accept", noting)
     speculation = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 1}
     drafting = LLM(llm.config.model, speculative_config=speculation, **OPTIONS)
     greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}

@@ -34,17 +34,17 @@ class DraftCounter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_drafted = self.num_accepted = self.num_cut = self.num_steps = 0
-        settle = Drafter.settle
+        accept = Drafter.accept
 
         def counting(drafter: Drafter, output: SchedulerOutput, sampled: SampledTokens) -> list[Sequence]:
-            ended = settle(drafter, output, sampled)
+            ended = accept(drafter, output, sampled)
             self.num_steps += 1
             self.num_drafted += output.num_draft_tokens
             self.num_accepted += sum(output.num_accepted.values())
             self.num_cut += sum(output.num_accepted[one] > 0 for one in ended)
             return ended
 
-        monkeypatch.setattr(Drafter, "settle", counting)
+        monkeypatch.setattr(Drafter, "accept", counting)
 
 
 @pytest.fixture

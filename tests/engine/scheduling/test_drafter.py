@@ -11,7 +11,7 @@ from engine.engine import Engine
 from engine.outputs import EngineOutput, FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.drafter import confirmed_tokens
+from engine.scheduling.drafter import accepted_tokens
 from engine.scheduling.step import SchedulerOutput
 from engine.sequence import Sequence
 from tests.engine.shadow import ShadowRunner, check_integrity, make_engine, next_token, run_to_end
@@ -84,7 +84,7 @@ def steps(engine: Engine) -> list[list[EngineOutput]]:
 def test_a_draft_is_right_as_far_as_the_model_says_the_same(
     draft: list[int], behind: list[int], expected: list[int]
 ) -> None:
-    assert list(confirmed_tokens(1, draft, behind)) == expected
+    assert list(accepted_tokens(1, draft, behind)) == expected
 
 
 def test_right_drafts_give_several_tokens_a_step() -> None:

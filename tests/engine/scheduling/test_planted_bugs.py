@@ -30,9 +30,11 @@ from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.prefix_hash import packed_block_hash
 from engine.request_validator import RequestValidator
 from engine.scheduling import drafter as drafter_module
-from engine.scheduling.drafter import Drafter, confirmed_tokens
+from engine.scheduling.drafter import Drafter, accepted_tokens
+from engine.scheduling.preemption import Preemption
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import SchedulerOutput
+from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence, SequenceGroup
 from tests.engine.random_load import drive, lone_arrival
 
@@ -124,15 +126,16 @@ def test_a_fully_cached_prompt_gives_an_empty_query() -> None:
 
 
 def test_preemption_loses_the_last_token() -> None:
-    preempt = Scheduler._preempt
+    preempt_last = Preemption.preempt_last
 
-    def preempt_and_lose(scheduler: Scheduler, group: SequenceGroup, output: SchedulerOutput) -> None:
-        preempt(scheduler, group, output)
+    def preempt_and_lose(preemption: Preemption, step: StepBuilder) -> SequenceGroup:
+        group = preempt_last(preemption, step)
         for sequence in group.unfinished:
             if sequence.num_output_tokens:
                 sequence.token_ids.pop()
+        return group
 
-    assert_found(lambda patch: patch.setattr(Scheduler, "_preempt", preempt_and_lose), "answers|reads foreign KV")
+    assert_found(lambda patch: patch.setattr(Preemption, "preempt_last", preempt_and_lose), "answers|reads foreign KV")
 
 
 def test_preemption_recomputes_at_a_wrong_position() -> None:
@@ -178,20 +181,21 @@ def test_identical_prompts_in_one_step_get_duplicate_blocks() -> None:
 
 
 def test_sustained_prefill_starves_decode() -> None:
-    fill = Scheduler._fill
+    build = StepBuilder.build
 
-    def prefills_only(scheduler: Scheduler, output: SchedulerOutput, counts: list[int], partial: set[int]) -> None:
-        fill(scheduler, output, counts, partial)
-        keep = [row for row, count in enumerate(output.num_new_tokens) if count > 1]
+    def prefills_only(step: StepBuilder) -> SchedulerOutput:
+        output = build(step)
+        keep = [index for index, num_new in enumerate(output.num_new_tokens) if num_new > 1]
         if keep and not output.forks:
-            rows = {row: place for place, row in enumerate(keep)}
+            kept_index = {old: new for new, old in enumerate(keep)}
             pairs = zip(output.sampling, output.logit_indices, strict=True)
-            kept = [(one, rows[row]) for one, row in pairs if row in rows]
-            output.sampling, output.logit_indices = [one for one, _ in kept], [row for _, row in kept]
-            output.sequences = [output.sequences[row] for row in keep]
-            output.num_new_tokens = [output.num_new_tokens[row] for row in keep]
+            kept = [(one, kept_index[index]) for one, index in pairs if index in kept_index]
+            output.sampling, output.logit_indices = [one for one, _ in kept], [index for _, index in kept]
+            output.sequences = [output.sequences[index] for index in keep]
+            output.num_new_tokens = [output.num_new_tokens[index] for index in keep]
+        return output
 
-    assert_found(lambda patch: patch.setattr(Scheduler, "_fill", prefills_only), "is starved")
+    assert_found(lambda patch: patch.setattr(StepBuilder, "build", prefills_only), "is starved")
 
 
 # --- what this engine does besides ----------------------------------------------------------------------------------
@@ -261,7 +265,7 @@ def test_an_abort_leaks_blocks() -> None:
         for sequence in group.unfinished:
             scheduler.running.remove(sequence)
             sequence.finish(reason)
-        scheduler._num_used_slots -= group.num_slots
+        scheduler.queues.num_used_slots -= group.num_slots
 
     assert_found(lambda patch: patch.setattr(Scheduler, "abort", forget), "0 tables list it|is in the wrong list")
 
@@ -279,11 +283,11 @@ def test_a_fork_shares_blocks_without_counting_itself() -> None:
 
 def test_one_guess_too_many_is_taken_for_right() -> None:
     def confirmed_and_one_more(token_id: int, draft: list[int], behind: list[int]) -> list[int]:
-        confirmed = list(confirmed_tokens(token_id, draft, behind))
+        confirmed = list(accepted_tokens(token_id, draft, behind))
         return confirmed + behind[len(confirmed) : len(confirmed) + 1]
 
     assert_found(
-        lambda patch: patch.setattr(drafter_module, "confirmed_tokens", confirmed_and_one_more),
+        lambda patch: patch.setattr(drafter_module, "accepted_tokens", confirmed_and_one_more),
         "answers|reads foreign KV",
     )
 
@@ -292,21 +296,21 @@ def test_the_model_is_not_asked_what_it_says_behind_the_last_guess() -> None:
     """The token that follows is taken from the guesses: as if what is right so far made the next one right."""
 
     def guesses(token_id: int, draft: list[int], behind: list[int]) -> list[int]:
-        num_right = len(list(confirmed_tokens(token_id, draft, behind)))
+        num_right = len(list(accepted_tokens(token_id, draft, behind)))
         return draft[1 : 1 + num_right]
 
-    assert_found(lambda patch: patch.setattr(drafter_module, "confirmed_tokens", guesses), "answers|reads foreign KV")
+    assert_found(lambda patch: patch.setattr(drafter_module, "accepted_tokens", guesses), "answers|reads foreign KV")
 
 
 def test_tokens_come_behind_the_end_of_an_answer() -> None:
     def go_on(sequence: Sequence, draft: list[int], behind: list[int]) -> int:
-        confirmed = list(confirmed_tokens(sequence.token_ids[-1], draft, behind))
+        confirmed = list(accepted_tokens(sequence.token_ids[-1], draft, behind))
         sequence.token_ids += confirmed
         for token_id in confirmed[-1:]:
             sequence.check_end(token_id)
         return len(confirmed)
 
-    assert_found(lambda patch: patch.setattr(drafter_module, "_append_confirmed", go_on), "answers|goes on|ends at")
+    assert_found(lambda patch: patch.setattr(drafter_module, "_append_accepted", go_on), "answers|goes on|ends at")
 
 
 def test_blocks_of_wrong_guesses_are_published() -> None:
@@ -325,14 +329,14 @@ def test_blocks_of_wrong_guesses_are_published() -> None:
 
 
 def test_wrong_guesses_count_as_computed() -> None:
-    append_confirmed = drafter_module._append_confirmed
+    append_accepted = drafter_module._append_accepted
 
     def append_and_count_all(sequence: Sequence, draft: list[int], behind: list[int]) -> int:
-        append_confirmed(sequence, draft, behind)
+        append_accepted(sequence, draft, behind)
         return len(draft)
 
     assert_found(
-        lambda patch: patch.setattr(drafter_module, "_append_confirmed", append_and_count_all),
+        lambda patch: patch.setattr(drafter_module, "_append_accepted", append_and_count_all),
         "answers|tokens are computed that are not there|published with foreign content",
     )
 
@@ -345,13 +349,14 @@ def test_a_draft_keeps_blocks_that_it_has_not_filled() -> None:
 
 
 def test_a_draft_takes_from_the_budget_of_others() -> None:
-    draft = Drafter.draft
+    add_drafts = Drafter.add_drafts
 
-    def draft_without_limit(drafter: Drafter, *args: Any) -> dict[Sequence, list[int]]:
-        args[-1].num_tokens = drafter.num_tokens
-        return draft(drafter, *args)
+    def add_without_limit(drafter: Drafter, step: StepBuilder) -> None:
+        if step.token_budget > 0:
+            step.token_budget = drafter.num_tokens
+        add_drafts(drafter, step)
 
-    assert_found(lambda patch: patch.setattr(Drafter, "draft", draft_without_limit), "the budget is exceeded")
+    assert_found(lambda patch: patch.setattr(Drafter, "add_drafts", add_without_limit), "the budget is exceeded")
 
 
 def test_a_sequence_that_draws_gets_a_draft() -> None:

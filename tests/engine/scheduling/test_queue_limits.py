@@ -166,7 +166,7 @@ class QueueMachine(RuleBasedStateMachine):
     )
     def start(self, **options: Any) -> None:
         self.queue = Queue(block_size=4, **options)
-        self.queue.engine.scheduler.max_num_running = min(3, options["max_num_batched_tokens"])
+        self.queue.engine.scheduler.queues.max_num_running = min(3, options["max_num_batched_tokens"])
         self.counts: Counter[str] = Counter()
 
     @rule(

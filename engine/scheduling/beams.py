@@ -1,0 +1,98 @@
+"""Beam search's part of a step: the beams that a search chooses replace the ones before in the running batch.
+
+BeamSearch compares tokens and scores; this module moves the sequences and their blocks accordingly.
+"""
+
+from __future__ import annotations
+
+from engine.beam_search import Candidates, Continuation
+from engine.kv.block_manager import BlockManager
+from engine.outputs import FinishReason
+from engine.scheduling.request_queues import RequestQueues
+from engine.scheduling.step import SampledTokens
+from engine.sequence import Sequence
+
+__all__ = ["advance_searches", "fail_searches"]
+
+
+def fail_searches(sampling: list[Sequence], sampled: SampledTokens) -> None:
+    """Fail a search as a whole if one of its beams has no token to sample."""
+    reasons = {sampling[position].group: reason for position, reason in sampled.failed.items()}
+    for position in list(sampled.beams):
+        if reason := reasons.get(sampling[position].group):
+            sampled.failed[position] = reason
+            del sampled.beams[position]
+
+
+def advance_searches(
+    sampling: list[Sequence], candidates: dict[int, Candidates], queues: RequestQueues
+) -> list[Sequence]:
+    """Let each search choose the beams that continue.
+
+    Args:
+        sampling: the sequences that sampled in the step.
+        candidates: the candidates of the beams among them, by position in ``sampling``.
+        queues: the running batch, in which the chosen beams replace the others.
+
+    Returns:
+        ``sampling`` with one sequence, the first, for each search.
+    """
+    got_token: dict[int, Sequence] = {}
+    beams_by_group: dict[int, list[tuple[Sequence, Candidates]]] = {}
+    for position, sequence in enumerate(sampling):
+        if position in candidates:
+            beams_by_group.setdefault(id(sequence.group), []).append((sequence, candidates[position]))
+        else:
+            got_token[id(sequence)] = sequence
+    for pairs in beams_by_group.values():
+        group = pairs[0][0].group
+        _advance([beam for beam, _ in pairs], [one for _, one in pairs], queues)
+        got_token[id(group)] = group.sequences[0]
+    return list(got_token.values())
+
+
+def _advance(beams: list[Sequence], candidates: list[Candidates], queues: RequestQueues) -> None:
+    """Advance one search by a token: its beams end, or the continuations replace them in the batch."""
+    group = beams[0].group
+    assert group.beams is not None
+    continuations = group.beams.advance(
+        [beam.token_ids for beam in beams],
+        candidates,
+        stop_token_ids=group.stop_token_ids,
+        max_total_tokens=group.max_total_tokens,
+    )
+    if group.beams.is_done:  # the search has the answers
+        for beam in beams:
+            queues.end_running(beam)
+            beam.finish(FinishReason.STOP)
+        return
+    successors = _extend(beams, continuations, queues.block_manager)
+    first = queues.running.index(beams[0])
+    queues.running[first : first + len(beams)] = successors
+    group.sequences = successors
+    group.is_forked = True
+
+
+def _extend(beams: list[Sequence], continuations: list[Continuation], block_manager: BlockManager) -> list[Sequence]:
+    """Return one sequence for each continuation, and free the beams that none continues.
+
+    The first continuation of a beam takes over its sequence; further ones are forks.
+    """
+    successors = []
+    reused_parents: set[int] = set()
+    for index, continuation in enumerate(continuations):
+        parent = successor = beams[continuation.parent]
+        if continuation.parent in reused_parents:
+            successor = parent.fork(index, parent.group.seed)
+            block_manager.fork(parent, successor)
+        reused_parents.add(continuation.parent)
+        successors.append(successor)
+    for beam, continuation in zip(successors, continuations, strict=True):
+        beam.cumulative_logprob = continuation.cumulative_logprob
+        beam.token_ids.append(continuation.token_id)
+    for index, beam in enumerate(beams):
+        if index not in reused_parents:
+            block_manager.free(beam)
+    for index, beam in enumerate(successors):
+        beam.index = index
+    return successors
