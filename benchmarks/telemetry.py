@@ -34,13 +34,15 @@ from benchmarks.peers import runner
 from benchmarks.workloads import Request, load
 from deployments.observability.prometheus import render
 from deployments.observability.recorder import Recorder
-from engine.config import EngineConfig
-from engine.engine import Engine, EngineInfo
-from engine.observability.metrics import METRICS, EngineMetrics, MetricSink, NullSink
+from engine.config import EngineConfig, EngineInfo
+from engine.engine import Engine
+from engine.errors import OverloadedError
+from engine.observability.engine_metrics import EngineMetrics
+from engine.observability.metrics import METRICS, MetricSink, NullSink
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceGroup
 
 __all__ = ["main"]
 
@@ -98,12 +100,18 @@ def find_part(name: str) -> Callable[[Recorder], Part]:
 # ---- throughput --------------------------------------------------------------------------------------------------
 
 
+def replace_metrics(engine: Engine, metrics: EngineMetrics) -> None:
+    """Have an idle engine report to other metrics than before."""
+    observers = engine.observers.members
+    observers[:] = [metrics if isinstance(one, EngineMetrics) else one for one in observers]
+
+
 @contextmanager
 def telemetry(engine: Engine, parts: Iterable[Callable[[Recorder], Part]], *, is_on: bool) -> Iterator[None]:
-    """Have an idle engine report to a recorder that is read, or to nobody."""
+    """Have an idle engine report to a recorder that is read, or to no sink."""
     recorder = Recorder(METRICS)
     sink: MetricSink = recorder if is_on else NullSink()
-    engine.metrics = EngineMetrics(sink, engine.block_manager, engine.scheduler)
+    replace_metrics(engine, EngineMetrics(sink, engine.block_manager, engine.scheduler))
     with ExitStack() as stack:
         for make in parts if is_on else ():
             part = make(recorder)
@@ -151,7 +159,21 @@ def throughput(
 
 
 class NullRunner:
-    """A model that says the same token always."""
+    """A model whose next token is always the same."""
+
+    info = EngineInfo(
+        model="null",
+        block_size=256,
+        num_blocks=NULL_BLOCKS,
+        num_host_blocks=0,
+        max_model_len=10**6,
+        vocab_size=1000,
+        dtype="none",
+        device="cpu",
+        attention_backend="none",
+        eos_token_ids=(),
+        default_sampling={},
+    )
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Return a token for each sequence."""
@@ -179,24 +201,17 @@ class _TimedMetrics(EngineMetrics):
         super().step_finished(output, got_token, times)
         self.seconds += perf_counter() - started
 
+    def request_left(self, group: SequenceGroup, rejection: OverloadedError | None) -> None:
+        started = perf_counter()
+        super().request_left(group, rejection)
+        self.seconds += perf_counter() - started
+
 
 def step_microseconds(sink: MetricSink) -> float:
     """Return what a step of ``NULL_SEQUENCES`` decodes spends on metrics."""
-    info = EngineInfo(
-        model="null",
-        block_size=256,
-        num_blocks=NULL_BLOCKS,
-        num_host_blocks=0,
-        max_model_len=10**6,
-        vocab_size=1000,
-        dtype="none",
-        device="cpu",
-        attention_backend="none",
-        eos_token_ids=(),
-        default_sampling={},
-    )
-    engine = Engine(EngineConfig(model="null", max_num_seqs=NULL_SEQUENCES), NullRunner(), info, sink)
-    timed = engine.metrics = _TimedMetrics(sink, engine.block_manager, engine.scheduler)
+    engine = Engine(EngineConfig(model="null", max_num_seqs=NULL_SEQUENCES), NullRunner(), sink)
+    timed = _TimedMetrics(sink, engine.block_manager, engine.scheduler)
+    replace_metrics(engine, timed)
     for number in range(NULL_SEQUENCES):
         engine.add_request(
             EngineRequest(str(number), [number + 1] * 16, SamplingParams(max_tokens=10**5, temperature=0.0))
@@ -226,10 +241,10 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     micros = {
         name: [step_microseconds(sink()) for _ in range(3)]
-        for name, sink in {"nobody": NullSink, "recorder": Recorder}.items()
+        for name, sink in {"no sink": NullSink, "recorder": Recorder}.items()
     }
     for name, values in micros.items():
-        print(f"metrics of a step of {NULL_SEQUENCES} decodes, told to {name}: {statistics.median(values):.1f} us")
+        print(f"metrics of a step of {NULL_SEQUENCES} decodes, reported to {name}: {statistics.median(values):.1f} us")
     engine = Engine.from_config(EngineConfig.from_options(options.model, chosen))
     result = throughput(engine, options.workload, options.repeats, parts)
     engine.close()

@@ -23,8 +23,7 @@ from deployments.web.live_view import EngineSnapshot
 from deployments.wire.publisher import KVEventPublisher
 from deployments.wire.replica_metadata import BLOCK_SIZE, ENDPOINT
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig
-from engine.engine import EngineInfo
+from engine.config import EngineConfig, EngineInfo
 from engine.errors import EngineDeadError, OverloadedError
 from engine.observability.logs import forward_logs
 from engine.observability.metrics import METRICS

@@ -206,3 +206,21 @@ class EngineConfig:
                 hint = f"did you mean '{near[0]}'?" if near else f"known options: {', '.join(known)}"
                 raise ConfigError(f"unknown engine option '{name}'; {hint}")
         return cls(model=model, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """The model and the sizes of a loaded engine, as its front end needs them. It pickles."""
+
+    model: str  # as configured; the root of the block hashes
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    device: str
+    attention_backend: str
+    eos_token_ids: tuple[int, ...]
+    default_sampling: dict[str, Any]  # temperature, top_p, top_k, min_p, as far as generation_config.json sets them
+    free_tokens: int | None = None  # that a step computes in about the time of one token, if that was measured

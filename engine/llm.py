@@ -141,7 +141,7 @@ class LLM:
         grammars = []
         for prompt, one in zip(prompts, params, strict=True):
             self.engine.check_request(EngineRequest("", prompt, one))
-            grammars.append(self.engine.compile_grammar(one))
+            grammars.append(self.engine.grammars.compile(one.structured_outputs))
         requests: dict[str, _Request] = {}
         bar = tqdm(total=len(prompts), desc="Processed prompts", unit="req", disable=not use_tqdm, dynamic_ncols=True)
         try:

@@ -17,7 +17,7 @@ from typing import Any
 from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.api.sampling import for_prompt, sampling_params, with_bad_words
 from deployments.requests.prompt import Prompt
-from engine.engine import EngineInfo
+from engine.config import EngineInfo
 from engine.errors import PromptTooLongError, RequestError
 from engine.prefix_hash import hash_blocks, root_hash
 from engine.request_validator import PromptValidator

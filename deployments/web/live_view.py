@@ -35,8 +35,8 @@ from typing import Any
 
 from deployments.observability.recorder import Series
 from deployments.routing.log import LENGTH, RoutedRequest
-from engine.engine import EngineStats
 from engine.kv.block_map import BlockMap
+from engine.observability.load import EngineStats
 from engine.observability.metrics import (
     BLOCKS_EVICTED,
     CACHE_HITS,

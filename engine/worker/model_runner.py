@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, EngineInfo
 from engine.errors import ConfigError
 from engine.models.config import GenerationDefaults
 from engine.outputs import TokenLogprobs
@@ -62,6 +62,24 @@ class ModelRunner:
             self.close()
             raise
         self._log_capacity()
+
+    @property
+    def info(self) -> EngineInfo:
+        """The model and the sizes that the engine schedules for."""
+        return EngineInfo(
+            model=self.config.model,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            num_host_blocks=self.num_host_blocks,
+            max_model_len=self.max_model_len,
+            vocab_size=self.model_config.vocab_size,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=str(self.device),
+            attention_backend=self.backend.name,
+            eos_token_ids=self.generation_defaults.eos_token_ids,
+            default_sampling=self.generation_defaults.sampling,
+            free_tokens=self.free_tokens,
+        )
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:

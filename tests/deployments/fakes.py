@@ -13,7 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.requests.engine_client import EngineClient
 from deployments.routing.cluster_view import ClusterView
-from engine.engine import EngineInfo
+from engine.config import EngineInfo
 from engine.observability.load import EngineLoad
 from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming, TokenLogprobs
 from engine.request import EngineRequest

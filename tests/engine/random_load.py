@@ -80,7 +80,7 @@ class RandomLoad:
     def add(self, arrival: Arrival) -> None:
         """Send a request; one that can never run has to be refused at the door."""
         head = [] if arrival.extends is None else self._texts[arrival.extends % len(self._texts)]
-        prompt = (head + arrival.tokens)[: self.engine.capacity + 2]
+        prompt = (head + arrival.tokens)[: self.engine.validator.capacity + 2]
         request_id = str(self.counts["requests"])
         self.counts["requests"] += 1
         try:
@@ -89,7 +89,9 @@ class RandomLoad:
             )
         except RequestError:
             self.counts["refused"] += 1
-            assert len(prompt) >= self.engine.capacity or arrival.params.num_sequences > 1, "a small one is refused"
+            assert len(prompt) >= self.engine.validator.capacity or arrival.params.num_sequences > 1, (
+                "a small one is refused"
+            )
             return
         self.requests[request_id] = Expected(prompt, arrival.salt, group, self._undisturbed(prompt, group))
         self._texts.append(prompt)

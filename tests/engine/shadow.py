@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from engine.beam_search import BeamSearch, Candidates, Hypothesis
-from engine.config import EngineConfig
-from engine.engine import Engine, EngineInfo
+from engine.config import EngineConfig, EngineInfo
+from engine.engine import Engine
 from engine.kv.block_manager import BlockPair
 from engine.kv.events import KVEventBatch
+from engine.observability.engine_metrics import EngineMetrics
 from engine.observability.metrics import MetricSink
 from engine.outputs import Logprob, TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -75,8 +76,9 @@ def candidates(prefix: int, count: int) -> Candidates:
 class ShadowRunner:
     """Checks, step by step, that what a sequence attends to is its own prefix."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self.block_size = info.block_size
         self.slots: dict[int, int] = {}
         self.host_slots: dict[int, int] = {}
         self.ids = PrefixIds()
@@ -221,7 +223,6 @@ def make_engine(
     **options: object,
 ) -> tuple[Engine, ShadowRunner]:
     """Return a real engine around a shadow runner."""
-    runner = ShadowRunner(block_size)
     config = EngineConfig.from_options("shadow", dict(options))
     info = EngineInfo(
         model="shadow",
@@ -237,7 +238,8 @@ def make_engine(
         default_sampling={},
         free_tokens=free_tokens,
     )
-    return Engine(config, runner, info, sink, on_kv_events), runner
+    runner = ShadowRunner(info)
+    return Engine(config, runner, sink, on_kv_events), runner
 
 
 def check_integrity(engine: Engine) -> None:
@@ -269,6 +271,11 @@ def check_integrity(engine: Engine) -> None:
     if not engine.has_unfinished:
         assert engine.block_manager.num_free_blocks == len(engine.block_manager.pool.blocks)
         assert engine.block_manager.host_pool.num_free == engine.block_manager.host_pool.num_blocks
+
+
+def metrics_of(engine: Engine) -> EngineMetrics:
+    """Return the observer that keeps the engine's metrics."""
+    return next(one for one in engine.observers.members if isinstance(one, EngineMetrics))
 
 
 def run_to_end(engine: Engine, max_steps: int = 10_000) -> dict[str, list[int]]:

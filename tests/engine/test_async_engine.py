@@ -18,6 +18,7 @@ from engine import async_engine as async_engine_module
 from engine.async_engine import AsyncEngine
 from engine.engine import Engine
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
+from engine.output_streams import OutputStream
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -172,8 +173,8 @@ def test_an_id_whose_loop_was_closed_is_free_and_its_old_reader_ends_no_other(no
         return answer
 
     assert asyncio.run(use_again()) == runner.answer([9], 6)
-    assert not async_engine._streams
-    assert not async_engine._by_key
+    assert not len(async_engine._streams)
+    assert not async_engine._streams._by_request
 
 
 async def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +308,7 @@ def memory_of_the_engine() -> int:
 
 def num_objects_of_requests() -> int:
     gc.collect()
-    kinds = {Sequence, SequenceGroup, EngineOutput, EngineOutput, async_engine_module._Stream}
+    kinds = {Sequence, SequenceGroup, EngineOutput, EngineOutput, OutputStream}
     return sum(type(one) in kinds for one in gc.get_objects())
 
 
@@ -328,7 +329,7 @@ async def test_a_thousand_mixed_requests_with_random_aborts_leave_nothing_behind
                 await asyncio.gather(*(client.request(50 * wave + i) for i in range(50)))
                 await wait_until_idle(async_engine)
                 assert not engine.has_unfinished
-                assert not async_engine._streams
+                assert not len(async_engine._streams)
                 assert engine.block_manager.num_free_blocks == 48
                 assert engine.block_manager.host_pool.num_free == 24
                 assert len(asyncio.all_tasks()) == 1

@@ -14,8 +14,8 @@ from engine.errors import EngineDeadError, OverloadedError
 from engine.observability.load import EngineLoad
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.engine.observability.test_load import Clock
-from tests.engine.shadow import ShadowRunner, make_engine
+from tests.engine.observability.clock import Clock
+from tests.engine.shadow import ShadowRunner, make_engine, metrics_of
 from tests.engine.test_async_engine import Gate, collect, wait_until_idle
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -44,10 +44,10 @@ class Held:
             await collect(self.first)
             results = await asyncio.gather(*self.readers.values(), return_exceptions=True)
             await wait_until_idle(self.engine)
-        assert not self.engine._streams
-        assert not self.engine._by_key
+        assert not len(self.engine._streams)
+        assert not self.engine._streams._by_request
         assert not self.inner._groups
-        assert not self.inner.metrics._times
+        assert not metrics_of(self.inner)._times
         assert len(asyncio.all_tasks()) == 1
         await self.engine.shutdown()
         return dict(zip(self.readers, results, strict=True))
@@ -203,5 +203,5 @@ async def test_a_listener_that_raises_ends_no_request(caplog: pytest.LogCaptureF
     engine = AsyncEngine(inner, fail)
     assert await collect(engine.generate(EngineRequest("a", [1], PARAMS))) == runner.answer([1], 4)
     await wait_until_idle(engine)
-    assert "the engine's load could not be told" in caplog.text
+    assert "the engine's load could not be reported" in caplog.text
     await engine.shutdown()

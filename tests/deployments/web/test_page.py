@@ -19,8 +19,8 @@ from deployments.routing.log import LENGTH, RoutedRequest, RoutingLog
 from deployments.routing.policy import Decision
 from deployments.web.live_view import EngineSnapshot, LiveView
 from deployments.web.page import FOLDER
-from engine.engine import EngineStats
 from engine.kv.block_map import BlockMap
+from engine.observability.load import EngineStats
 from engine.observability.metrics import (
     CACHE_HITS,
     CACHE_QUERIES,

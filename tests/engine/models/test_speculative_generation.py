@@ -22,6 +22,7 @@ from tests.engine.models.test_generation import (
     oracle,
 )
 from tests.engine.oracle import Activity, answers, make_llm, run
+from tests.engine.shadow import metrics_of
 from tests.engine.worker.test_tensor_parallel import ThreadRanks
 
 # Short n-grams, so that random models are guessed at all.
@@ -93,9 +94,10 @@ def test_a_copy_takes_fewer_steps(qwen3: SavedModel, drafts: DraftCounter) -> No
     num_steps = []
     for options in ({}, {"speculative_config": SPECULATION}):
         llm = make_llm(qwen3.path, **options)
-        counted = llm.engine.metrics.step_finished
+        metrics = metrics_of(llm.engine)
+        counted = metrics.step_finished
         steps: list[int] = []
-        llm.engine.metrics.step_finished = lambda *args, c=counted, s=steps: s.append(1) or c(*args)  # type: ignore[misc]
+        metrics.step_finished = lambda *args, c=counted, s=steps: s.append(1) or c(*args)  # type: ignore[misc]
         outputs = run(llm, [prompt], greedy(100, ignore_eos=True))
         num_steps.append(len(steps))
         assert len(outputs[0].outputs[0].token_ids) == 100

@@ -10,8 +10,10 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import RequestError
+from engine.observability import engine_metrics
 from engine.observability import metrics as m
-from engine.observability.metrics import METRICS, EngineMetrics, Metric
+from engine.observability.engine_metrics import EngineMetrics
+from engine.observability.metrics import METRICS, Metric
 from engine.outputs import FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -59,7 +61,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(m, "monotonic", clock)
+    monkeypatch.setattr(engine_metrics, "monotonic", clock)
     finished = EngineMetrics.step_finished
 
     def tick_then_finish(*args: Any) -> None:

@@ -98,7 +98,7 @@ def test_arrivals_are_hashed_no_further_than_the_first_block_that_nobody_has(mon
     group = engine.queue_request(EngineRequest("b", [60] * 40, SamplingParams()))
     engine.abort("b")
     group.sequences[0].block_hashes.clear()
-    assert engine._backlog.tokens_of(group.sequences[0]) == 40
+    assert engine.backlog.tokens_of(group.sequences[0]) == 40
     assert len(group.sequences[0].block_hashes) == 1
 
 
@@ -148,7 +148,7 @@ def test_it_is_exact_while_nothing_is_evicted(monkeypatch: pytest.MonkeyPatch, s
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_stays_behind_whatever_happens(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     def check(load: RandomLoad) -> None:
-        backlog = load.engine._backlog
+        backlog = load.engine.backlog
         assert backlog._num_tail_tokens >= 0
         assert all(count > 0 for count in backlog._awaited.values())
         running = load.engine.scheduler.running
@@ -159,6 +159,6 @@ def test_nothing_stays_behind_whatever_happens(monkeypatch: pytest.MonkeyPatch, 
     watch(monkeypatch, check)
     engine = drive(seed).engine
     assert queued(engine) == 0
-    assert not engine._backlog._awaited
-    assert not engine._backlog._parts
-    assert not engine._backlog._begun
+    assert not engine.backlog._awaited
+    assert not engine.backlog._parts
+    assert not engine.backlog._begun

@@ -18,7 +18,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from tests.engine.observability.test_metrics import RecordingSink
-from tests.engine.shadow import check_integrity, make_engine
+from tests.engine.shadow import check_integrity, make_engine, metrics_of
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -37,7 +37,7 @@ class Queue:
     def arrive(self, name: str, prompt: list[int] | None = None, priority: int = 0, **options: Any) -> SequenceGroup:
         prompt = [len(name), ord(name[-1]) % 64, 1] if prompt is None else prompt
         return self.engine.queue_request(
-            EngineRequest(name, prompt, PARAMS, priority=priority, **options), on_shed=self.shed.__setitem__
+            EngineRequest(name, prompt, PARAMS, priority=priority, **options), on_rejected=self.shed.__setitem__
         )
 
     @property
@@ -227,7 +227,7 @@ class QueueMachine(RuleBasedStateMachine):
         check_integrity(engine)
         assert self.queue.queued == 0
         assert not engine._groups
-        assert not engine.metrics._times
+        assert not metrics_of(engine)._times
 
 
 QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

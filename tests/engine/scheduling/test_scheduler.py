@@ -428,7 +428,7 @@ def test_a_request_that_found_no_room_is_tried_again_when_what_it_shares_is_comp
 
 def test_the_log_says_what_sharing_saved(caplog: pytest.LogCaptureFixture) -> None:
     """A prompt of 16 tokens and two answers of 4, in blocks of 4: both hold 5, of which 4 are the same."""
-    caplog.set_level(logging.INFO, logger="engine.engine")
+    caplog.set_level(logging.INFO, logger="engine.observability.sharing_log")
     engine, _ = make_engine(block_size=4)
     engine.add_request(EngineRequest("two", list(range(16)), SamplingParams(n=2, max_tokens=4)))
     add(engine, "one", 16)

@@ -254,25 +254,24 @@ def test_a_mask_that_cannot_be_computed_is_no_normal_stop(llm: LLM, monkeypatch:
 
 
 async def test_a_cached_grammar_waits_for_no_thread(llm: LLM) -> None:
-    engine = llm.engine
-    fresh = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["sun", "moon"]))
-    assert engine.cached_grammar(SamplingParams()) is None
-    engine.compile_grammar(params_for(llm, "regex", 0))
-    assert engine.cached_grammar(fresh) is None
-    assert await engine.compile_grammar_soon(fresh) is not None
-    assert await engine.compile_grammar_soon(SamplingParams()) is None
-    grammar = engine.cached_grammar(fresh)
+    grammars = llm.engine.grammars
+    fresh = StructuredOutputsParams(choice=["sun", "moon"])
+    assert grammars.cached(None) is None
+    grammars.compile(params_for(llm, "regex", 0).structured_outputs)
+    assert grammars.cached(fresh) is None
+    assert await grammars.compile_async(fresh) is not None
+    assert await grammars.compile_async(None) is None
+    grammar = grammars.cached(fresh)
     assert grammar is not None
-    assert grammar is not engine.cached_grammar(fresh)
+    assert grammar is not grammars.cached(fresh)
     with pytest.raises(RequestError, match="do not fit"):
-        engine.cached_grammar(fresh, [5])
+        grammars.cached(fresh, [5])
 
 
 def test_an_engine_that_is_closed_leaves_no_process_that_tries_grammars_out() -> None:
     llm = make_llm(DEMO_MODEL, skip_tokenizer_init=False, kv_cache_memory="8MiB")
-    llm.engine.compile_grammar(params_for(llm, "regex", 0))
-    assert llm.engine._compiler is not None
-    child = llm.engine._compiler._resources()[2]._child
+    llm.engine.grammars.compile(params_for(llm, "regex", 0).structured_outputs)
+    child = llm.engine.grammars._compiler._resources()[2]._child
     assert child is not None
     llm.engine.close()
     assert child.poll() is not None

@@ -1,0 +1,40 @@
+"""KVEventReporter: reports the changes of the prefix cache, one numbered batch after each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from engine.kv.block_manager import BlockManager
+from engine.kv.events import KVEventBatch
+from engine.observability.observer import EngineObserver
+from engine.scheduling.step import SchedulerOutput, StepTimes
+from engine.sequence import Sequence
+
+__all__ = ["KVEventReporter"]
+
+
+class KVEventReporter(EngineObserver):
+    """Takes the block manager's events and passes them to a callback.
+
+    Args:
+        block_manager: records the events.
+        callback: called from the step thread with every batch that is not empty.
+    """
+
+    def __init__(self, block_manager: BlockManager, callback: Callable[[KVEventBatch], None]) -> None:
+        self._block_manager = block_manager
+        self._callback = callback
+        self._generation = time.time_ns()
+        self._num_batches = 0
+
+    def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
+        self._report()
+
+    def state_changed(self) -> None:
+        self._report()
+
+    def _report(self) -> None:
+        if events := self._block_manager.prefix_cache.take_events():
+            self._callback(KVEventBatch(self._generation, self._num_batches, events))
+            self._num_batches += 1
