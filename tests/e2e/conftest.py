@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
     import ray  # also puts psutil on the path
 
-    from deployments.launch import serve_details
+    from deployments.launcher.dashboard import serve_details
 
 import psutil
 

@@ -18,7 +18,8 @@ import httpx
 import psutil
 import pytest
 
-from deployments.launch import environment, serve_details
+from deployments.launcher.dashboard import serve_details
+from deployments.launcher.environment import environment
 from tests.e2e.cluster import ENGINES_PER_NODE, MARK, WORKERS
 from tests.e2e.conftest import ROOT, alive, free_port
 from tests.e2e.load import Clients, questions, record

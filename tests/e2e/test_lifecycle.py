@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.launch import deploy_nothing
+from deployments.launcher.dashboard import delete_applications
 from tests.e2e.conftest import Server, running_server, write_config
 from tests.e2e.load import Answer, Clients, Question, ask, new_client, questions, record
 
@@ -115,7 +115,7 @@ async def test_deploying_no_application_lets_streams_end(server: Server) -> None
             for number in range(NUM_LONG_STREAMS)
         ]
         await asyncio.sleep(1)
-        assert await asyncio.to_thread(deploy_nothing, server.dashboard)  # `serve deploy` takes seconds to start
+        assert await asyncio.to_thread(delete_applications, server.dashboard)  # `serve deploy` takes seconds to start
         await _until(lambda: not server.pids("ingress"), 30)
         assert not any(stream.done() for stream in streams)
         answers = await asyncio.gather(*streams)

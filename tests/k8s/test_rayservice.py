@@ -11,7 +11,7 @@ import pytest
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.config import AppConfig
-from deployments.launch import SETTINGS
+from deployments.launcher.environment import SETTINGS
 from tests.k8s.crd import mistakes
 from tests.k8s.manifests import DEMO, GPU, ROOT, SERVING, head, quantity, ray_service, serve_config, worker
 

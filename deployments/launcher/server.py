@@ -1,0 +1,135 @@
+"""Server: `serve run` as a child process, together with the Ray cluster that it starts."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from deployments.launcher.dashboard import delete_applications, deployment_failure, serve_details
+from deployments.launcher.environment import environment
+from deployments.launcher.log_follower import LogFollower
+from deployments.launcher.preflight import Endpoint
+from deployments.launcher.processes import argument_of, descendants, end
+from engine.errors import PagodaError
+
+__all__ = ["LaunchError", "Server"]
+
+POLL_S = 0.25
+FAILURE_POLL_S = 2.0
+STOP_GRACE_S = 30.0
+MAX_UNANSWERED = 12  # consecutive requests that the dashboard may leave unanswered before it counts as gone
+DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
+
+
+class LaunchError(PagodaError):
+    """The server did not start; the message gives the reason in one line."""
+
+
+class Server:
+    """`serve run` as a child process.
+
+    Args:
+        config: the Serve config file.
+        stop_at_once: once set, neither ``drain`` nor ``stop`` waits any longer.
+    """
+
+    def __init__(self, config: Path, stop_at_once: threading.Event) -> None:
+        serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
+        self._process = subprocess.Popen(
+            [serve, "run", "--address", "local", str(config)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # the terminal's Ctrl-C reaches this process only, which passes it on
+        )
+        self._stop_at_once = stop_at_once
+        self._dashboard = DEFAULT_DASHBOARD
+        self._is_ready = False
+        self._is_stopping = False
+        self._follower: LogFollower | None = None
+        assert self._process.stdout is not None
+        threading.Thread(target=self._print_output, args=(self._process.stdout,), daemon=True).start()
+
+    def wait_until_ready(self, endpoint: Endpoint) -> None:
+        """Return when the server answers requests.
+
+        Raises:
+            LaunchError: `serve run` has ended or the application cannot be deployed.
+        """
+        next_check = 0.0
+        while not _is_healthy(endpoint):
+            if self._process.poll() is not None:
+                raise LaunchError(f"serve run ended with exit code {self._process.returncode}; its output is above")
+            if time.monotonic() >= next_check:
+                next_check = time.monotonic() + FAILURE_POLL_S
+                if reason := deployment_failure(self._dashboard):
+                    raise LaunchError(reason)
+            time.sleep(POLL_S)
+        self._is_ready = True
+
+    def follow_logs(self) -> None:
+        """Print from now on what the replicas write to their logs, for instance requests and throughput."""
+        if session := argument_of(descendants(), "--session-dir="):
+            self._follower = LogFollower(Path(session) / "logs" / "serve", partial(print, flush=True))
+            self._follower.start()
+
+    def wait(self) -> int:
+        """Wait until `serve run` ends; return its exit code."""
+        return self._process.wait()
+
+    def drain(self) -> None:
+        """Accept no more requests and wait for the running ones, as long as the deployment's grace period allows.
+
+        Deleting the applications lets streams finish. Serve's shutdown does not: it ends HAProxy, and with it all streams.
+        """
+        if not self._is_ready or not delete_applications(self._dashboard):
+            return
+        num_unanswered = 0
+        while self._process.poll() is None and num_unanswered < MAX_UNANSWERED:
+            details = serve_details(self._dashboard)
+            num_unanswered = 0 if details else num_unanswered + 1  # no answer does not mean that nothing runs
+            if (details and not details.get("applications")) or self._stop_at_once.wait(POLL_S):
+                return
+
+    def stop(self) -> None:
+        """Interrupt `serve run`, then end the processes that are left of it and of its cluster."""
+        self._is_stopping = True
+        deadline = time.monotonic() + STOP_GRACE_S
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        while self._process.poll() is None and time.monotonic() < deadline and not self._stop_at_once.is_set():
+            time.sleep(0.05)
+        for _ in range(3):  # a process that is forked meanwhile is found in the next round
+            if left := descendants():
+                end(left, grace_s=0.0 if self._stop_at_once.is_set() else 5.0)
+        if self._follower is not None:
+            self._follower.stop()
+
+    def _print_output(self, output: IO[str]) -> None:
+        """Print the child's output, and read from it the address of the dashboard."""
+        for line in output:
+            if found := re.search(r"dashboard at .*?(https?://[\d.]+:\d+)", line):
+                self._dashboard = found[1]
+            if not (self._is_stopping and "graceful_shutdown" in line):  # Ray retries calls that its own stop ended
+                print(line, end="", flush=True)
+
+
+def _is_healthy(endpoint: Endpoint) -> bool:
+    try:
+        with urllib.request.urlopen(f"{endpoint.url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False

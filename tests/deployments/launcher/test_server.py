@@ -1,0 +1,48 @@
+"""Server.drain, without a child process."""
+
+from __future__ import annotations
+
+from threading import Event
+from typing import Any
+
+import pytest
+
+from deployments.launcher import server as server_module
+from deployments.launcher.server import Server
+
+RUNNING: dict[str, Any] = {"applications": {"pagoda": {"status": "DELETING"}}}
+EMPTY: dict[str, Any] = {"applications": {}}
+
+
+class Child:
+    """`serve run`, which does not end."""
+
+    def poll(self) -> int | None:
+        return None
+
+
+def _num_polls_of_drain(monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any]]) -> int:
+    """Drain a server whose dashboard gives these answers, then repeats the last one; return how many it gave."""
+    polled: list[str] = []
+
+    def details(dashboard: str) -> dict[str, Any]:
+        polled.append(dashboard)
+        return answers[min(len(polled), len(answers)) - 1]
+
+    monkeypatch.setattr(server_module, "POLL_S", 0.0)
+    monkeypatch.setattr(server_module, "delete_applications", lambda dashboard: True)
+    monkeypatch.setattr(server_module, "serve_details", details)
+    server = Server.__new__(Server)
+    server._process = Child()  # type: ignore[assignment]
+    server._stop_at_once = Event()
+    server._dashboard, server._is_ready = "http://127.0.0.1:8265", True
+    server.drain()
+    return len(polled)
+
+
+def test_drain_goes_on_while_the_dashboard_is_too_busy_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _num_polls_of_drain(monkeypatch, [RUNNING, {}, {}, RUNNING, {}, EMPTY]) == 6
+
+
+def test_drain_ends_when_the_dashboard_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _num_polls_of_drain(monkeypatch, [RUNNING, {}]) == 1 + server_module.MAX_UNANSWERED
