@@ -3,8 +3,8 @@
 Kubernetes ends a pod with a signal at which Ray ends every stream. This program first announces to Ray that the node
 will go. Serve then starts the node's replicas elsewhere, ends them here after their streams have ended, and takes the
 node's proxy out of service. The program waits for that. If no other node has room, the replicas here take no more
-requests once only ``limits.graceful_shutdown_s`` are left. If the whole cluster ends, the dashboard does not answer and there
-is nothing to wait for.
+requests once only ``limits.graceful_shutdown_s`` are left. If the whole cluster ends, the dashboard stops answering and
+there is nothing to wait for.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Server:
     def drain(self) -> None:
         """Accept no more requests and wait for the running ones, as long as the deployment's grace period allows.
 
-        Deleting the applications lets streams finish. Serve's shutdown does not: it ends HAProxy, and with it all streams.
+        Deleting the applications lets streams finish. Serve's own shutdown does not: it ends HAProxy first.
         """
         if not self._is_ready or not delete_applications(self._dashboard):
             return

@@ -25,7 +25,7 @@ def _details(*replica_ips: str, proxy_ips: tuple[str, ...] = ()) -> dict[str, An
 
 @pytest.fixture
 def dashboard() -> Iterator[Callable[[list[dict[str, Any] | None]], str]]:
-    """Return a function that starts a server which gives these answers, the last one repeatedly; None is a 503."""
+    """Return a function that starts a server which gives these answers, then repeats the last; None is a 503."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(answers: list[dict[str, Any] | None]) -> str:
