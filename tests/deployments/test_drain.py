@@ -54,7 +54,7 @@ def dashboard() -> Iterator[Callable[[list[dict[str, Any] | None]], str]]:
 
 @pytest.fixture
 def ray_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a `ray` on the path that logs its arguments to the returned file; it fails if a file `refuse` is beside it."""
+    """Return a function that starts a server with these answers; the last one repeats, None is a 503."""
     log = tmp_path / "ray.log"
     program = tmp_path / "ray"
     program.write_text(f'#!/bin/sh\necho "$@" >> {log}\ntest ! -e {tmp_path}/refuse || {{ echo no >&2; exit 1; }}\n')
