@@ -53,7 +53,7 @@ from deployments.web.page import WebPage
 from engine.errors import RequestError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.text import Tokenizer, import_tokenizers
+from engine.text.tokenizer import Tokenizer, import_tokenizers
 
 __all__ = ["Ingress"]
 

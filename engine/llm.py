@@ -22,7 +22,8 @@ from engine.observability.logs import show_logs
 from engine.outputs import EngineOutput, TokenLogprobs
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.text import TextStream, Tokenizer
+from engine.text.text_stream import TextStream
+from engine.text.tokenizer import Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "Prompt", "RequestOutput", "TokensPrompt"]
 

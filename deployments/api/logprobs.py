@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from engine.outputs import Logprob, TokenLogprobs
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 __all__ = ["CompletionLogprobs", "chat_logprobs", "prompt_logprobs"]
 

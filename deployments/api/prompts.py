@@ -22,7 +22,8 @@ from engine.errors import PromptTooLongError, RequestError
 from engine.prefix_hash import hash_blocks, root_hash
 from engine.request_validator import PromptValidator
 from engine.sampling_params import SamplingParams
-from engine.text import TextStream, Tokenizer
+from engine.text.text_stream import TextStream
+from engine.text.tokenizer import Tokenizer
 
 __all__ = ["PromptBuilder"]
 

@@ -15,7 +15,7 @@ from typing import Any
 from deployments.api.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from deployments.api.protocol import CompletionRequest, GenerationRequest
 from deployments.requests.generation import Delta, Generation
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 __all__ = ["DONE", "Answer", "ChatFormat", "CompletionFormat", "Format", "best_answers", "sse", "usage"]
 

@@ -13,7 +13,7 @@ from deployments.config import LimitOptions
 from deployments.errors import ApiError
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 __all__ = ["for_answers", "for_prompt", "require_few_answers", "sampling_params", "with_bad_words"]
 

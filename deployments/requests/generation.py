@@ -23,7 +23,7 @@ from engine.errors import OverloadedError
 from engine.outputs import EngineOutput, FinishReason, TokenLogprobs
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.text import TextStream
+from engine.text.text_stream import TextStream
 
 __all__ = ["Delta", "Generation"]
 

@@ -15,7 +15,7 @@ from deployments.requests.record import RequestRecord
 
 if TYPE_CHECKING:
     from deployments.config import LoggingOptions
-    from engine.text import Tokenizer
+    from engine.text.tokenizer import Tokenizer
 
 __all__ = ["RequestLog"]
 

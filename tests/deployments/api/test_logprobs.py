@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from deployments.api.logprobs import LOWEST, CompletionLogprobs, chat_logprobs, prompt_logprobs
 from deployments.api.prompts import INLINE_CHARACTERS, PromptBuilder
 from engine.outputs import Logprob, TokenLogprobs
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.deployments.fakes import FakeEngines, events, output
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}], "logprobs": True}

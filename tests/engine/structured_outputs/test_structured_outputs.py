@@ -26,7 +26,7 @@ from engine.structured_outputs.bitmask import MaskBuilder, apply_bitmask, fill_b
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
 from engine.structured_outputs.params import StructuredOutputsParams
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 EOS_TOKEN_IDS = (2, 0)

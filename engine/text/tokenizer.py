@@ -1,0 +1,182 @@
+"""Tokenizer: text to token ids and back, with the checkpoint's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, ModelLoadError, RequestError
+from engine.text.special_tokens import SpecialTokenMask
+
+__all__ = ["Tokenizer", "import_tokenizers"]
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a token that is a byte
+
+
+def import_tokenizers() -> None:
+    """Import the libraries of Tokenizer, which takes seconds, so that a thread can do it early."""
+    from transformers import AutoTokenizer  # noqa: F401
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    Raises:
+        ModelLoadError: if the directory holds no tokenizer that loads without running its own code.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        if not Path(path).is_dir():  # transformers would take it for a name on a hub
+            raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
+        from transformers import AutoTokenizer  # slow to import, and not needed for token ids
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(path), trust_remote_code=False, local_files_only=True
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelLoadError(
+                f"no tokenizer could be loaded from '{path}': {str(error).splitlines()[0]}; add the checkpoint's "
+                "tokenizer files, or set skip_tokenizer_init to work with token ids"
+            ) from error
+        if not self.encode("a", add_special_tokens=False):  # transformers makes it up if the files are missing
+            raise ModelLoadError(f"the tokenizer of '{path}' encodes no text; add the checkpoint's tokenizer files")
+        # The named ones, and those that only the table of added tokens marks as special (such as Llama 3's headers).
+        special = set(self._tokenizer.all_special_tokens)
+        special |= {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        self._special_tokens: list[str] = sorted(special, key=len, reverse=True)
+        self._bytes: dict[int, bytes] = {}  # a cache
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters, or bytes, of the longest token. A text has at least its length divided by this tokens."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of ``text``. Special tokens spelled out in it become special tokens.
+
+        Raises:
+            RequestError: about ``prompt``, if the text has half a character (a lone surrogate), which no tokenizer can
+                encode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"has {text[error.start]!r}, which is half a character", param="prompt", remedy="send valid text"
+            ) from None
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token ids of each word, at the start of a text and, as in vLLM, after a space.
+
+        Raises:
+            RequestError: as ``encode``.
+        """
+        spellings = (spelling for word in words for spelling in (word, f" {word.lstrip()}"))
+        tokenised = (tuple(self.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+        return tuple(dict.fromkeys(token_ids for token_ids in tokenised if token_ids))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``token_ids``, with its spaces unchanged."""
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token, also if they are only a part of a character.
+
+        The bytes of a special token are its name. An id that the tokenizer does not have gives no bytes.
+        """
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._bytes_of(token_id)
+        return found
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id >= len(self):
+            return b""
+        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        text = self.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" in text:  # no whole characters
+            if byte := _BYTE_TOKEN.fullmatch(token):
+                return bytes([int(byte[1], 16)])
+            alphabet = _byte_level_alphabet()
+            if all(character in alphabet for character in token):
+                return bytes(alphabet[character] for character in token)
+        # SentencePiece drops the space at the start of a text, and here each token is a text.
+        return (" " + text if token.startswith("▁") and not text.startswith(" ") else text).encode()
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether ``decode`` omits the token when it skips special tokens."""
+        return token_id in self._special_ids
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.convert_tokens_to_ids(self._special_tokens))
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Render ``messages`` with the checkpoint's chat template and return the token ids.
+
+        A special token spelled out in a message stays plain text; only the template writes control tokens.
+
+        Raises:
+            RequestError: if there is no template, or the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise RequestError(
+                "cannot be rendered: this model has no chat template", param="messages", remedy="use /v1/completions"
+            )
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise RequestError(
+                    f"cannot be rendered: a message is {type(message).__name__}",
+                    param="messages",
+                    remedy="give mappings with role and content",
+                )
+        mask = SpecialTokenMask(self._special_tokens, messages)
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                mask.masked_messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # templates raise anything: jinja2 errors, TypeError, KeyError
+            problem = f"cannot be rendered: the chat template refused them: {error}"
+            raise RequestError(problem, param="messages") from error
+        try:
+            return self._encode_masked(rendered, mask.token_of)
+        except RequestError as error:
+            raise error.renamed("messages") from None
+
+    def _encode_masked(self, rendered: str, token_of: Mapping[str, str]) -> list[int]:
+        """Tokenise rendered text, and the special token that each placeholder stands for as plain text."""
+        token_ids: list[int] = []
+        start = 0
+        for position, character in enumerate(rendered):
+            if character in token_of:
+                token_ids += self.encode(rendered[start:position], add_special_tokens=False)
+                token_ids += self._tokenizer.encode(
+                    token_of[character], add_special_tokens=False, split_special_tokens=True
+                )
+                start = position + 1
+        return token_ids + self.encode(rendered[start:], add_special_tokens=False)
+
+
+@cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each character of byte-level BPE tokens (the inverse of GPT-2's ``bytes_to_unicode``)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,62 @@
+"""IncrementalDetokenizer: streamed text is the whole text, without parts of characters."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.tokenizer import Tokenizer
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 4), max_size=40))
+def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
+    """However the tokens are batched, and characters split over them, the pieces add up."""
+    prompt, ids = tokenizer.encode("the keys"), tokenizer.encode(text)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=True)
+    pieces, position = [], 0
+    for cut in [*cuts, len(ids)]:
+        pieces.append(detokenizer.push(ids[position : position + cut]))
+        position += cut
+    pieces.append(detokenizer.push([], final=True))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
+
+
+def test_half_a_character_is_shown_only_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("é")
+    detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=True)
+    assert detokenizer.push(ids[:1]) == ""
+    assert detokenizer.push([], final=True) == "\ufffd"
+
+
+def test_an_answer_completes_the_character_that_the_prompt_began(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("aéb")
+    detokenizer = IncrementalDetokenizer(tokenizer, ids[:2], skip_special_tokens=True)
+    assert detokenizer.push(ids[2:]) == "éb"
+
+
+@pytest.mark.parametrize("prompt", ["🎉🎉", "🎉" * 7, "日本語🎉", "é🎉"])
+def test_a_prompt_that_ends_inside_a_character_adds_no_garbage(tokenizer: Tokenizer, prompt: str) -> None:
+    """The window of context may begin inside a character too, and what is before the answer is never its text."""
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    assert len(ids) == len(prompt.encode())
+    for cut in (1, 2, 3):
+        detokenizer = IncrementalDetokenizer(tokenizer, ids[:-cut], skip_special_tokens=True)
+        assert "".join(detokenizer.push([token_id]) for token_id in ids[-cut:]) == "🎉"
+
+
+def test_a_prompt_that_is_no_text_is_not_repeated_in_the_answer(tokenizer: Tokenizer) -> None:
+    broken = tokenizer.encode("é")[-1:] * 20  # continuations of nothing
+    detokenizer = IncrementalDetokenizer(tokenizer, broken, skip_special_tokens=True)
+    assert detokenizer.push(tokenizer.encode("the keys", add_special_tokens=False)) == "the keys"
+
+
+def test_bytes_that_never_become_a_character_do_not_pile_up(tokenizer: Tokenizer) -> None:
+    broken = tokenizer.encode("é")[:1]
+    detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=True)
+    shown = [detokenizer.push(broken) for _ in range(20)]
+    assert any(shown[:8])
+    assert set("".join(shown)) == {"\ufffd"}

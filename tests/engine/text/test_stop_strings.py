@@ -1,0 +1,57 @@
+"""Stop strings: where the text of a request ends."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.sampling_params import SamplingParams
+from engine.text.stop_strings import StopStringFilter
+from engine.text.text_stream import TextStream
+from engine.text.tokenizer import Tokenizer
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces=st.lists(st.text("abc", max_size=4), max_size=12), stops=STOPS, include=st.booleans())
+def test_stop_strings_cut_at_the_first_match_however_the_text_is_split(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
+    text = "".join(pieces)
+    matcher = StopStringFilter(stops, include_stop=include)
+    shown = "".join(matcher.push(piece) for piece in pieces) + matcher.push("", final=True)
+    first_end = min((text.find(stop) + len(stop) for stop in stops if stop in text), default=None)
+    if first_end is None:
+        assert (shown, matcher.matched) == (text, None)
+    else:
+        # The stop that is complete first, piece by piece, ends the text; inside one piece the leftmost one does.
+        assert matcher.matched in stops
+        assert text.startswith(shown)
+        assert shown.endswith(matcher.matched) if include else text[len(shown) :].startswith(matcher.matched)
+
+
+def test_nothing_that_may_begin_a_stop_string_is_shown_early() -> None:
+    matcher = StopStringFilter(["###"])
+    assert matcher.push("a#") == "a"
+    assert matcher.push("#") == ""
+    assert matcher.push("b") == "##b"
+    assert matcher.push("###c") == ""
+    assert matcher.matched == "###"
+    assert matcher.push("more") == ""
+
+
+def test_text_stream_counts_the_tokens_up_to_the_stop_string(tokenizer: Tokenizer) -> None:
+    """However many tokens arrive at once, those behind the stop string are not the client's."""
+    ids = tokenizer.encode("keys STOP values")
+    stream = TextStream(tokenizer, [], SamplingParams(stop="STOP"))
+    assert stream.push(ids) == "keys "
+    assert stream.stop_string == "STOP"
+    assert tokenizer.decode(ids[: stream.num_tokens]).endswith("STOP")
+
+
+def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("x STOP y STOP z")
+    first = next(i for i in range(len(ids)) if "STOP" in tokenizer.decode(ids[: i + 1])) + 1
+    stream = TextStream(tokenizer, [], SamplingParams(stop="STOP", min_tokens=first, max_tokens=100))
+    assert stream.push(ids) == "x STOP y "
