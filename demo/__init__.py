@@ -1,4 +1,4 @@
 """The embedded demo model: the text it is trained on, the program that trains it, and its evaluation.
 
-Knows nothing of the engine or the server, except that the evaluation runs the model through the offline LLM.
+Knows torch and transformers; knows nothing of the engine or of the server that serve the model.
 """
