@@ -28,7 +28,7 @@ class Queue:
 
     def __init__(self, *, is_busy: bool = False, **options: Any) -> None:
         self.sink = RecordingSink()
-        self.engine: Engine = make_engine(sink=self.sink, max_num_seqs=1, **options)[0]
+        self.engine: Engine = make_engine(sink=self.sink, **{"max_num_seqs": 1} | options)[0]
         self.shed: dict[str, OverloadedError] = {}
         if is_busy:
             self.engine.add_request(EngineRequest("running", [63], PARAMS))
@@ -165,8 +165,7 @@ class QueueMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.sampled_from([4, 64]),
     )
     def start(self, **options: Any) -> None:
-        self.queue = Queue(block_size=4, **options)
-        self.queue.engine.scheduler.queues.max_num_running = min(3, options["max_num_batched_tokens"])
+        self.queue = Queue(block_size=4, max_num_seqs=3, **options)
         self.counts: Counter[str] = Counter()
 
     @rule(
