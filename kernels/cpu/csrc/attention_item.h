@@ -70,7 +70,7 @@ INLINE key_range visible_keys(const attention_work *work, int row, int tile_key,
 SPECIALIZED float weigh(const int kind, const int vectors, const f32x16 *products, float scale, key_range visible,
                         float *largest, float *total, uint32_t *weights) {
     const f32x16 nothing = f32x16_set(-INFINITY);
-    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const i32x16 lane = lane_indices();
     f32x16 scores[BLOCK_VECTORS + 1], most = nothing;
     for (int v = 0; v < vectors; v++) scores[v] = products[v] * scale;
     if (visible.first > 0 || visible.end < vectors * LANES)

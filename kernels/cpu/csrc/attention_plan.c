@@ -1,6 +1,7 @@
 /* See attention_plan.h. Follows from lengths alone; no query, key or value is read. */
 #include "attention_plan.h"
 
+#include "integers.h"
 #include "scratch.h"
 
 enum {
@@ -11,10 +12,6 @@ enum {
     FEWEST_SHARED_KEYS = KEYS_PER_TILE, /* that are worth a result of their own, which must be merged */
     MOST_FLOATS_OF_SUMS = 32 * 1024, /* of the rows of all KV heads, where one item does them all */
 };
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 static int64_t cost_of(const pagoda_attention_call *call, const attention_item *item) {
     int64_t num_keys = most(0, item->end_key - item->first_key);

@@ -4,9 +4,10 @@
 #include <stddef.h>
 
 #include "attention.h"
-#include "rows.h"
+#include "pack_rows.h"
+#include "rope.h"
 
-/* Multiplies rows into the residual stream, or into this rank's part of what is to be added to it. */
+/* Multiplies rows and adds them to the residual stream, or leaves that to the caller, who sums the ranks' first. */
 static void add_to_hidden(const pagoda_layer *layer, const pagoda_step *step, const pagoda_rows *rows,
                           const pagoda_weight *weight) {
     if (step->addend) pagoda_linear(step->addend, layer->hidden_size, rows, weight, PAGODA_STORE);

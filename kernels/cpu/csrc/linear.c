@@ -1,9 +1,7 @@
 /* See linear.h. */
 #include "linear.h"
 
-#include <math.h>
-#include <stdbool.h>
-
+#include "integers.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -15,14 +13,10 @@ enum {
                                 * Measured on Zen 4, where 128 and 512 are slower */
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
 
 int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
-    int32_t per_word = kind == PAGODA_INT8 ? 4 : kind == PAGODA_BF16 ? 2 : 1;
-    return (in_features + per_word - 1) / per_word;
+    return (int32_t)divide_up(in_features, kind == PAGODA_INT8 ? 4 : kind == PAGODA_BF16 ? 2 : 1);
 }
 
 /* --- the inner loops ------------------------------------------------------------------------------------------- */
@@ -79,8 +73,10 @@ DEFINE_TILES(bf16_tiles, f32x16, pagoda_dot_bf16)
 DEFINE_TILES(int8_tiles, i32x16, pagoda_dot_int8)
 #endif
 
+/* Panels whose sums with so many rows fit into the registers. */
 static int panels_at_once(int num_rows) { return num_rows <= 6 ? 4 : num_rows <= 14 ? 2 : 1; }
 
+/* The inner loop for so many rows. */
 static tile_function tile_for(int kind, int num_rows) {
 #if PAGODA_HAS_INT8
     if (kind == PAGODA_INT8) return int8_tiles[num_rows];
@@ -88,8 +84,9 @@ static tile_function tile_for(int kind, int num_rows) {
     return kind == PAGODA_BF16 ? bf16_tiles[num_rows] : f32_tiles[num_rows];
 }
 
-/* --- what becomes of the sums ---------------------------------------------------------------------------------- */
+/* --- from sums to outputs -------------------------------------------------------------------------------- */
 
+/* Arguments of pagoda_linear, and how the loop is divided. */
 typedef struct {
     float *output;
     int64_t stride;
@@ -114,7 +111,7 @@ INLINE f32x16 product(const linear_call *call, const void *sum, int64_t row, int
     return weight->bias ? value + f32x16_load(weight->bias + panel * LANES) : value;
 }
 
-/* The lanes beyond the last output are nobody's. */
+/* Stores or adds a panel's lanes; those beyond the last output, of which `count` are left, are dropped. */
 INLINE void put(float *to, f32x16 value, int64_t count, bool is_added) {
     if (count >= LANES) {
         f32x16_store(to, is_added ? f32x16_load(to) + value : value);
@@ -125,10 +122,11 @@ INLINE void put(float *to, f32x16 value, int64_t count, bool is_added) {
     for (int64_t i = 0; i < count; i++) to[i] = is_added ? to[i] + parts[i] : parts[i];
 }
 
+/* Turns the sums of a tile into outputs. */
 static void finish(const linear_call *call, const float *sums, int64_t first_row, int num_rows, int64_t panel,
                    int num_panels) {
     int64_t width = call->weight->out_features;
-    const int step = call->epilogue == PAGODA_SILU_MUL ? 2 : 1; /* a panel that is a gate, and what it lets through */
+    const int step = call->epilogue == PAGODA_SILU_MUL ? 2 : 1; /* a panel of gates, and the panel it multiplies */
     for (int p = 0; p < num_panels; p += step)
         for (int r = 0; r < num_rows; r++) {
             const float *sum = sums + (p * num_rows + r) * LANES;
@@ -168,6 +166,7 @@ static void multiply_panels(const linear_call *call, int64_t panel, int num_pane
     }
 }
 
+/* Multiplies one part: a block of rows with some panels. */
 static void multiply_part(void *args, int64_t index) {
     const linear_call *call = args;
     int64_t row = index / call->parts_per_block * call->rows_per_block;
@@ -191,105 +190,4 @@ void pagoda_linear(float *output, int64_t stride, const pagoda_rows *rows, const
     int64_t blocks = divide_up(rows->num_rows, MOST_ROWS_PER_BLOCK);
     call.rows_per_block = divide_up(divide_up(rows->num_rows, blocks), ROWS_PER_TILE) * ROWS_PER_TILE;
     pagoda_parallel_for(blocks * call.parts_per_block, multiply_part, &call);
-}
-
-/* --- packing --------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    uint32_t *words;
-    float *scales;
-    int32_t *sums;
-    const void *source;
-    int32_t source_is_bf16, kind, num_rows, in_features, first_output, panel_step, panel_offset;
-} pack_call;
-
-INLINE float element(const pack_call *call, const void *row, int64_t i) {
-    return call->source_is_bf16 ? bf16_to_float(((const bf16 *)row)[i]) : ((const float *)row)[i];
-}
-
-/* 16 elements from the i-th on; zeros behind the last one. */
-INLINE f32x16 elements(const pack_call *call, const void *row, int64_t i) {
-    return load_some(row, call->source_is_bf16, i, call->in_features - i);
-}
-
-static void pack_int8(const pack_call *call, const void *row, uint32_t *lane, int64_t output) {
-    typedef int8_t i8x16 __attribute__((vector_size(16)));
-    f32x16 most = {0};
-    i32x16 is_number = ~(i32x16){0};
-    for (int64_t i = 0; i < call->in_features; i += LANES) {
-        f32x16 x = elements(call, row, i);
-        is_number &= x == x;
-        most = f32x16_max(most, f32x16_max(x, -x));
-    }
-    float largest = f32x16_largest(most), inverse = largest > 0 ? 127 / largest : 0;
-    for (int lane = 0; lane < LANES; lane++) largest = is_number[lane] ? largest : NAN; /* its outputs are NaN too */
-    i32x16 sums = {0};
-    int32_t num_words = pagoda_num_words(PAGODA_INT8, call->in_features);
-    for (int64_t i = 0; i < call->in_features; i += LANES) {
-        /* Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits. */
-        i32x16 values = (i32x16)(elements(call, row, i) * inverse + 12582912.0f) - 0x4b400000;
-        sums += values;
-        i8x16 bytes = __builtin_convertvector(values, i8x16);
-        for (int64_t word = 0; word < LANES / 4 && i / 4 + word < num_words; word++)
-            memcpy(lane + (i / 4 + word) * LANES, (const char *)&bytes + 4 * word, 4);
-    }
-    int32_t sum = 0;
-    for (int part = 0; part < LANES; part++) sum += sums[part];
-    call->scales[output] = largest / 127;
-    call->sums[output] = sum;
-}
-
-static void pack_floats(const pack_call *call, const void *row, uint32_t *lane) {
-    int32_t num_words = pagoda_num_words(call->kind, call->in_features);
-    for (int64_t k = 0; k < num_words; k++) {
-        uint32_t word;
-        if (call->kind == PAGODA_BF16) {
-            float second = 2 * k + 1 < call->in_features ? element(call, row, 2 * k + 1) : 0;
-            word = bf16_from(element(call, row, 2 * k)) | (uint32_t)bf16_from(second) << 16;
-        } else {
-            float value = element(call, row, k);
-            memcpy(&word, &value, sizeof word);
-        }
-        lane[k * LANES] = word;
-    }
-}
-
-/* 16 rows of bfloat16 into a whole panel, word by word as they are: what nearly all packing is. */
-static void copy_panel(const uint16_t *source, int64_t in_features, uint32_t *panel) {
-    int64_t k = 0;
-    for (; k + LANES <= in_features / 2; k += LANES) {
-        u32x16 rows[LANES];
-        for (int lane = 0; lane < LANES; lane++) rows[lane] = u32x16_load(source + lane * in_features + 2 * k);
-        store_transposed(panel + k * LANES, LANES, rows);
-    }
-    for (; k < in_features / 2; k++)
-        for (int lane = 0; lane < LANES; lane++) memcpy(panel + k * LANES + lane, source + lane * in_features + 2 * k, 4);
-}
-
-static void pack_part(void *args, int64_t index) {
-    const pack_call *call = args;
-    int64_t first = index * LANES, end = first + LANES < call->num_rows ? first + LANES : call->num_rows;
-    int64_t row_bytes = (int64_t)call->in_features * (call->source_is_bf16 ? 2 : 4);
-    int64_t num_words = pagoda_num_words(call->kind, call->in_features);
-    for (int64_t row = first; row < end; row++) {
-        int64_t output = call->first_output + row;
-        int64_t panel = output / LANES * call->panel_step + call->panel_offset;
-        uint32_t *words = call->words + panel * LANES * num_words;
-        const char *source = (const char *)call->source + row * row_bytes;
-        bool is_whole = output % LANES == 0 && row + LANES <= end && call->in_features % 2 == 0;
-        if (is_whole && call->kind == PAGODA_BF16 && call->source_is_bf16) {
-            copy_panel((const uint16_t *)source, call->in_features, words);
-            return;
-        }
-        if (call->kind == PAGODA_INT8) pack_int8(call, source, words + output % LANES, panel * LANES + output % LANES);
-        else pack_floats(call, source, words + output % LANES);
-    }
-}
-
-void pagoda_pack_weight(uint32_t *words, float *scales, int32_t *sums, const void *source, int32_t source_is_bf16,
-                        int32_t kind, int32_t num_rows, int32_t in_features, int32_t first_output,
-                        int32_t panel_step, int32_t panel_offset) {
-    pack_call call = {words,    scales,      sums,         source,     source_is_bf16, kind,
-                      num_rows, in_features, first_output, panel_step, panel_offset};
-    pagoda_parallel_for((num_rows + LANES - 1) / LANES, pack_part, &call);
 }

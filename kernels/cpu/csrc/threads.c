@@ -178,3 +178,13 @@ void pagoda_parallel_for(int64_t count, pagoda_task task, void *args) {
     }
     pthread_mutex_unlock(&pool.use);
 }
+
+enum { FEW_ELEMENTS = 1 << 14 }; /* below this, waking other threads costs more than they save */
+
+void pagoda_for_each_row(int64_t count, int64_t elements, pagoda_task task, void *args) {
+    if (elements >= FEW_ELEMENTS) {
+        pagoda_parallel_for(count, task, args);
+        return;
+    }
+    for (int64_t row = 0; row < count; row++) task(args, row);
+}

@@ -17,4 +17,7 @@ int pagoda_num_threads(void);
  * The calling thread takes part, and does everything itself if another caller has the pool. */
 void pagoda_parallel_for(int64_t count, pagoda_task task, void *args);
 
+/* The same for tasks that handle a row each, of `elements` in all: a few elements are done by the calling thread. */
+void pagoda_for_each_row(int64_t count, int64_t elements, pagoda_task task, void *args);
+
 #endif

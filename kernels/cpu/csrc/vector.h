@@ -1,4 +1,4 @@
-/* Vectors of 16 floats in GCC's and clang's own notation, which compiles for any processor.
+/* Vectors of 16 floats in the notation of GCC and clang, which compiles for any processor.
  *
  * A "word" is 32 bits of one weight row or activation row along the dimension that a product sums over: a float, two
  * bfloat16 or four int8. pagoda_dot_* adds the products of 16 words with 16 others, lane by lane.
@@ -23,9 +23,14 @@ typedef uint16_t bf16; /* the upper half of a float's bits */
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* The same number in every lane. */
 INLINE f32x16 f32x16_set(float value) { return value - (f32x16){0}; }
 INLINE u32x16 u32x16_set(uint32_t value) { return value - (u32x16){0}; }
 
+/* 0, 1, ... 15. */
+INLINE i32x16 lane_indices(void) { return (i32x16){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+/* Loads and stores at any address. */
 INLINE f32x16 f32x16_load(const float *from) {
     f32x16 value;
     memcpy(&value, from, sizeof value);
@@ -42,6 +47,8 @@ INLINE u32x16 u32x16_load(const void *from) {
 INLINE f32x16 f32x16_select(i32x16 mask, f32x16 a, f32x16 b) {
     return (f32x16)((mask & (i32x16)a) | (~mask & (i32x16)b));
 }
+
+/* Lane by lane the larger; `b` where either is a NaN. */
 INLINE f32x16 f32x16_max(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
@@ -50,6 +57,7 @@ INLINE f32x16 f32x16_max(f32x16 a, f32x16 b) {
 #endif
 }
 
+/* The sum of all lanes. */
 INLINE float f32x16_sum(f32x16 value) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)value);
@@ -61,6 +69,8 @@ INLINE float f32x16_sum(f32x16 value) {
     return parts[0];
 #endif
 }
+
+/* The largest lane; see maximum.h for rows that may contain a NaN. */
 INLINE float f32x16_largest(f32x16 value) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)value);
@@ -73,18 +83,22 @@ INLINE float f32x16_largest(f32x16 value) {
 #endif
 }
 
-/* 16 bfloat16 in memory as floats, and floats rounded to nearest-even. */
+/* 16 bfloat16 in memory, as floats. */
 INLINE f32x16 bf16_load(const bf16 *from) {
     u16x16 half;
     memcpy(&half, from, sizeof half);
     return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
 }
-INLINE u32x16 bf16_round(f32x16 value) { /* in the lower halves; a NaN stays one */
+
+/* Floats rounded to the nearest bfloat16, ties to even, in the lower halves; a NaN stays one. */
+INLINE u32x16 bf16_round(f32x16 value) {
     u32x16 bits = (u32x16)value;
     u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     u32x16 is_number = (u32x16)(value == value);
     return (is_number & rounded) | (~is_number & 0x7fc0);
 }
+
+/* Stores floats as bfloat16, rounded. */
 INLINE void bf16_store(bf16 *to, f32x16 value) {
 #if defined(__AVX512BF16__)
     __m256bh half = _mm512_cvtneps_pbh((__m512)value);
@@ -93,12 +107,16 @@ INLINE void bf16_store(bf16 *to, f32x16 value) {
 #endif
     memcpy(to, &half, sizeof half);
 }
+
+/* One float as bfloat16, rounded. */
 INLINE bf16 bf16_from(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     if (value != value) return 0x7fc0;
     return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+
+/* One bfloat16 as a float. */
 INLINE float bf16_to_float(bf16 value) {
     uint32_t bits = (uint32_t)value << 16;
     float result;
@@ -115,9 +133,25 @@ INLINE f32x16 load_some(const void *row, bool is_bf16, int64_t at, int64_t count
     return f32x16_load(parts);
 }
 
-/* sum + a * b over the words' parts. */
+/* Stores 16 elements of a row of float32 or bfloat16, from `at` on, or only the first `count` of them. */
+INLINE void store_some(void *row, bool is_bf16, int64_t at, f32x16 value, int64_t count) {
+    if (count >= LANES) {
+        if (is_bf16) bf16_store((bf16 *)row + at, value);
+        else f32x16_store((float *)row + at, value);
+        return;
+    }
+    float parts[LANES];
+    f32x16_store(parts, value);
+    for (int64_t i = 0; i < count; i++) {
+        if (is_bf16) ((bf16 *)row)[at + i] = bf16_from(parts[i]);
+        else ((float *)row)[at + i] = parts[i];
+    }
+}
+
+/* sum + a * b, of words that are floats. */
 INLINE f32x16 pagoda_dot_f32(f32x16 sum, u32x16 a, u32x16 b) { return sum + (f32x16)a * (f32x16)b; }
 
+/* sum + a * b over the words' parts, two bfloat16 each. */
 INLINE f32x16 pagoda_dot_bf16(f32x16 sum, u32x16 a, u32x16 b) {
 #if defined(__AVX512BF16__)
     return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -129,7 +163,7 @@ INLINE f32x16 pagoda_dot_bf16(f32x16 sum, u32x16 a, u32x16 b) {
 
 #if defined(__AVX512VNNI__)
 #define PAGODA_HAS_INT8 1
-/* `a` holds unsigned bytes, `b` signed ones. */
+/* sum + a * b over the words' parts, four bytes each: unsigned ones in `a`, signed ones in `b`. */
 INLINE i32x16 pagoda_dot_int8(i32x16 sum, u32x16 a, u32x16 b) {
     return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 }
@@ -137,7 +171,7 @@ INLINE i32x16 pagoda_dot_int8(i32x16 sum, u32x16 a, u32x16 b) {
 #define PAGODA_HAS_INT8 0
 #endif
 
-/* Turns 16 vectors of 16 words about the diagonal and stores them `stride` words apart. */
+/* Transposes 16 vectors of 16 words and stores them `stride` words apart. */
 INLINE void store_transposed(uint32_t *to, size_t stride, u32x16 *rows) {
 #if defined(__AVX512F__)
     __m512i pairs[LANES], quads[LANES];
@@ -154,12 +188,12 @@ INLINE void store_transposed(uint32_t *to, size_t stride, u32x16 *rows) {
     for (int k = 0; k < 4; k++) {
         __m512i even = _mm512_shuffle_i32x4(quads[k], quads[k + 4], 0x88);
         __m512i odd = _mm512_shuffle_i32x4(quads[k], quads[k + 4], 0xdd);
-        __m512i even_behind = _mm512_shuffle_i32x4(quads[k + 8], quads[k + 12], 0x88);
-        __m512i odd_behind = _mm512_shuffle_i32x4(quads[k + 8], quads[k + 12], 0xdd);
-        _mm512_storeu_si512(to + stride * (size_t)k, _mm512_shuffle_i32x4(even, even_behind, 0x88));
-        _mm512_storeu_si512(to + stride * (size_t)(k + 4), _mm512_shuffle_i32x4(odd, odd_behind, 0x88));
-        _mm512_storeu_si512(to + stride * (size_t)(k + 8), _mm512_shuffle_i32x4(even, even_behind, 0xdd));
-        _mm512_storeu_si512(to + stride * (size_t)(k + 12), _mm512_shuffle_i32x4(odd, odd_behind, 0xdd));
+        __m512i even_after = _mm512_shuffle_i32x4(quads[k + 8], quads[k + 12], 0x88);
+        __m512i odd_after = _mm512_shuffle_i32x4(quads[k + 8], quads[k + 12], 0xdd);
+        _mm512_storeu_si512(to + stride * (size_t)k, _mm512_shuffle_i32x4(even, even_after, 0x88));
+        _mm512_storeu_si512(to + stride * (size_t)(k + 4), _mm512_shuffle_i32x4(odd, odd_after, 0x88));
+        _mm512_storeu_si512(to + stride * (size_t)(k + 8), _mm512_shuffle_i32x4(even, even_after, 0xdd));
+        _mm512_storeu_si512(to + stride * (size_t)(k + 12), _mm512_shuffle_i32x4(odd, odd_after, 0xdd));
     }
 #else
     for (int i = 0; i < LANES; i++)

@@ -1,6 +1,6 @@
 /* Gives memory its pages before they are written, on a thread that runs when a core has nothing else to do. */
-#ifndef PAGODA_PREFAULT_H
-#define PAGODA_PREFAULT_H
+#ifndef PAGODA_PREFAULTER_H
+#define PAGODA_PREFAULTER_H
 
 #include <stdint.h>
 

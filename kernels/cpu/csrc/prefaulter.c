@@ -1,6 +1,6 @@
-/* See prefault.h. No locks: the thread may be kept waiting at any point, and nobody is to wait with it. */
+/* See prefaulter.h. No locks: the thread may be kept waiting at any point, and nobody is to wait with it. */
 #define _GNU_SOURCE
-#include "prefault.h"
+#include "prefaulter.h"
 
 #include <pthread.h>
 #include <sched.h>
