@@ -1,4 +1,4 @@
-"""What engines publish to ingresses: KV events and load reports, as messages on ZeroMQ sockets.
+"""KV events and load reports from engine replicas to ingresses, over ZeroMQ PUB/SUB.
 
-Knows bytes, sockets and sequence numbers. Does not know what the router does with a message.
+Knows messages, sockets and sequence numbers. Does not know what a routing decision does with them.
 """

@@ -1,6 +1,7 @@
-"""KVMirror: what one engine has published so far, kept beside it, so that it can be told anew without asking it.
+"""KVMirror: the publisher's copy of the hashes in its engine's prefix cache, for snapshots without the engine's help.
 
-It follows the engine's batches by their numbers and knows nothing of sockets. Its owner's thread alone may touch it.
+It applies the engine's batches in order. After a gap in their numbers it starts empty: a snapshot that lacks blocks
+costs cache hits, one that lists evicted blocks would be wrong. It knows nothing of sockets; one thread may use it.
 """
 
 from __future__ import annotations
@@ -8,61 +9,59 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from deployments.wire.messages import REMOVED, STORED, EventsMessage, Snapshot, encode, pack_hashes
+from deployments.wire.codec import encode
+from deployments.wire.hashes import pack_hashes
+from deployments.wire.messages import REMOVED, STORED, EventsMessage, Snapshot
 
 __all__ = ["KVMirror", "PackedSet"]
 
 
 class PackedSet:
-    """A set of hashes that lie in one array, so that a million of them are copied in milliseconds.
+    """A set of hashes stored in one array, so that copying a million of them takes milliseconds.
 
-    Walking a set of so many integers takes a quarter of a second, during which the engine would not get the
-    interpreter. What is removed is replaced by the last one, so the order says nothing.
+    Iterating over a set of a million integers takes a quarter of a second, during which the engine's thread would wait
+    for the interpreter lock. The last hash replaces a removed one, so the order is arbitrary.
     """
 
     def __init__(self) -> None:
         self.words = array("Q")
-        self._places: dict[int, int] = {}  # hash -> its place in ``words``
+        self._index_of: dict[int, int] = {}  # hash -> its index in ``words``
 
     def update(self, hashes: Iterable[int]) -> None:
         """Add hashes."""
         for one in hashes:
-            if one not in self._places:
-                self._places[one] = len(self.words)
+            if one not in self._index_of:
+                self._index_of[one] = len(self.words)
                 self.words.append(one)
 
     def difference_update(self, hashes: Iterable[int]) -> None:
-        """Take hashes out, if they are there."""
+        """Remove hashes; unknown ones are ignored."""
         for one in hashes:
-            place = self._places.pop(one, None)
-            if place is None:
+            index = self._index_of.pop(one, None)
+            if index is None:
                 continue
             last = self.words.pop()
-            if place < len(self.words):
-                self.words[place] = last
-                self._places[last] = place
+            if index < len(self.words):
+                self.words[index] = last
+                self._index_of[last] = index
 
     def clear(self) -> None:
-        """Take all hashes out."""
+        """Remove all hashes."""
         self.words = array("Q")
-        self._places = {}
+        self._index_of = {}
 
 
 class KVMirror:
-    """The block hashes that an engine holds behind its last batch."""
+    """The block hashes that an engine holds after its last batch."""
 
     def __init__(self) -> None:
         self.generation = 0
-        self.number = -1  # of the last batch; -1: there was none
+        self.number = -1  # of the last batch; -1: no batch yet
         self._hashes = PackedSet()
-        self._snapshot: bytes | None = None  # of this state, if somebody asked
+        self._snapshot: bytes | None = None  # of the current state, once it was requested
 
     def apply(self, message: EventsMessage) -> None:
-        """Follow a batch.
-
-        If batches before it were lost, what they removed is not known: everything older is forgotten then, since a
-        snapshot that lacks blocks costs a hit, and one with blocks that are gone is a lie.
-        """
+        """Apply a batch. If batches before it are missing, forget everything older: they may have removed it."""
         if message.generation != self.generation or message.number != self.number + 1:
             self._hashes.clear()
         for kind, hashes in message.changes():
@@ -76,11 +75,11 @@ class KVMirror:
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether the message that tells this state was built already."""
+        """Whether the snapshot of the current state is already encoded."""
         return self._snapshot is not None
 
     def snapshot(self) -> bytes:
-        """Return the message that tells this state, built once a state."""
+        """Return the encoded snapshot of the current state; it is built once."""
         if self._snapshot is None:
             self._snapshot = encode(Snapshot(self.generation, self.number, pack_hashes(self._hashes.words)))
         return self._snapshot

@@ -1,9 +1,12 @@
-"""KVEventPublisher: tells every ingress what one engine has cached and how busy it is, and never delays the engine.
+"""KVEventPublisher: publishes one engine's KV events and load to every ingress, without delaying the engine.
 
-The engine's thread puts a batch into a queue and rings; a thread of the publisher's own sends it on an XPUB socket,
-beside the load and, to whoever subscribes to a snapshot's topic, what is cached altogether. All of it goes through one
-pipe a subscriber, in order, so a snapshot and the batches behind it fit without a hole. Who does not keep up loses
-messages, notices by their numbers, and asks for another snapshot. What listens, and where, it does not know.
+The engine's thread appends a batch to a queue and wakes the publisher's thread, which sends it on an XPUB socket,
+together with load reports and, to a subscriber of a snapshot topic, a snapshot of everything cached. ZeroMQ keeps the
+order per subscriber, so the batches after a snapshot continue it without a gap.
+
+A gap arises when a subscriber is too slow and its queue drops messages, when the engine is too fast and the backlog
+drops batches, or when a batch exceeds the size limits. The subscriber detects it by the numbers and subscribes to
+another snapshot. The publisher does not know its subscribers.
 """
 
 from __future__ import annotations
@@ -17,19 +20,12 @@ from collections.abc import Sequence
 
 import zmq
 
-from deployments.wire.messages import (
-    MAX_MESSAGE_BYTES,
-    MAX_RUNS,
-    MAX_SNAPSHOT_BYTES,
-    AwaitedMessage,
-    Topics,
-    encode,
-    events_message,
-    load_message,
-    pack_hashes,
-)
+from deployments.wire.codec import MAX_MESSAGE_BYTES, encode
+from deployments.wire.hashes import pack_hashes
+from deployments.wire.messages import MAX_RUNS, MAX_SNAPSHOT_BYTES, AwaitedMessage, events_message, load_message
 from deployments.wire.mirror import KVMirror
 from deployments.wire.sockets import Wakeup, bind_publisher
+from deployments.wire.topics import Topics
 from engine.errors import ConfigError
 from engine.kv.events import KVEventBatch
 from engine.observability.load import EngineLoad
@@ -38,12 +34,12 @@ __all__ = ["KVEventPublisher"]
 
 logger = logging.getLogger("ray.serve")
 
-MAX_BATCHES_A_TURN = 256
-MAX_AWAITED = 1024  # announcements that wait to be sent; then the oldest are forgotten, and events will tell
-MAX_SUBSCRIPTIONS_A_TURN = 64
-MAX_SNAPSHOTS_A_TURN = 16
-MAX_ASKED = 1024  # requests for snapshots that wait; who is not among them asks again
-REST_FACTOR = 10  # building snapshots takes at most one part in so many of the time, whoever asks how often
+MAX_BATCHES_PER_TURN = 256
+MAX_AWAITED = 1024  # queued announcements; older ones are dropped, events replace them
+MAX_SUBSCRIPTIONS_PER_TURN = 64
+MAX_SNAPSHOTS_PER_TURN = 16
+MAX_REQUESTED = 1024  # pending snapshot requests; a subscriber whose request is dropped repeats it
+REST_FACTOR = 10  # encoding snapshots takes at most 1/10 of the time, however many are requested
 SUBSCRIBE = b"\1"
 CLOSE_TIMEOUT_S = 5.0
 
@@ -52,14 +48,14 @@ class KVEventPublisher:
     """Publishes one engine's KV events and load.
 
     Args:
-        replica: the replica's name, which its topics carry.
+        replica: the replica's name, part of its topics.
         host: the node's own address, to which the socket binds.
-        heartbeat_s: the last load is sent again after so long.
-        max_queued: messages that wait for one slow subscriber; what comes then is lost to it.
-        max_backlog: batches that wait for the publisher's thread; then the oldest are lost to all.
+        heartbeat_s: an unchanged load is sent again after this many seconds.
+        max_queued: messages queued for one slow subscriber; further ones are dropped for it.
+        max_backlog: batches queued for the publisher's thread; further ones displace the oldest.
 
     Raises:
-        ConfigError: ``host`` is not one address of this node, or ``replica`` is no name.
+        ConfigError: ``host`` is not an address of this node, or ``replica`` is not a valid name.
     """
 
     def __init__(
@@ -74,10 +70,10 @@ class KVEventPublisher:
         self._batches: deque[tuple[KVEventBatch, float]] = deque(maxlen=max_backlog)
         self._awaited: deque[bytes] = deque(maxlen=MAX_AWAITED)
         self._load: EngineLoad | None = None
-        self._has_new_load = True  # the first heartbeat goes out at once
-        self._load_due = 0.0
+        self._has_new_load = True  # so that the first heartbeat is sent at once
+        self._next_load_at = 0.0
         self._mirror = KVMirror()
-        self._asked: dict[bytes, None] = {}  # topics of snapshots, the oldest first
+        self._requested: dict[bytes, None] = {}  # topics of pending snapshot requests, the oldest first
         self._rest_until = 0.0
         self._is_closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -91,23 +87,23 @@ class KVEventPublisher:
         self._thread.start()
 
     def publish_events(self, batch: KVEventBatch) -> None:
-        """Tell what a step changed. Takes microseconds and never blocks."""
+        """Queue the changes of a step. Takes microseconds and never blocks."""
         self._batches.append((batch, time.time()))
         self._wakeup.ring()
 
     def publish_awaited(self, hashes: Sequence[int]) -> None:
-        """Announce the blocks of a prompt that joins the queue, so that equal ones come here whoever sends them."""
+        """Announce the blocks of a prompt that joins the queue, so that all ingresses send equal prompts here."""
         self._awaited.append(pack_hashes(hashes))
         self._wakeup.ring()
 
     def publish_load(self, load: EngineLoad) -> None:
-        """Tell how busy the engine is. Takes microseconds and never blocks; of several at once the last one is sent."""
+        """Queue a load report, which replaces an unsent one. Takes microseconds and never blocks."""
         self._load = load
         self._has_new_load = True
         self._wakeup.ring()
 
     def close(self) -> None:
-        """End the thread and close the socket; what is published afterwards goes nowhere."""
+        """End the thread and close the socket; publishing has no effect afterwards."""
         self._is_closed = True
         self._wakeup.ring()
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -120,8 +116,8 @@ class KVEventPublisher:
         poller.register(self._socket, zmq.POLLIN)
         try:
             while not self._is_closed:
-                ready = {one for one, _ in poller.poll(self._idle_ms())}
-                self._turn(has_subscriptions=self._socket in ready)
+                ready = {polled for polled, _ in poller.poll(self._poll_timeout_ms())}
+                self._run_once(has_subscriptions=self._socket in ready)
         except Exception:
             logger.exception("the KV publisher has ended; ingresses will route without this replica's events")
         finally:
@@ -130,20 +126,20 @@ class KVEventPublisher:
             self._wakeup.close()
             self._context.term()
 
-    def _idle_ms(self) -> int:
+    def _poll_timeout_ms(self) -> int:
         if self._batches or self._awaited or self._has_new_load:
             return 0
-        due = min(self._load_due, self._rest_until) if self._asked else self._load_due
-        return max(0, math.ceil(1000 * (due - time.monotonic())))
+        wake_at = min(self._next_load_at, self._rest_until) if self._requested else self._next_load_at
+        return max(0, math.ceil(1000 * (wake_at - time.monotonic())))
 
-    def _turn(self, *, has_subscriptions: bool) -> None:
+    def _run_once(self, *, has_subscriptions: bool) -> None:
         self._wakeup.clear()
         self._send_awaited()  # before the load that counts them
         self._send_events()
         self._send_load()
         if has_subscriptions:
-            self._take_subscriptions()
-        if self._asked and time.monotonic() >= self._rest_until:
+            self._receive_subscriptions()
+        if self._requested and time.monotonic() >= self._rest_until:
             self._send_snapshots()
 
     def _send_awaited(self) -> None:
@@ -153,45 +149,45 @@ class KVEventPublisher:
                 self._send(self._topics.awaited, data)
 
     def _send_events(self) -> None:
-        for _ in range(min(len(self._batches), MAX_BATCHES_A_TURN)):
+        for _ in range(min(len(self._batches), MAX_BATCHES_PER_TURN)):
             batch, published_at = self._batches.popleft()
             try:
                 message = events_message(batch, published_at)
-            except Exception:  # a bug; like any batch that is lost, the next one shows that it is missing
+            except Exception:  # a bug; the batch is a gap, which the number of the next one shows
                 logger.exception("batch %d of KV events cannot be sent", batch.number)
                 continue
             self._mirror.apply(message)
             data = encode(message)
-            if len(data) <= MAX_MESSAGE_BYTES and len(message.runs) <= MAX_RUNS:  # else it is a gap, and a snapshot
+            if len(data) <= MAX_MESSAGE_BYTES and len(message.runs) <= MAX_RUNS:  # else it is a gap
                 self._send(self._topics.events, data)
 
     def _send_load(self) -> None:
         now = time.monotonic()
-        if not self._has_new_load and now < self._load_due:
+        if not self._has_new_load and now < self._next_load_at:
             return
-        self._has_new_load = False  # before the load is read: one that comes in between is sent again
-        self._load_due = now + self._heartbeat_s
+        self._has_new_load = False  # before the load is read, so that a newer one is sent again
+        self._next_load_at = now + self._heartbeat_s
         self._send(self._topics.load, encode(load_message(self._mirror.generation, self._mirror.number, self._load)))
 
-    def _take_subscriptions(self) -> None:
-        for _ in range(MAX_SUBSCRIPTIONS_A_TURN):
+    def _receive_subscriptions(self) -> None:
+        for _ in range(MAX_SUBSCRIPTIONS_PER_TURN):
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             verb, topic = data[:1], data[1:]
             if verb != SUBSCRIBE:
-                self._asked.pop(topic, None)
-            elif len(self._asked) < MAX_ASKED and self._topics.is_snapshot(topic):
-                self._asked[topic] = None
+                self._requested.pop(topic, None)
+            elif len(self._requested) < MAX_REQUESTED and self._topics.is_snapshot(topic):
+                self._requested[topic] = None
 
     def _send_snapshots(self) -> None:
         began = time.monotonic()
         is_new = not self._mirror.has_snapshot
         data = self._mirror.snapshot()
-        frame = zmq.Frame(data, copy=True)  # once, however many it is sent to
-        for topic in list(self._asked)[:MAX_SNAPSHOTS_A_TURN]:
-            del self._asked[topic]
+        frame = zmq.Frame(data, copy=True)  # copied once for all subscribers
+        for topic in list(self._requested)[:MAX_SNAPSHOTS_PER_TURN]:
+            del self._requested[topic]
             if len(data) <= MAX_SNAPSHOT_BYTES:
                 self._send(topic, frame)
         if is_new:
@@ -199,6 +195,6 @@ class KVEventPublisher:
             self._rest_until = now + REST_FACTOR * (now - began)
 
     def _send(self, topic: bytes, data: bytes | zmq.Frame) -> None:
-        """Send to all who subscribed to ``topic``; those who do not keep up miss it, so it never blocks."""
+        """Send to all subscribers of ``topic``. Never blocks: a subscriber whose queue is full misses it."""
         self._socket.send(topic, zmq.NOBLOCK | zmq.SNDMORE)
         self._socket.send(data, zmq.NOBLOCK, copy=isinstance(data, bytes))

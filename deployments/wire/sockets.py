@@ -1,7 +1,8 @@
-"""KV sockets: the ZeroMQ sockets on which KV messages travel, with every limit that they are under.
+"""The ZeroMQ sockets of publishers and subscribers, with all their limits.
 
-Who binds names the one address to bind to, and who connects gives a literal address and port, so that neither listens
-to the whole world nor asks a name server. This module knows nothing of the messages.
+A publisher binds to one address of its node, never to all of them; a subscriber connects to a literal address and
+port, so no name server is involved. A full queue drops messages instead of blocking, and ZeroMQ reconnects without
+reporting it: both are gaps, which the receiver detects by the messages' numbers. This module knows nothing of them.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from engine.errors import ConfigError
 
 __all__ = ["Wakeup", "bind_publisher", "check_endpoint", "connect_subscriber"]
 
-MAX_SUBSCRIPTION_BYTES = 4096  # of what a subscriber may send to a publisher: the names of topics
-ENVELOPE_BYTES = 4096  # what a message may be longer than its hashes
-ALIVE_IVL_MS, ALIVE_TIMEOUT_MS = 1000, 5000  # how soon a connection is cut whose other side has vanished
+MAX_SUBSCRIPTION_BYTES = 4096  # of a message to a publisher: subscriptions
+ENVELOPE_BYTES = 4096  # of a snapshot besides its hashes
+ALIVE_IVL_MS, ALIVE_TIMEOUT_MS = 1000, 5000  # heartbeats; a connection whose peer is gone is closed
 RECONNECT_IVL_MS, RECONNECT_MAX_MS = 100, 2000
 CONNECT_TIMEOUT_MS = 3000
-MAX_RECEIVED = 1024  # messages that wait for the subscriber's thread, per replica
+MAX_RECEIVED = 1024  # messages queued for the subscriber's thread, per replica
 
 _ENDPOINT = re.compile(r"tcp://(?P<host>[0-9.]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 
 
 class Wakeup:
-    """Ends another thread's poll; any thread may ring, and many rings before the other looks are one."""
+    """Ends another thread's poll. Any thread may ring; rings before the next ``clear`` count as one."""
 
     def __init__(self) -> None:
         self.reader, self._writer = socket.socketpair()
@@ -37,16 +38,16 @@ class Wakeup:
         self._has_rung = False
 
     def ring(self) -> None:
-        """Wake the other thread; never blocks. After ``close`` nothing happens."""
+        """Wake the other thread. Never blocks; does nothing after ``close``."""
         if not self._has_rung:
             self._has_rung = True
             try:
                 self._writer.send(b"\0")
-            except OSError:  # closed, or full: then it wakes anyway
+            except OSError:  # closed; or full, and then the other thread wakes anyway
                 return
 
     def clear(self) -> None:
-        """Take note of the rings. What they announced is looked at after this, else it might be missed."""
+        """Consume the rings. Call it before reading the announced data; else later data could be missed."""
         try:
             self.reader.recv(64)
         except BlockingIOError:
@@ -54,7 +55,7 @@ class Wakeup:
         self._has_rung = False
 
     def close(self) -> None:
-        """Give the pair back."""
+        """Close both ends."""
         self.reader.close()
         self._writer.close()
 
@@ -65,7 +66,7 @@ def bind_publisher(
     """Return an XPUB socket on a free port of ``host``, and its endpoint.
 
     Raises:
-        ConfigError: ``host`` is not one address of this node.
+        ConfigError: ``host`` is not an address of this node.
     """
     address = _one_address(host)
     made = context.socket(zmq.XPUB)
@@ -81,7 +82,7 @@ def bind_publisher(
 
 
 def connect_subscriber(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """Return a SUB socket that connects to ``endpoint``, again and again; raises what ``check_endpoint`` raises."""
+    """Return a SUB socket that connects, and reconnects, to ``endpoint``; raises what ``check_endpoint`` raises."""
     made = context.socket(zmq.SUB)
     made.setsockopt(zmq.RCVHWM, MAX_RECEIVED)
     made.setsockopt(zmq.MAXMSGSIZE, MAX_SNAPSHOT_BYTES + ENVELOPE_BYTES)

@@ -1,4 +1,4 @@
-"""What hears the KV transport in tests: a listener that remembers, what is published, and deadlines instead of naps."""
+"""Helpers for tests of KV events: a recording listener, events to publish, and waits with a deadline."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DEADLINE_S = 20.0
 
 
 class Known:
-    """A dict of sets that hears of blocks, and everything else it was told, in order."""
+    """A Listener that keeps the blocks of each replica and every call, in order."""
 
     def __init__(self) -> None:
         self.blocks: defaultdict[str, set[int]] = defaultdict(set)
-        self.calls: list[tuple[str, str]] = []  # what, of which replica
-        self.awaiting: defaultdict[str, list[list[int]]] = defaultdict(list)  # prompts that joined the queue
+        self.calls: list[tuple[str, str]] = []  # (method, replica)
+        self.awaiting: defaultdict[str, list[list[int]]] = defaultdict(list)  # announced prompts
         self.reports: defaultdict[str, list[tuple[EngineLoad, float]]] = defaultdict(list)
         self._changed = Condition()
 
@@ -51,16 +51,16 @@ class Known:
         self._note("lost", replica)
 
     def count(self, what: str, replica: str) -> int:
-        """Return how often it was told this."""
+        """Return how often a method was called for a replica."""
         return self.calls.count((what, replica))
 
-    def wait(self, is_reached: Callable[[], bool], *, for_what: str = "it") -> None:
-        """Wait until something holds, looked at whenever it is told something."""
+    def wait(self, is_reached: Callable[[], bool], *, for_what: str = "a condition") -> None:
+        """Wait until ``is_reached`` holds; checked after every call."""
         with self._changed:
-            assert self._changed.wait_for(is_reached, DEADLINE_S), f"{for_what} did not come: {self.calls[-20:]}"
+            assert self._changed.wait_for(is_reached, DEADLINE_S), f"no {for_what} in time: {self.calls[-20:]}"
 
     def wait_count(self, what: str, replica: str, times: int = 1) -> None:
-        """Wait until it was told this so many times."""
+        """Wait until a method was called so often for a replica."""
         self.wait(lambda: self.count(what, replica) >= times, for_what=f"{what} of {replica}")
 
     def _note(self, what: str, replica: str) -> None:
@@ -70,10 +70,10 @@ class Known:
 
 
 def eventually(is_reached: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-    """Wait until something holds that nobody tells of."""
+    """Poll until ``is_reached`` holds."""
     deadline = time.monotonic() + deadline_s
     while not is_reached():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.002)
 
 

@@ -1,4 +1,4 @@
-"""ReplicaFeed: whatever comes, or does not, what the listener knows is what the replica said last, or a part of it."""
+"""ReplicaFeed: after any gap the listener knows the replica's blocks as last reported, or a part of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import pytest
 from deployments.observability.ingress_metrics import KV_INDEX_GAPS
 from deployments.observability.recorder import Recorder
 from deployments.wire.feed import ReplicaFeed
-from deployments.wire.messages import Snapshot, events_message, load_message, pack_hashes
+from deployments.wire.hashes import pack_hashes
+from deployments.wire.messages import Snapshot, events_message, load_message
 from engine.kv.events import KVEvent
 from tests.deployments.kv_listener import Known, batch, load, removed, stored
 
 
 class Feed:
-    """A feed, its clock, and short ways to give it messages."""
+    """A feed with its clock and listener."""
 
     def __init__(self) -> None:
         self.known, self.recorder, self.now = Known(), Recorder(), 100.0
@@ -27,7 +28,7 @@ class Feed:
 
     def snapshot(self, number: int, *hashes: int, generation: int = 1, nonce: str | None = None) -> None:
         nonce = nonce or self.feed.nonce
-        assert nonce is not None, "no snapshot is awaited"
+        assert nonce is not None, "no snapshot is requested"
         self.feed.snapshot(nonce, Snapshot(generation, number, pack_hashes(hashes)), self.now)
 
     def tick(self, seconds: float) -> None:
@@ -69,7 +70,7 @@ def test_events_are_applied_in_order_and_once(joined: Feed) -> None:
     assert joined.num_gaps == 0
 
 
-def test_a_gap_keeps_what_is_known_until_the_snapshot_has_come(joined: Feed) -> None:
+def test_after_a_gap_old_blocks_are_kept_until_the_snapshot(joined: Feed) -> None:
     joined.events(7, stored(7))
     assert joined.feed.nonce is not None
     joined.events(8, stored(8))
@@ -80,7 +81,7 @@ def test_a_gap_keeps_what_is_known_until_the_snapshot_has_come(joined: Feed) -> 
     assert joined.blocks == {1, 7, 8, 9}
 
 
-def test_the_loss_of_the_last_batch_is_noticed_by_the_load(joined: Feed) -> None:
+def test_a_load_report_reveals_the_loss_of_the_last_batch(joined: Feed) -> None:
     joined.load(4)
     assert joined.feed.nonce is None
     joined.load(5)
@@ -100,7 +101,7 @@ def test_another_generation_clears_at_once(joined: Feed, number: int) -> None:
     assert joined.blocks == {5, 6}
 
 
-def test_another_generation_is_noticed_before_it_has_any_events(joined: Feed) -> None:
+def test_another_generation_is_noticed_before_its_first_events(joined: Feed) -> None:
     joined.load(-1, generation=0)
     assert not joined.blocks
     joined.snapshot(-1, generation=0)
@@ -109,7 +110,7 @@ def test_another_generation_is_noticed_before_it_has_any_events(joined: Feed) ->
     assert joined.known.count("cleared", "r") == 1
 
 
-def test_an_engine_that_begins_to_publish_needs_no_snapshot() -> None:
+def test_the_first_batch_of_an_engine_needs_no_snapshot() -> None:
     feed = Feed()
     feed.snapshot(-1, generation=0)
     feed.events(0, stored(5), generation=77)
@@ -118,7 +119,7 @@ def test_an_engine_that_begins_to_publish_needs_no_snapshot() -> None:
     assert feed.feed.nonce is None
 
 
-def test_a_snapshot_that_does_not_come_is_asked_for_under_another_nonce() -> None:
+def test_a_missing_snapshot_is_requested_under_another_nonce() -> None:
     feed = Feed()
     first = feed.feed.nonce
     feed.load(4)
@@ -131,7 +132,7 @@ def test_a_snapshot_that_does_not_come_is_asked_for_under_another_nonce() -> Non
     assert feed.blocks == {1}
 
 
-def test_a_resync_that_does_not_succeed_is_a_loss_until_it_does(joined: Feed) -> None:
+def test_a_replica_is_lost_while_its_resync_fails(joined: Feed) -> None:
     joined.events(7, stored(7))
     nonces = set()
     for _ in range(40):
@@ -139,19 +140,19 @@ def test_a_resync_that_does_not_succeed_is_a_loss_until_it_does(joined: Feed) ->
         joined.load(7)
         joined.tick(0.5)
     assert joined.known.count("lost", "r") == 1
-    assert 4 <= len(nonces) <= 7, "it does not wait longer and longer"
+    assert 4 <= len(nonces) <= 7, "no exponential back-off"
     joined.snapshot(9, 7)
     assert joined.known.calls[-1] == ("replaced", "r")
     assert joined.blocks == {7}
 
 
-def test_silence_is_a_loss_and_a_word_after_it_asks_for_a_snapshot(joined: Feed) -> None:
+def test_silence_is_a_loss_and_the_next_message_requests_a_snapshot(joined: Feed) -> None:
     joined.tick(1.9)
     assert not joined.known.count("lost", "r")
     joined.tick(0.2)
     joined.tick(5)
     assert joined.known.count("lost", "r") == 1
-    assert joined.feed.nonce is None, "it asks whoever does not answer"
+    assert joined.feed.nonce is None, "it requests a snapshot from a silent replica"
     joined.events(5, stored(5))
     assert joined.blocks == {1, 2}
     joined.snapshot(5, 5)
@@ -160,14 +161,14 @@ def test_silence_is_a_loss_and_a_word_after_it_asks_for_a_snapshot(joined: Feed)
     assert joined.known.count("lost", "r") == 2
 
 
-def test_a_replica_that_never_spoke_is_lost() -> None:
+def test_a_replica_that_never_sends_is_lost() -> None:
     feed = Feed()
     feed.tick(2.1)
     assert feed.known.calls == [("lost", "r")]
 
 
-def test_distrust_asks_anew_but_not_at_once(joined: Feed) -> None:
-    joined.feed.distrust(joined.now)
+def test_restart_requests_a_snapshot_after_a_delay(joined: Feed) -> None:
+    joined.feed.restart(joined.now)
     assert joined.feed.nonce is None
     joined.load(4)
     joined.tick(1.1)

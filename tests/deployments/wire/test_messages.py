@@ -1,4 +1,4 @@
-"""KV messages: what goes in comes out, and nothing else is ever more than an error of the decoder."""
+"""KV messages round-trip, and any other bytes raise KVMessageError."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployments.wire.codec import (
+    MAX_MESSAGE_BYTES,
+    KVMessageError,
+    decode_awaited,
+    decode_events,
+    decode_load,
+    decode_snapshot,
+    encode,
+)
+from deployments.wire.hashes import pack_hashes, unpack_hashes
 from deployments.wire.messages import (
     CLEARED,
-    MAX_MESSAGE_BYTES,
     MAX_RUNS,
     MAX_SNAPSHOT_BYTES,
     REMOVED,
     STORED,
     AwaitedMessage,
     EventsMessage,
-    KVMessageError,
     LoadMessage,
     Snapshot,
-    Topics,
-    decode_awaited,
-    decode_events,
-    decode_load,
-    decode_snapshot,
-    encode,
     events_message,
     load_message,
-    pack_hashes,
-    unpack_hashes,
 )
+from deployments.wire.topics import Topics
 from engine.errors import ConfigError
 from engine.kv.events import BlockStored, KVEventBatch
 from engine.observability.load import EngineLoad
@@ -62,7 +63,7 @@ def test_the_order_within_a_step_is_kept() -> None:
     assert changes == [(STORED, [1, BIG]), (REMOVED, [1]), (STORED, [1]), (CLEARED, []), (REMOVED, [0])]
 
 
-def test_no_token_and_no_parent_is_sent() -> None:
+def test_token_ids_and_parents_are_not_sent() -> None:
     tokens = (777_001, 777_002)
     data = encode(events_message(KVEventBatch(1, 0, (BlockStored(5, 777_003, tokens),)), 1.0))
     for secret in (*tokens, 777_003):
@@ -77,14 +78,14 @@ def test_hashes_are_little_endian_words() -> None:
     assert pack_hashes(unpack_hashes(pack_hashes([7, 8]))) == pack_hashes([7, 8])
 
 
-def test_every_field_of_a_load_travels() -> None:
+def test_a_load_round_trips() -> None:
     sent = EngineLoad(*range(1, len(fields(EngineLoad)) + 1))
     received = decode_load(encode(load_message(9, 8, sent)))
     assert (received.generation, received.number, received.load) == (9, 8, sent)
     assert decode_load(encode(load_message(0, -1, None))).load is None
 
 
-def test_a_snapshot_travels() -> None:
+def test_a_snapshot_round_trips() -> None:
     message = decode_snapshot(encode(Snapshot(2, -1, pack_hashes([3, 4]))))
     assert (message.generation, message.number, list(message.hashes)) == (2, -1, [3, 4])
 
@@ -132,7 +133,7 @@ def test_events_of_another_shape_are_malformed(fields: Any) -> None:
     ("decode", "limit"),
     [(decode, MAX_SNAPSHOT_BYTES if decode is decode_snapshot else MAX_MESSAGE_BYTES) for decode in DECODERS],
 )
-def test_what_is_too_long_is_not_even_looked_at(decode: Decode, limit: int) -> None:
+def test_oversized_messages_are_not_decoded(decode: Decode, limit: int) -> None:
     with pytest.raises(KVMessageError) as caught:
         decode(bytes(limit + 1))
     assert caught.value.reason == "oversized"
@@ -147,20 +148,20 @@ def test_random_bytes_are_malformed_or_valid(data: bytes, decode: Decode) -> Non
 def test_mutated_messages_are_malformed_or_valid(valid: bytes, decode: Decode, draw: st.DataObject) -> None:
     data = bytearray(valid)
     for _ in range(draw.draw(st.integers(1, 4))):
-        place = draw.draw(st.integers(0, max(0, len(data) - 1)))
+        index = draw.draw(st.integers(0, max(0, len(data) - 1)))
         how = draw.draw(st.sampled_from(["flip", "cut", "insert", "remove"]))
         if how == "flip" and data:
-            data[place] = draw.draw(st.integers(0, 255))
+            data[index] = draw.draw(st.integers(0, 255))
         elif how == "cut":
-            del data[place:]
+            del data[index:]
         elif how == "insert":
-            data[place:place] = draw.draw(st.binary(min_size=1, max_size=9))
+            data[index:index] = draw.draw(st.binary(min_size=1, max_size=9))
         else:
-            del data[place : place + 3]
+            del data[index : index + 3]
     check(decode, bytes(data))
 
 
-def test_deep_nesting_and_great_promises_are_harmless() -> None:
+def test_deep_nesting_and_huge_length_fields_are_harmless() -> None:
     for data in (
         b"\x91" * 100_000,
         b"\xdd\xff\xff\xff\xff",
@@ -173,7 +174,7 @@ def test_deep_nesting_and_great_promises_are_harmless() -> None:
 
 
 def check(decode: Decode, data: bytes) -> None:
-    """Decode: only the decoder's own error may come, or a message within all limits."""
+    """Decode ``data``: the result is a message within all limits, or a KVMessageError."""
     try:
         message = decode(data)
     except KVMessageError:
@@ -199,14 +200,14 @@ def check(decode: Decode, data: bytes) -> None:
 # ---- topics ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_topic_begins_with_that_of_another_replica() -> None:
+def test_no_topic_is_a_prefix_of_another_replicas_topic() -> None:
     names = ["r1", "r10", "r", "r1/", "r1/x", "r1%2F", "ü", "default#Engine#r1", " "]
     topics = [Topics(name) for name in names]
     flat = [one for of in topics for one in (of.events, of.load, of.snapshots)]
     assert not [(a, b) for a in flat for b in flat if a is not b and a.startswith(b)]
 
 
-def test_only_a_nonce_makes_a_snapshot_topic() -> None:
+def test_a_snapshot_topic_needs_a_valid_nonce() -> None:
     topics = Topics("r1")
     assert topics.is_snapshot(topics.snapshot("0123456789abcdef"))
     for nonce in (
@@ -223,6 +224,6 @@ def test_only_a_nonce_makes_a_snapshot_topic() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, "a\nb", "\ud800"])
-def test_what_is_no_name_is_refused(name: str) -> None:
+def test_invalid_replica_names_are_rejected(name: str) -> None:
     with pytest.raises(ConfigError):
         Topics(name)
