@@ -215,10 +215,13 @@ class Ingress:
         require_few_answers(body, len(prompts), self._config.limits)
         # Each answer is a request of its own, so that each survives the loss of a replica by itself; the engine's
         # prefix cache computes their prompt once.
-        generations = [
-            self._generation(body, prompt, one, builder)
+        answers = [
+            (prompt, one)
             for prompt, params in zip(prompts, await builder.params(body, prompts), strict=True)
             for one in for_answers(params)
+        ]
+        generations = [
+            self._generation(index, body, prompt, params, builder) for index, (prompt, params) in enumerate(answers)
         ]
         record = current_record()
         response_id = f"{prefix}-{body.request_id or record.request_id}"
@@ -240,7 +243,7 @@ class Ingress:
         return EventStream(first, events, {"X-Pagoda-Replica": replica})
 
     def _generation(
-        self, body: GenerationRequest, prompt: Prompt, params: SamplingParams, builder: PromptBuilder
+        self, index: int, body: GenerationRequest, prompt: Prompt, params: SamplingParams, builder: PromptBuilder
     ) -> Generation:
         request = EngineRequest(
             uuid.uuid4().hex, prompt.token_ids, params, priority=body.priority, cache_salt=body.cache_salt or ""
@@ -251,7 +254,8 @@ class Ingress:
             request,
             prompt,
             text,
-            is_empty=body.prompt_only,
+            index=index,
+            prompt_only=body.prompt_only,
             max_migrations=self._config.limits.max_migrations,
         )
 
@@ -310,8 +314,8 @@ async def _whole(
 ) -> Response:
     answers = [Answer(generation) for generation in generations]
     async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
-        async for index, delta in deltas:
-            answers[index].add(delta)
+        async for delta in deltas:
+            answers[delta.index].add(delta)
     best = best_answers(answers, body.num_draws, body.num_answers)
     tokens = usage(generations, body.num_draws)
     headers = {"X-Pagoda-Replica": generations[0].replica}

@@ -63,28 +63,37 @@ def _too_large(limit: int) -> ApiError:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events whose source is closed when the response ends, also if the client goes away."""
+    """A response of server-sent events. Their source is closed at its end, also if the client goes away.
+
+    Args:
+        first: the first event. It exists before the response starts, so that an error until then has its own status.
+        rest: yields the other events.
+        headers: besides those of an event stream.
+    """
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
         super().__init__(
-            _chain(first, rest),
+            rest,
             media_type="text/event-stream",
             headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        self._source = rest
+        self._first = first
+        self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._source.aclose()
+            await self._rest.aclose()
 
-
-async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    yield first
-    async for chunk in rest:
-        yield chunk
+    async def stream_response(self, send: Send) -> None:
+        """Send the head, the events and the end."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for event in self._rest:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class CountRequests:

@@ -1,12 +1,10 @@
-"""The OpenAI response bodies: whole answers, stream chunks, usage, and their SSE framing.
+"""The OpenAI response bodies: whole responses, chunks of a stream, and usage.
 
-Plain dicts, built once a chunk on the hot path; what they mean is the API's business, how the tokens came about is
-not known here.
+They are plain dicts, since a stream makes one for each chunk. This module knows neither replicas nor HTTP.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,14 +15,7 @@ from deployments.api.protocol import CompletionRequest, GenerationRequest
 from deployments.requests.generation import Delta, Generation
 from engine.text.tokenizer import Tokenizer
 
-__all__ = ["DONE", "Answer", "ChatFormat", "CompletionFormat", "Format", "best_answers", "sse", "usage"]
-
-DONE = b"data: [DONE]\n\n"
-
-
-def sse(body: dict[str, Any]) -> bytes:
-    """Return ``body`` as one server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+__all__ = ["Answer", "ChatFormat", "CompletionFormat", "Format", "best_answers", "usage"]
 
 
 @dataclass(slots=True)
@@ -48,7 +39,7 @@ class Answer:
 
 
 def best_answers(answers: Sequence[Answer], draws: int, n: int) -> list[Answer]:
-    """Return the ``n`` likeliest of each prompt's ``draws`` answers, the likeliest first."""
+    """Return the ``n`` best of each prompt's ``draws`` answers by mean log-probability, the best first."""
     if draws == n:
         return list(answers)
     best: list[Answer] = []
@@ -87,10 +78,10 @@ class Format(ABC):
         body = self._head(self.whole) | {"choices": choices, "usage": tokens}
         return body | self._response_extras(answers[0].generation)
 
-    def delta_chunk(self, index: int, delta: Delta, generation: Generation, *, first: bool) -> dict[str, Any]:
-        """Return the chunk for one delta of the choice ``index``."""
-        choice: dict[str, Any] = {"index": index, **self._delta(delta.text, generation, first=first)}
-        choice["logprobs"] = self._logprobs(index, delta, generation, first=first)
+    def delta_chunk(self, delta: Delta, generation: Generation, *, first: bool) -> dict[str, Any]:
+        """Return the chunk for one delta of a choice."""
+        choice: dict[str, Any] = {"index": delta.index, **self._delta(delta.text, generation, first=first)}
+        choice["logprobs"] = self._logprobs(delta, generation, first=first)
         choice["finish_reason"] = delta.finish_reason
         choice["stop_reason"] = delta.stop_reason
         if self._request.return_token_ids:
@@ -109,8 +100,8 @@ class Format(ABC):
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         generation = answer.generation
         choice: dict[str, Any] = {"index": index, **self._message(answer.text, generation)}
-        everything = Delta("", generation.token_ids, logprobs=generation.logprobs)
-        choice["logprobs"] = self._logprobs(index, everything, generation, first=True)
+        everything = Delta(index, "", generation.token_ids, logprobs=generation.logprobs)
+        choice["logprobs"] = self._logprobs(everything, generation, first=True)
         choice["finish_reason"] = answer.finish_reason
         choice["stop_reason"] = answer.stop_reason
         if self._request.return_token_ids:
@@ -137,7 +128,7 @@ class Format(ABC):
         """Return a delta's text in this endpoint's shape."""
 
     @abstractmethod
-    def _logprobs(self, index: int, delta: Delta, generation: Generation, *, first: bool) -> Any:
+    def _logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
         """Return the next tokens' log-probabilities in this endpoint's shape, if they were asked for."""
 
 
@@ -154,7 +145,7 @@ class ChatFormat(Format):
         content = {"content": text}
         return {"delta": {"role": "assistant", **content} if first else content}
 
-    def _logprobs(self, index: int, delta: Delta, generation: Generation, *, first: bool) -> Any:
+    def _logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
         top = self._request.num_logprobs
         return None if top is None else chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs or (), top)
 
@@ -174,7 +165,7 @@ class CompletionFormat(Format):
     ) -> None:
         super().__init__(response_id, created, model, request, tokenizer)
         self._echoes = isinstance(request, CompletionRequest) and request.echo
-        self._places: dict[int, CompletionLogprobs] = {}  # by choice: where in its text it is
+        self._writers: dict[int, CompletionLogprobs] = {}  # by choice
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         return super()._choice(index, answer) | self._prompt_logprobs(answer.generation)
@@ -185,21 +176,21 @@ class CompletionFormat(Format):
     def _delta(self, text: str, generation: Generation, *, first: bool) -> dict[str, Any]:
         return {"text": generation.prompt.text + text if first else text}
 
-    def _logprobs(self, index: int, delta: Delta, generation: Generation, *, first: bool) -> Any:
+    def _logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
         top = self._request.num_logprobs
         if top is None:
             return None
-        place = self._places.get(index)
-        if place is None:
+        writer = self._writers.get(delta.index)
+        if writer is None:
             skip = self._request.skip_special_tokens
-            place = self._places[index] = CompletionLogprobs(self._tokenizer, top, skip_special_tokens=skip)
+            writer = self._writers[delta.index] = CompletionLogprobs(self._tokenizer, top, skip_special_tokens=skip)
         if not (first and self._echoes):
-            return place.add(delta.token_ids, delta.logprobs or ())
+            return writer.add(delta.token_ids, delta.logprobs or ())
         prompt = generation.prompt
-        known = generation.prompt_logprobs or [None] * len(prompt.token_ids)  # an answer that failed tells none
-        parts = [place.add(prompt.token_ids, known)]
-        place.skip_to(len(prompt.text))
-        parts.append(place.add(delta.token_ids, delta.logprobs or ()))
+        of_prompt = generation.prompt_logprobs or [None] * len(prompt.token_ids)  # none if the answer failed at once
+        parts = [writer.add(prompt.token_ids, of_prompt)]
+        writer.skip_to(len(prompt.text))
+        parts.append(writer.add(delta.token_ids, delta.logprobs or ()))
         return {name: parts[0][name] + parts[1][name] for name in parts[0]}
 
 

@@ -1,12 +1,14 @@
-"""An answer as server-sent events: the chunks of all choices as they come, the usage, and how it ended."""
+"""Server-sent events: a streamed answer as chunks of all choices, the usage, and how it ended."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from deployments.api.protocol import GenerationRequest
-from deployments.api.responses import DONE, Format, sse, usage
+from deployments.api.responses import Format, usage
 from deployments.errors import as_api_error
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.merge import merge
@@ -14,35 +16,41 @@ from deployments.requests.record import note_error
 
 __all__ = ["stream_events"]
 
+DONE = b"data: [DONE]\n\n"
+
 
 async def stream_events(
     form: Format, generations: Sequence[Generation], body: GenerationRequest
 ) -> AsyncGenerator[bytes, None]:
-    """Yield a stream's events; an error after the first one becomes an event of its own."""
-    started: set[int] = set()
+    """Yield a stream's events. An error before the first event is raised, a later one becomes an event."""
+    started: set[int] = set()  # the choices that have had a chunk
     try:
         async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
-            async for index, delta in deltas:
-                yield _chunk(form, generations, index, delta, body, first=index not in started)
-                started.add(index)
+            async for delta in deltas:
+                yield _chunk(form, generations, delta, body, first=delta.index not in started)
+                started.add(delta.index)
         if body.stream_options is not None and body.stream_options.include_usage:
-            yield sse(form.usage_chunk(usage(generations, body.num_draws)))
+            yield _event(form.usage_chunk(usage(generations, body.num_draws)))
     except Exception as error:
         if not started:
             raise
         answer = as_api_error(error)
         note_error(answer)
-        yield sse(answer.body)
+        yield _event(answer.body)
     yield DONE
 
 
 def _chunk(
-    form: Format, generations: Sequence[Generation], index: int, delta: Delta, body: GenerationRequest, *, first: bool
+    form: Format, generations: Sequence[Generation], delta: Delta, body: GenerationRequest, *, first: bool
 ) -> bytes:
-    chunk = form.delta_chunk(index, delta, generations[index], first=first)
+    chunk = form.delta_chunk(delta, generations[delta.index], first=first)
     options = body.stream_options
     if options is not None and options.continuous_usage_stats:
         chunk["usage"] = usage(generations, body.num_draws)
     elif options is not None and options.include_usage:
         chunk["usage"] = None
-    return sse(chunk)
+    return _event(chunk)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

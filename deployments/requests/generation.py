@@ -1,9 +1,8 @@
-"""Generation: one answer's way through the engines, from the ingress's side.
+"""Generation: one answer to one prompt, from the first request to an engine to the last piece of text.
 
-It sends the prompt to a replica, turns the tokens that come back into text, ends at a stop string, and holds every
-token and log-probability it has received: when a replica dies, hangs or is drained it sends the same request with
-these tokens to another one, and the text goes on as it would have, no token lost and none twice. It knows nothing of
-HTTP.
+It sends the prompt to a replica, detokenises the tokens that come back, and ends at a stop string. It keeps every
+token and log-probability: when a replica dies, stalls or is drained, it sends the prompt and the tokens to another
+replica, and the answer goes on with no token lost and none twice. It knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from deployments.errors import ApiError, is_replica_loss, unwrap
 from deployments.observability.ingress_metrics import REQUEST_MIGRATIONS, ingress_recorder
 from deployments.requests.attempt import Attempt
-from deployments.requests.engine_client import AttemptError, EngineClient
+from deployments.requests.attempt_stream import AttemptError, AttemptStream
+from deployments.requests.engine_client import EngineClient
 from deployments.requests.prompt import Prompt
 from engine.errors import OverloadedError
 from engine.outputs import EngineOutput, FinishReason, TokenLogprobs
@@ -29,31 +29,32 @@ __all__ = ["Delta", "Generation"]
 
 logger = logging.getLogger("ray.serve")
 
+MAX_REFUSALS = 1  # full replicas that one answer tries in vain before the client gets the error
 
-MAX_REFUSALS = 1  # full replicas after which one more is tried before the client is told
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """What one batch of tokens adds to an answer."""
+    """The text that one batch of tokens adds to an answer."""
 
+    index: int  # of the answer within its request
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # set on the last delta
     stop_reason: int | str | None = None
-    logprobs: list[TokenLogprobs] | None = None  # of token_ids, if asked for
+    logprobs: list[TokenLogprobs] | None = None  # of token_ids, if requested
 
 
 class Generation:
-    """One answer to one prompt as it grows.
+    """One answer to one prompt, while it grows and afterwards.
 
     Args:
-        engines: how to reach them.
+        engines: sends requests to replicas.
         request: the prompt and its parameters, for a single answer.
-        prompt: for its block hashes.
-        text: turns tokens into text.
-        is_empty: only the prompt matters: the token that the engine must generate is dropped.
-        max_migrations: how many lost replicas are survived.
+        prompt: the same prompt with its block hashes.
+        text: turns tokens into text and finds stop strings.
+        index: of this answer within its HTTP request.
+        prompt_only: drop the one token that the engine must generate; the client wants the prompt's log-probabilities.
+        max_migrations: lost replicas after which the request fails.
     """
 
     def __init__(
@@ -63,121 +64,144 @@ class Generation:
         prompt: Prompt,
         text: TextStream,
         *,
-        is_empty: bool = False,
+        index: int = 0,
+        prompt_only: bool = False,
         max_migrations: int = 3,
     ) -> None:
         self._engines = engines
         self._request = request
         self._text = text
-        self._is_empty = is_empty
+        self._prompt_only = prompt_only
         self._max_migrations = max_migrations
-        self._avoid: list[str] = []
-        self._num_attempts = 0
+        self._avoid: list[str] = []  # replicas that failed this answer
+        self._num_refusals = 0
         self.num_migrations = 0
         self.attempts: list[Attempt] = []
+        self.index = index
         self.prompt = prompt
-        self.replica = ""
+        self.replica = ""  # the last one that sent tokens
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []  # of token_ids, if asked for
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # if asked for; the first token has none
+        self.logprobs: list[TokenLogprobs] = []  # of token_ids, if requested
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # if requested; the first token has none
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
 
     @property
     def params(self) -> SamplingParams:
-        """How its tokens are chosen."""
+        """The sampling parameters."""
         return self._request.params
 
     @property
     def mean_logprob(self) -> float:
-        """What best_of ranks by: the answer's log-probability a token. An answer without tokens comes last."""
+        """The answer's log-probability per token, by which ``best_of`` ranks; an answer without tokens ranks last."""
         pairs = zip(self.token_ids, self.logprobs, strict=True)
         total = sum(logprobs[token_id].logprob for token_id, logprobs in pairs)
         return total / len(self.token_ids) if self.token_ids else float("-inf")
 
     @property
     def num_logprobs(self) -> int:
-        """How many log-probabilities it holds, of the answer and of the prompt."""
-        return sum(map(len, self.logprobs)) + sum(len(one) for one in self.prompt_logprobs or () if one is not None)
+        """Number of log-probabilities held, of the answer and of the prompt."""
+        of_prompt = sum(len(position) for position in self.prompt_logprobs or () if position is not None)
+        return sum(map(len, self.logprobs)) + of_prompt
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield the answer piece by piece; the last one has a finish_reason."""
-        async with aclosing(self._outputs()) as outputs:
-            async for output in outputs:
-                delta = self._receive(output)
-                self.finish_reason = delta.finish_reason
-                yield delta
-                if delta.finish_reason is not None:
-                    return
+        """Yield the answer piece by piece; the last delta has a finish_reason. Closing the generator aborts the answer.
 
-    def _receive(self, output: EngineOutput) -> Delta:
-        if not self.token_ids:
-            self.num_cached_tokens = output.num_cached_tokens
-        self.replica = output.replica
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
-        if self._is_empty:
-            return Delta("", [], "length", logprobs=None if output.logprobs is None else [])
-        text = self._text.push(output.token_ids, final=output.finish_reason is not None)
-        token_ids, logprobs = output.token_ids, output.logprobs
-        finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        if self._text.stop_string is not None:
-            # However many tokens came at once, those behind the stop string are not the client's.
-            kept = self._text.num_tokens - len(self.token_ids)
-            token_ids, logprobs = token_ids[:kept], None if logprobs is None else logprobs[:kept]
-            finish_reason, stop_reason = FinishReason.STOP, self._text.stop_string
-        self.token_ids += token_ids
-        self.logprobs += logprobs or ()
-        return Delta(text, token_ids, finish_reason, stop_reason, logprobs)
-
-    async def _outputs(self) -> AsyncGenerator[EngineOutput, None]:
-        """Yield what the engines send, from another replica if one is lost or full."""
+        Raises:
+            ApiError: 503 after more than ``max_migrations`` lost replicas.
+            OverloadedError: if the replicas that were tried are full.
+            RequestTimeoutError: if the answer takes too long.
+            RequestError: if an engine refuses the request.
+        """
         deadline = asyncio.get_running_loop().time() + self._engines.request_timeout_s
         while True:
-            request, self.replica = self._remaining_request(), ""
-            hashes, avoid, attempt = self.prompt.block_hashes, list(self._avoid), Attempt()
-            self.attempts.append(attempt)
-            received = self._engines.outputs(request, hashes, avoid=avoid, deadline=deadline, attempt=attempt)
             try:
-                async with aclosing(received) as outputs:
-                    async for output in outputs:
-                        yield output
+                with closing(self._send(deadline)) as outputs:
+                    while True:
+                        delta = self._receive(await outputs.next())
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
             except AttemptError as failure:
-                attempt.replica, attempt.error = failure.replica, type(unwrap(failure.cause)).__name__
-                self._consider(failure.cause, failure.replica)
+                self._prepare_retry(failure.cause, failure.replica)
 
-    def _consider(self, error: Exception, replica: str) -> None:
-        """Return if another replica may do better than the one that ended with ``error``; else raise."""
-        self._num_attempts += 1
-        if isinstance(unwrap(error), OverloadedError):
-            if not replica or replica in self._avoid or self._num_attempts - self.num_migrations > MAX_REFUSALS:
-                raise error
-        elif not is_replica_loss(error):
-            raise error
-        elif self.num_migrations >= self._max_migrations:
-            raise ApiError(
-                503,
-                f"{self.num_migrations + 1} replicas were lost while they served this request; try again",
-                code="replica_lost",
-                retry_after_s=1,
-            ) from error
-        else:
-            self.num_migrations += 1
-            ingress_recorder().increment(REQUEST_MIGRATIONS)
-            logger.warning("replica %s was lost (%s); its request goes on elsewhere", replica or "(unknown)", error)
-        if replica and replica not in self._avoid:
-            self._avoid.append(replica)
+    def _send(self, deadline: float) -> AttemptStream:
+        """Send the prompt, and the tokens received so far, to a replica."""
+        self.replica = ""
+        attempt = Attempt()
+        self.attempts.append(attempt)
+        return self._engines.send(
+            self._remaining_request(),
+            self.prompt.block_hashes,
+            avoid=list(self._avoid),
+            deadline=deadline,
+            attempt=attempt,
+        )
 
     def _remaining_request(self) -> EngineRequest:
-        """Return the request with what has been received so far, for an engine to go on behind."""
-        if not self._num_attempts:
+        """Return the request with the tokens received so far, after which the engine goes on."""
+        retries = self._num_refusals + self.num_migrations
+        if not retries:
             return self._request
         params = self._request.params
         if self.token_ids and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # they came with the first token
         return replace(
             self._request,
-            request_id=f"{self._request.request_id}-{self._num_attempts}",
+            request_id=f"{self._request.request_id}-{retries}",
             params=params,
             output_token_ids=list(self.token_ids),
         )
+
+    def _receive(self, output: EngineOutput) -> Delta:
+        """Keep an output's tokens and return their text."""
+        if not self.token_ids:
+            self.num_cached_tokens = output.num_cached_tokens
+        self.replica = output.replica
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if self._prompt_only:
+            delta = Delta(self.index, "", [], "length", logprobs=None if output.logprobs is None else [])
+        else:
+            delta = self._detokenise(output)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        self.finish_reason = delta.finish_reason
+        return delta
+
+    def _detokenise(self, output: EngineOutput) -> Delta:
+        text = self._text.push(output.token_ids, final=output.finish_reason is not None)
+        delta = Delta(self.index, text, output.token_ids, output.finish_reason, output.stop_reason, output.logprobs)
+        if self._text.stop_string is not None:
+            # One output may hold tokens after the stop string; the client gets none of them.
+            kept = self._text.num_tokens - len(self.token_ids)
+            delta.token_ids = output.token_ids[:kept]
+            delta.logprobs = None if output.logprobs is None else output.logprobs[:kept]
+            delta.finish_reason, delta.stop_reason = FinishReason.STOP, self._text.stop_string
+        return delta
+
+    def _prepare_retry(self, error: Exception, replica: str) -> None:
+        """Avoid ``replica`` from now on; raises if another replica cannot do better."""
+        if isinstance(unwrap(error), OverloadedError):
+            self._num_refusals += 1
+            if not replica or replica in self._avoid or self._num_refusals > MAX_REFUSALS:
+                raise error
+        elif is_replica_loss(error):
+            self._migrate(error, replica)
+        else:
+            raise error
+        if replica and replica not in self._avoid:
+            self._avoid.append(replica)
+
+    def _migrate(self, error: Exception, replica: str) -> None:
+        """Count a migration; raises if there were too many."""
+        if self.num_migrations >= self._max_migrations:
+            raise ApiError(
+                503,
+                f"{self.num_migrations + 1} replicas were lost while they served this request; try again",
+                code="replica_lost",
+                retry_after_s=1,
+            ) from error
+        self.num_migrations += 1
+        ingress_recorder().increment(REQUEST_MIGRATIONS)
+        logger.warning("replica %s was lost (%s); its request goes on elsewhere", replica or "(unknown)", error)

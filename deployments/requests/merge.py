@@ -1,4 +1,4 @@
-"""merge: several asynchronous streams as one, for requests with several prompts.
+"""merge: several asynchronous streams as one, for requests with several answers.
 
 It knows nothing of what the streams carry.
 """
@@ -15,39 +15,47 @@ __all__ = ["merge"]
 Item = TypeVar("Item")
 
 
-async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
-    """Yield (index of the stream, item) as items come; the first error ends all, and closing this closes all."""
-    if len(streams) == 1:  # nearly every request: no queue, no task
-        async with aclosing(streams[0]) as stream:
-            async for item in stream:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(index, stream, queue)) for index, stream in enumerate(streams)]
+def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+    """Return one stream with the items of all, as they come.
+
+    The first error ends all streams; closing the merged stream closes them all. A single stream is returned as it is:
+    nearly every request has one answer, and needs neither a queue nor a task.
+    """
+    return streams[0] if len(streams) == 1 else _merge(streams)
+
+
+async def _merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+    queue: asyncio.Queue[Item | _End] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     running = len(tasks)
     try:
         while running:
-            entry = await queue.get()
-            if entry is None:
-                running -= 1
-            elif isinstance(entry, BaseException):
-                raise entry
+            item = await queue.get()
+            if not isinstance(item, _End):
+                yield item
+            elif item.error is not None:
+                raise item.error
             else:
-                yield entry
+                running -= 1
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(
-    index: int, stream: AsyncGenerator[Item, None], queue: asyncio.Queue[tuple[int, Item] | BaseException | None]
-) -> None:
-    """Move one stream's items, and how it ended, to the queue."""
+class _End:
+    """The end of one stream."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+
+async def _pump(stream: AsyncGenerator[Item, None], queue: asyncio.Queue[Item | _End]) -> None:
+    """Move one stream's items, and its end, to the queue."""
     try:
         async with aclosing(stream):
             async for item in stream:
-                queue.put_nowait((index, item))
-        queue.put_nowait(None)
+                queue.put_nowait(item)
+        queue.put_nowait(_End())
     except Exception as error:
-        queue.put_nowait(error)
+        queue.put_nowait(_End(error))

@@ -6,13 +6,15 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from deployments.errors import ReplicaStalledError, RequestTimeoutError
-from deployments.requests.engine_client import AttemptError, EngineClient
+from deployments.requests.attempt import Attempt
+from deployments.requests.attempt_stream import AttemptError
+from deployments.requests.engine_client import EngineClient
 from deployments.routing.cluster_view import ClusterView
 from engine.errors import EngineDeadError
 from engine.outputs import EngineOutput
@@ -59,12 +61,12 @@ class View(ClusterView):
 async def _read(engines: EngineClient, deadline_s: float = 60.0) -> list[int]:
     deadline = asyncio.get_running_loop().time() + deadline_s
     tokens: list[int] = []
-    async with aclosing(engines.outputs(REQUEST, [7], avoid=[], deadline=deadline)) as outputs:
-        async for one in outputs:
+    with closing(engines.send(REQUEST, [7], avoid=[], deadline=deadline, attempt=Attempt())) as outputs:
+        while True:
+            one = await outputs.next()
             tokens += one.token_ids
             if one.finish_reason is not None:
                 return tokens
-    return tokens
 
 
 def _silent(responses: Silent, view: ClusterView, stall_timeout_s: float = 0.02) -> EngineClient:
@@ -93,9 +95,9 @@ async def test_a_replica_with_a_queue_may_be_silent() -> None:
 async def test_who_reads_slowly_is_not_stalled() -> None:
     """The clock runs while we wait for the replica, not while a client takes its time."""
     engines = client(FakeEngines([[output([5]), output([6], "stop")]]), View(), stall_timeout_s=0.01)
-    async with aclosing(engines.outputs(REQUEST, [], avoid=[], deadline=float("inf"))) as outputs:
+    with closing(engines.send(REQUEST, [], avoid=[], deadline=float("inf"), attempt=Attempt())) as outputs:
         for _ in range(2):
-            await anext(outputs)
+            await outputs.next()
             await asyncio.sleep(0.03)
 
 

@@ -23,12 +23,12 @@ from tests.deployments.fakes import FakeEngines, FakeText, Script, client, outpu
 
 
 def _generation(
-    scripts: list[Script], *, stop: str | None = None, is_empty: bool = False, **params: Any
+    scripts: list[Script], *, stop: str | None = None, prompt_only: bool = False, **params: Any
 ) -> tuple[Generation, FakeEngines]:
     engines = FakeEngines(scripts)
     request = EngineRequest("id", [1, 2, 3], SamplingParams(**({"max_tokens": 6} | params)))
     text: Any = FakeText(stop)
-    return Generation(client(engines), request, Prompt([1, 2, 3], [77]), text, is_empty=is_empty), engines
+    return Generation(client(engines), request, Prompt([1, 2, 3], [77]), text, prompt_only=prompt_only), engines
 
 
 async def _all(generation: Generation) -> list[Delta]:
@@ -112,7 +112,7 @@ async def test_logprobs_behind_a_stop_string_are_cut_with_their_tokens() -> None
 
 
 async def test_an_answer_of_no_tokens_drops_the_one_that_the_engine_made() -> None:
-    generation, _ = _generation([[output([5], "stop", logprobs=[-1.0], prompt_logprobs=True)]], is_empty=True)
+    generation, _ = _generation([[output([5], "stop", logprobs=[-1.0], prompt_logprobs=True)]], prompt_only=True)
     deltas = await _all(generation)
     assert [(delta.text, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in deltas] == [
         ("", [], "length", [])
@@ -220,8 +220,8 @@ async def _count(label: str, number: int) -> AsyncGenerator[str, None]:
 
 async def test_merge_keeps_each_streams_order() -> None:
     seen = [item async for item in merge([_count("a", 3), _count("b", 5), _count("c", 0)])]
-    assert [item for index, item in seen if index == 0] == ["a0", "a1", "a2"]
-    assert [item for index, item in seen if index == 1] == ["b0", "b1", "b2", "b3", "b4"]
+    assert [item for item in seen if item.startswith("a")] == ["a0", "a1", "a2"]
+    assert [item for item in seen if item.startswith("b")] == ["b0", "b1", "b2", "b3", "b4"]
     assert len(seen) == 8
 
 
