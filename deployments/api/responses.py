@@ -60,6 +60,7 @@ class Format(ABC):
         tokenizer: for the tokens' texts.
     """
 
+    id_prefix: str  # of the response id
     whole: str  # the ``object`` of a whole response
     chunk: str  # the ``object`` of a stream's chunk
 
@@ -135,6 +136,7 @@ class Format(ABC):
 class ChatFormat(Format):
     """POST /v1/chat/completions."""
 
+    id_prefix = "chatcmpl"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
@@ -157,6 +159,7 @@ class ChatFormat(Format):
 class CompletionFormat(Format):
     """POST /v1/completions."""
 
+    id_prefix = "cmpl"
     whole = "text_completion"
     chunk = "text_completion"
 

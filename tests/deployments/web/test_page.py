@@ -203,7 +203,7 @@ async def test_who_goes_away_while_it_is_collected_harms_nobody() -> None:
 
 
 def test_live_answers_without_a_replica(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.ingress._siblings", lambda: None)
+    monkeypatch.setattr("deployments.ingress.all_ingresses", lambda: None)
     answer = client.get("/live")
     assert answer.status_code == 200
     assert answer.headers["cache-control"] == "no-store"

@@ -1,0 +1,53 @@
+"""Error responses: an exception becomes the OpenAI error body, and is noted in the request's record."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from deployments.errors import ApiError, as_api_error
+from deployments.requests.record import note_error
+
+__all__ = ["add_error_handlers", "error_response", "with_error_responses"]
+
+
+def error_response(error: Exception) -> Response:
+    """Return the response to a request that failed with ``error``."""
+    answer = as_api_error(error)
+    note_error(answer)
+    return JSONResponse(answer.body, answer.status, headers=answer.headers)
+
+
+def with_error_responses(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+    """Return ``endpoint`` with its exceptions answered, so that the framework sees none."""
+
+    @wraps(endpoint)
+    async def answered(*args: Any, **kwargs: Any) -> Response:
+        try:
+            return await endpoint(*args, **kwargs)
+        except Exception as error:
+            return error_response(error)
+
+    return answered
+
+
+def add_error_handlers(api: FastAPI) -> None:
+    """Answer what fails outside an endpoint: unknown paths and methods, and errors of a middleware."""
+    api.add_exception_handler(Exception, _on_error)
+    api.add_exception_handler(HTTPException, _on_http_error)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:80]
+    reasons = {404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
+    return error_response(ApiError(error.status_code, reasons.get(error.status_code, str(error.detail))))

@@ -1,0 +1,69 @@
+"""PromptLoader: the ingress's PromptBuilder, made once an engine has described itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from deployments.api.prompts import PromptBuilder
+from deployments.errors import ApiError
+from engine.engine import EngineInfo
+from engine.text.tokenizer import import_tokenizers
+
+__all__ = ["PromptLoader"]
+
+TIMEOUT_S = 5.0  # while engines load: a probe or a client must get an answer, not wait
+
+
+class PromptLoader:
+    """Loads the PromptBuilder in one task, for which all requests wait; a load that failed is started again.
+
+    Args:
+        fetch_info: calls an engine for its description; waits while there is no engine.
+        path: the checkpoint's directory.
+        model_name: the served name.
+    """
+
+    def __init__(self, fetch_info: Callable[[], Awaitable[EngineInfo]], path: Path, model_name: str) -> None:
+        self._fetch_info = fetch_info
+        self._path = path
+        self._model_name = model_name
+        self._task: asyncio.Future[PromptBuilder] | None = None
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait for the end of the load, successful or not, but not longer than ``timeout_s``."""
+        await asyncio.wait([self._loading()], timeout=timeout_s)
+
+    async def get(self) -> PromptBuilder:
+        """Return the PromptBuilder.
+
+        Raises:
+            ApiError: 503 if no engine has answered in time.
+        """
+        loading = self._loading()
+        if loading.done() and not _has_failed(loading):
+            return loading.result()
+        try:
+            return await asyncio.wait_for(asyncio.shield(loading), TIMEOUT_S)
+        except TimeoutError:
+            raise ApiError(503, "the engines are still loading", code="loading", retry_after_s=5) from None
+
+    def _loading(self) -> asyncio.Future[PromptBuilder]:
+        """Return the task that loads or has loaded; starts one if there is none or it failed."""
+        if self._task is None or (self._task.done() and _has_failed(self._task)):
+            # In a context of its own: Serve cancels the tasks of a request whose client disconnects.
+            self._task = asyncio.get_running_loop().create_task(self._load(), context=contextvars.Context())
+        return self._task
+
+    async def _load(self) -> PromptBuilder:
+        importing = asyncio.create_task(asyncio.to_thread(import_tokenizers))  # while the engines load
+        info = await self._fetch_info()
+        await importing
+        return await asyncio.to_thread(PromptBuilder, self._path, info, self._model_name)
+
+
+def _has_failed(future: asyncio.Future[Any]) -> bool:
+    return future.cancelled() or future.exception() is not None

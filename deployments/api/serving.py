@@ -1,0 +1,197 @@
+"""Serving: from the checked body of a chat or completion request to its response, whole or streamed.
+
+A body becomes prompts, a prompt one Generation for each of its answers, and their text a response in the endpoint's
+format. How HTTP bodies are read, how a replica is chosen and what an engine does is not known here.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response
+
+from deployments.api.asgi import EventStream
+from deployments.api.overload import require_room
+from deployments.api.prompt_loader import PromptLoader
+from deployments.api.prompts import PromptBuilder
+from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from deployments.api.responses import Answer, ChatFormat, CompletionFormat, Format, best_answers, usage
+from deployments.api.sampling import for_answers, require_few_answers
+from deployments.api.sse import stream_events
+from deployments.config import AppConfig
+from deployments.errors import ApiError, unwrap
+from deployments.requests.engine_client import EngineClient
+from deployments.requests.generation import Generation
+from deployments.requests.log import RequestLog
+from deployments.requests.merge import merge
+from deployments.requests.prompt import Prompt
+from deployments.requests.record import current_record
+from deployments.routing.cluster_view import ClusterView
+from engine.errors import RequestError
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.text.tokenizer import Tokenizer
+
+__all__ = ["Serving"]
+
+CHARACTERS_PER_LOGPROB = 16  # what writing a log-probability costs, in characters of tokenising
+
+
+class Serving:
+    """Answers chat and completion requests, and describes the model.
+
+    Args:
+        config: the application's configuration.
+        engines: sends requests to the engine replicas.
+        view: how much is queued at them.
+        prompts: loads the tokenizer.
+        log: how much of a prompt is logged.
+    """
+
+    def __init__(
+        self, config: AppConfig, engines: EngineClient, view: ClusterView, prompts: PromptLoader, log: RequestLog
+    ) -> None:
+        self._model = config.served_name
+        self._limits = config.limits
+        self._engines = engines
+        self._view = view
+        self._prompts = prompts
+        self._log = log
+        self._started = int(time.time())
+
+    async def chat(self, body: ChatRequest) -> Response:
+        """Answer a conversation."""
+        self._admit(body)
+        builder = await self._prompts.get()
+        return await self._respond(body, await builder.chat(body), builder, ChatFormat)
+
+    async def completions(self, body: CompletionRequest) -> Response:
+        """Continue one or several prompts."""
+        self._admit(body)
+        builder = await self._prompts.get()
+        prompts = await builder.completion(body, self._limits.max_prompts_per_request)
+        return await self._respond(body, prompts, builder, CompletionFormat)
+
+    async def models(self) -> Response:
+        """List the served models."""
+        return JSONResponse({"object": "list", "data": [await self._model_card()]})
+
+    async def model(self, name: str) -> Response:
+        """Describe one served model."""
+        self._require_model(name)
+        return JSONResponse(await self._model_card())
+
+    async def _model_card(self) -> dict[str, Any]:
+        builder = await self._prompts.get()
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "pagoda",
+            "max_model_len": builder.context_length,
+        }
+
+    def _admit(self, body: GenerationRequest) -> None:
+        """Refuse a request for another model, or while too much is queued."""
+        self._require_model(body.model)
+        require_room(self._view, self._limits, body.priority)
+
+    def _require_model(self, name: str | None) -> None:
+        if name is not None and name != self._model:
+            raise ApiError(
+                404, f"model '{name[:80]}' is not served; choose '{self._model}'", param="model", code="model_not_found"
+            )
+
+    async def _respond(
+        self, body: GenerationRequest, prompts: Sequence[Prompt], builder: PromptBuilder, kind: type[Format]
+    ) -> Response:
+        """Send the prompts to the engines; returns the whole response, or the stream once its first event exists."""
+        require_few_answers(body, len(prompts), self._limits)
+        generations = await self._generations(body, prompts, builder)
+        response_id = f"{kind.id_prefix}-{body.request_id or current_record().request_id}"
+        self._note(body, generations, response_id, self._log.prompt(builder.tokenizer, prompts[0].token_ids))
+        form = partial(kind, response_id, int(time.time()), self._model, body)
+        try:
+            if body.stream:
+                return await _streamed(form(builder.tokenizer), generations, body)
+            return await _whole(form, generations, body, builder)
+        except Exception as error:
+            cause = unwrap(error)
+            if isinstance(cause, RequestError):  # it names the engine's parameter, not the body's
+                raise body.renamed(cause) from None
+            raise
+
+    async def _generations(
+        self, body: GenerationRequest, prompts: Sequence[Prompt], builder: PromptBuilder
+    ) -> list[Generation]:
+        """Return one Generation for each answer, the answers to one prompt next to each other.
+
+        Each answer is an engine request of its own, so that each survives the loss of its replica by itself. The
+        prefix cache computes their prompt once.
+        """
+        generations: list[Generation] = []
+        for prompt, params in zip(prompts, await builder.params(body, prompts), strict=True):
+            for one in for_answers(params):
+                generations.append(self._generation(len(generations), body, prompt, one, builder))
+        return generations
+
+    def _generation(
+        self, index: int, body: GenerationRequest, prompt: Prompt, params: SamplingParams, builder: PromptBuilder
+    ) -> Generation:
+        request = EngineRequest(
+            uuid.uuid4().hex, prompt.token_ids, params, priority=body.priority, cache_salt=body.cache_salt or ""
+        )
+        return Generation(
+            self._engines,
+            request,
+            prompt,
+            builder.text_stream(prompt, params),
+            index=index,
+            prompt_only=body.prompt_only,
+            max_migrations=self._limits.max_migrations,
+        )
+
+    def _note(
+        self, body: GenerationRequest, generations: Sequence[Generation], response_id: str, prompt: str | None
+    ) -> None:
+        """Put into the request's record what its log line and its spans need."""
+        record = current_record()
+        record.response_id, record.prompt, record.generations = response_id, prompt, generations
+        record.stream, record.seed = bool(body.stream), body.seed
+        record.num_answers, record.num_draws = body.num_answers, body.num_draws
+
+
+async def _streamed(form: Format, generations: Sequence[Generation], body: GenerationRequest) -> Response:
+    events = stream_events(form, generations, body)
+    first = await anext(events)  # an error before the first byte still has a status of its own
+    return EventStream(first, events, _headers(generations))
+
+
+async def _whole(
+    form: Callable[[Tokenizer], Format],
+    generations: Sequence[Generation],
+    body: GenerationRequest,
+    builder: PromptBuilder,
+) -> Response:
+    answers = [Answer(generation) for generation in generations]
+    async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
+        async for delta in deltas:
+            answers[delta.index].add(delta)
+    best = best_answers(answers, body.num_draws, body.num_answers)
+    tokens = usage(generations, body.num_draws)
+
+    def respond(tokenizer: Tokenizer) -> Response:
+        return JSONResponse(form(tokenizer).response(best, tokens), headers=_headers(generations))
+
+    num_logprobs = sum(generation.num_logprobs for generation in generations)
+    response: Response = await builder.run(CHARACTERS_PER_LOGPROB * num_logprobs, respond)
+    return response
+
+
+def _headers(generations: Sequence[Generation]) -> dict[str, str]:
+    return {"X-Pagoda-Replica": next((one.replica for one in generations if one.replica), "")}
