@@ -1,7 +1,7 @@
-"""EngineReplica: one engine inside one Serve replica.
+"""EngineReplica: the Serve deployment of one engine.
 
-It carries token ids in and token batches out, and keeps the promise that a caller who goes away leaves nothing
-running. It knows nothing of text or HTTP; which request comes here was the router's decision.
+It takes requests as token ids and streams tokens back; a call that is cancelled aborts its sequence. It knows neither
+text nor HTTP, nor why the router has chosen it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class EngineReplica:
     """The user class of the engine deployment."""
 
     def __init__(self, config: EngineConfig) -> None:
-        forward_logs(logger)  # before there is an engine, which says what it loads
+        forward_logs(logger)  # first: the engine logs while it loads
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._recorder = Recorder(METRICS)
-        # On this node's own address: routers on other nodes listen, and nobody from outside the cluster's network.
+        # Bound to this node's address in the cluster: routers on other nodes subscribe.
         self._publisher = KVEventPublisher(self._name, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._engine = AsyncEngine.from_config(
             config,
@@ -55,16 +55,22 @@ class EngineReplica:
         self._exporter.start()
         self._stats_line = StatsLine(self._recorder)
         self._stats_line.start()
-        gc.freeze()  # what is there now stays: a collection that looked through it would hold every stream up
+        gc.freeze()  # these objects stay: a garbage collection that traverses them would delay every stream
         logger.info("engine ready: %s", self._engine.info)
 
     async def generate(
         self, request: EngineRequest, *, block_hashes: Sequence[int] = (), avoid: Sequence[str] = ()
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the first tokens at once, afterwards whatever has queued since the last batch was taken.
+        """Yield the outputs of one request: the first token at once, then all tokens since the last output was taken.
 
-        ``block_hashes`` and ``avoid`` are there for the router, which reads the call's arguments; the other ingresses'
-        routers are told of the hashes.
+        Args:
+            request: the prompt and its parameters.
+            block_hashes: of the prompt's full blocks. The router that made this call has read them; they are published
+                for the routers of the other ingresses.
+            avoid: only for the router: replicas that have just failed this request.
+
+        Raises:
+            RequestError, OverloadedError, EngineDeadError: as ``AsyncEngine.generate``.
         """
         if block_hashes:
             self._publisher.publish_awaited(block_hashes)
@@ -77,24 +83,24 @@ class EngineReplica:
             raise
 
     async def info(self) -> EngineInfo:
-        """Return what an ingress must know of the engine."""
+        """Return the engine's description: block size, context length, vocabulary and the like."""
         return self._engine.info
 
     async def metrics(self) -> tuple[str, list[Series]]:
-        """Return this replica's name and the present value of every metric."""
+        """Return this replica's name and the current value of every metric."""
         return self._name, self._recorder.snapshot()
 
     async def live(self) -> tuple[str, EngineSnapshot]:
-        """Return this replica's name and what the web page shows of it."""
+        """Return this replica's name and its snapshot for the web page."""
         stats, blocks = self._engine.stats(), await self._engine.block_map()
         return self._name, EngineSnapshot.take(stats, self._recorder.snapshot(), blocks)
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Return what Serve tells every router once this replica is ready."""
+        """Return the metadata that Serve passes to every router once this replica is ready."""
         return {ENDPOINT: self._publisher.endpoint, BLOCK_SIZE: self._engine.info.block_size}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the autoscaling policy wants to know."""
+        """Return the numbers that the autoscaling policy reads."""
         return replica_pressure(self._engine.load())
 
     async def check_health(self) -> None:
@@ -102,7 +108,7 @@ class EngineReplica:
         self._engine.check_health()
 
     async def __del__(self) -> None:
-        """Serve calls this after the last request has ended, and also if the constructor has failed."""
+        """Shut down. Serve calls this after the last request has ended, and if the constructor has failed."""
         if hasattr(self, "_exporter"):
             self._stats_line.stop()
             self._exporter.stop()

@@ -1,8 +1,8 @@
-"""PrefixRouter: binds the routing policy to Ray Serve.
+"""PrefixRouter: the request router that Ray Serve calls for each request to the engines.
 
-Serve runs it inside each ingress process, on the handle that leads to the engines. A request's block hashes come as
-the keyword argument ``block_hashes`` of the handle's call, replicas that just failed it as ``avoid``. Serve pickles
-this module by value, so that its globals are copies: what the process shares is in cluster_view.py and
+Serve runs it in each ingress process, on the handle of the engine deployment. It reads a request's block hashes from
+the call's keyword argument ``block_hashes``, and the replicas that have just failed the request from ``avoid``. Serve
+pickles this module by value, so its globals are copies: state that the process shares is in cluster_view.py and
 ingress_metrics.py.
 """
 
@@ -23,25 +23,25 @@ __all__ = ["PrefixRouter"]
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a prompt where the sum of queue and uncached tokens costs least time (deployments/routing/cost.py)."""
+    """Chooses the replica whose queue and uncached tokens cost the least time (deployments/routing/cost.py)."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Take the fields of ``RoutingOptions`` from the deployment's request_router_kwargs."""
+        """Set the ``RoutingOptions``, which Serve passes from the deployment's request_router_kwargs."""
         self.view = cluster_view(self._deployment_id.name)
         self.view.routing.options = RoutingOptions(**kwargs)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank the candidates; Serve tries the ranks in order, and never gets an empty list."""
+        """Return the candidates, best first, each as a rank of its own; Serve tries the ranks in order."""
         started = perf_counter()
         if pending_request is not None:
-            # Else Serve calls again at once when all are full, and spins.
+            # When all replicas are full Serve calls again; without a backoff that is a busy loop.
             pending_request.routing_context.should_backoff = True
         hashes, num_tokens, avoid = _prompt(pending_request)
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         decision = self.view.choose(list(replicas), hashes, num_tokens, avoid, _request_id(pending_request))
-        if num_tokens:  # else the call asks for something else
+        if num_tokens:  # else the call is not for tokens
             ingress_recorder().increment(ROUTING_DECISIONS, outcome=decision.outcome)
             ingress_recorder().observe(ROUTING_DECISION_SECONDS, perf_counter() - started)
         return [[replicas[name]] for name in decision.order]
@@ -49,33 +49,33 @@ class PrefixRouter(RequestRouter):
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Choose for this very request, and count it in before the next one asks.
+        """Choose a replica for this request, and record the choice before the next request is routed.
 
-        Serve's own version matches requests to replicas by an id which all handle calls of one HTTP request share, so
-        that all but one of several concurrent calls (a list of prompts) would wait for ever.
+        Serve's own version matches requests to replicas by an id that all handle calls of one HTTP request share. Of
+        several concurrent calls (a list of prompts) all but one would wait forever.
         """
         async with aclosing(self._choose_replicas_with_backoff(pending_request)) as ranks:
             attempt = 0
             async for candidates in ranks:
                 replica = await self._select_from_candidate_replicas(candidates, attempt)
                 if replica is not None:
-                    self._place(pending_request, replica.replica_id)
+                    self._record_choice(pending_request, replica.replica_id)
                     return replica
                 attempt += 1
         raise AssertionError("the ranks never end")
 
-    def _place(self, pending_request: PendingRequest, replica_id: ReplicaID) -> None:
-        if request_id := _request_id(pending_request):  # else it asks for no tokens
+    def _record_choice(self, pending_request: PendingRequest, replica_id: ReplicaID) -> None:
+        if request_id := _request_id(pending_request):  # else the call is not for tokens
             hashes, num_tokens, _ = _prompt(pending_request)
             self.view.dispatch(request_id, replica_id.unique_id, hashes, num_tokens)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a dead replica at once."""
+        """Remove a dead replica at once."""
         super().on_replica_actor_died(replica_id)
         self._replicas_changed()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take new replicas, with what they say of themselves, and forget those that are gone."""
+        """Update the set of replicas and their metadata."""
         super().update_replicas(replicas)
         self._replicas_changed()
 

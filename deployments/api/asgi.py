@@ -1,6 +1,7 @@
-"""Small pieces of ASGI: a bounded body, a stream that is closed whatever happens, request counts, ids and records.
+"""ASGI helpers: a body of bounded size, an event stream that always closes its source, and two middlewares.
 
-Nothing here knows the OpenAI API beyond its paths.
+The middlewares count responses, and give each request an id and a record. Of the OpenAI API this module knows only the
+paths.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import HTTP_REQUESTS, ingress_recorder
-from deployments.requests.record import OPERATIONS, RequestRecord, recording
+from deployments.requests.record import OPERATIONS, RequestRecord, set_current_record
 
 __all__ = ["CountRequests", "EventStream", "RecordRequests", "path_of", "read_body"]
 
@@ -32,7 +33,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def path_of(scope: Scope) -> str:
-    """Return a request's path below the application's route_prefix, which ASGI's path includes."""
+    """Return a request's path without the application's route_prefix, which ASGI's path includes."""
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     below = path.removeprefix(root)
     return below if below.startswith("/") else path
@@ -97,13 +98,13 @@ class EventStream(StreamingResponse):
 
 
 class CountRequests:
-    """Middleware that counts answers by path and status."""
+    """Middleware that counts responses by path and status."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request and count its answer."""
+        """Serve one request and count its response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -122,8 +123,8 @@ class RecordRequests:
     """Middleware that gives every request an id and a record.
 
     Args:
-        app: what serves them.
-        on_end: gets the record of a request for tokens that has ended, however.
+        app: the application that serves the requests.
+        on_end: called with the record of each request for tokens when it has ended, for any reason.
     """
 
     def __init__(self, app: ASGIApp, on_end: Callable[[RequestRecord], None]) -> None:
@@ -131,7 +132,7 @@ class RecordRequests:
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request and keep its record."""
+        """Serve one request with a record."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -139,29 +140,29 @@ class RecordRequests:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         record = RequestRecord(request_id, path_of(scope))
-        recording(record)
+        set_current_record(record)
 
-        async def noting_send(message: Message) -> None:
+        async def recording_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.sent_status = message["status"]
-                if request_id != given:  # one that is given, if only by Serve itself, Serve echoes
+                if request_id != given:  # Serve itself returns an id that came with the request
                     MutableHeaders(scope=message).append("X-Request-Id", request_id)
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 record.is_complete = True
 
         if scope["method"] != "POST" or record.path not in OPERATIONS:
-            await self._app(scope, receive, noting_send)
+            await self._app(scope, receive, recording_send)
             return
         record.trace_context = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
         try:
-            await self._app(scope, receive, noting_send)
+            await self._app(scope, receive, recording_send)
         finally:
             record.ended = monotonic()
-            self._tell(record)
+            self._finish(record)
 
-    def _tell(self, record: RequestRecord) -> None:
+    def _finish(self, record: RequestRecord) -> None:
         try:
             self._on_end(record)
-        except Exception:  # the client has its answer
+        except Exception:  # the client already has its response
             logger.exception("the record of a request could not be written")

@@ -20,7 +20,7 @@ __all__ = ["Answer", "ChatFormat", "CompletionFormat", "Format", "best_answers",
 
 @dataclass(slots=True)
 class Answer:
-    """One whole answer, gathered from its deltas."""
+    """One answer of a whole response, collected from its deltas."""
 
     generation: Generation
     pieces: list[str] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Answer:
     stop_reason: int | str | None = None
 
     def add(self, delta: Delta) -> None:
-        """Append what a batch brought."""
+        """Append a delta."""
         self.pieces.append(delta.text)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
@@ -50,13 +50,13 @@ def best_answers(answers: Sequence[Answer], draws: int, n: int) -> list[Answer]:
 
 
 class Format(ABC):
-    """How one endpoint writes the answers to one request.
+    """Writes the answers to one request in the shape of one endpoint.
 
     Args:
-        response_id: the id that all chunks of a response share.
-        created: Unix time in seconds, shared likewise.
+        response_id: shared by all chunks of a response.
+        created: Unix time in seconds, shared by all chunks.
         model: the served name.
-        request: what the client asked to see.
+        request: which fields the client wants.
         tokenizer: for the tokens' texts.
     """
 
@@ -74,7 +74,7 @@ class Format(ABC):
         self._tokenizer = tokenizer
 
     def response(self, answers: Sequence[Answer], tokens: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole, non-streamed response; ``tokens`` is its usage."""
+        """Return the whole response; ``tokens`` is its usage."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         body = self._head(self.whole) | {"choices": choices, "usage": tokens}
         return body | self._response_extras(answers[0].generation)
@@ -101,8 +101,8 @@ class Format(ABC):
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         generation = answer.generation
         choice: dict[str, Any] = {"index": index, **self._message(answer.text, generation)}
-        everything = Delta(index, "", generation.token_ids, logprobs=generation.logprobs)
-        choice["logprobs"] = self._logprobs(everything, generation, first=True)
+        whole = Delta(index, "", generation.token_ids, logprobs=generation.logprobs)
+        choice["logprobs"] = self._logprobs(whole, generation, first=True)
         choice["finish_reason"] = answer.finish_reason
         choice["stop_reason"] = answer.stop_reason
         if self._request.return_token_ids:
@@ -111,7 +111,7 @@ class Format(ABC):
         return choice
 
     def _prompt_logprobs(self, generation: Generation) -> dict[str, Any]:
-        """Return vLLM's extra field, if it was asked for."""
+        """Return vLLM's extra field if it was requested."""
         top = self._request.prompt_logprobs
         if top is None:
             return {}
@@ -130,7 +130,7 @@ class Format(ABC):
 
     @abstractmethod
     def _logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
-        """Return the next tokens' log-probabilities in this endpoint's shape, if they were asked for."""
+        """Return the log-probabilities of a delta's tokens in this endpoint's shape; None if not requested."""
 
 
 class ChatFormat(Format):
@@ -198,7 +198,7 @@ class CompletionFormat(Format):
 
 
 def usage(generations: Sequence[Generation], draws: int) -> dict[str, Any]:
-    """Return the token counts of a response so far; a prompt counts once, however many answers it has."""
+    """Return the token counts so far. A prompt counts once, however many answers (``draws``) it has."""
     prompt = sum(len(generation.prompt.token_ids) for generation in generations[::draws])
     completion = sum(len(generation.token_ids) for generation in generations)
     cached = sum(generation.num_cached_tokens for generation in generations[::draws])

@@ -1,4 +1,4 @@
-"""One request's way through the engines: retries, migrations, detokenisation, its record, log line and spans.
+"""One request's way through the engines: attempts, retries, migrations, detokenisation; its log line and its spans.
 
-Knows token ids, text and replicas' failures. Does not know HTTP, nor how a replica is chosen.
+It knows token ids, text and the failures of replicas. It knows neither HTTP bodies nor how a replica is chosen.
 """

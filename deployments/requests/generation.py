@@ -45,7 +45,7 @@ class Delta:
 
 
 class Generation:
-    """One answer to one prompt, while it grows and afterwards.
+    """One answer to one prompt: its tokens, text, replicas and finish reason.
 
     Args:
         engines: sends requests to replicas.

@@ -1,7 +1,7 @@
-"""RequestLog: one line a request when it has ended, as readable text and as fields for Serve's JSON encoding.
+"""RequestLog: one log line for each request that has ended, as text or as fields for Serve's JSON encoding.
 
-Whatever comes from a client is quoted, so that it cannot end a line or forge a field. Prompts are shown only where the
-configuration asks for them.
+Every value that a client has sent is quoted, so that it cannot end a line or forge a field. Prompts are logged only if
+the configuration says so.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ __all__ = ["RequestLog"]
 logger = logging.getLogger("ray.serve")
 
 Field = str | int | float | None
-MAX_WORD = 80  # of what a client has named
+MAX_PARAM = 80  # characters of a parameter's name, which the client chooses
 _PLAIN = re.compile(r"[\w.:/+@,-]+", re.ASCII)
 
 
 class RequestLog:
-    """Writes a line for each request.
+    """Writes the log lines of one ingress.
 
     Args:
-        options: what to write.
+        options: whether requests and prompts are logged, and in which encoding.
     """
 
     def __init__(self, options: LoggingOptions) -> None:
         self._options = options
 
     def write(self, record: RequestRecord, trace_id: str = "") -> None:
-        """Write the line of a request that has ended."""
+        """Write the line of a request that has ended; ``trace_id`` is empty if the request is not traced."""
         if not self._options.requests:
             return
         fields = _fields(record, trace_id)
@@ -49,7 +49,7 @@ class RequestLog:
             logger.info("request finished %s", " ".join(f"{name}={_shown(value)}" for name, value in fields.items()))
 
     def prompt(self, tokenizer: Tokenizer, token_ids: list[int]) -> str | None:
-        """Return as much of a prompt as is to be logged; None if nothing is."""
+        """Return the start of a prompt, as long as the options allow; None if prompts are not logged."""
         if not (self._options.requests and self._options.prompts):
             return None
         limit = self._options.prompt_characters
@@ -72,7 +72,7 @@ def _fields(record: RequestRecord, trace_id: str) -> dict[str, Field]:
         "migrations": record.num_migrations,
     }
     if record.error is not None and record.error.param:
-        fields["param"] = record.error.param[:MAX_WORD]
+        fields["param"] = record.error.param[:MAX_PARAM]
     if trace_id:
         fields["trace_id"] = trace_id
     if record.prompt is not None:
@@ -81,7 +81,7 @@ def _fields(record: RequestRecord, trace_id: str) -> dict[str, Field]:
 
 
 def _shown(value: Field) -> str:
-    """Return a value as one word, or quoted as JSON does it, in visible ASCII; ``-`` is none."""
+    """Return a value as one word or as a JSON string, in visible ASCII; ``-`` stands for None."""
     if value is None:
         return "-"
     if not isinstance(value, str) or _PLAIN.fullmatch(value):

@@ -1,8 +1,8 @@
-"""RequestRecord: what one request for tokens was, and how it went, for its log line and its spans.
+"""RequestRecord: what a request for tokens asked for and how it ended, for its log line and its spans.
 
-The ASGI middleware makes one when the request comes, those who serve it note what they learn, and when it has ended it
-is read once. So nothing is formatted, and no span is made, while tokens flow. Times are seconds of this process's
-monotonic clock; what a replica measures comes as durations, since clocks of two hosts differ.
+The ASGI middleware creates the record when a request arrives, the code that serves the request fills it in, and it is
+read once at the end. So nothing is formatted, and no span is made, while tokens flow. Times are seconds of this
+process's monotonic clock.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from deployments.errors import ApiError
     from deployments.requests.generation import Generation
 
-__all__ = ["OPERATIONS", "RequestRecord", "current_record", "note_error", "recording"]
+__all__ = ["OPERATIONS", "RequestRecord", "current_record", "note_error", "set_current_record"]
 
-CLIENT_CLOSED = 499  # what is logged, as nobody is left to be answered
-# The paths whose records are told, and what OpenTelemetry calls what they do.
+CLIENT_CLOSED = 499  # the status that is logged; the client has disconnected and gets none
+# The paths whose requests are logged and traced, and OpenTelemetry's names for their operations.
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One HTTP request for tokens."""
+    """One HTTP request for tokens: what it asked for, its answers, and how it ended."""
 
     request_id: str
     path: str
-    trace_context: Mapping[str, str] = field(default_factory=dict)  # the W3C headers that the caller sent
+    trace_context: Mapping[str, str] = field(default_factory=dict)  # the caller's W3C headers
     started: float = field(default_factory=monotonic)
     started_ns: int = field(default_factory=time_ns)  # the same moment on the wall clock, in Unix nanoseconds
     ended: float = 0.0
-    sent_status: int = 0  # 0 until the answer began
-    is_complete: bool = False  # whether the answer's last byte was sent
+    sent_status: int = 0  # 0 until the response has started
+    is_complete: bool = False  # the response's last byte was sent
     error: ApiError | None = None
     stream: bool = False
     seed: int | None = None  # as the client sent it
@@ -43,29 +43,29 @@ class RequestRecord:
     num_draws: int = 1  # answers generated for each prompt, of which the best ``num_answers`` are returned
     generations: Sequence[Generation] = ()
     response_id: str = ""
-    prompt: str | None = None  # only where it is to be logged
+    prompt: str | None = None  # the text to log, if prompts are logged
 
     @property
-    def client_has_gone(self) -> bool:
-        """Whether nobody has waited for the end."""
+    def client_disconnected(self) -> bool:
+        """Whether the client disconnected before the end."""
         return not self.is_complete or (self.error is not None and self.error.status == CLIENT_CLOSED)
 
     @property
     def status(self) -> int:
-        """The HTTP status; of a stream that broke, the error's."""
-        if self.client_has_gone:
+        """The HTTP status; for a stream that failed after its start, the error's."""
+        if self.client_disconnected:
             return CLIENT_CLOSED
         return self.error.status if self.error is not None else self.sent_status
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each answer ended, in order; those that did not end are left out."""
+        """Why each answer ended, in order, without the answers that did not end."""
         return [one.finish_reason for one in self.generations if one.finish_reason is not None]
 
     @property
     def reason(self) -> str:
-        """Why the request ended, in a word or two: the answers' reasons, ``abort``, or what was wrong."""
-        if self.client_has_gone:
+        """Why the request ended: the answers' finish reasons, ``abort``, or the kind of error."""
+        if self.client_disconnected:
             return "abort"
         if self.error is not None:
             return self.error.code or ("refused" if self.error.status < 500 else "error")
@@ -73,24 +73,24 @@ class RequestRecord:
 
     @property
     def e2e_s(self) -> float:
-        """Seconds from the request to the answer's last byte."""
+        """Seconds from the request's arrival to the response's last byte."""
         return self.ended - self.started
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from the request to the first token of any answer."""
+        """Seconds from the request's arrival to the first token of any answer (TTFT)."""
         firsts = [one.first_token for g in self.generations for one in g.attempts if one.first_token is not None]
         return min(firsts) - self.started if firsts else None
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts; each counts once, however many answers it has."""
-        return sum(len(one.prompt.token_ids) for one in self._one_a_prompt)
+        """Tokens of all prompts. A prompt counts once, however many answers it has."""
+        return sum(len(one.prompt.token_ids) for one in self._first_answers)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Those of them that a prefix cache served."""
-        return sum(one.num_cached_tokens for one in self._one_a_prompt)
+        """Prompt tokens that a prefix cache served."""
+        return sum(one.num_cached_tokens for one in self._first_answers)
 
     @property
     def num_output_tokens(self) -> int:
@@ -99,37 +99,38 @@ class RequestRecord:
 
     @property
     def num_migrations(self) -> int:
-        """How often a replica was lost."""
+        """Number of lost replicas."""
         return sum(one.num_migrations for one in self.generations)
 
     @property
     def replica(self) -> str:
-        """The last replica of the first answer, or an empty name."""
+        """The last replica of the first answer; empty if there was none."""
         attempts = self.generations[0].attempts if self.generations else ()
         return next((one.replica for one in reversed(attempts) if one.replica), "")
 
     @property
-    def _one_a_prompt(self) -> Sequence[Generation]:
+    def _first_answers(self) -> Sequence[Generation]:
+        """The first answer to each prompt."""
         return self.generations[:: self.num_draws]
 
 
 _current: ContextVar[RequestRecord | None] = ContextVar("pagoda_request_record", default=None)
 
 
-def recording(record: RequestRecord) -> None:
-    """Make ``record`` the one of the request that this task serves."""
+def set_current_record(record: RequestRecord) -> None:
+    """Make ``record`` the current one of this task and its subtasks."""
     _current.set(record)
 
 
 def current_record() -> RequestRecord:
-    """Return the record of the request that this task serves."""
+    """Return the record of the request that this task serves. There is one below the middleware that creates it."""
     record = _current.get()
     assert record is not None
     return record
 
 
 def note_error(error: ApiError) -> None:
-    """Note what the client was told instead of an answer, or behind a part of one."""
+    """Note the error that the client gets, in place of the response or at the end of a stream."""
     record = _current.get()
     if record is not None:
         record.error = error

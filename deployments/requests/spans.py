@@ -1,7 +1,7 @@
-"""What a request's record says as spans: the attributes of the request's own, and the phases inside it.
+"""The content of a request's spans: attributes of the request's own span, and the phases of each attempt.
 
-Attributes are named as in OpenTelemetry's conventions for generative AI, latencies as vLLM names them, and what is ours
-begins with ``pagoda``. It knows nothing of OpenTelemetry's SDK.
+Attributes have the names of OpenTelemetry's conventions for generative AI, latencies those of vLLM; our own names start
+with ``pagoda``. Nothing here imports OpenTelemetry's SDK.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deployments.requests.record import RequestRecord
 
 __all__ = ["Phase", "phases", "request_attributes"]
 
-MAX_TRACED_ANSWERS = 16  # of one request: a body may ask for a thousand
+MAX_TRACED_ANSWERS = 16  # of one request, which may have a thousand answers
 
 
 def request_attributes(record: RequestRecord, model: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def request_attributes(record: RequestRecord, model: str) -> dict[str, Any]:
     if record.sent_status:
         attributes["http.response.status_code"] = record.sent_status
     if record.status >= 400:
-        attributes["error.type"] = "client_closed_request" if record.client_has_gone else record.reason
+        attributes["error.type"] = "client_closed_request" if record.client_disconnected else record.reason
     if record.generations:
         attributes |= _generation_attributes(record, model)
     return attributes
@@ -62,7 +62,7 @@ def _generation_attributes(record: RequestRecord, model: str) -> dict[str, Any]:
 
 
 def _latency_attributes(record: RequestRecord) -> dict[str, float]:
-    """Return what the engines measured for the first answer, over all of its attempts."""
+    """Return the engines' times for the first answer, summed over its attempts."""
     timings = [one.timing for one in record.generations[0].attempts if one.timing is not None]
     if not timings:
         return {}
@@ -77,7 +77,7 @@ def _latency_attributes(record: RequestRecord) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Phase:
-    """A part of one attempt; times are those of the record's clock."""
+    """A part of one attempt. Times are seconds of the monotonic clock."""
 
     name: str
     start: float
@@ -87,7 +87,7 @@ class Phase:
 
 
 def phases(record: RequestRecord) -> Iterator[Phase]:
-    """Yield what happened to each answer, attempt by attempt."""
+    """Yield the phases of each answer, attempt by attempt."""
     for answer, generation in enumerate(record.generations[:MAX_TRACED_ANSWERS]):
         for number, attempt in enumerate(generation.attempts):
             common = {"pagoda.replica": attempt.replica, "pagoda.attempt": number, "pagoda.answer": answer}
@@ -103,10 +103,10 @@ def phases(record: RequestRecord) -> Iterator[Phase]:
 
 
 def _intervals(attempt: Attempt, now: float) -> Iterator[tuple[str, float, float]]:
-    """Yield (phase, start, end), none beginning before the one before it has ended."""
+    """Yield (phase, start, end) in order, without overlaps."""
     started, end = attempt.started, attempt.ended or now
     first = attempt.first_token
-    if first is None:  # whether it waited or was computed when it ended nobody has told
+    if first is None:  # it may have been queued or in prefill at the end; the engine has not reported it
         yield "route", started, attempt.chosen or end
         if attempt.chosen is not None:
             yield "queue", attempt.chosen, end

@@ -1,22 +1,21 @@
-"""Tracer: turns the record of a request that has ended into OpenTelemetry spans.
+"""Tracer: OpenTelemetry spans of a request, made from its record when it has ended.
 
-    chat pagoda-demo                      the request, a child of the caller's span if it sent a ``traceparent``
-      route                               until a replica was chosen
-      queue                               until the engine's first step for it
+    chat pagoda-demo                      the request; a child of the caller's span if it sent a ``traceparent``
+      route                               until the router chose a replica
+      queue                               until the engine's first step for the request
       prefill                             until the first token
-      decode                              until the last one
+      decode                              until the last token
 
-A request that was moved to another replica has the four once an attempt, one with several answers once an answer.
+A request that migrated has these four phases for each attempt, one with several answers for each answer.
 
-All spans are made in the ingress. The engine's queue, prefill and decode come back as durations, with the first batch
-of tokens and with the last one, and are laid out backwards and forwards from when the first batch arrived on the
-ingress's clock: nothing is exported from replicas, and hosts whose clocks differ cannot make a child begin before its
-parent. What lies between route and queue is the way there and back, and the step that ran when the request came. The
-durations are always sent (they are two small objects a request); spans cost something only when tracing is on, and then
-after the answer.
+All spans are made in the ingress; replicas export none. An engine sends its queue, prefill and decode times as
+durations, with the first and the last output. They are laid out around the arrival of the first output on the ingress's
+clock, so that a child cannot start before its parent when the clocks of two hosts differ. The gap between route and
+queue is the network and the step that ran when the request arrived. The durations are always sent (two small objects a
+request); spans are made only when tracing is on, after the response.
 
-The provider is our own: Ray's tracing, or whatever else a program has set globally, is neither used nor disturbed. The
-SDK is imported only when it is needed. Prompts and answers are never part of a span (spans.py says what is).
+The provider is our own: Ray's tracing and other global providers are neither used nor changed. The SDK is imported only
+if tracing is on. Prompts and answers are never part of a span (spans.py has the attributes).
 """
 
 from __future__ import annotations
@@ -44,35 +43,35 @@ __all__ = ["NullTracer", "Tracer", "open_tracer", "require_exporter", "spans_wan
 
 logger = logging.getLogger("ray.serve")
 
-COMPLAINT_INTERVAL_S = 60.0
+WARNING_INTERVAL_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 class Tracer(Protocol):
-    """Where the records of requests go to become spans."""
+    """Makes spans of requests that have ended."""
 
     def export(self, record: RequestRecord) -> str:
-        """Make the spans of a request that has ended; returns its trace id, or nothing if it is not traced."""
+        """Make the spans of a request that has ended; returns its trace id, empty if it is not sampled."""
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send the remaining spans, for a few seconds at most."""
 
 
 class NullTracer:
-    """What stands here while tracing is off."""
+    """The tracer while tracing is off."""
 
     def export(self, record: RequestRecord) -> str:
-        """Make nothing."""
+        """Make no spans."""
         return ""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 def spans_wanted(options: TracingOptions, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the configuration, or else the standard's environment variables, say where spans go."""
+    """Whether the configuration or OpenTelemetry's environment variables name a collector."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     if options.otlp_endpoint is not None:
@@ -83,10 +82,10 @@ def spans_wanted(options: TracingOptions, environment: Mapping[str, str] = os.en
 
 
 def require_exporter() -> None:
-    """Check that what sends spans is installed, and can speak what the environment asks for.
+    """Check that the exporter is installed and offers the protocol that the environment names.
 
     Raises:
-        ConfigError: that names the extra to install, or the variable.
+        ConfigError: with the extra to install, or the variable to change.
     """
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
@@ -102,15 +101,15 @@ def require_exporter() -> None:
 
 
 def open_tracer(options: TracingOptions, model: str) -> Tracer:
-    """Return what makes spans, or what makes none if nobody has said where they go.
+    """Return a tracer; it makes no spans if neither the configuration nor the environment names a collector.
 
     Args:
-        options: where to and how many.
+        options: the collector, and the share of requests that is traced.
         model: the served name.
 
     Raises:
-        ConfigError: if the configuration asks for spans that cannot be sent. Where only the environment does, which a
-            cluster may give to all of its pods, that is logged, and there are no spans.
+        ConfigError: if the configuration names a collector to which spans cannot be sent. If only the environment does,
+            which a cluster may set for all of its pods, a warning is logged and no spans are made.
     """
     if not spans_wanted(options):
         return NullTracer()
@@ -125,14 +124,14 @@ def open_tracer(options: TracingOptions, model: str) -> Tracer:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     endpoint = None if options.otlp_endpoint is None else traces_url(options.otlp_endpoint)
-    _log_failures_now_and_then()
+    _forward_sdk_warnings()
     provider = _provider(options.sample_ratio)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return SpanTracer(provider, model)
 
 
 def traces_url(endpoint: str) -> str:
-    """Return where spans are posted: a collector's address gets the standard path, a full address stays."""
+    """Return the URL that spans are posted to: an address without a path gets the standard one."""
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
 
 
@@ -146,17 +145,17 @@ def _provider(sample_ratio: float | None) -> TracerProvider:
         "service.version": pagoda_version(),
         "service.instance.id": uuid.uuid4().hex,
     }
-    # What the operator says in OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES goes before what we say.
+    # The operator's OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override ours.
     resource = Resource.create(ours).merge(OTELResourceDetector().detect())
     sampler = None if sample_ratio is None else ParentBased(TraceIdRatioBased(sample_ratio))
     return TracerProvider(sampler=sampler, resource=resource)
 
 
 class SpanTracer:
-    """Makes spans with a provider of OpenTelemetry's SDK, whose processors send them from threads of their own.
+    """Makes spans with OpenTelemetry's SDK, whose processors send them from their own threads.
 
     Args:
-        provider: the SDK's; it is closed with this object.
+        provider: the SDK's provider; it is shut down with this object.
         model: the served name.
     """
 
@@ -173,7 +172,7 @@ class SpanTracer:
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id, set_span_in_context
 
-        caller = self._propagator.extract(record.trace_context, context=Context())  # and nothing ambient
+        caller = self._propagator.extract(record.trace_context, context=Context())  # and not from the current context
         root = self._tracer.start_span(
             f"{OPERATIONS[record.path]} {self._model}",
             context=caller,
@@ -198,22 +197,22 @@ class SpanTracer:
         return format_trace_id(root.get_span_context().trace_id)
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send the remaining spans, for a few seconds at most."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-shutdown", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
 
 
 def _wall(record: RequestRecord, moment: float) -> int:
-    """Return a moment of the monotonic clock in Unix nanoseconds."""
+    """Convert seconds of the monotonic clock to Unix nanoseconds."""
     return record.started_ns + round((moment - record.started) * 1e9)
 
 
-# --- what goes wrong on the way to the collector ----------------------------------------------------------------------
+# --- warnings of the SDK, such as a collector that cannot be reached --------------------------------------------------
 
 
-class _NowAndThen(logging.Handler):
-    """Passes the SDK's complaints on to our log, one a minute."""
+class _RateLimitedHandler(logging.Handler):
+    """Forwards the SDK's warnings to our log, at most one a minute."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -221,14 +220,14 @@ class _NowAndThen(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if (now := time.monotonic()) >= self._quiet_until:
-            self._quiet_until = now + COMPLAINT_INTERVAL_S
+            self._quiet_until = now + WARNING_INTERVAL_S
             logger.warning("spans could not be sent (said once a minute): %s", record.getMessage())
 
 
-def _log_failures_now_and_then() -> None:
-    handler = _NowAndThen()
+def _forward_sdk_warnings() -> None:
+    handler = _RateLimitedHandler()
     for name in ("opentelemetry.exporter.otlp", "opentelemetry.sdk"):
-        theirs = logging.getLogger(name)
-        if not any(isinstance(one, _NowAndThen) for one in theirs.handlers):
-            theirs.addHandler(handler)
-            theirs.propagate = False
+        sdk_logger = logging.getLogger(name)
+        if not any(isinstance(one, _RateLimitedHandler) for one in sdk_logger.handlers):
+            sdk_logger.addHandler(handler)
+            sdk_logger.propagate = False
