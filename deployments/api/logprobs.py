@@ -36,7 +36,7 @@ def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: Logprob) -> dict[s
 def prompt_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs | None], top: int
 ) -> list[dict[int, Any] | None]:
-    """Return vLLM's ``prompt_logprobs``: by token id, the token and the ``top`` most likely ones; None for the first."""
+    """Return vLLM's ``prompt_logprobs``: by id, the token and the ``top`` most likely ones; None for the first."""
     return [
         position
         and {token_id: _ranked(tokenizer, token_id, one) for token_id, one in islice(position.items(), 1 + top)}

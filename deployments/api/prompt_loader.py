@@ -10,7 +10,7 @@ from typing import Any
 
 from deployments.api.prompts import PromptBuilder
 from deployments.errors import ApiError
-from engine.engine import EngineInfo
+from engine.config import EngineInfo
 from engine.text.tokenizer import import_tokenizers
 
 __all__ = ["PromptLoader"]
