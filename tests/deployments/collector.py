@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -111,6 +111,17 @@ def collecting() -> Iterator[Collector]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def root_span(spans: Sequence[Span]) -> Span:
+    """Return the span of the only request."""
+    (root,) = [span for span in spans if span.kind == SERVER]
+    return root
+
+
+def child_spans(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans of the phases, by time."""
+    return sorted((span for span in spans if span.kind != SERVER), key=lambda span: (span.start, span.end))
 
 
 def _as_dict(pairs: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ OpenClient = Callable[..., TestClient]
 
 @pytest.fixture
 def open_client(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenClient]:
-    """Make an ingress over the fake engines, with these arguments of the application, and a client of it."""
+    """Return a function that starts an ingress over the fake engines, with arguments of the application."""
     monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
     cluster_view.cache_clear()
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ def client(open_client: OpenClient) -> TestClient:
 
 @pytest.fixture
 def serve_log() -> Iterator[list[logging.LogRecord]]:
-    """What is written to Serve's log while the test runs."""
+    """The records of Serve's log while the test runs."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]

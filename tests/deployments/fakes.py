@@ -1,4 +1,4 @@
-"""Small fakes: an engine deployment that answers from a script, and a tokenizer on disk."""
+"""Small fakes: an engine deployment that answers from a script, and a detokenizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def output(
     prompt_logprobs: bool | list[TokenLogprobs | None] = False,
     timing: RequestTiming | None = None,
 ) -> EngineOutput:
-    """Return what a replica would send."""
+    """Return an output as a replica sends it."""
     ranked = [{t: Logprob(value, 1)} for t, value in zip(token_ids, logprobs, strict=True)] if logprobs else None
     of_prompt = [None] if prompt_logprobs is True else prompt_logprobs or None
     return EngineOutput(
@@ -81,7 +81,7 @@ class FakeResponses:
 
 @dataclass
 class FakeEngines:
-    """A handle whose calls to ``generate`` answer with one script after the other, the last one for ever."""
+    """A handle. Each call of ``generate`` answers with the next script; the last script is repeated."""
 
     scripts: list[Script]
     calls: list[tuple[EngineRequest, dict[str, Any]]] = field(default_factory=list)
@@ -108,7 +108,7 @@ class FakeEngines:
 
 
 def waiting(requests: int, tokens: int) -> EngineLoad:
-    """Return the load of an engine in which so much waits."""
+    """Return the load of an engine with these many waiting requests and prompt tokens."""
     return EngineLoad(
         num_running=1,
         num_waiting=requests,
@@ -122,7 +122,7 @@ def waiting(requests: int, tokens: int) -> EngineLoad:
 
 
 def client(engines: FakeEngines, view: ClusterView | None = None, **timeouts: float) -> EngineClient:
-    """Return the engines as the requests of an ingress see them."""
+    """Return a client of fake engines."""
     return EngineClient(
         engines.dispatch, view or ClusterView(), **({"stall_timeout_s": 30.0, "request_timeout_s": 60.0} | timeouts)
     )

@@ -34,7 +34,7 @@ def test_whole_and_streamed_say_the_same(client: TestClient) -> None:
     assert whole.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_what_travels_to_the_engine(client: TestClient, engines: FakeEngines) -> None:
+def test_the_engine_request_of_a_completion(client: TestClient, engines: FakeEngines) -> None:
     body = {"prompt": list(range(20, 30)), "seed": 3, "priority": 2, "cache_salt": "s", "max_tokens": 500, "stop": "x"}
     client.post("/v1/completions", json=body)
     request, kwargs = engines.calls[0]
@@ -85,14 +85,14 @@ def test_an_error_after_the_first_byte_is_an_event(client: TestClient, engines: 
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
-def test_a_body_over_the_limit_is_refused_whether_it_says_so_or_not(client: TestClient) -> None:
+def test_a_body_over_the_limit_is_refused_with_and_without_content_length(client: TestClient) -> None:
     headers = {"Content-Type": "application/json"}
     assert client.post("/v1/completions", content=b"x" * 40_000, headers=headers).status_code == 413
     chunks = (b"x" * 10_000 for _ in range(4))
     assert client.post("/v1/completions", content=chunks, headers=headers).status_code == 413
 
 
-def test_long_prompts_are_tokenised_beside_the_loop(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_tokenised_in_a_thread(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = PromptBuilder(tokenizer_path, INFO, "tiny")
     seen = [asyncio.run(builder.run(size, lambda tokenizer: threading.current_thread().name)) for size in (10, 10**6)]
     assert seen[0] == threading.current_thread().name
@@ -110,7 +110,7 @@ def test_health_follows_the_replicas(client: TestClient, engines: FakeEngines) -
 
 
 @pytest.mark.parametrize("load", [waiting(10_000, 0), waiting(1, 10**9)])
-def test_what_would_wait_too_long_is_refused_at_the_door(
+def test_requests_are_refused_while_too_much_is_queued(
     client: TestClient, engines: FakeEngines, load: EngineLoad
 ) -> None:
     view = cluster_view(engines.deployment_name)
@@ -131,7 +131,7 @@ def test_a_request_that_takes_too_long_gets_408(client: TestClient, engines: Fak
     assert (answer.status_code, answer.json()["error"]["type"]) == (408, "timeout_error")
 
 
-def test_nothing_is_served_that_was_not_meant_to_be(client: TestClient) -> None:
+def test_unknown_paths_are_404(client: TestClient) -> None:
     for path in ("/docs", "/redoc", "/openapi.json", "/v1/embeddings", "/v1/images/generations"):
         answer = client.get(path)
         assert answer.status_code == 404
@@ -186,19 +186,19 @@ ASKING = {  # parameter -> a value that asks for something
 }
 
 
-def test_every_parameter_that_is_not_offered_is_tried_below() -> None:
+def test_every_parameter_that_is_not_offered_is_tested_below() -> None:
     assert set(ASKING) == set(NOT_OFFERED)
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_what_is_not_offered_is_named(client: TestClient, name: str) -> None:
+def test_a_parameter_that_is_not_offered_is_named(client: TestClient, name: str) -> None:
     answer = client.post("/v1/completions", json={"prompt": "a", name: ASKING[name]})
     assert answer.status_code == 501, answer.text
     assert answer.json()["error"]["param"] == name
 
 
 @pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("echo", True)])
-def test_what_only_completions_have(client: TestClient, name: str, value: Any) -> None:
+def test_parameters_that_only_completions_have(client: TestClient, name: str, value: Any) -> None:
     answer = client.post("/v1/chat/completions", json=CHAT | {name: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (501, name)
 

@@ -80,7 +80,7 @@ async def router() -> PrefixRouter:
 
 
 async def _send(router: PrefixRouter, request: Any) -> str:
-    """Let a request be placed as Serve does it; return where."""
+    """Route a request as Serve does; returns the replica."""
     if request.args:
         router.view.begin(request.args[0].request_id)
     return (await router._choose_replica_for_request(request)).replica_id.unique_id
@@ -92,17 +92,17 @@ async def _order(router: PrefixRouter, request: Any) -> list[str]:
     return [replica.replica_id.unique_id for tier in ranks for replica in tier]
 
 
-async def test_a_prefix_goes_to_who_has_it(router: PrefixRouter) -> None:
+async def test_a_prefix_goes_to_the_replica_that_caches_it(router: PrefixRouter) -> None:
     router.view.routing.stored("b", [1, 2, 3])
     for tail in range(5):
         assert (await _order(router, _generate("x", [1, 2, 3, 100 + tail])))[0] == "b"
 
 
-async def test_what_was_just_sent_counts_before_any_event_tells_of_it(router: PrefixRouter) -> None:
+async def test_a_request_counts_before_its_kv_events_arrive(router: PrefixRouter) -> None:
     long = list(range(100))
     first = await _send(router, _generate("first", long))
     assert await _send(router, _generate("the same again", long)) == first
-    assert await _send(router, _generate("another", [7])) != first  # it would wait behind a long prompt
+    assert await _send(router, _generate("another", [7])) != first  # it would queue after a long prompt
     assert router.view.queued()[0] == 3
 
 
@@ -142,11 +142,11 @@ async def test_a_full_replica_is_not_chosen(router: PrefixRouter) -> None:
     assert await _send(router, _generate("x", [1])) != "b"
 
 
-async def test_the_view_tells_where_requests_went_and_why(router: PrefixRouter) -> None:
+async def test_the_view_lists_recently_routed_requests(router: PrefixRouter) -> None:
     router.view.routing.stored("b", [1, 2])
     await _send(router, _generate("x", [1, 2, 3]))
     await _send(router, _generate("y", [1, 2, 3], avoid=("b",)))
-    await _send(router, FakeRequest({}))  # asks for no tokens
+    await _send(router, FakeRequest({}))  # not a call for tokens
     first, second = router.view.recently_routed()
     assert (first.replica, first.outcome) == ("b", "hit")
     assert (first.prompt_tokens, first.predicted_tokens, first.best_tokens) == (13, 8, 8)
@@ -154,7 +154,7 @@ async def test_the_view_tells_where_requests_went_and_why(router: PrefixRouter) 
     assert second.replica != "b"
 
 
-async def test_a_full_replica_is_not_called_a_hit(router: PrefixRouter) -> None:
+async def test_a_full_replica_is_not_counted_as_a_hit(router: PrefixRouter) -> None:
     router.view.routing.stored("b", [1])
     router.curr_replicas[_id("b")].queue_len = 8  # type: ignore[attr-defined]
     router.on_new_queue_len_info(_id("b"), 8)
@@ -170,11 +170,11 @@ async def test_a_dead_replica_is_forgotten(router: PrefixRouter) -> None:
     assert len(router.view.routing.index) == 0
 
 
-async def test_the_block_size_is_what_the_engines_say(router: PrefixRouter) -> None:
+async def test_the_block_size_comes_from_the_engines(router: PrefixRouter) -> None:
     assert router.view.routing.block_size == 4
 
 
-def test_what_we_use_of_serves_private_parts_is_still_there() -> None:
+def test_the_private_parts_of_serve_that_we_use_exist() -> None:
     for name in ("_choose_replicas_with_backoff", "_select_from_candidate_replicas", "_choose_replica_for_request"):
         assert inspect.isfunction(getattr(RequestRouter, name))
     assert inspect.iscoroutinefunction(DeploymentBroadcastResponse._fetch_replica_results_async)

@@ -39,7 +39,7 @@ def test_each_streamed_choice_begins_and_ends_once(client: TestClient, engines: 
     assert chunks[-1]["usage"]["prompt_tokens"] == len(engines.calls[0][0].prompt_token_ids)
 
 
-def test_the_likeliest_of_best_of_are_given(client: TestClient, engines: FakeEngines) -> None:
+def test_the_most_likely_answers_of_best_of_are_returned(client: TestClient, engines: FakeEngines) -> None:
     engines.scripts = [
         [output([70, 71], "stop", logprobs=[-1.0, -3.0])],  # -2 a token
         [output([72], "stop", logprobs=[-1.5])],
@@ -55,7 +55,7 @@ def test_the_likeliest_of_best_of_are_given(client: TestClient, engines: FakeEng
     assert {request.params.logprobs for request, _ in engines.calls} == {0}
 
 
-def test_one_of_several_answers_moves_by_itself(client: TestClient, engines: FakeEngines) -> None:
+def test_one_of_several_answers_migrates_alone(client: TestClient, engines: FakeEngines) -> None:
     engines.scripts = [
         [output([70], logprobs=[-1.0]), ActorDiedError()],
         [output([73], "stop", replica="r2", logprobs=[-3.0])],  # the fakes never wait: this call is the second one

@@ -36,7 +36,7 @@ def test_a_token_is_shown_as_text_and_as_bytes(tokenizer: Tokenizer) -> None:
     assert shown[-1]["token"] == "<|im_end|>"
 
 
-def test_the_likeliest_are_in_order_and_as_many_as_asked_for(tokenizer: Tokenizer) -> None:
+def test_top_logprobs_are_in_order_and_as_many_as_requested(tokenizer: Tokenizer) -> None:
     position = _position((70, -3.0), (71, -0.5), (72, -1.5))  # the token that was drawn comes first
     (entry,) = chat_logprobs(tokenizer, [70], [position], 2)["content"]
     assert entry["logprob"] == -3.0
@@ -53,11 +53,11 @@ def test_json_has_no_infinity(tokenizer: Tokenizer) -> None:
     }
 
 
-def test_offsets_lead_to_the_tokens_in_the_text(tokenizer: Tokenizer) -> None:
+def test_text_offsets_are_positions_in_the_text(tokenizer: Tokenizer) -> None:
     text = "the ñ and the 🙂 end"
     token_ids = [1, *tokenizer.encode(text), 4]
-    place = CompletionLogprobs(tokenizer, 0, skip_special_tokens=True)
-    halves = [place.add(part, [None] * len(part)) for part in (token_ids[:9], token_ids[9:])]
+    writer = CompletionLogprobs(tokenizer, 0, skip_special_tokens=True)
+    halves = [writer.add(part, [None] * len(part)) for part in (token_ids[:9], token_ids[9:])]
     offsets = halves[0]["text_offset"] + halves[1]["text_offset"]
     assert offsets[0] == offsets[1] == 0  # a special token is not in the text
     assert offsets[-1] == len(text)
@@ -66,10 +66,10 @@ def test_offsets_lead_to_the_tokens_in_the_text(tokenizer: Tokenizer) -> None:
         assert text[offset:].encode().find(spelled) in range(4), (spelled, offset)
 
 
-def test_of_tokens_with_the_same_text_the_likeliest_is_told(tokenizer: Tokenizer) -> None:
+def test_of_tokens_with_the_same_text_the_most_likely_is_listed(tokenizer: Tokenizer) -> None:
     parts = tokenizer.encode("🙂")[-2:]  # neither is a character
-    place = CompletionLogprobs(tokenizer, 2, skip_special_tokens=True)
-    assert place.add(parts[:1], [_position((parts[0], -2.0), (parts[1], -1.0))])["top_logprobs"] == [{"�": -1.0}]
+    writer = CompletionLogprobs(tokenizer, 2, skip_special_tokens=True)
+    assert writer.add(parts[:1], [_position((parts[0], -2.0), (parts[1], -1.0))])["top_logprobs"] == [{"�": -1.0}]
 
 
 def test_chat_whole_and_streamed_say_the_same(client: TestClient, engines: FakeEngines) -> None:
@@ -99,13 +99,13 @@ def test_what_lm_eval_sends(client: TestClient, engines: FakeEngines, stream: bo
     known = [None, _position((71, -2.0), (5, -0.5)), _position((72, -0.25))]
     engines.scripts = [[output([75], "length", logprobs=[-9.0], prompt_logprobs=known)]]
     body = {"prompt": [70, 71, 72], "echo": True, "logprobs": 1, "temperature": 0, "stream": stream}
-    for max_tokens, behind in ((0, []), (1, [-9.0])):
+    for max_tokens, generated in ((0, []), (1, [-9.0])):
         answer = client.post("/v1/completions", json=body | {"max_tokens": max_tokens})
         choice = (events(answer.text)[0] if stream else answer.json())["choices"][0]
         logprobs = choice["logprobs"]
-        assert logprobs["token_logprobs"] == [None, -2.0, -0.25, *behind]
+        assert logprobs["token_logprobs"] == [None, -2.0, -0.25, *generated]
         assert logprobs["top_logprobs"][0] is None
-        assert max(logprobs["top_logprobs"][1].values()) == -0.5  # the prompt's token was not the likeliest
+        assert max(logprobs["top_logprobs"][1].values()) == -0.5  # not of the prompt's token
         assert "".join(logprobs["tokens"]) == choice["text"]
         assert logprobs["text_offset"] == [choice["text"].index(token) for token in logprobs["tokens"]]
         assert choice["finish_reason"] == "length"
@@ -129,7 +129,7 @@ def test_an_answer_that_failed_at_once_has_no_logprobs(client: TestClient, engin
     assert (choice["logprobs"]["token_logprobs"], choice["finish_reason"]) == ([None, None], "abort")
 
 
-def test_many_logprobs_are_written_beside_the_loop(
+def test_many_logprobs_are_written_in_a_thread(
     client: TestClient, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []

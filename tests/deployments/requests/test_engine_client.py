@@ -1,9 +1,8 @@
-"""What a request does when its replica falls silent, takes too long or ends too early."""
+"""An attempt whose replica sends nothing, takes too long or ends too early."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing
@@ -25,8 +24,8 @@ from tests.deployments.fakes import FakeEngines, client, output
 REQUEST = EngineRequest("id", [1, 2, 3], SamplingParams())
 
 
-class Silent:
-    """Responses that stop coming after the first ``outputs``, for ever or until ``go_on`` is set."""
+class Pausing:
+    """Responses that pause after ``outputs``, until ``go_on`` is set."""
 
     def __init__(self, outputs: list[EngineOutput]) -> None:
         self.outputs = outputs
@@ -44,18 +43,18 @@ class Silent:
 
 
 class View(ClusterView):
-    """A view in which every request is at r1, which may be silent as long as ``excuses`` last."""
+    """A view in which every request is at r1, whose stall timeout is extended ``allowances`` times."""
 
-    def __init__(self, excuses: int = 0) -> None:
+    def __init__(self, allowances: int = 0) -> None:
         super().__init__()
-        self.excuses = excuses
+        self.allowances = allowances
 
     def replica_of(self, request_id: str) -> str:
         return "r1"
 
     def stall_allowance(self, request_id: str, stall_timeout_s: float) -> float:
-        self.excuses -= 1
-        return stall_timeout_s if self.excuses >= 0 else 0.0
+        self.allowances -= 1
+        return stall_timeout_s if self.allowances >= 0 else 0.0
 
 
 async def _read(engines: EngineClient, deadline_s: float = 60.0) -> list[int]:
@@ -69,30 +68,30 @@ async def _read(engines: EngineClient, deadline_s: float = 60.0) -> list[int]:
                 return tokens
 
 
-def _silent(responses: Silent, view: ClusterView, stall_timeout_s: float = 0.02) -> EngineClient:
+def _paused(responses: Pausing, view: ClusterView, stall_timeout_s: float = 0.02) -> EngineClient:
     return EngineClient(lambda *_, **__: responses, view, stall_timeout_s=stall_timeout_s, request_timeout_s=60.0)
 
 
 @pytest.mark.parametrize("outputs", [[], [output([5])]])
-async def test_a_silent_replica_is_lost(outputs: list[EngineOutput]) -> None:
-    responses = Silent(outputs)
+async def test_a_replica_that_sends_nothing_is_lost(outputs: list[EngineOutput]) -> None:
+    responses = Pausing(outputs)
     with pytest.raises(AttemptError) as caught:
-        await _read(_silent(responses, View()))
+        await _read(_paused(responses, View()))
     assert isinstance(caught.value.cause, ReplicaStalledError)
     assert caught.value.replica == "r1"
     assert responses.cancelled
 
 
-async def test_a_replica_with_a_queue_may_be_silent() -> None:
-    responses, view = Silent([output([5])]), View(excuses=3)
-    reading = asyncio.create_task(_read(_silent(responses, view)))
-    while view.excuses > 1:
+async def test_a_replica_with_a_queue_may_send_nothing() -> None:
+    responses, view = Pausing([output([5])]), View(allowances=3)
+    reading = asyncio.create_task(_read(_paused(responses, view)))
+    while view.allowances > 1:
         await asyncio.sleep(0.005)
     responses.go_on.set()
     assert await reading == [5, 9]
 
 
-async def test_who_reads_slowly_is_not_stalled() -> None:
+async def test_a_slow_reader_is_no_stall() -> None:
     """The clock runs while we wait for the replica, not while a client takes its time."""
     engines = client(FakeEngines([[output([5]), output([6], "stop")]]), View(), stall_timeout_s=0.01)
     with closing(engines.send(REQUEST, [], avoid=[], deadline=float("inf"), attempt=Attempt())) as outputs:
@@ -101,17 +100,17 @@ async def test_who_reads_slowly_is_not_stalled() -> None:
             await asyncio.sleep(0.03)
 
 
-async def test_the_deadline_ends_a_request_whatever_excuses_there_are() -> None:
-    responses = Silent([output([5])])
+async def test_the_deadline_ends_a_request_in_spite_of_allowances() -> None:
+    responses = Pausing([output([5])])
     with pytest.raises(AttemptError) as caught:
-        await _read(_silent(responses, View(excuses=10**6), stall_timeout_s=0.005), deadline_s=0.03)
+        await _read(_paused(responses, View(allowances=10**6), stall_timeout_s=0.005), deadline_s=0.03)
     assert isinstance(caught.value.cause, RequestTimeoutError)
     assert responses.cancelled
 
 
-async def test_a_client_that_goes_away_is_no_stall() -> None:
-    responses = Silent([])
-    reading = asyncio.create_task(_read(_silent(responses, View(), stall_timeout_s=30.0)))
+async def test_a_client_that_disconnects_is_no_stall() -> None:
+    responses = Pausing([])
+    reading = asyncio.create_task(_read(_paused(responses, View(), stall_timeout_s=30.0)))
     await asyncio.sleep(0.01)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -119,7 +118,7 @@ async def test_a_client_that_goes_away_is_no_stall() -> None:
     assert responses.cancelled
 
 
-async def test_a_timeout_that_the_replica_raised_stays_what_it_is() -> None:
+async def test_a_timeout_that_the_replica_raised_is_no_stall() -> None:
     engines = client(FakeEngines([[TimeoutError("inside")]]), View())
     with pytest.raises(AttemptError, match="inside") as caught:
         await _read(engines)
@@ -132,7 +131,7 @@ async def test_a_stream_that_ends_early_is_an_error() -> None:
     assert isinstance(caught.value.cause, EngineDeadError)
 
 
-async def test_where_a_request_is_is_known_until_it_ends() -> None:
+async def test_the_view_has_a_requests_replica_until_it_ends() -> None:
     view = ClusterView()
     view.set_replicas({"r1": {}, "r2": {}})
     seen: list[Any] = []
@@ -152,11 +151,11 @@ async def test_where_a_request_is_is_known_until_it_ends() -> None:
     assert view.queued() == (0, 0)
 
 
-async def test_the_clock_of_a_stall_starts_when_there_is_a_replica() -> None:
-    """Who waited for the first engine of an idle server has not waited for that engine."""
-    responses, view = Silent([]), ClusterView()
+async def test_the_stall_timeout_starts_when_a_replica_is_chosen() -> None:
+    """The time in which an idle server starts its first engine is no stall of that engine."""
+    responses, view = Pausing([]), ClusterView()
     view.set_replicas({"r1": {}})
-    reading = asyncio.create_task(_read(_silent(responses, view, stall_timeout_s=0.2)))
+    reading = asyncio.create_task(_read(_paused(responses, view, stall_timeout_s=0.2)))
     await asyncio.sleep(0.15)
     view.dispatch("id", "r1", [7], 3)
     placed = time.monotonic()
@@ -166,7 +165,7 @@ async def test_the_clock_of_a_stall_starts_when_there_is_a_replica() -> None:
     assert time.monotonic() - placed >= 0.2
 
 
-async def test_a_call_that_cannot_be_made_leaves_no_request_behind() -> None:
+async def test_a_call_that_fails_leaves_no_request_in_the_view() -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("the router is gone")
 
@@ -174,39 +173,3 @@ async def test_a_call_that_cannot_be_made_leaves_no_request_behind() -> None:
     with pytest.raises(AttemptError, match="the router is gone"):
         await _read(EngineClient(fail, view, stall_timeout_s=30.0, request_timeout_s=60.0))
     assert view.queued() == (0, 0)
-
-
-def test_a_request_that_ends_while_it_is_placed_is_counted_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router may run in a thread of its own."""
-    view = ClusterView()
-    view.set_replicas({"r1": {}})
-    dispatched = view.routing.dispatched
-    ending = threading.Thread(target=view.end, args=("id",))
-
-    def end_meanwhile(*args: Any, **kwargs: Any) -> None:
-        ending.start()
-        ending.join(0.1)
-        dispatched(*args, **kwargs)
-
-    monkeypatch.setattr(view.routing, "dispatched", end_meanwhile)
-    view.begin("id")
-    view.dispatch("id", "r1", [7], 3)
-    ending.join()
-    assert view.queued() == (0, 0)
-
-
-def test_a_replica_that_drains_is_listened_to_until_our_requests_there_have_ended() -> None:
-    view = ClusterView()
-    view.set_replicas({"r1": {}, "r2": {}})
-    for name in ("a", "b"):
-        view.begin(name)
-        view.dispatch(name, "r1", [1], 20)
-    view.set_replicas({"r2": {}})
-    assert view.replicas == {"r2"}
-    assert view.routing.replicas == {"r1", "r2"}
-    view.end("a")
-    assert view.routing.replicas == {"r1", "r2"}
-    view.end("b")
-    assert view.routing.replicas == {"r2"}
-    view.set_replicas({})
-    assert view.routing.replicas == frozenset()

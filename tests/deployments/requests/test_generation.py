@@ -1,21 +1,18 @@
-"""One prompt's way through engines that die, and several streams as one."""
+"""One answer whose replicas die, refuse it, or end early."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCancelledError
+from ray.exceptions import ActorDiedError, GetTimeoutError, TaskCancelledError
 from ray.serve.exceptions import RequestCancelledError
 
-from deployments.errors import ApiError, as_api_error, is_replica_loss, unwrap
+from deployments.errors import ApiError
 from deployments.requests.generation import Delta, Generation
-from deployments.requests.merge import merge
 from deployments.requests.prompt import Prompt
-from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
+from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs.params import StructuredOutputsParams
@@ -53,7 +50,7 @@ async def test_a_stop_string_ends_the_request_at_the_replica_too() -> None:
     assert engines.responses[0].cancelled
 
 
-async def test_tokens_behind_a_stop_string_are_not_counted() -> None:
+async def test_tokens_after_a_stop_string_are_not_counted() -> None:
     generation, _ = _generation([[output([5]), output([6, 7, 8, 9])]], stop="<7>")
     deltas = await _all(generation)
     assert [delta.token_ids for delta in deltas] == [[5], [6, 7]]
@@ -61,7 +58,7 @@ async def test_tokens_behind_a_stop_string_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("loss", [ActorDiedError(), EngineDeadError("gone")])
-async def test_after_a_loss_the_next_replica_goes_on_where_the_first_stopped(loss: Exception) -> None:
+async def test_after_a_loss_the_next_replica_continues_the_answer(loss: Exception) -> None:
     first: Script = [output([5]), output([6, 7]), loss]
     second: Script = [output([8], replica="r2", cached=4), output([9, 10], "length", replica="r2", cached=4)]
     generation, engines = _generation([first, second], min_tokens=4, temperature=0)
@@ -103,7 +100,7 @@ async def test_before_the_first_token_the_same_request_is_sent_again() -> None:
     assert engines.calls[1][0].output_token_ids == []
 
 
-async def test_logprobs_behind_a_stop_string_are_cut_with_their_tokens() -> None:
+async def test_logprobs_after_a_stop_string_are_cut_with_their_tokens() -> None:
     script: Script = [output([5], logprobs=[-1.0]), output([6, 7, 8], logprobs=[-2.0, -3.0, -4.0])]
     generation, _ = _generation([script], stop="<7>", logprobs=0)
     deltas = await _all(generation)
@@ -111,7 +108,7 @@ async def test_logprobs_behind_a_stop_string_are_cut_with_their_tokens() -> None
     assert generation.mean_logprob == -2.0
 
 
-async def test_an_answer_of_no_tokens_drops_the_one_that_the_engine_made() -> None:
+async def test_prompt_only_drops_the_token_that_the_engine_generates() -> None:
     generation, _ = _generation([[output([5], "stop", logprobs=[-1.0], prompt_logprobs=True)]], prompt_only=True)
     deltas = await _all(generation)
     assert [(delta.text, delta.token_ids, delta.finish_reason, delta.logprobs) for delta in deltas] == [
@@ -129,7 +126,7 @@ async def test_too_many_losses_are_an_error() -> None:
     assert len(engines.calls) == 4
 
 
-async def test_a_full_replica_is_no_loss_and_another_is_asked() -> None:
+async def test_a_full_replica_is_no_loss_and_another_one_is_tried() -> None:
     full = OverloadedError("full")
     full.replica = "r1"
     generation, engines = _generation([[full], [output([5], "stop", replica="r2")]])
@@ -137,7 +134,7 @@ async def test_a_full_replica_is_no_loss_and_another_is_asked() -> None:
     assert [call[1]["avoid"] for call in engines.calls] == [[], ["r1"]]
 
 
-async def test_when_all_are_full_the_client_hears_it() -> None:
+async def test_when_all_replicas_are_full_the_request_fails() -> None:
     scripts: list[Script] = []
     for number in range(9):
         full = OverloadedError("full")
@@ -155,7 +152,7 @@ async def test_when_all_are_full_the_client_hears_it() -> None:
     assert len(engines.calls) == 2
 
 
-async def test_replicas_that_are_dead_from_the_start_are_avoided_by_name() -> None:
+async def test_replicas_that_die_before_a_token_are_avoided_by_name() -> None:
     dead = []
     for name in ("r1", "r2"):
         dead.append(EngineDeadError("gone"))
@@ -166,21 +163,21 @@ async def test_replicas_that_are_dead_from_the_start_are_avoided_by_name() -> No
     assert generation.replica == "r3"
 
 
-async def test_a_stream_that_ends_without_a_reason_goes_on_elsewhere() -> None:
+async def test_a_stream_that_ends_without_a_reason_is_a_loss() -> None:
     generation, engines = _generation([[output([5])], [output([6], "length", replica="r2")]])
     assert [delta.finish_reason for delta in await _all(generation)] == [None, "length"]
     assert engines.calls[1][0].output_token_ids == [5]
 
 
 @pytest.mark.parametrize("error", [TaskCancelledError(), GetTimeoutError(), RequestCancelledError("x")])
-async def test_what_was_cancelled_is_not_sent_again(error: Exception) -> None:
+async def test_a_cancelled_request_is_not_sent_again(error: Exception) -> None:
     generation, engines = _generation([[output([5]), error]])
     with pytest.raises(type(error)):
         await _all(generation)
     assert len(engines.calls) == 1
 
 
-async def test_a_request_error_is_not_tried_elsewhere() -> None:
+async def test_an_invalid_request_is_not_sent_again() -> None:
     generation, engines = _generation([[RequestError("is bad", param="prompt")]])
     with pytest.raises(RequestError):
         await _all(generation)
@@ -192,56 +189,3 @@ async def test_closing_a_generation_cancels_the_call() -> None:
     async with aclosing(generation.deltas()) as deltas:
         await anext(deltas)
     assert engines.responses[0].cancelled
-
-
-def test_errors_become_answers() -> None:
-    wrapped = RayTaskError(
-        "generate", "traceback", PromptTooLongError("is too long for '/models/secret/x'", param="prompt")
-    )
-    answer = as_api_error(wrapped)
-    assert (answer.status, answer.body["error"]["param"]) == (400, "prompt")
-    assert "/models" not in answer.message
-    assert as_api_error(ActorDiedError()).status == 503
-    busy = as_api_error(OverloadedError("must wait", param="structured_outputs", remedy="try again later"))
-    assert (busy.status, busy.param, busy.code) == (503, "structured_outputs", "overloaded")
-    assert int(busy.headers["Retry-After"]) > 0
-    assert as_api_error(ActorDiedError()).headers == {"Retry-After": "1"}
-    assert as_api_error(RuntimeError("secret")).message == "internal error; the server's log says more"
-    assert len(ApiError(400, "x" * 9999).message) <= 400
-    assert not is_replica_loss(wrapped)
-    assert isinstance(unwrap(wrapped), PromptTooLongError)
-
-
-async def _count(label: str, number: int) -> AsyncGenerator[str, None]:
-    for index in range(number):
-        await asyncio.sleep(0)
-        yield f"{label}{index}"
-
-
-async def test_merge_keeps_each_streams_order() -> None:
-    seen = [item async for item in merge([_count("a", 3), _count("b", 5), _count("c", 0)])]
-    assert [item for item in seen if item.startswith("a")] == ["a0", "a1", "a2"]
-    assert [item for item in seen if item.startswith("b")] == ["b0", "b1", "b2", "b3", "b4"]
-    assert len(seen) == 8
-
-
-async def test_an_error_in_one_stream_ends_all() -> None:
-    closed = []
-
-    async def endless() -> AsyncGenerator[str, None]:
-        try:
-            while True:
-                await asyncio.sleep(0)
-                yield "x"
-        finally:
-            closed.append(True)
-
-    async def failing() -> AsyncGenerator[str, None]:
-        await asyncio.sleep(0)
-        raise RequestError("no")
-        yield ""
-
-    with pytest.raises(RequestError):
-        async for _ in merge([endless(), failing()]):
-            pass
-    assert closed == [True]

@@ -1,4 +1,4 @@
-"""The line that each request leaves in the log, and the engine's line every ten seconds."""
+"""The log line of each request."""
 
 from __future__ import annotations
 
@@ -16,22 +16,10 @@ from starlette.testclient import TestClient
 
 from deployments.api.asgi import RecordRequests
 from deployments.config import LoggingOptions
-from deployments.observability.recorder import Recorder
-from deployments.observability.stats_line import StatsLine
 from deployments.requests.log import RequestLog
 from deployments.requests.record import RequestRecord
 from deployments.routing.cluster_view import cluster_view
 from engine.errors import OverloadedError
-from engine.observability.metrics import (
-    CACHE_HITS,
-    CACHE_QUERIES,
-    GENERATION_TOKENS,
-    KV_USAGE,
-    PROMPT_TOKENS,
-    REQUESTS_RUNNING,
-    REQUESTS_SWAPPED,
-    REQUESTS_WAITING,
-)
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines, output, waiting
 
@@ -107,7 +95,7 @@ def test_refusals_say_why(
     assert (fields["replica"], fields["ttft_ms"], fields["output_tokens"]) == ("-", "-", "0")
 
 
-def test_overload_is_logged_at_the_door_and_at_the_engine(
+def test_overload_of_the_ingress_and_of_an_engine_is_logged(
     client: TestClient, engines: FakeEngines, serve_log: Log
 ) -> None:
     error = OverloadedError("full")
@@ -139,7 +127,7 @@ def test_other_paths_leave_none(client: TestClient, serve_log: Log) -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_client_that_goes_away_is_an_abort(serve_log: Log, begun: bool) -> None:
+async def test_a_client_that_disconnects_is_an_abort(serve_log: Log, begun: bool) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if begun:
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -147,7 +135,7 @@ async def test_a_client_that_goes_away_is_an_abort(serve_log: Log, begun: bool) 
         raise asyncio.CancelledError
 
     async def nothing(*args: Any) -> None:
-        """Nobody is there."""
+        """Receive and send nothing."""
 
     served = RecordRequests(app, on_end=RequestLog(LoggingOptions()).write)
     with pytest.raises(asyncio.CancelledError):
@@ -162,7 +150,7 @@ async def test_a_server_below_a_prefix_logs_its_own_paths(serve_log: Log) -> Non
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def nothing(*args: Any) -> None:
-        """Nobody is there."""
+        """Receive and send nothing."""
 
     served = RecordRequests(app, on_end=RequestLog(LoggingOptions()).write)
     scope = {"type": "http", "method": "POST", "path": "/llm/v1/completions", "root_path": "/llm", "headers": []}
@@ -173,7 +161,7 @@ async def test_a_server_below_a_prefix_logs_its_own_paths(serve_log: Log) -> Non
 # --- ids -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_id_is_made_and_found_again(client: TestClient, serve_log: Log) -> None:
+def test_a_generated_id_is_in_header_log_and_body(client: TestClient, serve_log: Log) -> None:
     answer = client.post("/v1/completions", json={"prompt": "a"})
     made = answer.headers["x-request-id"]
     assert _fields(serve_log)["id"] == made
@@ -181,7 +169,7 @@ def test_an_id_is_made_and_found_again(client: TestClient, serve_log: Log) -> No
 
 
 @pytest.mark.parametrize("given", ["x" * 129, "a b", "caf\xe9", "a\x7f", "a\x1b[2J", ""])
-def test_an_id_that_is_no_id_is_replaced(client: TestClient, serve_log: Log, given: str) -> None:
+def test_an_invalid_id_is_replaced(client: TestClient, serve_log: Log, given: str) -> None:
     headers = {b"x-request-id": given.encode("latin-1")}
     answer = client.post("/v1/completions", json={"prompt": "a"}, headers=headers)  # type: ignore[arg-type]
     assert re.fullmatch(r"[0-9a-f]{32}", answer.headers["x-request-id"])
@@ -200,14 +188,14 @@ def test_an_id_cannot_forge_a_field(client: TestClient, serve_log: Log) -> None:
 EVIL = 'one\nINFO request finished id=forged\r\n\x1b[31m\x00\x7f \u2028 \x85 "quoted" caf\xe9'
 
 
-def test_prompts_are_private(client: TestClient, serve_log: Log) -> None:
+def test_prompts_are_not_logged_by_default(client: TestClient, serve_log: Log) -> None:
     for body in ({"prompt": "private"}, {"prompt": "private", "temperature": 9}, {"prompt": {"private": 1}}):
         client.post("/v1/completions", json=body)
     assert len(_lines(serve_log)) == 3
     assert "private" not in "".join(_lines(serve_log))
 
 
-def test_a_prompt_that_is_asked_for_cannot_forge_a_line(open_client: OpenClient, serve_log: Log) -> None:
+def test_a_logged_prompt_cannot_forge_a_line(open_client: OpenClient, serve_log: Log) -> None:
     client = open_client(logging={"prompts": True})
     client.post("/v1/completions", json={"prompt": EVIL})
     (line,) = _lines(serve_log)
@@ -222,7 +210,7 @@ def test_a_prompt_is_cut(open_client: OpenClient, serve_log: Log, limit: int) ->
     assert _fields(serve_log)["prompt"] == "the cache holds the keys"[:limit]
 
 
-def test_a_log_that_is_off_is_silent(open_client: OpenClient, serve_log: Log) -> None:
+def test_a_log_that_is_off_writes_nothing(open_client: OpenClient, serve_log: Log) -> None:
     client = open_client(logging={"requests": False, "prompts": True})
     assert client.post("/v1/completions", json={"prompt": "a"}).headers["x-request-id"]
     assert not _lines(serve_log)
@@ -243,76 +231,14 @@ def test_json_has_fields(open_client: OpenClient, serve_log: Log) -> None:
     assert isinstance(said["e2e_ms"], float)
 
 
-def test_what_is_unknown_is_null(serve_log: Log) -> None:
+def test_unknown_fields_are_null(serve_log: Log) -> None:
     record = RequestRecord("abc", "/v1/completions", ended=time.monotonic())
     RequestLog(LoggingOptions(encoding="JSON")).write(record)
     said = json.loads(JSONFormatter().format(serve_log[0]))
     assert (said["ttft_ms"], said["engine_replica"]) == (None, None)
 
 
-# --- the engine's line -----------------------------------------------------------------------------------------------
-
-
-def test_the_stats_line_says_what_happened_since_the_last_one() -> None:
-    recorder, now = Recorder(), [100.0]
-    stats = StatsLine(recorder, clock=lambda: now[0])
-    assert stats.line() is None  # nothing has happened yet
-    recorder.increment(PROMPT_TOKENS, 500)
-    recorder.increment(CACHE_QUERIES, 500)
-    recorder.increment(CACHE_HITS, 400)
-    recorder.increment(GENERATION_TOKENS, 123)
-    for metric, value in ((REQUESTS_RUNNING, 3), (REQUESTS_WAITING, 2), (REQUESTS_SWAPPED, 1), (KV_USAGE, 0.456)):
-        recorder.set(metric, value)
-    now[0] += 10
-    assert stats.line() == (
-        "Avg prompt throughput: 50.0 tokens/s, Avg generation throughput: 12.3 tokens/s, Running: 3 reqs, "
-        "Waiting: 3 reqs, KV cache usage: 45.6%, Prefix cache hit rate: 80.0%"
-    )
-    recorder.increment(GENERATION_TOKENS, 10)
-    now[0] += 5
-    second = stats.line()
-    assert second is not None
-    assert "prompt throughput: 0.0 tokens/s, Avg generation throughput: 2.0 tokens/s" in second
-    assert "hit rate: 80.0%" in second  # of the last minute
-
-
-def test_an_idle_engine_says_so_once() -> None:
-    recorder, now = Recorder(), [0.0]
-    stats = StatsLine(recorder, clock=lambda: now[0])
-    recorder.increment(GENERATION_TOKENS, 10)
-    lines = []
-    for _ in range(8):
-        now[0] += 10
-        lines.append(stats.line())
-    assert [line is not None for line in lines] == [True, True] + [False] * 6
-    assert "generation throughput: 0.0 tokens/s, Running: 0 reqs" in str(lines[1])
-    recorder.increment(CACHE_QUERIES, 10)
-    recorder.increment(PROMPT_TOKENS, 10)
-    now[0] += 10
-    assert "hit rate: 0.0%" in str(stats.line())  # what was long ago does not count
-
-
-def test_a_request_that_waits_is_not_idleness() -> None:
-    recorder = Recorder()
-    recorder.set(REQUESTS_WAITING, 1)
-    stats = StatsLine(recorder, clock=time.monotonic)
-    assert all(stats.line() is not None for _ in range(3))
-
-
-def test_the_line_comes_from_a_thread(serve_log: Log) -> None:
-    recorder = Recorder()
-    stats = StatsLine(recorder, period_s=0.01)
-    stats.start()
-    recorder.increment(GENERATION_TOKENS, 5)
-    deadline = time.monotonic() + 5
-    while not serve_log:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    stats.stop()
-    assert serve_log[0].getMessage().startswith("Avg prompt throughput: ")
-
-
-def test_a_request_without_a_key_leaves_its_reason(
+def test_a_request_without_a_key_is_logged_with_the_reason(
     open_client: OpenClient, serve_log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGODA_API_KEYS", "sixteen-and-more-characters")

@@ -1,0 +1,26 @@
+"""Exceptions as HTTP error responses."""
+
+from __future__ import annotations
+
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from deployments.errors import ApiError, as_api_error, is_replica_loss, unwrap
+from engine.errors import OverloadedError, PromptTooLongError
+
+
+def test_errors_become_answers() -> None:
+    wrapped = RayTaskError(
+        "generate", "traceback", PromptTooLongError("is too long for '/models/secret/x'", param="prompt")
+    )
+    answer = as_api_error(wrapped)
+    assert (answer.status, answer.body["error"]["param"]) == (400, "prompt")
+    assert "/models" not in answer.message
+    assert as_api_error(ActorDiedError()).status == 503
+    busy = as_api_error(OverloadedError("must wait", param="structured_outputs", remedy="try again later"))
+    assert (busy.status, busy.param, busy.code) == (503, "structured_outputs", "overloaded")
+    assert int(busy.headers["Retry-After"]) > 0
+    assert as_api_error(ActorDiedError()).headers == {"Retry-After": "1"}
+    assert as_api_error(RuntimeError("secret")).message == "internal error; the server's log says more"
+    assert len(ApiError(400, "x" * 9999).message) <= 400
+    assert not is_replica_loss(wrapped)
+    assert isinstance(unwrap(wrapped), PromptTooLongError)
