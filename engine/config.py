@@ -1,8 +1,8 @@
-"""EngineConfig: every option of the engine, checked once at the edge and immutable afterwards.
+"""EngineConfig: every option of an engine, those of speculative decoding included, checked once and immutable.
 
-It knows nothing of a checkpoint's contents: what depends on them (``dtype='auto'``, the context length, the number of
-blocks) is resolved when the model is loaded. It is a plain dataclass so that the engine runs where only torch and
-transformers are installed.
+It does not read the checkpoint: values that depend on it (``dtype='auto'``, the context length, the number of blocks)
+are resolved when the model is loaded. It is a plain dataclass, so the engine runs where only torch and transformers are
+installed.
 """
 
 from __future__ import annotations
@@ -12,33 +12,153 @@ import difflib
 import math
 import os
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.speculative_config import SpeculativeConfig
+from engine.rules import (
+    Rule,
+    RuleError,
+    apply_rules,
+    choice,
+    flag,
+    integer,
+    memory_size,
+    name_or_null,
+    number,
+    optional,
+)
 
-__all__ = ["EngineConfig", "parse_memory"]
+__all__ = ["EngineConfig", "SpeculativeConfig"]
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+MAX_DRAFT_TOKENS = 128
+MAX_NGRAM = 64
+LONGEST_NGRAM = 5
+SHORTEST_NGRAM = 3
+LEAST_FLOAT = math.nextafter(0.0, 1.0)
+MAX_FLOAT = sys.float_info.max
 
 
-def parse_memory(value: int | str, name: str) -> int:
-    """Return bytes from an int or from text such as ``"512MiB"`` or ``"4 GiB"``.
+def _hint(name: object, known: list[str]) -> str:
+    """Return the option that was probably meant, or all of them."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f"did you mean '{near[0]}'?" if near else f"known options: {', '.join(known)}"
+
+
+_SPECULATIVE_RULES: dict[str, Rule] = {
+    "method": choice("ngram"),
+    "num_speculative_tokens": integer(1, MAX_DRAFT_TOKENS),
+    "prompt_lookup_max": integer(1, MAX_NGRAM),
+    "prompt_lookup_min": integer(1, MAX_NGRAM),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """The options of ``speculative_config``, named as in vLLM.
+
+    Attributes:
+        method: ``ngram``: the draft tokens are those that followed the latest earlier occurrence of the sequence's last
+            tokens (prompt lookup decoding, A. Saxena, 2023).
+        num_speculative_tokens: draft tokens of one step, at most 128.
+        prompt_lookup_max: longest n-gram that is looked up; default 5, or prompt_lookup_min if that is more.
+        prompt_lookup_min: shortest n-gram; default 3, or prompt_lookup_max if that is less.
 
     Raises:
-        ConfigError: if the text is no size, or the size is not positive.
+        ConfigError: for any value out of range.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or not isinstance(value, int | str) or isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is no memory size; give bytes or text such as '512MiB' or '4GiB'")
-    size = float(match[1]) * unit
-    if not 1 <= size < 2**63:
-        raise ConfigError(f"{name}={value!r} is no amount of memory that a machine has; give, say, '512MiB'")
-    return int(size)
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_max: int
+    prompt_lookup_min: int
+
+    def __post_init__(self) -> None:
+        apply_rules(self, _SPECULATIVE_RULES, ConfigError, "speculative_config")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"exceeds prompt_lookup_max={self.prompt_lookup_max}",
+                param="speculative_config",
+                part="prompt_lookup_min",
+                value=self.prompt_lookup_min,
+                remedy="lower it",
+            )
+
+    @classmethod
+    def from_options(cls, options: Any) -> SpeculativeConfig:
+        """Build a config from untyped options of YAML or keyword arguments.
+
+        Raises:
+            ConfigError: if ``options`` is no map, an option is unknown or missing, or a value is out of range.
+        """
+        example = "give, say, {'method': 'ngram', 'num_speculative_tokens': 4}"
+        if not isinstance(options, dict):
+            raise ConfigError("must be a map", param="speculative_config", value=options, remedy=example)
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                problem = f"has the unknown option '{name}'"
+                raise ConfigError(problem, param="speculative_config", remedy=_hint(name, known))
+        for name in ("method", "num_speculative_tokens"):
+            if name not in options:
+                raise ConfigError(f"lacks {name}", param="speculative_config", value=options, remedy=example)
+        return cls(**(_default_lengths(options) | options))
+
+
+def _default_lengths(options: dict[str, Any]) -> dict[str, Any]:
+    """Return default lengths of n-grams, consistent with the length that ``options`` may give."""
+    longest, shortest = options.get("prompt_lookup_max"), options.get("prompt_lookup_min")
+    return {
+        "prompt_lookup_max": max(LONGEST_NGRAM, shortest) if isinstance(shortest, int) else LONGEST_NGRAM,
+        "prompt_lookup_min": min(SHORTEST_NGRAM, longest) if isinstance(longest, int) else SHORTEST_NGRAM,
+    }
+
+
+def _checkpoint_path(value: Any) -> Any:
+    if not isinstance(value, str) or not value:
+        raise RuleError("must be the path of a checkpoint directory", value=value)
+    return value
+
+
+def _device(value: Any) -> Any:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+        raise RuleError("is unknown", value=value, remedy="choose auto, cpu, cuda or cuda:N")
+    return value
+
+
+def _speculative(value: Any) -> SpeculativeConfig:
+    return value if isinstance(value, SpeculativeConfig) else SpeculativeConfig.from_options(value)
+
+
+_ENGINE_RULES: dict[str, Rule] = {
+    "model": _checkpoint_path,
+    "served_model_name": name_or_null,
+    "dtype": choice("auto", "float32", "bfloat16", "float16"),
+    "quantization": optional(choice("int8")),
+    "device": _device,
+    "max_model_len": optional(integer(1)),
+    "max_num_seqs": integer(1),
+    "max_num_batched_tokens": integer(1),
+    "long_prefill_threshold": integer(0),
+    "max_decode_slowdown": optional(number(1.0, MAX_FLOAT, "of at least 1")),
+    "max_queued_requests": optional(integer(1)),
+    "max_queued_prefill_tokens": optional(integer(1)),
+    "block_size": optional(integer(1)),
+    "num_blocks": optional(integer(1)),
+    "kv_cache_memory": optional(memory_size),
+    "gpu_memory_utilization": number(LEAST_FLOAT, 1.0, "in (0, 1]"),
+    "enable_prefix_caching": flag,
+    "use_tqdm_on_load": flag,
+    "skip_tokenizer_init": flag,
+    "enforce_eager": flag,
+    "tensor_parallel_size": integer(1),
+    "swap_space_gib": number(0.0, MAX_FLOAT, "of at least 0"),
+    "step_timeout_s": number(LEAST_FLOAT, MAX_FLOAT, "above 0"),
+    "seed": integer(),
+    "speculative_config": optional(_speculative),
+    "num_threads": optional(integer(1)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,40 +171,40 @@ class EngineConfig:
         quantization: ``int8`` keeps the weights of linear layers as int8, quantized while they are loaded, on a CPU;
             None keeps them in ``dtype``.
         max_model_len: context length in tokens; None takes the model's.
-        max_num_seqs: sequences that run in one step, at most.
-        max_num_batched_tokens: tokens computed in one step, at most; longer prompts are chunked.
-        long_prefill_threshold: tokens of one prompt computed in one step, at most, so that others get their turn; 0
-            sets no such limit.
-        max_decode_slowdown: how many times longer than with its decodes alone a step may take, about, for what it
-            computes of a prompt beside them, unless more prompts could start than sequences decode; None, the default
-            of ``LLM``, sets no such limit. It is for CPUs, where a token of a prompt costs nearly as much time as a
-            step of decodes, and has no effect on a GPU.
-        max_queued_requests: requests that may wait in an AsyncEngine, at most, besides those that the next step has
-            places for; another one is refused, or a waiting one of lower priority gives way. None sets no such
-            limit; ``LLM`` queues whatever it is given.
-        max_queued_prefill_tokens: prompt tokens that may wait to be computed in an AsyncEngine, at most, without those
-            that the prefix cache holds; likewise. A request that finds nobody waiting is taken however long it is.
+        max_num_seqs: maximum sequences that run in one step.
+        max_num_batched_tokens: maximum tokens computed in one step; longer prompts are chunked.
+        long_prefill_threshold: maximum tokens of one prompt computed in one step, so that other requests also progress;
+            0 is no limit.
+        max_decode_slowdown: how many times longer a step with decodes and prefills may take than its decodes alone,
+            about, unless more prompts can start than sequences decode; None, the default of ``LLM``, is no limit. It
+            is for CPUs, where a prompt token costs nearly as much time as a step of decodes, and has no effect on a
+            GPU.
+        max_queued_requests: maximum requests that wait in an AsyncEngine, in addition to those that have a slot in the
+            next step. Another request is rejected, or it replaces a waiting request of lower priority. None is no
+            limit; ``LLM`` has none.
+        max_queued_prefill_tokens: maximum prompt tokens that wait to be computed in an AsyncEngine, without cached
+            ones; likewise. If the queue is empty, a request of any length is accepted.
         block_size: tokens per KV block; None takes the attention backend's default.
         num_blocks: size of the KV pool in blocks; None derives it from memory.
-        kv_cache_memory: bytes (or text such as "2GiB") for the KV pool; None measures what is free. It is the whole
-            engine's: tensor-parallel ranks take equal parts of it.
-        gpu_memory_utilization: share of each GPU's memory that the engine may use.
+        kv_cache_memory: bytes (or text such as "2GiB") for the KV pool of the whole engine, of which tensor-parallel
+            ranks take equal parts; None measures the free memory.
+        gpu_memory_utilization: fraction of each GPU's memory that the engine may use.
         enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
         use_tqdm_on_load: show a progress bar while the weights load, if stderr is a terminal.
         skip_tokenizer_init: token ids in, token ids out; no tokenizer files are needed.
-        enforce_eager: never capture CUDA graphs; none are captured so far, so it changes nothing yet.
-        tensor_parallel_size: GPUs, or on a CPU processes, that share one model; all on this host.
-        swap_space_gib: host memory in GiB that preempted requests are swapped to; without room there they are
-            computed again. It is the whole engine's too.
-        served_model_name: what metrics call the model; None takes the path.
+        enforce_eager: never capture CUDA graphs. No graphs are captured so far, so it has no effect yet.
+        tensor_parallel_size: GPUs, or processes on a CPU, that share one model; all on this host.
+        swap_space_gib: host memory in GiB for the blocks of preempted requests, for the whole engine. Requests that do
+            not fit are computed again.
+        served_model_name: name of the model in metrics; None takes the path.
         step_timeout_s: seconds after which a step that does not end makes AsyncEngine.check_health() fail.
-        seed: of the engine's own generator, from which requests without a seed draw theirs.
-        speculative_config: guess tokens and let the model check several in one step, which makes greedy answers faster
-            where they copy what is there already, and changes none. A map of SpeculativeConfig's options, such as
-            ``{"method": "ngram", "num_speculative_tokens": 4}``; None guesses nothing.
+        seed: seed of the engine's generator, which gives each request without a seed its own.
+        speculative_config: speculative decoding: draft tokens that the model verifies in one step. Greedy answers that
+            repeat earlier text get faster; no answer changes. A map of SpeculativeConfig's options, such as
+            ``{"method": "ngram", "num_speculative_tokens": 4}``; None is off.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        num_threads: threads that compute on a CPU, all ranks' together; None takes OMP_NUM_THREADS, else one for each
-            core. Engines of one process share them.
+        num_threads: threads that compute on a CPU, for all ranks together; None takes OMP_NUM_THREADS, else one for
+            each core. Engines of one process share them.
         attention_backend: ``auto``, ``cpu``, ``triton`` or ``flash_attn``.
 
     Raises:
@@ -122,79 +242,24 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model={self.model!r} must be the path of a checkpoint directory")
-        if self.served_model_name is not None and (
-            not isinstance(self.served_model_name, str) or not self.served_model_name
-        ):
-            raise ConfigError(f"served_model_name={self.served_model_name!r} must be a name, or null")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
-            self._require_positive_int(name)
-        for name in (
-            "max_model_len",
-            "block_size",
-            "num_blocks",
-            "max_queued_requests",
-            "max_queued_prefill_tokens",
-            "num_threads",
-        ):
-            if getattr(self, name) is not None:
-                self._require_positive_int(name)
-        for name in ("enable_prefix_caching", "use_tqdm_on_load", "skip_tokenizer_init", "enforce_eager"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
-        if self.dtype not in _DTYPES:
-            raise ConfigError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
-        if self.quantization not in (None, "int8"):
-            raise ConfigError(f"quantization={self.quantization!r} is unknown; choose int8, or leave it out")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
-            raise ConfigError(f"device={self.device!r} is unknown; choose auto, cpu, cuda or cuda:N")
-        self._check_numbers()
-        if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
-            object.__setattr__(self, "speculative_config", SpeculativeConfig.from_options(self.speculative_config))
-        if self.kv_cache_memory is not None:
-            object.__setattr__(self, "kv_cache_memory", parse_memory(self.kv_cache_memory, "kv_cache_memory"))
+        apply_rules(self, _ENGINE_RULES, ConfigError)
+        if self.tensor_parallel_size > 1 and ":" in self.device:
+            raise ConfigError(
+                f"names one GPU, but tensor_parallel_size={self.tensor_parallel_size} takes the first visible ones",
+                param="device",
+                value=self.device,
+                remedy="choose cuda",
+            )
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """``speculative_config``, checked."""
+        """The checked ``speculative_config``."""
         assert not isinstance(self.speculative_config, dict)
         return self.speculative_config
 
-    def _require_positive_int(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
-
-    def _check_numbers(self) -> None:
-        threshold = self.long_prefill_threshold
-        if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
-            raise ConfigError(f"long_prefill_threshold={threshold!r} must be an integer of at least 0")
-        utilization = self.gpu_memory_utilization
-        if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization={utilization!r} must lie in (0, 1]")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed={self.seed!r} must be an integer")
-        swap = self.swap_space_gib
-        if isinstance(swap, bool) or not isinstance(swap, int | float) or not math.isfinite(swap) or swap < 0:
-            raise ConfigError(f"swap_space_gib={swap!r} must be a finite number of at least 0")
-        limit = self.step_timeout_s
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit) or limit <= 0:
-            raise ConfigError(f"step_timeout_s={limit!r} must be a finite number above 0")
-        slowdown = self.max_decode_slowdown
-        if slowdown is not None and (
-            isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not 1 <= slowdown < math.inf
-        ):
-            raise ConfigError(f"max_decode_slowdown={slowdown!r} must be a finite number of at least 1, or null")
-        if self.tensor_parallel_size > 1 and ":" in self.device:
-            raise ConfigError(
-                f"device='{self.device}' names one GPU, but tensor_parallel_size={self.tensor_parallel_size} takes "
-                "the first ones that are visible; choose cuda"
-            )
-
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> EngineConfig:
-        """Build a config from untyped options, as YAML or keyword arguments give them.
+        """Build a config from untyped options of YAML or keyword arguments.
 
         Raises:
             ConfigError: for an unknown option, with the nearest known name, or a value out of range.
@@ -202,9 +267,7 @@ class EngineConfig:
         known = [field.name for field in dataclasses.fields(cls) if field.name != "model"]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean '{near[0]}'?" if near else f"known options: {', '.join(known)}"
-                raise ConfigError(f"unknown engine option '{name}'; {hint}")
+                raise ConfigError(f"unknown engine option '{name}'", remedy=_hint(name, known))
         return cls(model=model, **options)
 
 

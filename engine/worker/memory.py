@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig, parse_memory
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 __all__ = [
@@ -86,8 +86,8 @@ def _container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _part_of(config: EngineConfig) -> int:
-    assert config.kv_cache_memory is not None
-    return parse_memory(config.kv_cache_memory, "kv_cache_memory") // config.tensor_parallel_size
+    assert isinstance(config.kv_cache_memory, int)  # EngineConfig has parsed text
+    return config.kv_cache_memory // config.tensor_parallel_size
 
 
 def gpu_memory_for_cache(config: EngineConfig, device: torch.device) -> int:
