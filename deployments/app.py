@@ -1,7 +1,7 @@
-"""build_app: what serve_config.yaml names as ``import_path``.
+"""build_app: the application builder that serve_config.yaml names as ``import_path``.
 
-It turns the typed arguments into two deployments, the ingress and the engines behind it, and says what each asks of
-the cluster. It starts nothing itself.
+It turns the typed arguments into two deployments, the ingress and the engines, with the resources that each requires.
+It starts nothing itself.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from engine.errors import ConfigError
 
 __all__ = ["build_app"]
 
-CONSTRUCTOR_RETRIES = 2  # a model that does not fit will not fit at the twentieth attempt either
-METRICS_INTERVAL_S, LOOK_BACK_S = 1.0, 5.0  # between two looks at an engine's pressure; over which they are averaged
-INGRESS_CONCURRENCY = 10_000  # requests wait in the engines' queues, where they can be ordered, not here
+CONSTRUCTOR_RETRIES = 2  # a model that does not fit at once will not fit later
+METRICS_INTERVAL_S, LOOK_BACK_S = 1.0, 5.0  # between two samples of an engine's pressure; averaging window
+INGRESS_CONCURRENCY = 10_000  # requests wait in the engines' queues, which order them by priority
 
 
 def build_app(args: dict[str, Any]) -> Application:
     """Return the application that ``args`` describe.
 
     Raises:
-        ConfigError: for an unknown key, a value out of range, a missing model, tracing without its packages, or API
-            keys that are no good.
+        ConfigError: for an unknown key, a value out of range, a missing model, tracing without its packages, or
+            invalid API keys.
     """
     config = AppConfig.parse(args)
     config.require_model()
@@ -69,7 +69,7 @@ def _engine_deployment(config: AppConfig) -> serve.Deployment:
 
 
 def _number_of_engines(config: AppConfig) -> dict[str, Any]:
-    """Return Serve's options for a fixed number of replicas, or for one that follows the load."""
+    """Return Serve's options for a fixed or an autoscaled number of replicas."""
     scaling = config.autoscaling
     if scaling.max_replicas is None:
         return {"num_replicas": config.replicas.num_engine_replicas}
@@ -111,10 +111,10 @@ def _logging(config: AppConfig) -> LoggingConfig:
 
 
 def gpus_per_engine(config: AppConfig, available: float) -> float:
-    """Return the GPUs that Ray sets aside for one engine replica.
+    """Return the number of GPUs that Ray reserves for one engine replica.
 
     Raises:
-        ConfigError: if replicas would have to share a GPU without saying how much memory each may take.
+        ConfigError: replicas would share a GPU without ``engine.kv_cache_memory``.
     """
     if config.replicas.gpus_per_engine is not None:
         return config.replicas.gpus_per_engine
@@ -122,7 +122,7 @@ def gpus_per_engine(config: AppConfig, available: float) -> float:
     if engine.device == "cpu" or (engine.device == "auto" and available == 0):
         return 0.0
     needed = count * engine.tensor_parallel_size
-    # None yet, or not all: a cluster that scales with its replicas brings nodes when they are asked for.
+    # A cluster that scales with its replicas adds the missing nodes on demand.
     if available == 0 or available >= needed or config.autoscaling.max_replicas is not None:
         return float(engine.tensor_parallel_size)
     if engine.kv_cache_memory is None and engine.num_blocks is None:
@@ -130,7 +130,7 @@ def gpus_per_engine(config: AppConfig, available: float) -> float:
             f"replicas.num_engine_replicas={count} need {needed} GPUs and the cluster has {available:g}; lower it, or "
             "let replicas share a GPU by setting engine.kv_cache_memory"
         )
-    share = int(10_000 / math.ceil(needed / available)) / 10_000  # as many to each GPU as the fullest one takes
+    share = int(10_000 / math.ceil(needed / available)) / 10_000  # of the GPU that holds the most replicas
     if share == 0.0:
         raise ConfigError(
             f"replicas.num_engine_replicas={count} are more than {available:g} GPUs can be shared by; lower it"
@@ -139,7 +139,7 @@ def gpus_per_engine(config: AppConfig, available: float) -> float:
 
 
 def _gpus_in_cluster() -> float:
-    """Return the GPUs of the cluster that builds this application, or none when there is no cluster yet."""
+    """Return the number of GPUs of the cluster that builds this application; 0 if there is no cluster yet."""
     if not ray.is_initialized():
         return 0.0
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""KVPressure: how many engine replicas there should be, from how full and how far behind the ones there are.
+"""KVPressure: the autoscaling policy. It computes the number of engine replicas from their queues and KV usage.
 
-Serve calls it in its controller with what each replica has said of itself (``replica_pressure``), and applies the
-bounds, factors and delays of the deployment's autoscaling_config to the answer. Counting requests, as Serve does by
-default, cannot tell a request of ten tokens from one of a hundred thousand. It knows no engine and no clock; Serve
-pickles this module by value, so it imports nothing of ours.
+Serve calls it in its controller with the metrics that each replica reports (``replica_pressure``), and applies the
+bounds, factors and delays of the deployment's autoscaling_config to the result. Serve's default metric, the number of
+requests, does not distinguish ten tokens from a hundred thousand. The module knows no engine and no clock. Serve
+pickles this module by value, so it imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ __all__ = ["KVPressure", "replica_pressure"]
 
 QUEUED_PREFILL_S = "queued_prefill_s"
 KV_USAGE = "kv_usage"
-UNMEASURED_TOKENS_PER_S = 1000.0  # before a replica has seen a prefill: slow enough to notice a queue
+UNMEASURED_TOKENS_PER_S = 1000.0  # assumed before a replica's first prefill: slow enough that a queue counts
 
 
 class Load(Protocol):
-    """What is read of an ``EngineLoad``."""
+    """The fields of ``EngineLoad`` that are used here."""
 
     @property
     def queued_prefill_tokens(self) -> int: ...
@@ -31,7 +31,7 @@ class Load(Protocol):
 
 
 class Context(Protocol):
-    """What is read of Serve's ``AutoscalingContext``."""
+    """The fields of Serve's ``AutoscalingContext`` that are used here."""
 
     current_num_replicas: int
 
@@ -42,18 +42,18 @@ class Context(Protocol):
 
 
 def replica_pressure(load: Load) -> dict[str, float]:
-    """Return what a replica publishes: seconds of prefill that are queued, and the share of KV blocks in use."""
+    """Return a replica's metrics: seconds of queued prefill, and the used share of its KV blocks."""
     rate = load.prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S
     used = load.num_blocks - load.num_free_blocks
     return {QUEUED_PREFILL_S: load.queued_prefill_tokens / rate, KV_USAGE: used / max(load.num_blocks, 1)}
 
 
 class KVPressure:
-    """Aims at a queue of ``target_queued_prefill_s`` and a KV usage of ``target_kv_usage`` on the mean replica.
+    """Keeps the mean replica at ``target_queued_prefill_s`` of queue and ``target_kv_usage`` of KV usage.
 
     Args:
-        target_queued_prefill_s: seconds that a new prompt may wait for those before it; more asks for more replicas.
-        target_kv_usage: share of the KV blocks, 0 to 1, that sequences may use; beyond it preemption is near.
+        target_queued_prefill_s: seconds of prefill queued before a new prompt; with more, replicas are added.
+        target_kv_usage: used share of the KV blocks, 0 to 1; with more, preemptions are likely.
     """
 
     def __init__(self, target_queued_prefill_s: float = 1.0, target_kv_usage: float = 0.8) -> None:
@@ -61,9 +61,9 @@ class KVPressure:
         self.target_kv_usage = target_kv_usage
 
     def __call__(self, ctx: Context) -> tuple[float, dict[str, Any]]:
-        """Return the number of replicas wanted, before bounds and delays, and no state.
+        """Return the wanted number of replicas, before bounds and delays, and an empty state.
 
-        None are wanted only where nothing is being served; the first request then brings back one.
+        It is zero only while no request is running or waiting; the first request then starts a replica.
         """
         metrics = ctx.aggregated_metrics or {}
         pressure = max(

@@ -1,4 +1,4 @@
-"""Which version of Pagoda this is."""
+"""The version of Pagoda."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["pagoda_version"]
 
 
 def pagoda_version() -> str:
-    """Return the installed version, or that of the checkout that runs without having been installed."""
+    """Return the installed version, or that of a checkout that is not installed."""
     try:
         return version("pagoda")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Metrics on their way out: the recorder behind /metrics, Ray's metrics agent, and the periodic log line.
+"""Metrics outside the engine: the recorder, ``GET /metrics``, Ray's metrics agent, and the periodic log line.
 
-Knows metric definitions and sinks. Does not know what a metric means.
+Knows metric definitions and how they are exported. Does not know the code that reports them.
 """

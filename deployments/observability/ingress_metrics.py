@@ -38,7 +38,7 @@ INGRESS_INFO = Metric("ingress_info", "gauge", "Always 1; the labels describe th
 ROUTING_DECISIONS = Metric(
     "routing_decisions",
     "counter",
-    "Choices of a replica for a request, by why it came first.",
+    "Routing decisions, by the reason for the first choice.",
     ("outcome",),
     known=(("hit",), ("cold",), ("balanced",), ("fallback",), ("retry",)),
 )
@@ -46,33 +46,35 @@ ROUTING_DECISION_SECONDS = Metric(
     "routing_decision_seconds", "histogram", "Time to rank the replicas for one request.", (), DECISION_BUCKETS
 )
 ROUTING_PREDICTED_HIT_TOKENS = Metric(
-    "routing_predicted_hit_tokens", "counter", "Prompt tokens that the chosen replicas were thought to have cached."
+    "routing_predicted_hit_tokens", "counter", "Prompt tokens predicted to be cached on the chosen replicas."
 )
 ROUTING_BEST_HIT_TOKENS = Metric(
-    "routing_best_hit_tokens", "counter", "Prompt tokens that some replica was thought to have cached."
+    "routing_best_hit_tokens",
+    "counter",
+    "Prompt tokens predicted to be cached on the best replica for each.",
 )
 INGRESS_REJECTIONS = Metric(
     "ingress_rejections",
     "counter",
-    "Requests refused before an engine saw them.",
+    "Requests rejected before they reached an engine.",
     ("reason",),
     known=(("overloaded",),),
 )
-KV_INDEX_BLOCKS = Metric("kv_index_blocks", "gauge", "KV blocks that this ingress knows of.")
+KV_INDEX_BLOCKS = Metric("kv_index_blocks", "gauge", "KV blocks in the routing index of this ingress.")
 KV_INDEX_LAG = Metric(
-    "kv_index_lag_seconds", "histogram", "From an engine's step to when this ingress heard of it.", (), LAG_BUCKETS
+    "kv_index_lag_seconds", "histogram", "Time from an engine's step to the arrival of its KV events.", (), LAG_BUCKETS
 )
-KV_INDEX_GAPS = Metric("kv_index_gaps", "counter", "Times that KV events were missing and a snapshot was asked for.")
+KV_INDEX_GAPS = Metric("kv_index_gaps", "counter", "Gaps in the KV events, each followed by a snapshot request.")
 KV_INDEX_DROPPED = Metric(
     "kv_index_dropped_messages",
     "counter",
-    "Messages and endpoints that were refused.",
+    "KV messages and endpoints that were dropped as invalid.",
     ("reason",),
     known=(("malformed",), ("oversized",)),
 )
-REQUEST_MIGRATIONS = Metric("request_migrations", "counter", "Requests sent to another replica after theirs was lost.")
-REPLICAS = Metric("replicas", "gauge", "Engine replicas that this ingress knows of.", ("state",))
-REPLICAS_MIN = Metric("replicas_min", "gauge", "Engine replicas that there are at least when all is well.")
+REQUEST_MIGRATIONS = Metric("request_migrations", "counter", "Requests moved to another replica after theirs was lost.")
+REPLICAS = Metric("replicas", "gauge", "Engine replicas known to this ingress.", ("state",))
+REPLICAS_MIN = Metric("replicas_min", "gauge", "Configured minimum number of engine replicas.")
 
 INGRESS_METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 

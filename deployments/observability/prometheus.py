@@ -19,13 +19,13 @@ Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFam
 
 
 class _Families(Collector):
-    """Series of several processes as Prometheus metric families."""
+    """The series of several processes as Prometheus metric families."""
 
     def __init__(self, sources: Iterable[tuple[str, str, Iterable[Series]]]) -> None:
         self._sources = sources
 
     def collect(self) -> Iterable[Family]:
-        """Yield one family a metric, the series of all processes in it."""
+        """Return one family per metric with the series of all processes."""
         families: dict[str, Family] = {}
         for label, process, several in self._sources:
             for series in several:
@@ -54,7 +54,7 @@ def _add(family: Family, series: Series, process: str) -> None:
 
 
 def cumulative(series: Series) -> list[tuple[str, float]]:
-    """Return a histogram's buckets as Prometheus has them: each bound, and how many values do not exceed it."""
+    """Return a histogram's cumulative buckets: (upper bound, number of values up to it)."""
     bounds = [*(str(float(bound)) for bound in series.metric.buckets), "+Inf"]
     return list(zip(bounds, map(float, accumulate(series.counts)), strict=True))
 

@@ -1,14 +1,14 @@
-"""RayExporter: carries one recorder's values to Ray's metrics agent, which shows them as ``ray_pagoda_<name>``.
+"""RayExporter: sends one recorder's values to Ray's metrics agent, which serves them as ``ray_pagoda_<name>``.
 
-It has a thread of its own, because Ray's calls are too slow for the engine's loop. Names and labels are those of
-``GET /metrics``, so that one dashboard serves both; Ray adds ``deployment``, ``application`` and more.
+It runs in its own thread, because Ray's calls are too slow for the engine's loop. Names and labels are those of
+``GET /metrics``, so that one dashboard works with both; Ray adds ``deployment``, ``application`` and more.
 
-The agent forgets a gauge that it has not been told again for two of its reporting intervals (of 10 s each), so that
-what a dead process has said goes; those of a living one are told every time.
+The agent drops a gauge that is not repeated within two of its reporting intervals (of 10 s each), so the values of a
+dead process disappear. For that reason all gauges are sent every time.
 
-Ray's own Histogram takes one call a value, and its agent one more, and then knows the buckets but not the sum, which it
-makes up from their middles. So a histogram goes as what Prometheus makes of it anyway, the series ``_bucket``, ``_sum``
-and ``_count``, each a gauge for Ray; PromQL reads them alike.
+Ray's own Histogram takes one call per value and estimates the sum from the middles of the buckets. So a histogram is
+sent as the series that Prometheus derives from it, ``_bucket``, ``_sum`` and ``_count``, each a gauge for Ray; PromQL
+reads them the same way.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ logger = logging.getLogger("ray.serve")
 
 
 class RayExporter:
-    """Carries a recorder's values to Ray's metrics agent every few seconds.
+    """Sends a recorder's values to Ray's metrics agent every few seconds.
 
     Args:
-        recorder: where the values are.
-        label: what ``GET /metrics`` calls a process of this kind. Ray itself adds ``replica``.
-        refresh: called before values are read, by the exporter's thread.
+        recorder: the source of the values.
+        label: the label that ``GET /metrics`` gives a process of this kind. Ray itself adds ``replica``.
+        refresh: called by the exporter's thread before it reads the values.
+        period_s: seconds between two exports.
     """
 
     def __init__(
@@ -53,18 +54,18 @@ class RayExporter:
         self._period_s = period_s
         self._tags: dict[str, str] = {}
         self._sent: dict[tuple[str, ...], Series] = {}
-        self._failed: set[str] = set()  # metrics whose failure is in the log; "": bringing them up to date
+        self._failed: set[str] = set()  # metrics whose failure was logged; "" stands for refresh
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ray-metrics", daemon=True)
 
     def start(self) -> None:
-        """Begin to export; inside a Serve replica, whose name is told."""
+        """Start the thread. Call it inside a Serve replica: an ingress is labelled with the replica's name."""
         if self._label != "replica":
             self._tags = {self._label: serve.get_replica_context().replica_id.unique_id}
         self._thread.start()
 
     def stop(self) -> None:
-        """Export what is left and end the thread."""
+        """Export the last values and end the thread."""
         self._stopped.set()
         self._thread.join(timeout=self._period_s)
 
@@ -74,20 +75,20 @@ class RayExporter:
         self.flush()
 
     def flush(self) -> None:
-        """Send what there is."""
+        """Send all values once."""
         try:
             self._refresh()
         except Exception:
             if "" not in self._failed:
                 self._failed.add("")
-                logger.exception("what is told to Ray's agent is not up to date")
+                logger.exception("metrics could not be refreshed before their export to Ray's agent")
         for series in self._recorder.snapshot():
             key = (series.metric.name, *series.labels)
             if self._try_to_send(series, self._sent.get(key)):
                 self._sent[key] = series
 
     def _try_to_send(self, series: Series, previous: Series | None) -> bool:
-        """Send one series; what goes wrong is logged once a metric, and the others, and later values, go on."""
+        """Send one series; return False and log once per metric if that fails."""
         try:
             _send(series, previous, self._tags)
         except Exception:
@@ -99,7 +100,7 @@ class RayExporter:
 
 
 def _send(series: Series, previous: Series | None, process: Mapping[str, str]) -> None:
-    """Send one series to Ray; a counter as the difference to what was sent before, which Ray wants to be above 0."""
+    """Send one series to Ray; a counter as its increase since the last export, which Ray requires to be positive."""
     metric, tags = series.metric, {**process, **dict(zip(series.metric.labels, series.labels, strict=True))}
     keys = tuple(tags)
     if metric.kind == "gauge":

@@ -18,11 +18,11 @@ __all__ = ["Recorder", "Series"]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric's value for one set of labels at one moment; pickles small."""
+    """The value of one metric for one set of label values at one moment. It pickles."""
 
     metric: Metric
     labels: tuple[str, ...]
-    value: float  # of a histogram: the sum of what was observed
+    value: float  # of a histogram: the sum of the observed values
     counts: tuple[int, ...] = ()  # of a histogram: per bucket, the last one unbounded
 
 
@@ -39,11 +39,11 @@ class _Cell:
 
 
 class Recorder:
-    """A MetricSink that remembers; every method may be called from any thread.
+    """A MetricSink that keeps every value in memory. Every method may be called from any thread.
 
     Args:
-        metrics: counters and histograms among these have a value, 0, from the start, for each label value that is known
-            beforehand: Prometheus sees a first event only as a rise from a value that it has seen.
+        metrics: the counters and histograms among these start with the value 0 for each known label value, because
+            Prometheus counts a first event only as the increase from a value that it has scraped.
     """
 
     def __init__(self, metrics: Iterable[Metric] = ()) -> None:

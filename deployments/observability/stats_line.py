@@ -1,7 +1,7 @@
-"""StatsLine: a line every ten seconds with an engine's throughput and cache use, in the words of vLLM's users.
+"""StatsLine: logs an engine's throughput and cache use every ten seconds, in the format of vLLM's stats line.
 
-It reads the recorder that the engine reports to anyway, from a thread of its own. While nothing happens it is silent,
-after one last line that shows so.
+It reads the engine's recorder from its own thread. While the engine is idle it logs nothing, after one last line that
+shows the idle state.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ __all__ = ["StatsLine"]
 logger = logging.getLogger("ray.serve")
 
 PERIOD_S = 10.0
-HIT_RATE_PERIODS = 6  # the hit rate is that of the last minute's prompts
+HIT_RATE_PERIODS = 6  # the hit rate covers the last minute
 
 
 class StatsLine:
-    """Writes an engine's line.
+    """Logs an engine's stats line.
 
     Args:
-        recorder: where the engine reports to.
+        recorder: where the engine reports its metrics.
         period_s: seconds between two lines.
-        clock: seconds that only rise.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class StatsLine:
         self._clock = clock
         self._last: dict[Metric, float] = {}
         self._last_time = clock()
-        self._lookups: deque[tuple[float, float]] = deque(maxlen=HIT_RATE_PERIODS)  # (tokens found, looked up)
-        self._was_busy = False
+        self._lookups: deque[tuple[float, float]] = deque(maxlen=HIT_RATE_PERIODS)  # (hit tokens, looked-up tokens)
+        self._was_active = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stats-line", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -70,7 +70,7 @@ class StatsLine:
                 logger.info("%s", line)
 
     def line(self) -> str | None:
-        """Return what there is to say of the time since the last call; None while the engine is idle."""
+        """Return the line for the time since the last call; None while the engine is idle."""
         now = self._clock()
         values = {series.metric: series.value for series in self._recorder.snapshot() if not series.labels}
         seconds = max(now - self._last_time, 1e-9)
@@ -83,10 +83,10 @@ class StatsLine:
         self._last, self._last_time = values, now
         running = values.get(REQUESTS_RUNNING, 0.0)
         waiting = values.get(REQUESTS_WAITING, 0.0) + values.get(REQUESTS_SWAPPED, 0.0)
-        is_busy = any((prompt, generated, running, waiting))
-        if not is_busy and not self._was_busy:
+        is_active = any((prompt, generated, running, waiting))
+        if not is_active and not self._was_active:
             return None
-        self._was_busy = is_busy
+        self._was_active = is_active
         found, looked_up = (sum(column) for column in zip(*self._lookups, strict=True))
         return (
             f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "

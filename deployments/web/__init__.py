@@ -1,4 +1,4 @@
-"""The web page: its files and the live data that they show.
+"""The web page: its files, and the live data that it polls.
 
-Knows HTTP caching headers and snapshots of engines. Does not know how an engine or the router works.
+Knows JSON and static files. Does not know how requests are served.
 """

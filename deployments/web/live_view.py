@@ -1,25 +1,25 @@
-"""LiveView: what the web page shows of the cluster, as the JSON of ``GET /live``.
+"""LiveView: the state of the cluster as JSON, for ``GET /live`` and the web page.
 
-The page asks once a second while somebody looks at it, and nothing is collected while nobody does. An ingress collects
-at most once a second, however many pages are open: every engine tells of itself, and every ingress where it has sent
-its last requests, so that the answer is the same whichever ingress gives it.
+A visible page polls once a second; without a page nothing is collected. An ingress collects at most once a second,
+however many pages are open: a snapshot of every engine, and the last routed requests of every ingress, so that all
+ingresses give the same answer.
 
     {"time": 1700000000.1,                         Unix seconds of the collection
      "model": "pagoda-demo",                       the served name
      "replicas": [{
        "name": "abc",
        "running": 3, "waiting": 0, "swapped": 0,   sequences
-       "prompt_tokens": 9, "generated_tokens": 9,  since the replica began
-       "query_tokens": 9, "hit_tokens": 9,         looked up in the prefix cache, and found there
+       "prompt_tokens": 9, "generated_tokens": 9,  since the replica started
+       "query_tokens": 9, "hit_tokens": 9,         looked up, and found, in the prefix cache
        "evicted_blocks": 0, "preemptions": 0,
        "blocks": {"free": 1, "cached": 1, "used": 2, "shared": 1},   shared is a part of used
        "num_blocks": 4, "blocks_per_cell": 1,
-       "cells": "AQAA..."                          base64 of BlockMap.cells: three bytes a cell
+       "cells": "AQAA..."                          base64 of BlockMap.cells: three bytes per cell
      }],
      "routed": [{"time": 1700000000.0, "ingress": "def", "replica": "abc", "outcome": "hit",
        "prompt_tokens": 90, "predicted_tokens": 64, "best_tokens": 64}]}    the latest first
 
-It knows neither Serve nor HTTP: it is given what asks the engines and the ingresses.
+It knows neither Serve nor HTTP: the caller passes functions that query the engines and the ingresses.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from engine.observability.metrics import (
 
 __all__ = ["EngineSnapshot", "LiveView"]
 
-FRESH_S = 0.9  # a little less than the page's second, else every other look would find what was there before
+FRESH_S = 0.9  # less than the page's polling period, else every second poll would get old data
 
 _COUNTERS: dict[str, Metric] = {
     "prompt_tokens": PROMPT_TOKENS,
@@ -63,22 +63,22 @@ _COUNTERS: dict[str, Metric] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """What one engine tells of itself. It pickles."""
+    """The state of one engine. It pickles."""
 
     stats: EngineStats
-    counters: Mapping[str, int]  # by their names in the JSON
+    counters: Mapping[str, int]  # by their JSON keys
     blocks: BlockMap
 
     @classmethod
     def take(cls, stats: EngineStats, series: Iterable[Series], blocks: BlockMap) -> EngineSnapshot:
-        """Pick the counters out of all series."""
+        """Make a snapshot; the counters are summed over ``series``."""
         totals: Counter[str] = Counter()
         for one in series:
             totals[one.metric.name] += int(one.value) if one.metric.kind == "counter" else 0
         return cls(stats, {name: totals[metric.name] for name, metric in _COUNTERS.items()}, blocks)
 
     def as_json(self, name: str) -> dict[str, Any]:
-        """Return what the page gets of this replica."""
+        """Return the element of ``replicas`` for this replica."""
         return {
             "name": name,
             "running": self.stats.num_running,
@@ -93,13 +93,13 @@ class EngineSnapshot:
 
 
 class LiveView:
-    """What all who look at the page of one ingress share.
+    """The cached state of the cluster, shared by all pages of one ingress.
 
     Args:
         model: the served name.
-        engines: asks every engine for its snapshot; by replica.
-        ingresses: asks every ingress where it sent its last requests; by ingress.
-        clock: seconds that only rise.
+        engines: returns the snapshot of every engine, by replica.
+        ingresses: returns the last routed requests of every ingress, by ingress.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -119,15 +119,13 @@ class LiveView:
 
     async def body(self) -> bytes:
         """Return the JSON, not older than ``FRESH_S``."""
-        async with self._lock:  # who comes meanwhile gets what is being collected
+        async with self._lock:  # concurrent calls wait for the same collection
             if self._clock() - self._taken > FRESH_S:
                 engines, ingresses = await asyncio.gather(self._engines(), self._ingresses())
-                self._body, self._taken = self._written(engines, ingresses), self._clock()
+                self._body, self._taken = self._encode(engines, ingresses), self._clock()
             return self._body
 
-    def _written(
-        self, engines: Mapping[str, EngineSnapshot], ingresses: Mapping[str, Sequence[RoutedRequest]]
-    ) -> bytes:
+    def _encode(self, engines: Mapping[str, EngineSnapshot], ingresses: Mapping[str, Sequence[RoutedRequest]]) -> bytes:
         routed = [asdict(one) | {"ingress": name} for name, requests in ingresses.items() for one in requests]
         routed.sort(key=lambda one: float(one["time"]), reverse=True)
         content = {

@@ -1,8 +1,8 @@
-"""The web page at ``/``: its files, and the headers that keep it to itself.
+"""WebPage: the web page at ``/``, its static files, and their security headers.
 
-The files lie in static/ as a browser takes them: HTML, CSS and JavaScript modules, with no build step and
-nothing from elsewhere. They are read once; a browser keeps them and asks whether they have changed. What the page shows
-comes from the API and from ``GET /live`` (live_view.py).
+The files in static/ are plain HTML, CSS and JavaScript modules without a build step or external resources. They are
+read once at start; browsers revalidate them by ETag. The page's data comes from the API and from ``GET /live``
+(live_view.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _File:
     etag: str
 
     def answer(self, request: Request) -> Response:
-        """Return the file, or that the browser's copy is good."""
+        """Return the file, or 304 if the browser's copy is current."""
         headers = _HEADERS | {"ETag": self.etag, "Cache-Control": "no-cache"}
         held = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
         if self.etag in held:
@@ -60,7 +60,7 @@ def _read(path: Path) -> _File:
 
 
 class WebPage:
-    """The page, its files and its data, as endpoints."""
+    """The endpoints of the page, its files and its data."""
 
     def __init__(self, live: LiveView) -> None:
         self._live = live
@@ -77,6 +77,6 @@ class WebPage:
         return self._files[name].answer(request)
 
     async def live(self) -> Response:
-        """Return what the page shows of the cluster now; live_view.py describes it."""
+        """Return the state of the cluster; live_view.py documents the JSON."""
         body = await self._live.body()
         return Response(body, media_type="application/json", headers=_HEADERS | {"Cache-Control": "no-store"})

@@ -1,4 +1,4 @@
-// The OpenAI API from a browser: a streamed chat, and errors in words.
+// The OpenAI API for the page: streamed chat, and errors with readable messages.
 
 export class ApiError extends Error {
   constructor(message, status = 0, retryAfter = null) {
@@ -13,7 +13,7 @@ async function errorOf(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // no JSON, as from a proxy on the way: the status has to do
+    // no JSON, for instance from a proxy: show the status
   }
   return new ApiError(message, response.status, response.headers.get("Retry-After"));
 }
@@ -31,9 +31,9 @@ async function* events(response) {
   }
 }
 
-/** POST a chat; returns the replica that answers, and the chunks as they come. Raises ApiError, also in the middle. */
+/** POST a chat; return the replica and an async iterator of chunks. Both may throw ApiError. */
 export async function streamChat(body, signal) {
-  const options = { include_usage: true, continuous_usage_stats: true }; // so that a stopped answer has counts too
+  const options = { include_usage: true, continuous_usage_stats: true }; // so that a stopped answer has token counts too
   const response = await fetch("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },

@@ -1,4 +1,4 @@
-// The page's entry: the playground and the live view beside it, which know nothing of each other.
+// The entry of the page: starts the playground and the live view, which are independent.
 
 import * as chat from "./chat.js";
 import * as live from "./live.js";

@@ -15,7 +15,7 @@ function shape(tag, attributes, text) {
   return element;
 }
 
-/** The smallest of 1, 2, 4, 6, 8, 10, 20, ... that is not below ``value``: half of it is round too. */
+/** The smallest of 1, 2, 4, 6, 8, 10, 20, ... that is at least ``value``; its half is round too. */
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return power * [1, 2, 4, 6, 8, 10].find((digit) => digit * power >= value * 0.999);
@@ -24,9 +24,9 @@ function roundUp(value) {
 export class LineChart {
   /**
    * @param holder an empty element
-   * @param name what is shown, for those who do not see it
+   * @param name what is shown, for screen readers
    * @param write turns a value into text
-   * @param top the end of the axis, or null if it follows the values
+   * @param top the end of the axis; null: from the values
    */
   constructor(holder, name, write, top = null) {
     this.holder = holder;
@@ -60,8 +60,8 @@ export class LineChart {
       image.append(shape("text", { class: "tick y", x: LEFT - 6, y: height + 4 }, this.write(share * top)));
     }
     for (const [seconds, text, anchor] of [[120, "−2 min", "start"], [60, "−1 min", "middle"], [0, "now", "end"]]) {
-      const place = { class: "tick", x: x(this.now - seconds), y: HEIGHT - 4, "text-anchor": anchor };
-      image.append(shape("text", place, text));
+      const position = { class: "tick", x: x(this.now - seconds), y: HEIGHT - 4, "text-anchor": anchor };
+      image.append(shape("text", position, text));
     }
     for (const line of this.lines) this.drawLine(image, line, x, y);
     this.holder.replaceChildren(image);
@@ -74,7 +74,7 @@ export class LineChart {
       else if (this.now - time <= SECONDS) runs.at(-1).push(`${x(time).toFixed(1)},${y(value).toFixed(1)}`);
     }
     for (const run of runs.filter((points) => points.length)) {
-      if (run.length === 1) run.push(run[0]); // a point shows as a dot
+      if (run.length === 1) run.push(run[0]); // a single point is drawn as a dot
       image.append(shape("polyline", { class: "line", "data-colour": colourOf(line.name), points: run.join(" ") }));
     }
   }

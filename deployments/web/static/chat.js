@@ -1,4 +1,4 @@
-// The playground: a conversation, streamed, with what each answer took.
+// The playground: a streamed conversation, with the time and tokens of each answer.
 
 import { ApiError, streamChat } from "./api.js";
 import { byId, make } from "./dom.js";
@@ -6,11 +6,11 @@ import { count, duration, rate } from "./format.js";
 import { badge } from "./replicas.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "seed"];
-const NEAR_END = 60; // pixels: who has scrolled up further is reading
+const NEAR_END = 60; // pixels: do not scroll if the user has scrolled up further
 const ALL_AT_ONCE_S = 0.05;
 
-const messages = []; // of the conversation, as the API wants them
-let running = null; // the AbortController of the answer that streams
+const messages = []; // of the conversation, in the API's format
+let running = null; // the AbortController of the streaming answer
 let form, prompt, log, welcome;
 
 export function start() {
@@ -49,7 +49,7 @@ function reset() {
   prompt.focus();
 }
 
-/** What the form asks for besides the conversation. */
+/** The sampling parameters from the form. */
 function parameters() {
   const body = {};
   for (const name of NUMBERS) {
@@ -63,7 +63,7 @@ function parameters() {
 
 function isValid() {
   if (form.checkValidity()) return true;
-  byId("parameters").open = true; // else the browser has nowhere to show what is wrong
+  byId("parameters").open = true; // else the browser cannot show the invalid field
   form.reportValidity();
   return false;
 }
@@ -91,21 +91,21 @@ async function send() {
   answer.finish();
   running = null;
   setBusy(false);
-  if (!messages.length) return; // a new chat has begun meanwhile
+  if (!messages.length) return; // a new chat has started meanwhile
   if (answer.text.data) messages.push({ role: "assistant", content: answer.text.data });
-  else messages.pop(); // what was not answered is not part of the conversation
+  else messages.pop(); // an unanswered message is not part of the conversation
 }
 
 function setBusy(busy) {
-  log.setAttribute("aria-busy", String(busy)); // a screen reader waits for the whole answer
+  log.setAttribute("aria-busy", String(busy)); // screen readers wait for the whole answer
   const [gone, here] = busy ? [byId("send"), byId("halt")] : [byId("halt"), byId("send")];
   const hadFocus = document.activeElement === gone;
   gone.hidden = true;
   here.hidden = false;
-  if (hadFocus) here.focus(); // else whoever uses the keyboard starts again at the top of the page
+  if (hadFocus) here.focus(); // else the keyboard focus returns to the top of the page
 }
 
-/** One answer as it grows, and its numbers. */
+/** One answer and its statistics. */
 class Answer {
   constructor() {
     this.sent = performance.now();
@@ -148,8 +148,8 @@ class Answer {
   }
 
   /**
-   * What the answer took; the first tokens count for the TTFT, the others for the rate. Where they came all at once, as a
-   * busy server may send a short answer, the rate is that of the whole time.
+   * The statistics of the answer. The rate covers the tokens after the first chunk. If all tokens came at once, as a busy
+   * server may send a short answer, the rate covers the whole time.
    */
   facts() {
     const { prompt_tokens: asked, completion_tokens: made, prompt_tokens_details: details } = this.usage;

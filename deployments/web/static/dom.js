@@ -1,4 +1,4 @@
-// Elements, made with text only: nothing that comes from a server is ever read as HTML.
+// DOM elements, made from text only: data from a server is never parsed as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -11,7 +11,7 @@ export function make(tag, { className, ...attributes } = {}, ...children) {
   return element;
 }
 
-/** Set text only where it differs: a screen reader need not hear it again. */
+/** Set text only if it differs, so that screen readers do not repeat it. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

@@ -1,16 +1,16 @@
 // A replica's KV blocks as a canvas of cells. A cell of several blocks is filled in proportion to their states.
 
 const STATES = ["shared", "used", "cached"]; // from the bottom of a cell upwards; the rest is free
-const WIDE = 2.8; // columns for each row, about
+const WIDE = 2.8; // aimed ratio of columns to rows
 
-/** The colours of the states, as the legend has them in this theme. */
+/** The colours of the states in the current theme, read from the legend. */
 function colours() {
   return Object.fromEntries(
     [...document.querySelectorAll("#legend i")].map((swatch) => [
       swatch.dataset.state, getComputedStyle(swatch).backgroundColor]));
 }
 
-/** Unpack ``cells`` of GET /live into one ``{cached, used, shared, size}`` a cell. */
+/** Unpack ``cells`` of GET /live into one ``{cached, used, shared, size}`` per cell. */
 export function unpack(replica) {
   const bytes = Uint8Array.from(atob(replica.cells), (character) => character.charCodeAt(0));
   const cells = [];
@@ -22,7 +22,7 @@ export function unpack(replica) {
   return cells;
 }
 
-/** A number of columns that gives a picture about so wide, and full rows if there is one. */
+/** A number of columns near the aimed ratio, if possible one that fills all rows. */
 function columnsFor(numCells) {
   const wanted = Math.ceil(Math.sqrt(numCells * WIDE));
   for (let off = 0; off <= wanted / 4; off++) {
@@ -41,7 +41,7 @@ export class HeatMap {
     document.addEventListener("themechange", () => this.draw(), { signal: this.listening.signal });
   }
 
-  /** Let go of the page, which outlives the replica. */
+  /** Remove the listeners; the page outlives the replica. */
   close() {
     this.resizes.disconnect();
     this.listening.abort();
@@ -58,7 +58,7 @@ export class HeatMap {
     const width = Math.round(canvas.clientWidth * devicePixelRatio);
     if (!columns || !width) return;
     const rows = Math.ceil(cells.length / columns);
-    const edge = (index) => Math.round((index * width) / columns); // whole pixels, so that cells are sharp
+    const edge = (index) => Math.round((index * width) / columns); // whole pixels, for sharp edges
     const gap = width / columns > 4 ? Math.max(1, Math.round(devicePixelRatio)) : 0;
     const height = edge(rows);
     if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
@@ -76,7 +76,7 @@ export class HeatMap {
         if (!cell[state]) continue;
         const bottom = Math.round((side.height * blocks) / cell.size);
         blocks += cell[state];
-        const upper = Math.max(bottom + 1, Math.round((side.height * blocks) / cell.size)); // one block is seen
+        const upper = Math.max(bottom + 1, Math.round((side.height * blocks) / cell.size)); // at least one pixel
         paint.fillStyle = colour[state];
         paint.fillRect(left, top + side.height - upper, side.width, upper - bottom);
       }

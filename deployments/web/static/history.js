@@ -1,7 +1,7 @@
-// What the counters of GET /live have been: rates come from their differences.
+// Past counters of GET /live; rates are computed from their differences.
 
 const KEPT_S = 125;
-const RATE_OVER_S = 2.5; // one poll's difference jumps
+const RATE_OVER_S = 2.5; // the difference of one poll is noisy
 const HITS_OVER_S = 30;
 
 export class History {
@@ -9,7 +9,7 @@ export class History {
     this.samples = new Map(); // by replica: {time, generated, queried, hit}, the latest last
   }
 
-  /** Take an answer of GET /live; false if it is not newer than the one before. */
+  /** Add an answer of GET /live; return false if it is not newer than the last one. */
   add(state) {
     if (this.time >= state.time) return false;
     this.time = state.time;
@@ -27,7 +27,7 @@ export class History {
     return true;
   }
 
-  /** One line a replica, of ``rate`` or ``hitRate``. */
+  /** One line per replica, of ``rate`` or ``hitRate``. */
   lines(field) {
     return [...this.samples].map(([name, samples]) => ({
       name,
@@ -41,7 +41,7 @@ export class History {
     return series.reduce((sum, samples) => sum + (samples.at(-1).rate ?? 0), 0);
   }
 
-  /** The hit rate of a replica, or of all, over the last two minutes; null if nothing was asked. */
+  /** The hit rate of a replica, or of all, over the last two minutes; null without queries. */
   hits(name) {
     const series = name ? [this.samples.get(name)] : [...this.samples.values()];
     const changes = series.map((samples) => change(samples, KEPT_S));
@@ -50,7 +50,7 @@ export class History {
   }
 }
 
-/** What the counters have gained over the last seconds, or since the sample before if a busy server answers more seldom. */
+/** The increase of the counters over the last seconds, at least over the last two samples. */
 function change(samples, seconds) {
   const last = samples.at(-1);
   const inside = samples.findIndex((sample) => sample.time >= last.time - seconds);

@@ -1,4 +1,4 @@
-// The live view: asks the server once a second while the page is seen, and shows what it says.
+// The live view: polls the server once a second while the page is visible.
 
 import { liveState } from "./api.js";
 import { LineChart } from "./chart.js";
@@ -43,7 +43,7 @@ function setStatus(state, text) {
 }
 
 function show(state) {
-  if (!history.add(state)) return; // another ingress had looked earlier
+  if (!history.add(state)) return; // the answer of another ingress may be older
   const { replicas } = state;
   setStatus(replicas.length ? "live" : "lost", `${replicas.length} ${replicas.length === 1 ? "replica" : "replicas"}`);
   setText(byId("model"), state.model);
@@ -65,7 +65,7 @@ function showFigures(replicas) {
   setText(byId("usage"), blocks ? finePercent(sum((replica) => replica.blocks.used) / blocks) : "–");
 }
 
-// --- a tile a replica ------------------------------------------------------------------------------------------------
+// --- one tile per replica ------------------------------------------------------------------------------------------------
 
 function showTiles(replicas) {
   const present = new Set(replicas.map((replica) => replica.name));
@@ -99,7 +99,7 @@ class Tile {
     const title = make("h3", {}, badge(name));
     this.element = make("article", { className: "tile", "data-replica": name },
       make("div", { className: "title" }, title, this.note), this.canvas, list);
-    byId("tiles").append(this.element); // a canvas has a size only when it is in the page
+    byId("tiles").append(this.element); // a canvas has a size only in the page
     this.map = new HeatMap(this.canvas);
   }
 
@@ -130,7 +130,7 @@ class Tile {
 function showRoutes(routed) {
   byId("nothing-routed").hidden = routed.length > 0;
   const newest = JSON.stringify(routed[0] ?? null);
-  if (newest === shownRoutes) return; // rows that stay can be read and selected
+  if (newest === shownRoutes) return; // unchanged rows stay selectable
   shownRoutes = newest;
   byId("routed").replaceChildren(...routed.map(row));
 }

@@ -1,4 +1,4 @@
-// The colour of each replica, the same wherever it is mentioned, in the order in which replicas were first seen.
+// The colour of each replica, assigned in the order in which replicas are first seen.
 
 import { make } from "./dom.js";
 import { shortName } from "./format.js";

@@ -1,4 +1,4 @@
-// The theme: the system's, or the one that was chosen here. Loaded before the page is drawn, so that it does not flash.
+// The theme: the system's, or the user's choice. Loaded before the first paint, so that the page does not flash.
 (() => {
   const NEXT = { auto: "light", light: "dark", dark: "auto" };
   const LABELS = { auto: "System", light: "Light", dark: "Dark" };
@@ -8,7 +8,7 @@
     try {
       return localStorage.getItem(KEY) ?? "auto";
     } catch {
-      return "auto"; // a browser that keeps nothing
+      return "auto"; // storage is disabled
     }
   }
 
@@ -31,7 +31,7 @@
       try {
         localStorage.setItem(KEY, theme);
       } catch {
-        // then it holds for this page only
+        // storage is disabled: the choice holds for this page only
       }
     });
     label();
