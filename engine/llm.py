@@ -1,4 +1,4 @@
-"""LLM: the offline API, vLLM's in names and behaviour.
+"""LLM: the offline API, with vLLM's names and behaviour.
 
 llm = LLM("path/to/checkpoint", max_num_seqs=64)
 outputs = llm.generate(["Hello"], SamplingParams(temperature=0.0, max_tokens=32))
@@ -29,7 +29,7 @@ __all__ = ["LLM", "CompletionOutput", "Prompt", "RequestOutput", "TokensPrompt"]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is tokenised already."""
+    """A prompt as token ids."""
 
     prompt_token_ids: list[int]
 
@@ -46,7 +46,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop id or stop string; None for EOS and length
-    cumulative_logprob: float | None = None  # where logprobs are computed
+    cumulative_logprob: float | None = None  # if logprobs are computed
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, if asked for
 
 
@@ -58,21 +58,21 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # of prompt_token_ids, if asked for; the first has none
 
 
 class LLM:
-    """A model for offline use: it answers lists of prompts, batching them continuously.
+    """A model for offline use: it answers lists of prompts with continuous batching.
 
-    What it loads and how much it can hold is logged, and shown on stderr unless the program has configured logging or
-    PAGODA_LOGGING_LEVEL says otherwise, see logs.py.
+    The engine logs what it loads and how many tokens its KV cache holds. The log appears on stderr unless the program
+    has configured logging; the environment variable PAGODA_LOGGING_LEVEL sets how much is shown (see logs.py).
 
     Args:
         model: directory of a Hugging Face checkpoint.
-        options: see EngineConfig. Prompts are not paced beside running answers, as nobody reads these meanwhile:
-            ``max_decode_slowdown`` is None here unless it is given.
+        options: see EngineConfig. ``max_decode_slowdown`` is None unless it is given, because no reader waits for the
+            tokens of running answers.
 
     Raises:
         ConfigError: for an unknown option or a value out of range.
@@ -97,20 +97,19 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer every prompt and return the answers in the prompts' order.
+        """Generate answers to every prompt, and return them in the prompts' order.
 
         Args:
             prompts: text or ``{"prompt_token_ids": [...]}``, or a list of either.
-            sampling_params: for all, or one for each prompt; None takes the checkpoint's defaults.
+            sampling_params: for all prompts, or a list with one for each; None for the checkpoint's defaults.
             use_tqdm: show a progress bar.
 
         Raises:
-            RequestError: for an invalid prompt or parameter; nothing has run then.
+            RequestError: for an invalid prompt or parameter, before anything runs.
         """
-        many: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else _listed(prompts, "prompts")
-        token_ids = [self._tokens_of(prompt) for prompt in many]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in many]
-        return self._run(token_ids, texts, self._params_for(sampling_params, len(many)), use_tqdm)
+        listed: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else _listed(prompts, "prompts")
+        tokenized = [self._tokenize(prompt) for prompt in listed]
+        return self._run(tokenized, self._params_for(sampling_params, len(tokenized)), use_tqdm)
 
     def chat(
         self,
@@ -119,41 +118,39 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, written with the checkpoint's chat template.
+        """Answer one conversation or a list of them, rendered with the checkpoint's chat template.
 
         Raises:
             RequestError: as ``generate``, or if the model has no chat template.
         """
         tokenizer = self._require_tokenizer()
         listed: list[Any] = _listed(messages, "messages")
-        many = [listed] if listed and isinstance(listed[0], dict) else listed
-        token_ids = [tokenizer.encode_chat(_listed(conversation, "messages")) for conversation in many]
-        return self._run(token_ids, [None] * len(many), self._params_for(sampling_params, len(many)), use_tqdm)
+        conversations = [listed] if listed and isinstance(listed[0], dict) else listed
+        prompts = [_TokenizedPrompt(tokenizer.encode_chat(_listed(one, "messages"))) for one in conversations]
+        return self._run(prompts, self._params_for(sampling_params, len(prompts)), use_tqdm)
 
     # --- one run ------------------------------------------------------------------------------------------------
 
     def _run(
-        self,
-        prompts: list[list[int]],
-        texts: Sequence_[str | None],
-        params: list[SamplingParams],
-        use_tqdm: bool,
+        self, prompts: list[_TokenizedPrompt], params: list[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
         grammars = []
         for prompt, one in zip(prompts, params, strict=True):
-            self.engine.check_request(EngineRequest("", prompt, one))
+            self.engine.check_request(EngineRequest("", prompt.token_ids, one))
             grammars.append(self.engine.grammars.compile(one.structured_outputs))
         requests: dict[str, _Request] = {}
         bar = tqdm(total=len(prompts), desc="Processed prompts", unit="req", disable=not use_tqdm, dynamic_ncols=True)
         try:
-            for prompt, text, one, grammar in zip(prompts, texts, params, grammars, strict=True):
+            for prompt, one, grammar in zip(prompts, params, grammars, strict=True):
                 request_id = str(next(self._request_ids))
-                request = requests[request_id] = _Request(request_id, text, prompt, one, self.tokenizer)
-                self.engine.queue_request(EngineRequest(request_id, prompt, request.engine_params), grammar=grammar)
+                request = requests[request_id] = _Request(request_id, prompt, one, self.tokenizer)
+                self.engine.queue_request(
+                    EngineRequest(request_id, prompt.token_ids, request.engine_params), grammar=grammar
+                )
             self._step_until_done(requests, bar)
         finally:
             bar.close()
-            for request_id, request in requests.items():  # after an error or Ctrl-C nothing may run on
+            for request_id, request in requests.items():  # after an error or Ctrl-C no request may go on
                 if not request.output.finished:
                     self.engine.abort(request_id)
         return [request.result() for request in requests.values()]
@@ -166,18 +163,18 @@ class LLM:
                 request = requests[output.request_id]
                 if request.output.finished:
                     continue
-                if request.push(output):  # a stop string ended the text
+                if request.append(output):
                     self.engine.end_sequence(output.request_id, output.index)
                 if request.output.finished:
                     bar.update()
             if elapsed := bar.format_dict["elapsed"]:
                 bar.set_postfix_str(f"output: {num_tokens / elapsed:.1f} tok/s", refresh=False)
 
-    def _tokens_of(self, prompt: Any) -> list[int]:
+    def _tokenize(self, prompt: Any) -> _TokenizedPrompt:
         if isinstance(prompt, str):
-            return self._require_tokenizer().encode(prompt)
+            return _TokenizedPrompt(self._require_tokenizer().encode(prompt), prompt)
         if isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), list):
-            return list(prompt["prompt_token_ids"])
+            return _TokenizedPrompt(list(prompt["prompt_token_ids"]))
         raise RequestError(
             f"is {type(prompt).__name__}",
             param="prompt",
@@ -227,38 +224,48 @@ class LLM:
 
 
 def _listed(value: Any, name: str) -> list[Any]:
-    """Return the items of an argument that may be any iterable but a text or a map.
+    """Return the items of an argument that can be any iterable except text, bytes and a dict.
 
     Raises:
-        RequestError: if it is none.
+        RequestError: if it is anything else.
     """
     if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
         raise RequestError(f"has {type(value).__name__} {shown(value)}", param=name, remedy="give a list")
     return list(value)
 
 
-class _Request:
-    """One request of a run: its output so far, and the text state behind it.
+@dataclass(frozen=True, slots=True)
+class _TokenizedPrompt:
+    token_ids: list[int]
+    text: str | None = None  # as the caller gave it
 
-    The engine chooses the best of several answers by their tokens. Where stop strings end them, which it cannot see,
-    it is asked for all of them, and they are chosen here by what they are without the tokens behind the stop.
+
+class _Request:
+    """One request of a run: collects its tokens, detokenises them and ends answers at stop strings.
+
+    For ``best_of`` the engine returns the best answers by the log-probabilities of their tokens. It does not see stop
+    strings. A request that has both therefore gets all answers from the engine, and ``result`` chooses the best ones
+    without the tokens after their stop strings.
+
+    Attributes:
+        engine_params: the sampling parameters for the engine.
+        output: what the caller gets, as far as it has been generated.
     """
 
     def __init__(
-        self, request_id: str, text: str | None, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None
+        self, request_id: str, prompt: _TokenizedPrompt, params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
         self._params = self.engine_params = params
         if params.stop_strings and params.num_sequences > params.n:
             self.engine_params = replace(params, n=params.num_sequences, best_of=None, logprobs=params.logprobs or 0)
         self._tokenizer = tokenizer
         num_answers = self.engine_params.n
-        self._texts = [TextStream(tokenizer, prompt, params) for _ in range(num_answers)] if tokenizer else []
-        self.output = RequestOutput(
-            request_id, text, prompt, [CompletionOutput(index, "", []) for index in range(num_answers)]
-        )
+        self._texts = [TextStream(tokenizer, prompt.token_ids, params) for _ in range(num_answers)] if tokenizer else []
+        answers = [CompletionOutput(index, "", []) for index in range(num_answers)]
+        self.output = RequestOutput(request_id, prompt.text, prompt.token_ids, answers)
 
     def result(self) -> RequestOutput:
-        """Return the finished output, with as many answers as were asked for, the best first if there were more."""
+        """Return the finished output with ``n`` answers, the best first if the engine returned more."""
         if self.engine_params is not self._params:
             best = sorted(self.output.outputs, key=_mean_logprob, reverse=True)[: self._params.n]
             for index, answer in enumerate(best):
@@ -268,8 +275,8 @@ class _Request:
             self.output.outputs = best
         return self.output
 
-    def push(self, step: EngineOutput) -> bool:
-        """Take an answer's new tokens into the output; True if a stop string ended an answer that would go on."""
+    def append(self, step: EngineOutput) -> bool:
+        """Append an answer's new tokens; True if a stop string ended an answer that the engine still generates."""
         completion = self.output.outputs[step.index]
         completion.token_ids += step.token_ids
         completion.finish_reason = step.finish_reason and step.finish_reason.value
@@ -291,12 +298,12 @@ class _Request:
         completion.text += text.push(step.token_ids, final=step.finish_reason is not None)
         if text.stop_string is None:
             return False
-        del completion.token_ids[text.num_tokens :]  # a step may have given some behind the stop string
+        del completion.token_ids[text.num_tokens :]  # the tokens after the stop string
         completion.finish_reason, completion.stop_reason = "stop", text.stop_string
         return step.finish_reason is None
 
     def _decoded(self, logprobs: Any) -> Any:
-        """Fill in the tokens' texts."""
+        """Set the texts of the tokens."""
         for one in logprobs:
             for token_id, logprob in (one or {}).items():
                 if self._tokenizer is not None:
@@ -305,7 +312,7 @@ class _Request:
 
 
 def _mean_logprob(answer: CompletionOutput) -> float:
-    """Rank as the engine does, by log-probability a token; an answer that failed comes last."""
+    """Return the log-probability per token, by which the engine too compares answers; -inf for a failed answer."""
     if answer.finish_reason == "abort" or not answer.token_ids or answer.cumulative_logprob is None:
         return float("-inf")
     return answer.cumulative_logprob / len(answer.token_ids)
