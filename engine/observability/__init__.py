@@ -1,4 +1,4 @@
-"""What an engine reports of itself: metrics, load, log lines.
+"""What observes an engine: metrics, load, KV events, log lines.
 
-Knows what each metric means. Does not know where the numbers go.
+Knows what each event of the engine means for each report. Does not know where the reports go.
 """

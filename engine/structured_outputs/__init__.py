@@ -1,1 +1,4 @@
-"""Structured outputs: grammars that say which tokens may come next, over llguidance."""
+"""Structured outputs: grammars that limit which tokens may come next, based on llguidance.
+
+Knows a model's tokens, and which of them a grammar allows. Does not know how a token is sampled from them.
+"""

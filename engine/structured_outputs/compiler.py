@@ -1,14 +1,12 @@
-"""GrammarCompiler: from what requests ask for to grammars over one model's tokens.
+"""GrammarCompiler: compiles a request's structured outputs to a grammar over one model's tokens.
 
-Whatever a request asks for ends, within a time, in a Grammar or in a RequestError. This module owns the tokenizer, the
-cache and the time-out; which tokens a grammar allows is grammar.py's business.
+Each request gets a Grammar or a RequestError within the time-out. This module owns the tokenizer, the cache and the
+time-out; grammar.py decides which tokens a grammar allows.
 
-A form that nobody has seen yet waits its turn with others; nobody else waits for it:
-
-    compiled before        its copy, at once                            (cached)
-    refused lately         the same refusal, at once                    (cached)
-    choice, json_object    compiled, as they cannot take long           (compile)
-    anything else          tried out in the child, then compiled, or refused where too many are ahead of it
+    compiled before        a copy, without waiting                      (cached)
+    rejected lately        the same error, without waiting              (cached)
+    choice, json_object    compiled at once: they are always quick      (compile)
+    anything else          tried in a child process, then compiled      (compile); rejected if too many wait
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -37,24 +36,30 @@ __all__ = ["GrammarCompiler"]
 _PARAM = "structured_outputs"
 _CACHED_GRAMMARS = 64
 _REMEMBERED_REFUSALS = 256
-_REFUSED_FOR_S = 60.0  # a time-out or a lack of memory may have been the machine's fault: they are tried again
-_MAX_COMPILING = 8  # the child takes one after the other: who came behind more would only wait to be refused
-_HARMLESS_KINDS = ("choice", "json_object")  # what is sure to compile in little time and space needs no child
+_REFUSED_FOR_S = 60.0  # then it is tried again: the machine may have been too busy, or short of memory
+_MAX_COMPILING = 8  # the child compiles one at a time: a longer queue would only wait for its time-out
+_HARMLESS_KINDS = ("choice", "json_object")  # always compile in little time and memory, so they need no child
+
+
+@dataclass(frozen=True, slots=True)
+class _Toolchain:
+    tokenizer: LLTokenizer
+    vocabulary: Vocabulary
+    probe: GrammarProbe
 
 
 class GrammarCompiler:
     """Compiles grammars for one model. Any thread may use it.
 
-    The tokenizer is loaded at first use, which takes seconds and is not part of the time-out: call ``load`` at start
-    where that matters. ``compile`` blocks: keep it off event loops and the step loop.
+    The first use loads the tokenizer. That takes seconds, which the time-out does not count; call ``load`` at start
+    to avoid the delay. ``compile`` blocks: do not call it from event loops or the step loop.
 
     Args:
         model_path: directory with the tokenizer's files.
-        vocab_size: of the model's logits.
-        eos_token_ids: the model's EOS ids, also for a sequence that ignores them; without any, every request is
-            refused, as no text could end.
-        timeout_s: seconds that one compilation may take, the first mask included. Half of them are for trying it out
-            (probe.py), as it is done a second time if that goes well.
+        vocab_size: size of the model's logits.
+        eos_token_ids: the model's EOS ids. A model without any can serve no structured outputs, as no text could end.
+        timeout_s: seconds that one compilation may take, with the first mask. The trial in the child process
+            (probe.py) gets one half, the compilation in this process the other.
     """
 
     def __init__(
@@ -64,52 +69,53 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(set(eos_token_ids))
         self._timeout_s = timeout_s
-        self._loaded: tuple[LLTokenizer, Vocabulary, GrammarProbe] | None = None
+        self._loaded: _Toolchain | None = None
         self._loading = threading.Lock()
         self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()  # in the initial state
         self._compiling: dict[StructuredOutputsParams, Future[LLMatcher]] = {}
-        self._refused: OrderedDict[StructuredOutputsParams, tuple[str, float]] = OrderedDict()  # why, and until when
-        self._lock = threading.Lock()  # of the three above and of the matchers in them
+        self._refused: OrderedDict[StructuredOutputsParams, tuple[str, float]] = (
+            OrderedDict()
+        )  # reason, and time at which it ends
+        self._lock = threading.Lock()  # guards the three above and the matchers in them
 
     def load(self) -> None:
         """Load the tokenizer unless it is loaded.
 
         Raises:
-            RequestError: if llguidance is not installed, or cannot work with this model.
+            RequestError: if llguidance is not installed, or does not work with this model.
         """
-        self._resources()
+        self._toolchain()
 
     def cached(self, params: StructuredOutputsParams) -> Grammar | None:
-        """Return a grammar if it has been compiled before, without waiting for anything; None if it has not.
+        """Return a grammar that was compiled before; None if it was not.
 
-        It takes no longer than one step of the grammar, so that an event loop may call it.
+        It takes no longer than one step of the grammar, so event loops may call it.
 
         Raises:
-            RequestError: if it was refused within the last minute, with the same reason.
+            RequestError: if the same grammar was rejected within the last minute.
         """
         if self._loaded is None:
             return None
-        vocabulary = self._loaded[1]
         with self._lock:
             self._raise_if_refused(params)
             matcher = self._compiled.get(params)
             if matcher is None:
                 return None
             self._compiled.move_to_end(params)
-            grammar = Grammar(matcher.deep_copy(), vocabulary)
-        # Copies share their automaton's states: where one of them has used up the limit, no other goes on either.
+            grammar = Grammar(matcher.deep_copy(), self._loaded.vocabulary)
+        # Copies share the automaton's states: after one copy has reached their limit, the others fail too.
         return grammar if _has_first_mask(grammar) else None
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """Return a grammar in its initial state, which steps independently of those returned before.
+        """Return a grammar in its initial state, independent of those returned before.
 
-        Of several threads that want the same one at a time, as the answers to one prompt do, one compiles it.
+        When several threads need the same grammar at a time, one compiles it and the others wait.
 
         Raises:
-            RequestError: if the form is invalid, matches nothing, or takes too long or too much memory.
-            OverloadedError: if too many others are being compiled.
+            RequestError: if the grammar is invalid, matches no text, or takes too long or too much memory.
+            OverloadedError: if too many other grammars are being compiled.
         """
-        tokenizer, vocabulary, probe = self._resources()
+        toolchain = self._toolchain()
         if (grammar := self.cached(params)) is not None:
             return grammar
         with self._lock:
@@ -122,10 +128,10 @@ class GrammarCompiler:
                     )
                 compiling = self._compiling[params] = Future()
         if is_first:
-            self._compile(tokenizer, vocabulary, probe, params, compiling)
+            self._compile(toolchain, params, compiling)
         matcher = compiling.result()
         with self._lock:
-            return Grammar(matcher.deep_copy(), vocabulary)
+            return Grammar(matcher.deep_copy(), toolchain.vocabulary)
 
     def _raise_if_refused(self, params: StructuredOutputsParams) -> None:
         reason, until = self._refused.get(params, ("", 0.0))
@@ -133,18 +139,11 @@ class GrammarCompiler:
             self._refused.move_to_end(params)
             raise _refusal(params, reason)
 
-    def _compile(
-        self,
-        tokenizer: LLTokenizer,
-        vocabulary: Vocabulary,
-        probe: GrammarProbe,
-        params: StructuredOutputsParams,
-        outcome: Future[LLMatcher],
-    ) -> None:
-        """Try a grammar out and make it; whoever waits for it hears how that went."""
+    def _compile(self, toolchain: _Toolchain, params: StructuredOutputsParams, outcome: Future[LLMatcher]) -> None:
+        """Try and compile a grammar; ``outcome`` gets the matcher or the error."""
         try:
-            reason = None if params.kind in _HARMLESS_KINDS else probe.check(params)
-            matcher = self._build(tokenizer, vocabulary, params) if reason is None else reason
+            reason = None if params.kind in _HARMLESS_KINDS else toolchain.probe.check(params)
+            matcher = self._build(toolchain, params) if reason is None else reason
         except BaseException as error:
             with self._lock:
                 del self._compiling[params]
@@ -171,26 +170,24 @@ class GrammarCompiler:
                 self._refused.popitem(last=False)
 
     def close(self) -> None:
-        """Release the process that tries grammars out; it also goes with the compiler."""
+        """End the child process; garbage collection of the compiler ends it too."""
         with self._loading:
             if self._loaded is not None:
-                self._loaded[2].close()
+                self._loaded.probe.close()
 
-    def _build(
-        self, tokenizer: LLTokenizer, vocabulary: Vocabulary, params: StructuredOutputsParams
-    ) -> LLMatcher | str:
-        """Return the automaton, or why there is none."""
+    def _build(self, toolchain: _Toolchain, params: StructuredOutputsParams) -> LLMatcher | str:
+        """Return the automaton, or the reason why it could not be built."""
         future: Future[LLMatcher] = Future()
 
         def work() -> None:
             try:
-                matcher = new_matcher(tokenizer, params)
-                # Much of the work is put off until the first mask.
-                grammar = Grammar(matcher.deep_copy(), vocabulary)
+                matcher = new_matcher(toolchain.tokenizer, params)
+                # llguidance defers much of the work to the first mask.
+                grammar = Grammar(matcher.deep_copy(), toolchain.vocabulary)
                 if not _has_first_mask(grammar):
                     raise ValueError(grammar.error)
                 future.set_result(matcher)
-            except BaseException as error:  # a panic of llguidance is no Exception
+            except BaseException as error:  # llguidance's panics are not Exceptions
                 future.set_exception(RuntimeError(shorten(error)))
 
         try:
@@ -199,13 +196,13 @@ class GrammarCompiler:
         except (RuntimeError, TimeoutError) as error:
             return str(error) or f"it takes longer than {self._timeout_s / 2:g} seconds"
 
-    def _resources(self) -> tuple[LLTokenizer, Vocabulary, GrammarProbe]:
+    def _toolchain(self) -> _Toolchain:
         with self._loading:
             if self._loaded is None:
                 self._loaded = self._load()
             return self._loaded
 
-    def _load(self) -> tuple[LLTokenizer, Vocabulary, GrammarProbe]:
+    def _load(self) -> _Toolchain:
         try:
             from llguidance import LLTokenizer
         except ImportError:
@@ -219,15 +216,15 @@ class GrammarCompiler:
         try:
             tokenizer_json = self._tokenizer_json()
             tokenizer = LLTokenizer(tokenizer_json, self._vocab_size, self._eos_token_ids)
-        except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: it has no fast backend
+        except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: no fast tokenizer
             reason = shorten(str(error).replace(str(self._model_path), "the model"))
             raise RequestError(f"do not work with this model's tokenizer: {reason}", param=_PARAM) from error
         probe = GrammarProbe(tokenizer_json, self._vocab_size, self._eos_token_ids, timeout_s=self._timeout_s / 2)
         weakref.finalize(self, probe.close)
-        return tokenizer, Vocabulary.build(self._vocab_size, frozenset(self._eos_token_ids)), probe
+        return _Toolchain(tokenizer, Vocabulary.build(self._vocab_size, frozenset(self._eos_token_ids)), probe)
 
     def _tokenizer_json(self) -> str:
-        """Return the tokenizer, with the tokens that only tokenizer_config.json adds, as tokenizer.json writes it."""
+        """Return the tokenizer as the text of a tokenizer.json, with the tokens of tokenizer_config.json added."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(str(self._model_path), trust_remote_code=False, local_files_only=True)
@@ -238,7 +235,7 @@ class GrammarCompiler:
 
 
 def _has_first_mask(grammar: Grammar) -> bool:
-    grammar.fill(np.empty_like(grammar.vocabulary.eos_bits))
+    grammar.fill_mask(np.empty_like(grammar.vocabulary.eos_bits))
     return grammar.error is None
 
 

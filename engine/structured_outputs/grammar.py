@@ -1,8 +1,8 @@
-"""Grammar: which tokens may come next in one sequence, so that its text has the form that the request asked for.
+"""Grammar: the tokens that may come next in one sequence, so that its text has the requested form.
 
-The automata are llguidance's (https://github.com/guidance-ai/llguidance), imported when the first one is made. This
-module turns a request into an automaton with limits, steps it, and keeps its errors to its own sequence. It knows
-nothing of logits, torch or the scheduler; what makes automata safely and in time is compiler.py.
+The automata are llguidance's (https://github.com/guidance-ai/llguidance), which is imported on first use. This module
+turns a request into an automaton with limits and steps it; an error stays with its sequence. It does not know logits,
+torch or the scheduler. compiler.py makes automata safely and in time.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from engine.structured_outputs.params import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-__all__ = ["Grammar", "Vocabulary", "fill_rows", "new_matcher", "shorten"]
+__all__ = ["Grammar", "Vocabulary", "fill_masks", "new_matcher", "shorten"]
 
 _MAX_LEXER_STATES = 100_000  # up to 2 kB each, shared by all copies of a matcher
-# Of the parser, in one step: what an ambiguous grammar of a few dozen characters reaches every time, and what a step
-# then takes (llguidance's own 50,000 are 0.6 s, for the whole batch). A schema of hundreds of properties takes fewer.
+# Items of the parser in one step. An ambiguous grammar of a few dozen characters reaches any limit in every step, and
+# the whole batch waits: llguidance's default of 50,000 takes 0.6 s. A schema of hundreds of properties needs fewer.
 _MAX_STEP_ITEMS = 10_000
 _MAX_REASON = 240  # characters of llguidance's reason in an error
-# At most one of these where JSON allows whitespace, or a small model may write nothing but blanks.
+# JSON allows any whitespace between tokens; with more than this, a small model may generate nothing else.
 _WHITESPACE = r"\x20|\x0A\x20{0,16}"
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What every grammar of a model shares.
+    """The tokens of a model, shared by all its grammars.
 
     Attributes:
-        size: of the model's logits; the tokenizer may know fewer tokens.
-        eos_token_ids: what ends a text.
+        size: of the model's logits; the tokenizer may have fewer tokens.
+        eos_token_ids: the tokens that end a text.
         eos_bits: int32 [ceil(size / 32)], the bits of ``eos_token_ids``.
     """
 
@@ -59,21 +59,21 @@ class Vocabulary:
 class Grammar:
     """The state of one sequence's grammar.
 
-    An end of the text (any EOS id) is allowed exactly where the grammar accepts one. What goes wrong stays here: a
-    token that was not allowed, or a limit of the automaton, sets ``error``, and from then on only EOS is allowed, so
-    that the batch goes on and the engine can end this sequence with an error.
+    EOS (any of the model's EOS ids) is allowed exactly where the grammar accepts the text so far. A token that is not
+    allowed, or a limit of the automaton, sets ``error``. From then on only EOS is allowed, so that the batch goes on
+    and the engine can end this sequence with an error.
 
-    A sequence must end when ``is_terminated`` becomes true, whatever its ``ignore_eos`` and ``min_tokens`` say: no
+    A sequence must end when ``is_terminated`` becomes true, whatever its ``ignore_eos`` and ``min_tokens`` are: no
     other token can follow. EOS ends the grammar even for a sequence that ignores EOS.
 
-    It is used by one thread at a time; while a mask is computed elsewhere, nothing else may be called.
+    One thread at a time may use a grammar; while another thread computes its mask, call nothing.
     """
 
     __slots__ = ("_ended", "_matcher", "error", "vocabulary")
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
-        self._ended = False  # by an EOS that was accepted, or because the last mask allowed nothing else
+        self._ended = False  # EOS was accepted, or the last mask allowed only EOS
         self.vocabulary = vocabulary
         self.error: str | None = None
 
@@ -87,17 +87,17 @@ class Grammar:
             in_range = 0 <= token_id < self.vocabulary.size
             allowed = not self._ended and in_range and self._matcher.consume_token(token_id)
         if not allowed:
-            self.error = _reason(self._matcher) or f"token {token_id} is not allowed where it came"
+            self.error = _reason(self._matcher) or f"token {token_id} is not allowed here"
         return allowed
 
     @property
     def is_terminated(self) -> bool:
-        """Whether nothing but EOS may follow: the text is complete, or the grammar failed."""
+        """Whether only EOS may follow: the text is complete, or the grammar failed."""
         return self._ended or self.error is not None or self._matcher.is_stopped()
 
-    def fill(self, row: npt.NDArray[np.int32]) -> None:
-        """Set the bit of each allowed token in ``row``, int32 [ceil(vocab_size / 32)] (a CPU tensor's ``.numpy()``)."""
-        fill_rows([self], row[None, :])
+    def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
+        """Set the bit of each allowed token in ``mask``, int32 [ceil(vocab_size / 32)]."""
+        fill_masks([self], mask[None, :])
 
     def fork(self) -> Grammar:
         """Return an independent copy in the same state."""
@@ -106,39 +106,43 @@ class Grammar:
         return copy
 
 
-def fill_rows(grammars: Sequence[Grammar], rows: npt.NDArray[np.int32]) -> None:
-    """Set the bits of the tokens that each grammar allows next: int32 ``rows`` [len(grammars), ceil(vocab_size / 32)].
+def fill_masks(grammars: Sequence[Grammar], masks: npt.NDArray[np.int32]) -> None:
+    """Set the bit of each token that each grammar allows next.
 
-    Bit ``i % 32`` of word ``i // 32`` stands for token ``i``. The interpreter's lock is free while llguidance works.
+    llguidance releases the interpreter's lock while it works.
+
+    Args:
+        grammars: of one model.
+        masks: int32 [len(grammars), ceil(vocab_size / 32)]; bit ``i % 32`` of word ``i // 32`` stands for token ``i``.
     """
-    assert rows.dtype == np.int32
-    assert rows.flags.c_contiguous
+    assert masks.dtype == np.int32
+    assert masks.flags.c_contiguous
     if not grammars:
         return
     eos_bits = grammars[0].vocabulary.eos_bits
-    assert rows.shape == (len(grammars), len(eos_bits))
+    assert masks.shape == (len(grammars), len(eos_bits))
     matchers = [grammar._matcher for grammar in grammars]
-    _compute_masks(matchers, rows)
-    # An EOS id may be spelled in text that the grammar allows; it still means an end, and only that.
+    _compute_masks(matchers, masks)
+    # The text that the grammar allows may contain the spelling of an EOS token; the token itself only ends the text.
     may_end = np.fromiter((matcher.is_accepting() for matcher in matchers), dtype=bool, count=len(matchers))
-    rows[~may_end] &= ~eos_bits
-    has_token = np.any(rows & ~eos_bits, axis=1).tolist()
+    masks[~may_end] &= ~eos_bits
+    has_token = np.any(masks & ~eos_bits, axis=1).tolist()
     for index, grammar in enumerate(grammars):
         if grammar.error is None and not has_token[index]:
             grammar._ended = bool(may_end[index])
             if not may_end[index]:
                 grammar.error = _reason(matchers[index]) or "no token continues the text as the grammar asks"
         if grammar.error is not None or grammar._ended:
-            rows[index] = eos_bits
+            masks[index] = eos_bits
 
 
-def _compute_masks(matchers: list[LLMatcher], rows: npt.NDArray[np.int32]) -> None:
-    row_bytes = rows.shape[1] * rows.itemsize
+def _compute_masks(matchers: list[LLMatcher], masks: npt.NDArray[np.int32]) -> None:
+    mask_bytes = masks.shape[1] * masks.itemsize
     if len(matchers) == 1:
-        matchers[0].unsafe_compute_mask_ptr(rows.ctypes.data, row_bytes)
+        matchers[0].unsafe_compute_mask_ptr(masks.ctypes.data, mask_bytes)
     else:
         numbered = [(matcher, index) for index, matcher in enumerate(matchers)]
-        _executor().unsafe_compute_mask_ptr(numbered, rows.ctypes.data, row_bytes, len(rows))
+        _executor().unsafe_compute_mask_ptr(numbered, masks.ctypes.data, mask_bytes, len(masks))
 
 
 @cache
@@ -149,7 +153,7 @@ def _executor() -> LLExecutor:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Return why ``matcher`` failed; empty if it did not."""
+    """Return the reason why ``matcher`` failed; empty if it did not."""
     reason = shorten(matcher.get_error().partition("<non-verbose/>")[0])
     return "no text matches it" if reason.startswith("NoExtension") else reason
 
@@ -161,10 +165,10 @@ def shorten(reason: object) -> str:
 
 
 def new_matcher(tokenizer: LLTokenizer, params: StructuredOutputsParams) -> LLMatcher:
-    """Return llguidance's automaton of what a request asks for, in its initial state.
+    """Return llguidance's automaton for a request, in its initial state.
 
     Raises:
-        ValueError: if llguidance refuses it; the message says why, in one line.
+        ValueError: if llguidance rejects the grammar; the message gives the reason in one line.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -176,7 +180,7 @@ def new_matcher(tokenizer: LLTokenizer, params: StructuredOutputsParams) -> LLMa
 
 
 def _source(params: StructuredOutputsParams) -> str:
-    """Return the request's form in llguidance's own notation."""
+    """Return the request's grammar in llguidance's notation."""
     from llguidance import LLMatcher, grammar_from
 
     if params.regex is not None:
@@ -184,7 +188,7 @@ def _source(params: StructuredOutputsParams) -> str:
     if params.grammar is not None:
         return grammar_from("grammar", params.grammar)
     if params.choice is not None:
-        # One terminal, since a rule may have no more than 2,000 alternatives.
+        # One terminal: a rule may have at most 2,000 alternatives.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_lark_string, params.choice)))
     schema: str | dict[str, Any] = params.json if params.json is not None else {"type": "object"}
     return LLMatcher.grammar_from_json_schema(

@@ -1,9 +1,9 @@
-"""GrammarProbe: tries a grammar in a process of its own before it enters the engine's.
+"""GrammarProbe: tries a grammar in a child process before the engine's process compiles it.
 
-A few dozen characters can make a compiler of grammars recurse until the stack ends, or work for minutes, or take
-gigabytes; a thread that does so cannot be stopped, and it may take the engine along. So each new grammar is first
-compiled, and stepped along a random text, in a child process with limits on time and memory. What kills the child is
-refused. Run as ``python -m engine.structured_outputs.probe``, this module is that child.
+A grammar of a few dozen characters can make its compiler overflow the stack, work for minutes, or allocate gigabytes.
+A thread that does so cannot be stopped, and may crash the engine. Therefore a child process with limits on time and
+memory compiles each new grammar first, and steps it along a random text. A grammar that kills the child is rejected.
+Run as ``python -m engine.structured_outputs.probe``, this module is the child.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 __all__ = ["COMPILE_STACK", "GrammarProbe", "run_with_stack"]
 
-COMPILE_STACK = 256 * 2**20  # bytes, of which only those that are used take memory: rules nest as deep as text is long
-_STEP_STACK = 2**20  # bytes: no more than the threads have that compute masks
-_MEMORY = 512 * 2**20  # bytes that compiling and stepping may take, the stacks included
+COMPILE_STACK = 256 * 2**20  # bytes; only touched pages take memory. Rules can nest as deep as the grammar is long.
+_STEP_STACK = 2**20  # bytes: as little as the threads that compute masks have
+_MEMORY = 512 * 2**20  # bytes for compiling and stepping, with the stacks
 _STEPS = 16  # tokens of the random text
 
 _stack_size = threading.Lock()
 
 
 def run_with_stack(stack: int, work: Callable[[], None]) -> threading.Thread:
-    """Start a daemon thread that runs ``work`` with a stack of so many bytes."""
+    """Start a daemon thread that runs ``work`` with a stack of ``stack`` bytes."""
     thread = threading.Thread(target=work, name="grammar", daemon=True)
-    with _stack_size:  # it is one setting for the whole process
+    with _stack_size:  # the setting is global to the process
         before = threading.stack_size(stack)
         try:
             thread.start()
@@ -54,7 +54,7 @@ def run_with_stack(stack: int, work: Callable[[], None]) -> threading.Thread:
 
 
 class GrammarProbe:
-    """One child process, started when first needed and again after a grammar has killed it. Threads take turns."""
+    """One child process, started on first use and again after a grammar has killed it. Threads use it in turn."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int], *, timeout_s: float) -> None:
         self._setup = (tokenizer_json, vocab_size, list(eos_token_ids), timeout_s)
@@ -64,10 +64,10 @@ class GrammarProbe:
         self._is_closed = False
 
     def check(self, params: StructuredOutputsParams) -> str | None:
-        """Return why a grammar is refused, or None; it takes about twice the time-out at most.
+        """Return the reason to reject a grammar, or None; takes at most about twice the time-out.
 
         Raises:
-            OverloadedError: if the grammar could not be tried, which says nothing about it.
+            OverloadedError: if the grammar could not be tried.
         """
         if not self._lock.acquire(timeout=self._timeout_s):
             raise OverloadedError(
@@ -78,7 +78,7 @@ class GrammarProbe:
                 answered, reason = self._ask(self._child, params)
                 if answered:
                     return reason
-            # What killed a child may be what earlier grammars left behind in it: a new one decides.
+            # Earlier grammars may have used up the child's memory: a new child decides.
             self._child = None if self._is_closed else self._start()
             if self._child is None:
                 raise OverloadedError(
@@ -91,13 +91,13 @@ class GrammarProbe:
             self._lock.release()
 
     def _ask(self, child: subprocess.Popen[bytes], params: StructuredOutputsParams) -> tuple[bool, str | None]:
-        """Return whether there is a verdict, and why the grammar is refused; without an answer the child is gone."""
+        """Return whether there is a verdict, and the reason for a rejection. Without a verdict the child has died."""
         assert child.stdin is not None
         assert child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # then there is no reply either
+        with contextlib.suppress(BrokenPipeError):  # the child has died and sends no reply
             pickle.dump(params, child.stdin)
             child.stdin.flush()
-        reply = child.stdout.readline()  # the child's alarm ends it in time
+        reply = child.stdout.readline()  # the child's alarm limits the wait
         if reply:
             return True, json.loads(reply)
         child.wait()
@@ -107,7 +107,7 @@ class GrammarProbe:
         return False, "it nests too deep or takes too much memory"
 
     def close(self) -> None:
-        """End the child for good, whatever it is doing; who waits for its answer is refused."""
+        """Kill the child and start no other; a grammar that is being tried is rejected."""
         self._is_closed = True
         if (child := self._child) is not None:
             child.kill()
@@ -116,7 +116,7 @@ class GrammarProbe:
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, (root, *sys.path)))  # what this process finds, the child finds
+        path = os.pathsep.join(filter(None, (root, *sys.path)))  # the child imports from the same places
         try:
             child = subprocess.Popen(
                 [sys.executable, "-m", "engine.structured_outputs.probe"],
@@ -124,7 +124,7 @@ class GrammarProbe:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"},  # arenas count as memory in use
-                start_new_session=True,  # what interrupts the engine from a terminal is not the child's business
+                start_new_session=True,  # Ctrl-C in the engine's terminal must not interrupt the child
             )
         except OSError:
             return None
@@ -133,7 +133,7 @@ class GrammarProbe:
         with contextlib.suppress(BrokenPipeError):
             pickle.dump(self._setup, child.stdin)
             child.stdin.flush()
-        if child.stdout.readline():  # it is ready: the time to start is no grammar's
+        if child.stdout.readline():  # ready: no grammar's time-out includes the start
             return child
         _end(child)
         return None
@@ -154,7 +154,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _serve() -> None:
-    """Answer each pickled request on stdin with a line of JSON: why it is refused, or null."""
+    """Answer each pickled request on stdin with a line of JSON: the reason for a rejection, or null."""
     from llguidance import LLTokenizer
 
     requests = sys.stdin.buffer
@@ -162,7 +162,7 @@ def _serve() -> None:
     tokenizer = LLTokenizer(tokenizer_json, vocab_size, eos_token_ids)
     vocabulary = Vocabulary.build(vocab_size, frozenset(eos_token_ids))
     _limit_memory()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process, in whatever code it is
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process wherever it is, in native code too
     print("ready", flush=True)
     with contextlib.suppress(EOFError):  # the engine's process has ended
         while True:
@@ -175,7 +175,7 @@ def _serve() -> None:
 
 def _limit_memory() -> None:
     statm = Path("/proc/self/statm")
-    if statm.exists():  # elsewhere than on Linux, the limit has no effect
+    if statm.exists():  # only Linux has the file, and enforces the limit
         in_use = int(statm.read_text().split()[0]) * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = in_use + _MEMORY
@@ -188,7 +188,7 @@ def _try(tokenizer: LLTokenizer, vocabulary: Vocabulary, params: StructuredOutpu
     def compile_it() -> None:
         try:
             outcome.append(Grammar(new_matcher(tokenizer, params), vocabulary))
-        except BaseException as error:  # a panic of llguidance is no Exception
+        except BaseException as error:  # llguidance's panics are not Exceptions
             outcome.append(shorten(error))
 
     def step_it() -> None:
@@ -206,11 +206,11 @@ def _try(tokenizer: LLTokenizer, vocabulary: Vocabulary, params: StructuredOutpu
 
 
 def _walk(grammar: Grammar) -> str | None:
-    """Step a grammar along a random text and return why it failed, if it did."""
+    """Step a grammar along a random text; return the reason if it fails."""
     rng = random.Random(0)
     bits = np.empty_like(grammar.vocabulary.eos_bits)
     for _ in range(_STEPS):
-        grammar.fill(bits)
+        grammar.fill_mask(bits)
         if grammar.is_terminated:
             break
         allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()

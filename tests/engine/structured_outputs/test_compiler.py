@@ -107,7 +107,7 @@ def test_a_grammar_that_was_refused_is_not_tried_again_for_a_minute(
 def test_closing_ends_the_child_in_the_middle_of_its_work() -> None:
     compiler = GrammarCompiler(MODEL, 3072, [2], timeout_s=20.0)
     compiler.compile(StructuredOutputsParams(regex="a"))
-    child = compiler._resources()[2]._child
+    child = compiler._toolchain().probe._child
     assert child is not None
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(compiler.compile, SLOW[0])
@@ -117,4 +117,4 @@ def test_closing_ends_the_child_in_the_middle_of_its_work() -> None:
         assert isinstance(slow.exception(), OverloadedError)
     assert perf_counter() - started < 5.0
     assert child.returncode is not None
-    assert compiler._resources()[2]._child is None
+    assert compiler._toolchain().probe._child is None

@@ -234,7 +234,7 @@ def test_a_grammar_that_fails_in_the_middle_is_no_normal_stop(
 
 
 def test_a_mask_that_cannot_be_computed_is_no_normal_stop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill, num_steps = bitmask.fill_rows, 0
+    fill, num_steps = bitmask.fill_masks, 0
 
     def fill_some(grammars: list[Grammar], rows: Any) -> None:
         nonlocal num_steps
@@ -244,7 +244,7 @@ def test_a_mask_that_cannot_be_computed_is_no_normal_stop(llm: LLM, monkeypatch:
             grammars[0].error = "a limit of the automaton"
             rows[0] = grammars[0].vocabulary.eos_bits
 
-    monkeypatch.setattr(bitmask, "fill_rows", fill_some)
+    monkeypatch.setattr(bitmask, "fill_masks", fill_some)
     for options in ({}, {"min_tokens": 50}):  # EOS is drawn and refused, or nothing at all may be drawn
         num_steps = 0
         output = llm.generate("Write json.", params_for(llm, "json", 3, **options), use_tqdm=False)[0].outputs[0]
@@ -271,7 +271,7 @@ async def test_a_cached_grammar_waits_for_no_thread(llm: LLM) -> None:
 def test_an_engine_that_is_closed_leaves_no_process_that_tries_grammars_out() -> None:
     llm = make_llm(DEMO_MODEL, skip_tokenizer_init=False, kv_cache_memory="8MiB")
     llm.engine.grammars.compile(params_for(llm, "regex", 0).structured_outputs)
-    child = llm.engine.grammars._compiler._resources()[2]._child
+    child = llm.engine.grammars._compiler._toolchain().probe._child
     assert child is not None
     llm.engine.close()
     assert child.poll() is not None

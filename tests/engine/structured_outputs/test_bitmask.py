@@ -1,0 +1,48 @@
+"""Bitmasks of allowed tokens, as tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.structured_outputs.bitmask import MaskBuilder, apply_bitmask, fill_bitmask
+from engine.structured_outputs.compiler import GrammarCompiler
+from engine.structured_outputs.params import StructuredOutputsParams
+from tests.engine.structured_outputs.random_texts import (
+    allowed_tokens,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, 3077])
+@pytest.mark.parametrize("indices", [[0, 1, 2, 3], [2], [3, 0], []])
+def test_apply_bitmask_agrees_with_a_loop(dtype: torch.dtype, vocab_size: int, indices: list[int]) -> None:
+    rng = np.random.default_rng(vocab_size + len(indices))
+    words = rng.integers(-(2**31), 2**31, (len(indices), -(-vocab_size // 32)), dtype=np.int64).astype(np.int32)
+    logits = torch.randn(4, vocab_size).to(dtype)
+    expected = logits.clone()
+    for index, bits in zip(indices, words.tolist(), strict=True):
+        for token_id in range(vocab_size):
+            if not bits[token_id // 32] >> (token_id % 32) & 1:
+                expected[index, token_id] = -torch.inf
+    apply_bitmask(logits, indices, torch.from_numpy(words))
+    assert torch.equal(logits, expected)
+
+
+def test_ids_beyond_the_tokenizer_are_never_allowed(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputsParams(regex="(?s:.*)"))
+    assert 3000 > len(allowed_tokens(grammar)) > 2900
+    assert max(allowed_tokens(grammar)) < 3072
+
+
+def test_the_builder_computes_what_fill_bitmask_does(compiler: GrammarCompiler) -> None:
+    grammars = [compiler.compile(StructuredOutputsParams(regex=regex)) for regex in ("a+", "[0-9]{3}", "x|y")]
+    builder = MaskBuilder()
+    bitmask = builder.start(grammars).result()
+    builder.close()
+    assert torch.equal(bitmask, fill_bitmask(grammars))
+    for grammar, mask in zip(grammars, bitmask, strict=True):
+        alone = np.empty_like(mask.numpy())
+        grammar.fill_mask(alone)
+        assert alone.tolist() == mask.tolist()
