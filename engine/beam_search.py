@@ -1,8 +1,9 @@
-"""BeamSearch: which beams go on and which are finished, for one request.
+"""BeamSearch: which beams of one request continue and which are finished.
 
-The rules are those of transformers' ``generate(num_beams=..., do_sample=False)``, so that its tokens can be the oracle:
-of the likeliest continuations of all beams, those among the first ``beam_width`` that end are kept as hypotheses, and
-the first ``beam_width`` that do not end go on. It knows tokens and scores, nothing of blocks or of the model.
+The rules are those of transformers' ``generate(num_beams=..., do_sample=False)``, whose tokens are the tests' oracle.
+The continuations of all beams are sorted by log-probability. Those among the first ``beam_width`` that end become
+hypotheses; the first ``beam_width`` that do not end continue. This module knows tokens and scores, no blocks and no
+model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from engine.sampling_params import SamplingParams
 
 __all__ = ["BeamSearch", "Candidates", "Continuation", "Hypothesis"]
 
-Candidates = tuple[list[int], list[float]]  # the likeliest next tokens of one beam and their log-probabilities
+Candidates = tuple[list[int], list[float]]  # the most likely next tokens of one beam and their log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +28,13 @@ class Hypothesis:
 
     score: float
     cumulative_logprob: float
-    token_ids: list[int]  # generated ones, the last one included
-    ended_by_token: bool  # else by its length
+    token_ids: list[int]  # the generated tokens, a stop token included
+    ended_by_token: bool  # False if its length ended it
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A beam that goes on: which one it extends, and by what."""
+    """A beam that continues: ``parent`` is the index of the beam that it extends, by ``token_id``."""
 
     parent: int
     token_id: int
@@ -44,11 +45,11 @@ class BeamSearch:
     """The state of one request's beams.
 
     Args:
-        beam_width: beams that go on in each step, and hypotheses kept.
-        length_penalty: exponent of the length by which a score is divided; above 0 favours long answers.
-        early_stopping: True ends when ``beam_width`` hypotheses are there; False when the best beam cannot beat them at
-            its present length; "never" when it cannot at any length.
-        num_prompt_tokens: lengths are counted from here.
+        beam_width: beams that continue in each step, and hypotheses that are kept.
+        length_penalty: exponent of the length that divides a score; above 0 favours long answers.
+        early_stopping: when the search ends. True: with ``beam_width`` hypotheses; False: when the best beam cannot
+            beat them at its current length; "never": when it cannot at any length.
+        num_prompt_tokens: prompt tokens, which lengths do not include.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class BeamSearch:
         self._length_penalty = length_penalty
         self._early_stopping = early_stopping
         self._num_prompt_tokens = num_prompt_tokens
-        self._scores = np.zeros(1, dtype=np.float32)  # of the running beams, in float32 as the oracle's
+        self._scores = np.zeros(1, dtype=np.float32)  # of the running beams; float32 like the oracle's
 
     @classmethod
     def from_params(cls, params: SamplingParams, num_prompt_tokens: int) -> BeamSearch:
@@ -76,32 +77,32 @@ class BeamSearch:
         stop_token_ids: frozenset[int],
         max_total_tokens: int,
     ) -> list[Continuation]:
-        """Take one step of all beams and return those that go on, the best first; none when the search is done.
+        """Extend all beams by a token; return the beams that continue, the best first, or none if the search is done.
 
         Args:
-            beams: each beam's tokens, the prompt's included; all of one length.
-            candidates: for each beam, its ``beam_width + len(stop_token_ids)`` likeliest tokens in order, or more.
-                That many hold all that may end, and enough that go on even if they are all this beam's.
-            stop_token_ids: what ends a beam.
+            beams: each beam's tokens, prompt included; all of one length.
+            candidates: for each beam, its ``beam_width + len(stop_token_ids)`` most likely tokens in order, or more.
+                These include every stop token that may end a hypothesis, and ``beam_width`` other tokens.
+            stop_token_ids: tokens that end a beam.
             max_total_tokens: length that ends every beam.
         """
         length = len(beams[0]) + 1
         at_limit = length >= max_total_tokens
-        going_on: list[Continuation] = []
-        for rank, one in enumerate(self._likeliest(candidates)):
+        continuing: list[Continuation] = []
+        for index, one in enumerate(self._by_logprob(candidates)):
             ended_by_token = one.token_id in stop_token_ids
-            if rank < self.beam_width and (ended_by_token or at_limit):
+            if index < self.beam_width and (ended_by_token or at_limit):
                 self._finish([*beams[one.parent], one.token_id], one.cumulative_logprob, ended_by_token)
             if not ended_by_token:
-                going_on.append(one)
-            if len(going_on) == self.beam_width:
+                continuing.append(one)
+            if len(continuing) == self.beam_width:
                 break
-        self._scores = np.array([one.cumulative_logprob for one in going_on], dtype=np.float32)
-        self.is_done = at_limit or not going_on or not self._can_improve(length, max_total_tokens)
-        return [] if self.is_done else going_on
+        self._scores = np.array([one.cumulative_logprob for one in continuing], dtype=np.float32)
+        self.is_done = at_limit or not continuing or not self._can_improve(length, max_total_tokens)
+        return [] if self.is_done else continuing
 
-    def _likeliest(self, candidates: Sequence_[Candidates]) -> Iterator[Continuation]:
-        """Yield the continuations of all beams, the likeliest first."""
+    def _by_logprob(self, candidates: Sequence_[Candidates]) -> Iterator[Continuation]:
+        """Yield the continuations of all beams, the most likely first."""
         parents = [parent for parent, (token_ids, _) in enumerate(candidates) for _ in token_ids]
         tokens = [token_id for token_ids, _ in candidates for token_id in token_ids]
         totals = np.concatenate(
@@ -115,7 +116,7 @@ class BeamSearch:
                 yield Continuation(parents[i], tokens[i], float(totals[i]))
 
     def _finish(self, token_ids: list[int], cumulative_logprob: float, ended_by_token: bool) -> None:
-        """Keep a hypothesis if it is among the best."""
+        """Keep a hypothesis if it is among the ``beam_width`` best."""
         num_generated = len(token_ids) - self._num_prompt_tokens
         score = float(np.float32(cumulative_logprob) / np.float32(num_generated**self._length_penalty))
         output = token_ids[self._num_prompt_tokens :]

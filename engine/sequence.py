@@ -1,8 +1,8 @@
-"""Sequence and SequenceGroup: the tokens of one request and how far the engine has come with them.
+"""Sequence and SequenceGroup: the tokens of one request and how many of them are computed.
 
-One rule drives the engine: a sequence has ``num_computed_tokens``, and a step computes some tokens behind it. There is
-no prefill mode and no decode mode; a sequence whose last token is computed gets a new one sampled. A request is a group
-of sequences: one of them unless it asks for several answers or for beams, which fork when the prompt is computed.
+One rule drives the engine: a sequence has ``num_computed_tokens``, and a step computes some of the tokens that follow.
+There is no prefill mode and no decode mode; a sequence whose last token is computed samples a new one. A request is a
+group of sequences. It has one, unless it wants several answers or beams: these fork when the prompt is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Sequence", "SequenceGroup", "SequenceStatus"]
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is: in the queue without or with its blocks (on the host), in the batch, or done."""
+    """A sequence waits without blocks, waits with its blocks in the host pool, runs, or is finished."""
 
     WAITING = enum.auto()
     SWAPPED = enum.auto()
@@ -34,11 +34,11 @@ class Sequence:
     """The state of one answer inside the engine.
 
     Args:
-        group: the request that it belongs to.
-        index: which of the request's answers it is.
-        token_ids: the prompt, then what has been generated.
-        num_prompt_tokens: where the prompt ends.
-        seed: of this sequence's sampling.
+        group: the request that the answer belongs to.
+        index: index of the answer within the request.
+        token_ids: the prompt tokens, then the generated ones.
+        num_prompt_tokens: number of prompt tokens.
+        seed: seed of this sequence's sampling.
     """
 
     __slots__ = (
@@ -78,7 +78,7 @@ class Sequence:
         self.token_ids = token_ids
         self.num_prompt_tokens = num_prompt_tokens
         self.seed = seed
-        # The next four are the group's; here too because each step reads them for every sequence.
+        # The next four are copies of the group's, since each step reads them for every sequence.
         self.is_single = group.num_slots == 1
         self.params = group.params
         self.stop_token_ids = group.stop_token_ids
@@ -86,21 +86,20 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the id of stop_token_ids that ended it; None for the model's EOS
-        self.has_failed = False  # it ended for want of a token to go on with
+        self.has_failed = False  # it ended because it had no token to continue with
         self.grammar: Grammar | None = None
-        self.logprobs: list[TokenLogprobs] = []  # of the tokens generated, where the request asks for them
+        self.logprobs: list[TokenLogprobs] = []  # of the generated tokens, if the request wants them
         self.cumulative_logprob = 0.0
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache served when the sequence first ran
         self.num_computed_tokens = 0
-        self.num_matched_tokens = 0  # leading tokens whose K and V the prefix cache gave: they are not written again
+        self.num_matched_tokens = 0  # leading tokens with K and V from the prefix cache, which are not written again
         self.block_table: list[int] = []
-        self.host_table: list[int] = []  # the blocks of the host pool that keep it while it is swapped
-        self.block_hashes: list[int] = []  # of the leading full blocks, made on demand
-        self.content_ids: list[int] = []  # identity of what each published or matched block holds
-        self.cache_epoch = 0  # of the prefix cache when the sequence began: what it computes belongs there
-        self.next_block_boundary = (
-            0  # num_computed_tokens at which the block manager has something to do; see BlockManager
-        )
+        self.host_table: list[int] = []  # its blocks in the host pool while it is swapped
+        self.block_hashes: list[int] = []  # of the leading full blocks, computed on demand
+        self.content_ids: list[int] = []  # content id of each published or matched block
+        self.cache_epoch = 0  # of the prefix cache when the sequence started; it publishes its blocks there only
+        # The block manager must allocate when num_computed_tokens reaches this; see BlockManager.
+        self.next_block_boundary = 0
 
     @property
     def request_id(self) -> str:
@@ -109,7 +108,7 @@ class Sequence:
 
     @property
     def cache_salt(self) -> str:
-        """What salts the root of the hash chain; sequences share blocks only under equal salts."""
+        """Salt of the root of the hash chain; only sequences with equal salts share blocks."""
         return self.group.cache_salt
 
     @property
@@ -134,7 +133,7 @@ class Sequence:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether each further token is the model's likeliest, since none is forbidden in order not to end it yet."""
+        """Whether each further token is simply the most likely one: greedy, and no stop token is masked any more."""
         params = self.params
         return params.is_plain_greedy and (not self.stop_token_ids or self.num_output_tokens >= params.min_tokens)
 
@@ -145,7 +144,7 @@ class Sequence:
 
     @property
     def priority_key(self) -> tuple[int, int, int]:
-        """Sort key of scheduling: the smallest goes first (highest priority, then earliest arrival)."""
+        """Order of scheduling, the smallest first: highest priority, then earliest arrival, then index."""
         return (*self.group.priority_key, self.index)
 
     def block_hash(self, index: int, block_size: int) -> int:
@@ -160,7 +159,7 @@ class Sequence:
         return hashes[index]
 
     def fork(self, index: int, seed: int) -> Sequence:
-        """Return a sequence with the same tokens; BlockManager.fork lets it share the blocks."""
+        """Return a sequence with the same tokens; ``BlockManager.fork`` makes it share the blocks."""
         child = Sequence(self.group, index, list(self.token_ids), num_prompt_tokens=self.num_prompt_tokens, seed=seed)
         child.status = self.status
         child.block_hashes = list(self.block_hashes)
@@ -171,22 +170,22 @@ class Sequence:
     def check_end(self, token_id: int) -> None:
         """End the sequence if ``token_id``, just appended, was the last one."""
         if self.grammar is not None and not self.grammar.accept(token_id):
-            self._take_back_token()
+            self._remove_last_token()
             self.fail("the grammar refused the token")
         elif token_id in self.stop_token_ids and self.num_output_tokens > self.params.min_tokens:
             assert self.params.stop_token_ids is not None
             self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
             self.finish(FinishReason.STOP)
-        elif self.grammar is not None and self.grammar.is_terminated:  # nothing but an end could follow
+        elif self.grammar is not None and self.grammar.is_terminated:  # the grammar allows no further token
             self.finish(FinishReason.STOP)
         elif len(self.token_ids) >= self.max_total_tokens:
             self.finish(FinishReason.LENGTH)
 
     def fail(self, why: str) -> None:
-        """End the sequence because it has no token to go on with.
+        """End the sequence because it has no token to continue with.
 
-        Where the grammar has come to its end, that is how the answer ends. A grammar that failed has ended as well,
-        but its text is a fragment, and ``stop_reason`` says why.
+        If its grammar is complete, the answer ends with reason ``stop``. A grammar that failed has ended as well, but
+        its text is a fragment: the reason is ``abort``, and ``stop_reason`` says why.
         """
         self.has_failed = True
         error = None if self.grammar is None else self.grammar.error
@@ -196,14 +195,14 @@ class Sequence:
             self.stop_reason = error or why
             self.finish(FinishReason.ABORT)
 
-    def _take_back_token(self) -> None:
-        """Undo the last token, and its log-probability where that is on record."""
+    def _remove_last_token(self) -> None:
+        """Remove the last token, and its log-probability if that is recorded."""
         self.token_ids.pop()
         if self.params.logprobs is not None:
             self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob
 
     def finish(self, reason: FinishReason) -> None:
-        """End the sequence; its blocks are the block manager's to free."""
+        """End the sequence; the caller lets the block manager free its blocks."""
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
 
@@ -212,12 +211,12 @@ class SequenceGroup:
     """One request: the sequences that answer it, which are scheduled, preempted and swapped together.
 
     Args:
-        request: the prompt, its parameters, and what was generated elsewhere before.
+        request: the prompt, its parameters, and the tokens that were generated on another replica.
         arrival: position in the order of arrival, for first-come-first-served scheduling.
         root: root of the block hash chain.
         stop_token_ids: every id that ends a sequence (EOS ids of the model included, unless ignored).
         max_total_tokens: length at which a sequence ends with reason ``length``.
-        seed: of the first answer; the others count on from it.
+        seed: seed of the first answer; answer ``i`` has ``seed + i``.
     """
 
     __slots__ = (
@@ -262,18 +261,18 @@ class SequenceGroup:
         self.seed = seed
         self.num_preemptions = 0
         self.num_resumed_tokens = len(output)
-        self.num_blocks_saved = 0  # by sharing, when an answer ended: each counts them all, the pool once
-        self.num_blocks_held = 0  # by all answers then, shared or not
-        self.num_stalls = 0  # times that it gave way to nobody, at the length of ``stalled_at``
+        self.num_blocks_saved = 0  # by sharing, at an answer's end: blocks of all tables less distinct blocks
+        self.num_blocks_held = 0  # blocks of all tables at that time
+        self.num_stalls = 0  # times that it was preempted while it ran alone, at the length ``stalled_at``
         self.stalled_at = 0
         self.timing: RequestTiming | None = None
-        self.num_slots = params.num_sequences  # of the batch, that it takes or will take when it forks
+        self.num_slots = params.num_sequences  # of the batch, for its sequences now and after it forks
         self.is_forked = self.num_slots == 1
-        # Of the prompt's tokens computed so far; the first one has none.
+        # Of the prompt tokens computed so far; the first token has none.
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.beams = BeamSearch.from_params(params, len(prompt)) if params.uses_beam_search else None
         first = Sequence(self, 0, [*prompt, *output], num_prompt_tokens=len(prompt), seed=seed)
-        self.sequences = [first]  # all answers so far, the finished ones too; of beams only those that go on
+        self.sequences = [first]  # all answers so far, finished ones included; of beams only those that continue
 
     @property
     def request_id(self) -> str:
@@ -287,27 +286,27 @@ class SequenceGroup:
 
     @property
     def cache_salt(self) -> str:
-        """What salts the root of the hash chain."""
+        """Salt of the root of the hash chain."""
         return self.request.cache_salt
 
     @property
     def priority_key(self) -> tuple[int, int]:
-        """Sort key of scheduling: the smallest goes first (highest priority, then earliest arrival)."""
+        """Order of scheduling, the smallest first: highest priority, then earliest arrival."""
         return (-self.priority, self.arrival)
 
     @property
     def has_started(self) -> bool:
-        """Whether it ever ran, here or elsewhere: somebody may have seen tokens of it."""
+        """Whether it ever ran, here or on another replica: the client may have seen tokens of it."""
         return self.status is SequenceStatus.RUNNING or self.num_preemptions > 0 or self.num_resumed_tokens > 0
 
     @property
     def status(self) -> SequenceStatus:
-        """What its unfinished sequences are doing, all of them alike."""
+        """The status that all its unfinished sequences have."""
         return next((one.status for one in self.sequences if not one.is_finished), SequenceStatus.FINISHED)
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """The sequences that go on, in order."""
+        """The sequences that are not finished, in order."""
         return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     @property
@@ -316,7 +315,7 @@ class SequenceGroup:
         return all(sequence.is_finished for sequence in self.sequences)
 
     def note_sharing(self) -> None:
-        """Note how many blocks the answers that still hold theirs share, if these are more than ever before."""
+        """Record how many blocks the unfinished answers save by sharing, if these are more than ever before."""
         tables = [sequence.block_table for sequence in self.sequences if sequence.block_table]
         held = sum(map(len, tables))
         if (saved := held - len(set().union(*tables))) > self.num_blocks_saved:
@@ -324,7 +323,7 @@ class SequenceGroup:
 
     @property
     def outputs_at_end(self) -> bool:
-        """Whether nothing can be told before the end: which answers are the best is known only then."""
+        """Whether outputs come only at the end, when the best answers are known."""
         return self.beams is not None or self.params.num_sequences > self.params.n
 
     @property

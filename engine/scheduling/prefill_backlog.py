@@ -1,13 +1,13 @@
-"""PrefillBacklog: how many tokens of the requests that wait or have begun are still to be computed before they decode.
+"""PrefillBacklog: tokens that waiting and running requests must still compute before they decode.
 
-What the prefix cache holds when a request arrives does not count, and a block that several requests have in common
-counts once: whoever computes it first publishes it for the others.
+Tokens that the prefix cache holds when a request arrives do not count. A block that several requests have in common
+counts once, since the first to compute it publishes it for the others.
 
     prompt of A   [ cached ][ awaited ][ awaited ][ tail ]      awaited blocks are counted by hash,
-    prompt of B   [ cached ][ awaited ][ awaited, not A's ]     tails, which nobody can share, by length
+    prompt of B   [ cached ][ awaited ][ awaited, not A's ]     tails, which are never shared, by length
 
-It is bookkeeping beside the scheduler: a request costs work when it arrives, leaves or computes a chunk of its prompt,
-and none while it only waits or decodes. It is not exact where blocks are evicted while a request waits.
+A request costs work here when it arrives, leaves or computes a chunk of its prompt, and none while it waits or decodes.
+The number is not exact if blocks are evicted while a request waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["PrefillBacklog"]
 
 
 class _Part:
-    """What one sequence adds to the backlog: blocks ``first`` to ``last`` of its hashes, and a tail behind them."""
+    """What one sequence adds to the backlog: blocks ``first`` to ``last`` of its hashes, and the tail after them."""
 
     __slots__ = ("end", "first", "hashes", "last", "tail")
 
@@ -29,7 +29,7 @@ class _Part:
         self.hashes = hashes  # the sequence's own list, which only grows
         self.first = first
         self.last = last
-        self.end = end  # tokens that are known, and have to be computed before the next one
+        self.end = end  # known tokens: these are computed before the next one is sampled
         self.tail = tail
 
 
@@ -38,10 +38,10 @@ class PrefillBacklog:
 
     def __init__(self, block_manager: BlockManager) -> None:
         self._blocks = block_manager
-        self._awaited: Counter[int] = Counter()  # hashes of blocks to compute, and how many sequences bring each
+        self._awaited: Counter[int] = Counter()  # hash of a block to compute -> sequences that contain it
         self._num_tail_tokens = 0
         self._parts: dict[SequenceGroup, dict[Sequence, _Part]] = {}
-        self._begun: dict[SequenceGroup, None] = {}  # those of them that run
+        self._started: dict[SequenceGroup, None] = {}  # the running groups among them
 
     @property
     def num_tokens(self) -> int:
@@ -49,8 +49,10 @@ class PrefillBacklog:
         return len(self._awaited) * self._blocks.block_size + self._num_tail_tokens
 
     def tokens_of(self, sequence: Sequence) -> int:
-        """Return by how much a sequence that is not counted yet would lengthen the backlog; at most, if blocks in the
-        middle of a chain were evicted. It hashes no further than the first block that nobody has or brings."""
+        """Return how many tokens a sequence that is not counted yet would add; at most, if blocks were evicted.
+
+        It hashes no further than the first block that is neither cached nor awaited.
+        """
         size = self._blocks.block_size
         shared = 0
         if self._shares_blocks(sequence):
@@ -62,17 +64,17 @@ class PrefillBacklog:
         return sequence.num_tokens - shared
 
     def add(self, group: SequenceGroup) -> None:
-        """A request waits: it has arrived, or must give way for a while (then what it had counted before does not)."""
+        """Count a request that waits because it is new or was preempted; it replaces what the request counted before."""
         self.remove(group)
         self._parts[group] = {one: self._counted(one) for one in group.unfinished}
 
     def begin(self, group: SequenceGroup) -> None:
-        """A waiting request was admitted to the batch."""
-        self._begun[group] = None
+        """Follow a waiting request that starts to run."""
+        self._started[group] = None
 
     def advance(self) -> None:
-        """A step was computed: what it did to prompts is done."""
-        for group in list(self._begun):
+        """Subtract the prompt tokens that a step has computed."""
+        for group in list(self._started):
             parts = self._parts[group]
             for sequence, part in list(parts.items()):
                 if _is_done(sequence, part):
@@ -80,31 +82,31 @@ class PrefillBacklog:
                 elif sequence.num_computed_tokens:
                     self._compute(part, sequence.num_computed_tokens)
             if not parts:
-                del self._parts[group], self._begun[group]
+                del self._parts[group], self._started[group]
 
     def end(self, sequence: Sequence) -> None:
-        """One of a request's sequences has ended from outside."""
+        """Subtract one sequence of a request, which was ended from outside."""
         part = self._parts.get(sequence.group, {}).pop(sequence, None)
         if part is not None:
             self._release(part)
 
     def remove(self, group: SequenceGroup) -> None:
-        """A request has ended or is to be counted anew."""
+        """Subtract a request that has ended or is counted anew."""
         for part in self._parts.pop(group, {}).values():
             self._release(part)
-        self._begun.pop(group, None)
+        self._started.pop(group, None)
 
     def _shares_blocks(self, sequence: Sequence) -> bool:
         return self._blocks.enable_prefix_caching and not sequence.group.wants_prompt_logprobs
 
     def _counted(self, sequence: Sequence) -> _Part:
-        """Enter a sequence; what is swapped needs no block computed anew."""
+        """Add a sequence; a swapped one computes no block again."""
         size, end = self._blocks.block_size, sequence.num_tokens
         first = last = 0
         if self._shares_blocks(sequence) and not sequence.host_table:
             last = end // size
             if last:
-                sequence.block_hash(last - 1, size)  # and with it all before
+                sequence.block_hash(last - 1, size)  # and all hashes before it
             while first < last and self._blocks.prefix_cache.is_published(sequence.block_hashes[first]):
                 first += 1
             self._awaited.update(sequence.block_hashes[first:last])
@@ -113,7 +115,7 @@ class PrefillBacklog:
         return _Part(sequence.block_hashes, first, last, end, tail)
 
     def _compute(self, part: _Part, num_computed: int) -> None:
-        """Take out what was computed: its blocks are published, so they count for nobody any more."""
+        """Subtract what was computed: its blocks are published, so they no longer count for other requests either."""
         size = self._blocks.block_size
         done = min(num_computed // size, part.last)
         for block_hash in part.hashes[part.first : done]:
@@ -124,10 +126,10 @@ class PrefillBacklog:
         part.tail = tail
 
     def _release(self, part: _Part) -> None:
-        """Take out what is left of a sequence; the blocks that others bring too stay until somebody publishes them."""
+        """Subtract what is left of a sequence; blocks that others contain too count until one is published."""
         awaited = self._awaited
         for block_hash in part.hashes[part.first : part.last]:
-            count = awaited.get(block_hash, 0)  # none if another one has computed it meanwhile
+            count = awaited.get(block_hash, 0)  # 0 if another sequence has computed it meanwhile
             if count > 1 and not self._blocks.prefix_cache.is_published(block_hash):
                 awaited[block_hash] = count - 1
             elif count:
@@ -136,7 +138,7 @@ class PrefillBacklog:
 
 
 def _is_done(sequence: Sequence, part: _Part) -> bool:
-    """Whether a sequence that ran has got its next token, or gets none: ended, or a beam that found no heir."""
+    """Whether a sequence that ran has its next token, or gets none: it has ended, or its beam was not continued."""
     if sequence.num_tokens > part.end or sequence.is_finished:
         return True
     return sequence not in sequence.group.sequences

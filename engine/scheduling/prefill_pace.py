@@ -1,10 +1,10 @@
-"""PrefillPace: how much prefill a step may compute beside decodes, so that streams go on at nearly their own pace.
+"""PrefillPace: how many prefill tokens a step may compute beside decodes, so that these are hardly slowed down.
 
-A step reads all weights, however few tokens it computes. While that takes longer than computing them, further tokens
-cost hardly anything; beyond, a step takes as long as it has tokens. So with ``free_tokens`` at that turning point a
-step takes time in proportion to max(free_tokens, tokens), and limiting tokens limits time. On a GPU the turning point
-lies at hundreds of tokens, on a CPU at ten or so, where a prompt of 2,048 tokens in one step would hold every stream
-up for seconds. A token of a small chunk costs no more there: past the turning point it costs the same in any step.
+A step reads all weights, however few tokens it computes. As long as that takes longer than the computation, further
+tokens are nearly free; beyond that point, which ``free_tokens`` gives, the time of a step grows with its tokens. A step
+thus takes time in proportion to max(free_tokens, tokens), and a limit on tokens is a limit on time. The point lies at
+hundreds of tokens on a GPU, and at about ten on a CPU, where a prompt of 2,048 tokens in one step would delay every
+stream by seconds. Small chunks waste nothing there: beyond the point a token costs the same in any step.
 
 The idea of a budget that bounds the time between tokens is Sarathi-Serve's (Agrawal et al., 2024).
 """
@@ -21,20 +21,20 @@ class PrefillPace:
     """A limit on the tokens of steps with decodes.
 
     Attributes:
-        free_tokens: tokens that a step computes in about the time that it takes for one.
-        slowdown: how many times longer than with its decodes alone a step may take.
+        free_tokens: tokens that a step computes in about the time of one token.
+        slowdown: how many times longer a step may take than with its decodes alone.
     """
 
     free_tokens: int
     slowdown: float
 
     def step_tokens(self, num_decodes: int, num_prefills: int) -> int | None:
-        """Return the most tokens, decodes included, of a step; None: as many as there are.
+        """Return the most tokens of a step, decodes included; None for no limit.
 
         Args:
             num_decodes: sequences that decode, at least one.
-            num_prefills: requests whose prompts are computed or could be. Where they are more than those that decode,
-                nobody is protected: pacing would make the many wait several times as long as the few are held up.
+            num_prefills: requests whose prompts are computed or could start. If they are more than the decodes, there
+                is no limit: it would delay many prompts by several times as much as it saves the few decodes.
         """
         if num_prefills > num_decodes:
             return None

@@ -1,4 +1,4 @@
-"""step_outputs: the EngineOutputs of a step, and which of several answers are the best."""
+"""step_outputs: the EngineOutputs of a step, and the choice of the best of several answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ __all__ = ["step_outputs"]
 def step_outputs(
     got_token: Iterable[Sequence], num_accepted: Mapping[Sequence, int] | None = None
 ) -> list[EngineOutput]:
-    """Return the outputs of a step after which these sequences have a new token or have ended.
+    """Return the outputs of a step.
 
-    ``num_accepted`` tells of some of them how many more tokens they have got from a draft.
+    Args:
+        got_token: the sequences that got a token in the step, or ended without one.
+        num_accepted: further tokens that some of them got from a draft.
     """
     outputs: list[EngineOutput] = []
-    last: dict[SequenceGroup, int] = {}  # of the groups that have ended, where their last output is
+    last: dict[SequenceGroup, int] = {}  # index of the last output of each group that has ended
     for sequence in got_token:
         group = sequence.group
         has_ended = sequence.is_finished and group.is_finished
@@ -29,16 +31,16 @@ def step_outputs(
             outputs += _best_answers(group)
         if has_ended:
             last[group] = len(outputs) - 1
-    for group, position in last.items():
-        outputs[position] = replace(outputs[position], is_last=True, timing=group.timing)
+    for group, index in last.items():
+        outputs[index] = replace(outputs[index], is_last=True, timing=group.timing)
     return outputs
 
 
 def _new_tokens(sequence: Sequence, count: int) -> EngineOutput:
     params = sequence.params
-    num_told = sequence.num_output_tokens - sequence.group.num_resumed_tokens
-    is_first = num_told == (0 if sequence.has_failed else count)
-    tells_prompt = params.prompt_logprobs is not None and sequence.index == 0 and is_first
+    num_generated = sequence.num_output_tokens - sequence.group.num_resumed_tokens
+    is_first = num_generated == (0 if sequence.has_failed else count)
+    has_prompt_logprobs = params.prompt_logprobs is not None and sequence.index == 0 and is_first
     return EngineOutput(
         sequence.group.request_id,
         sequence.index,
@@ -47,16 +49,16 @@ def _new_tokens(sequence: Sequence, count: int) -> EngineOutput:
         sequence.stop_reason,
         sequence.num_cached_tokens,
         logprobs=sequence.logprobs[-count:] if params.logprobs is not None and not sequence.has_failed else None,
-        prompt_logprobs=sequence.group.prompt_logprobs if tells_prompt else None,
+        prompt_logprobs=sequence.group.prompt_logprobs if has_prompt_logprobs else None,
         cumulative_logprob=sequence.cumulative_logprob if params.needs_logprobs else None,
         timing=sequence.group.timing if is_first else None,
     )
 
 
 def _best_answers(group: SequenceGroup) -> list[EngineOutput]:
-    """Return the ``n`` best answers of a request that has ended, the best first."""
+    """Return the ``n`` best answers of a finished request, the best first."""
     if group.beams is not None:
-        return _beams(group)
+        return _hypotheses(group)
     answers = sorted(group.sequences, key=_mean_logprob, reverse=True)[: group.params.n]
     return [
         EngineOutput(
@@ -75,14 +77,14 @@ def _best_answers(group: SequenceGroup) -> list[EngineOutput]:
 
 
 def _mean_logprob(answer: Sequence) -> float:
-    """Rank as the OpenAI API does, by log-probability a token; an answer that failed comes last."""
+    """Return the log-probability per token, by which the OpenAI API ranks answers; a failed answer comes last."""
     if answer.finish_reason is FinishReason.ABORT or not answer.num_output_tokens:
         return float("-inf")
     return answer.cumulative_logprob / answer.num_output_tokens
 
 
-def _beams(group: SequenceGroup) -> list[EngineOutput]:
-    """Return the ``n`` best hypotheses; in place of those that the search could not find, why."""
+def _hypotheses(group: SequenceGroup) -> list[EngineOutput]:
+    """Return the ``n`` best hypotheses; a missing one becomes an aborted answer that says why."""
     assert group.beams is not None
     first = group.sequences[0]
     outputs: list[EngineOutput] = []
@@ -99,9 +101,9 @@ def _beams(group: SequenceGroup) -> list[EngineOutput]:
                 cumulative_logprob=hypothesis.cumulative_logprob,
             )
         )
-    why = first.stop_reason or "the search found no further answer: too few tokens are allowed"
+    reason = first.stop_reason or "the search found no further answer: too few tokens are allowed"
     outputs += [
-        EngineOutput(group.request_id, index, [], FinishReason.ABORT, why, first.num_cached_tokens)
+        EngineOutput(group.request_id, index, [], FinishReason.ABORT, reason, first.num_cached_tokens)
         for index in range(len(outputs), group.params.n)
     ]
     return outputs

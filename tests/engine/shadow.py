@@ -1,8 +1,8 @@
-"""A runner that computes nothing but knows what every KV slot must hold.
+"""ShadowRunner: a fake ModelRunner that computes nothing but knows what every KV slot must hold.
 
-It stands in for the ModelRunner behind the real engine, scheduler and block manager. Each slot of its cache holds the
-identity of the whole prefix that was written there, so a sequence that reads a foreign, stale or unwritten slot is
-found out in the step in which it happens. Its tokens depend on the whole prefix, so an answer is wrong if any read was.
+It runs with the real engine, scheduler and block manager. Each slot of its cache holds the identity of the whole prefix
+that was written there, so a sequence that reads a foreign, stale or unwritten slot fails in the same step. Its tokens
+depend on the whole prefix, so one wrong read makes an answer wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PrefixIds:
         return ids
 
     def follow(self, parent: object, token_id: int) -> int:
-        """Return the identity of the prefix ``parent``, or of an empty one with this salt, and a token behind it."""
+        """Return the identity of the prefix ``parent``, or of an empty one with this salt, followed by a token."""
         end = (parent, token_id)
         prefix = self._ids.setdefault(end, len(self._ids))
         if prefix == len(self.ends):
@@ -58,19 +58,21 @@ def mix(number: int) -> int:
 
 
 def next_token(prefix: int, index: int = 0) -> int:
-    """Return the token that this "model" says after a prefix, in answer ``index``."""
+    """Return the token that this "model" samples after a prefix, in answer ``index``."""
     return mix(prefix + 7919 * index) % VOCAB_SIZE
 
 
 def token_logprob(prefix: int, index: int = 0) -> float:
-    """Return what the token after a prefix is worth to this "model", in answer ``index``."""
+    """Return the log-probability of the token after a prefix, in answer ``index``."""
     return -(mix(3 * prefix + 104729 * index + 1) % 1000) / 100
 
 
 def candidates(prefix: int, count: int) -> Candidates:
-    """Return the likeliest tokens of a beam and their log-probabilities."""
-    ranked = sorted(((mix(prefix * VOCAB_SIZE + token) % 997 + 1, token) for token in range(VOCAB_SIZE)), reverse=True)
-    return [token for _, token in ranked[:count]], [(weight - 1000) / 100 for weight, _ in ranked[:count]]
+    """Return the most likely tokens of a beam and their log-probabilities."""
+    by_weight = sorted(
+        ((mix(prefix * VOCAB_SIZE + token) % 997 + 1, token) for token in range(VOCAB_SIZE)), reverse=True
+    )
+    return [token for _, token in by_weight[:count]], [(weight - 1000) / 100 for weight, _ in by_weight[:count]]
 
 
 class ShadowRunner:
@@ -110,10 +112,10 @@ class ShadowRunner:
         return self._sample(output, chains)
 
     def check_health(self) -> None:
-        """Nothing can die."""
+        """Do nothing: there is no process that could end."""
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
     def _copy(self, name: str, pairs: list[BlockPair], source: dict[int, int], target: dict[int, int]) -> None:
         size = self.block_size
@@ -134,7 +136,7 @@ class ShadowRunner:
             assert end == computed.num_tokens == sequence.num_tokens, (
                 "a sequence samples before its tokens are computed"
             )
-            assert computed.token_ids == sequence.token_ids, "a fork samples from a foreign row"
+            assert computed.token_ids == sequence.token_ids, "a fork samples from foreign logits"
             prefix = chains[row][end - 1]
             if num_drafted:
                 sampled.after_drafts[sequence] = [next_token(one, sequence.index) for one in chains[row][end:]]
@@ -188,13 +190,13 @@ class ShadowRunner:
 
 
 def num_candidates(params: SamplingParams, stop_token_ids: frozenset[int]) -> int:
-    """Return how many continuations of a beam its search wants to see."""
+    """Return how many candidates of a beam its search takes."""
     assert params.beam_width is not None
     return params.beam_width + len(stop_token_ids)
 
 
 class ShadowProposer:
-    """Guesses what the shadow runner will say, every now and then wrongly or for fewer tokens than it might."""
+    """Proposes the tokens that the shadow runner will sample, sometimes wrongly or too few."""
 
     def __init__(self, ids: PrefixIds) -> None:
         self._ids = ids

@@ -16,7 +16,7 @@ PROMPT = [3, 1, 4]
 
 
 class TableConfig(PretrainedConfig):
-    """The little that ``generate`` asks of a config."""
+    """The fields that ``generate`` reads of a config."""
 
     model_type = "table"
     vocab_size = VOCAB_SIZE
@@ -40,7 +40,7 @@ class TableModel(PreTrainedModel, GenerationMixin):
         return CausalLMOutput(logits=self.table[before, input_ids])
 
     def candidates(self, token_ids: list[int], count: int) -> Candidates:
-        """Return a beam's likeliest next tokens and their log-probabilities."""
+        """Return a beam's most likely next tokens and their log-probabilities."""
         logprobs = self.table[token_ids[-2], token_ids[-1]].log_softmax(dim=0)
         top = logprobs.topk(min(count, VOCAB_SIZE))
         return top.indices.tolist(), top.values.tolist()
@@ -48,13 +48,13 @@ class TableModel(PreTrainedModel, GenerationMixin):
 
 def search(model: TableModel, beams: BeamSearch, stops: frozenset[int], max_tokens: int) -> None:
     """Run a search to its end."""
-    going_on = [list(PROMPT)]
+    continuing = [list(PROMPT)]
     while not beams.is_done:
         count = max(2, 1 + len(stops)) * beams.beam_width
-        found = [model.candidates(one, count) for one in going_on]
+        found = [model.candidates(one, count) for one in continuing]
         limit = len(PROMPT) + max_tokens
-        chosen = beams.advance(going_on, found, stop_token_ids=stops, max_total_tokens=limit)
-        going_on = [[*going_on[one.parent], one.token_id] for one in chosen]
+        chosen = beams.advance(continuing, found, stop_token_ids=stops, max_total_tokens=limit)
+        continuing = [[*continuing[one.parent], one.token_id] for one in chosen]
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
@@ -105,12 +105,12 @@ def test_one_beam_is_a_greedy_search() -> None:
         assert beams.hypotheses[0].token_ids == tokens[len(PROMPT) :]
 
 
-def test_a_hypothesis_tells_whether_a_token_or_its_length_ended_it() -> None:
+def test_a_hypothesis_says_whether_a_token_or_its_length_ended_it() -> None:
     beams = BeamSearch(2, 1.0, False, 1)
-    going_on = beams.advance(
+    continuing = beams.advance(
         [[7]], [([0, 1, 2, 3], [-0.1, -0.2, -0.3, -0.4])], stop_token_ids=frozenset({0}), max_total_tokens=3
     )
-    assert [one.token_id for one in going_on] == [1, 2]
+    assert [one.token_id for one in continuing] == [1, 2]
     beams.advance(
         [[7, 1], [7, 2]],
         [([4, 5, 6, 8], [-0.1, -5.0, -5.0, -5.0])] * 2,
@@ -121,7 +121,7 @@ def test_a_hypothesis_tells_whether_a_token_or_its_length_ended_it() -> None:
     assert {tuple(one.token_ids): one.ended_by_token for one in beams.hypotheses} == {(0,): True, (1, 4): False}
 
 
-def test_a_stop_token_behind_the_best_ranks_ends_no_hypothesis() -> None:
+def test_a_stop_token_after_the_first_beam_width_candidates_ends_no_hypothesis() -> None:
     beams = BeamSearch(2, 1.0, False, 1)
     beams.advance([[7]], [([1, 2, 0, 3], [-0.1, -0.2, -0.3, -0.4])], stop_token_ids=frozenset({0}), max_total_tokens=9)
     assert not beams.hypotheses

@@ -8,7 +8,9 @@ from engine.engine import Engine
 from engine.outputs import EngineOutput, FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.engine.random_load import NO_CHOICE, Arrival, RandomLoad
+from tests.engine.answer_checks import NO_CHOICE
+from tests.engine.random_load import RandomLoad
+from tests.engine.random_requests import Arrival
 from tests.engine.shadow import make_engine, token_logprob
 
 PROMPT = [3, 1, 4, 1, 5]

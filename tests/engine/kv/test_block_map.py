@@ -16,7 +16,8 @@ from engine.kv.block_pool import Block, BlockCounts
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
-from tests.engine.random_load import RandomLoad, random_arrival
+from tests.engine.random_load import RandomLoad
+from tests.engine.random_requests import random_arrival
 from tests.engine.shadow import make_engine
 
 

@@ -36,7 +36,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence, SequenceGroup
-from tests.engine.random_load import drive, lone_arrival
+from tests.engine.random_load import drive
+from tests.engine.random_requests import lone_arrival
 
 NUM_SEEDS = 40  # in which a planted bug must be found; about 10,000 steps
 
@@ -157,7 +158,7 @@ def test_a_prompt_larger_than_the_pool_kills_the_engine() -> None:
         patch.setattr(RequestValidator, "_check_length", lambda *of_request: None)
         patch.setattr(RequestValidator, "_check_num_sequences", lambda *of_request: None)
 
-    assert_found(plant, "cannot fit|cannot hold|no progress|computes nothing|KeyError|goes on behind its end")
+    assert_found(plant, "cannot fit|cannot hold|no progress|computes nothing|KeyError|continues after its end")
 
 
 def test_a_sequence_that_outgrows_the_pool_kills_the_engine() -> None:
@@ -310,7 +311,7 @@ def test_tokens_come_behind_the_end_of_an_answer() -> None:
             sequence.check_end(token_id)
         return len(confirmed)
 
-    assert_found(lambda patch: patch.setattr(drafter_module, "_append_accepted", go_on), "answers|goes on|ends at")
+    assert_found(lambda patch: patch.setattr(drafter_module, "_append_accepted", go_on), "answers|continues|ends at")
 
 
 def test_blocks_of_wrong_guesses_are_published() -> None:
@@ -362,5 +363,5 @@ def test_a_draft_takes_from_the_budget_of_others() -> None:
 def test_a_sequence_that_draws_gets_a_draft() -> None:
     assert_found(
         lambda patch: patch.setattr(Sequence, "is_plain_greedy", property(lambda sequence: sequence.is_single)),
-        "a draft for a sequence that draws",
+        "a draft for a sequence that is not greedy",
     )

@@ -1,4 +1,4 @@
-"""PrefillBacklog: what is still to be computed before requests decode, each shared block once."""
+"""PrefillBacklog: the tokens that requests compute before they decode, each shared block counted once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.engine.random_load import Arrival, RandomLoad, drive, lone_arrival
+from tests.engine.random_load import RandomLoad, drive
+from tests.engine.random_requests import Arrival, lone_arrival
 from tests.engine.shadow import make_engine, run_to_end
 
 
@@ -31,7 +32,7 @@ def test_ten_equal_prompts_count_once_but_for_their_tails() -> None:
     assert queued(engine) == 16 + 10 * 2
 
 
-def test_what_twins_wait_for_still_counts_when_the_first_of_them_goes() -> None:
+def test_blocks_that_twins_await_still_count_when_the_first_of_them_leaves() -> None:
     engine, _ = make_engine(block_size=4)
     for name in ("a", "b"):
         add(engine, name, list(range(18)))
@@ -41,7 +42,7 @@ def test_what_twins_wait_for_still_counts_when_the_first_of_them_goes() -> None:
     assert queued(engine) == 0
 
 
-def test_what_the_cache_holds_does_not_count() -> None:
+def test_cached_tokens_do_not_count() -> None:
     engine, _ = make_engine(block_size=4)
     add(engine, "a", list(range(18)))
     run_to_end(engine)
@@ -63,7 +64,7 @@ def test_a_running_prefill_counts_down_and_its_twins_tail_remains() -> None:
     assert engine.has_unfinished, "both decode by now"
 
 
-def test_what_the_first_of_twins_computed_counts_for_nobody_even_if_one_token_was_all_it_wanted() -> None:
+def test_blocks_that_the_first_twin_computed_count_for_none_even_if_it_ends_with_its_first_token() -> None:
     engine, _ = make_engine(block_size=4, max_num_seqs=1)
     for name in ("a", "b", "c"):
         add(engine, name, list(range(18)), max_tokens=1)
@@ -72,7 +73,7 @@ def test_what_the_first_of_twins_computed_counts_for_nobody_even_if_one_token_wa
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
-def test_a_recomputation_counts_and_a_swapped_request_hardly(num_host_blocks: int) -> None:
+def test_a_recomputation_counts_and_a_swapped_request_hardly_does(num_host_blocks: int) -> None:
     engine, _ = make_engine(block_size=4, num_blocks=12, num_host_blocks=num_host_blocks, enable_prefix_caching=False)
     for i in range(2):
         add(engine, str(i), [i] * 17, max_tokens=20)
@@ -92,7 +93,9 @@ def test_without_a_prefix_cache_every_token_counts() -> None:
     assert queued(engine) == 54
 
 
-def test_arrivals_are_hashed_no_further_than_the_first_block_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrivals_are_hashed_no_further_than_the_first_block_that_is_not_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine, _ = make_engine(block_size=4)
     add(engine, "a", list(range(18)))
     group = engine.queue_request(EngineRequest("b", [60] * 40, SamplingParams()))
@@ -126,7 +129,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, check: Callable[[RandomLoad], None]) 
 
 
 def lone_prefill(rng: random.Random) -> Arrival:
-    """Draw a request that never decodes: what decodes publish for those who wait already is not noticed."""
+    """Draw a request that never decodes: the backlog does not notice blocks that decodes publish."""
     return replace(lone_arrival(rng), params=SamplingParams(max_tokens=1))
 
 
@@ -146,19 +149,19 @@ def test_it_is_exact_while_nothing_is_evicted(monkeypatch: pytest.MonkeyPatch, s
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_stays_behind_whatever_happens(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_no_tokens_stay_counted_whatever_happens(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     def check(load: RandomLoad) -> None:
         backlog = load.engine.backlog
         assert backlog._num_tail_tokens >= 0
         assert all(count > 0 for count in backlog._awaited.values())
         running = load.engine.scheduler.running
-        assert backlog._parts.keys() == backlog._begun.keys() | set(load.engine.scheduler.waiting)
-        assert backlog._begun.keys() <= {one.group for one in running}
-        assert backlog._begun.keys() >= {one.group for one in running if one.remaining_tokens > 1}
+        assert backlog._parts.keys() == backlog._started.keys() | set(load.engine.scheduler.waiting)
+        assert backlog._started.keys() <= {one.group for one in running}
+        assert backlog._started.keys() >= {one.group for one in running if one.remaining_tokens > 1}
 
     watch(monkeypatch, check)
     engine = drive(seed).engine
     assert queued(engine) == 0
     assert not engine.backlog._awaited
     assert not engine.backlog._parts
-    assert not engine.backlog._begun
+    assert not engine.backlog._started

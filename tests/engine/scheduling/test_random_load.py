@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.sampling_params import SamplingParams
-from tests.engine.random_load import Arrival, RandomLoad, drive
+from tests.engine.random_load import RandomLoad, drive
+from tests.engine.random_requests import Arrival
 
 MAX_TOKENS = st.integers(1, 40) | st.none()
 STOP_TOKEN_IDS = st.sampled_from([(), (3,), (1, 2, 3), tuple(range(0, 64, 8))])

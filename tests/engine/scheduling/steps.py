@@ -1,0 +1,29 @@
+"""Helpers that add requests to an engine with a shadow runner and make single steps."""
+
+from __future__ import annotations
+
+from engine.engine import Engine
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.scheduling.step import SchedulerOutput
+from tests.engine.shadow import check_integrity
+
+
+def add(engine: Engine, request_id: str, length: int, max_tokens: int = 4, first: int = 0, priority: int = 0) -> None:
+    prompt = [(first + i) % 64 for i in range(length)]
+    engine.add_request(EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens), priority=priority))
+
+
+def step_sizes(engine: Engine) -> dict[str, int]:
+    """Schedule one step and return how many tokens each request computes in it."""
+    output = engine.scheduler.schedule()
+    engine.scheduler.update(output, engine.runner.run(output, None))  # type: ignore[arg-type]
+    return {one.request_id: count for one, count in zip(output.sequences, output.num_new_tokens, strict=True)}
+
+
+def make_step(engine: Engine) -> tuple[list[str], SchedulerOutput]:
+    """Make one step; return the request of each scheduled sequence, and the step."""
+    output = engine.scheduler.schedule()
+    engine.scheduler.update(output, engine.runner.run(output, None))  # type: ignore[arg-type]
+    check_integrity(engine)
+    return [one.request_id for one in output.sequences], output

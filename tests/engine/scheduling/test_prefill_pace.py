@@ -1,0 +1,93 @@
+"""PrefillPace: prefills beside decodes, so that the decodes hardly wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from tests.engine.scheduling.steps import add, step_sizes
+from tests.engine.shadow import make_engine
+
+
+def paced_engine(slowdown: float = 1.5, **options: Any) -> Engine:
+    """An engine on a machine where a step computes 10 tokens in the time of one."""
+    return make_engine(num_blocks=600, free_tokens=10, max_decode_slowdown=slowdown, **options)[0]
+
+
+def test_a_long_prompt_beside_decodes_is_chunked_so_that_they_hardly_wait() -> None:
+    engine = paced_engine()
+    add(engine, "decoding", 4, max_tokens=30)
+    step_sizes(engine)
+    add(engine, "long", 100, first=30)
+    assert [step_sizes(engine) for _ in range(3)] == [{"decoding": 1, "long": 14}] * 3
+
+
+def test_a_prompt_alone_takes_the_whole_budget() -> None:
+    engine = paced_engine(max_num_batched_tokens=64)
+    add(engine, "long", 200)
+    assert [step_sizes(engine)["long"] for _ in range(4)] == [64, 64, 64, 8]
+
+
+def test_more_decodes_leave_more_room() -> None:
+    engine = paced_engine(max_num_seqs=64)
+    for i in range(20):
+        add(engine, f"decoding{i}", 1, max_tokens=30, first=i)
+    step_sizes(engine)
+    add(engine, "long", 100, first=30)
+    assert step_sizes(engine)["long"] == 10  # of 1.5 times 20
+
+
+def test_a_lone_stream_does_not_delay_a_crowd_of_prompts() -> None:
+    engine = paced_engine(max_num_seqs=64)
+    add(engine, "decoding", 4, max_tokens=30)
+    step_sizes(engine)
+    for i in range(10):
+        add(engine, f"prompt{i}", 30, first=100 + i)
+    assert step_sizes(engine) == {"decoding": 1} | {f"prompt{i}": 30 for i in range(10)}
+
+
+def test_requests_that_wait_without_a_slot_are_no_crowd() -> None:
+    engine = paced_engine(max_num_seqs=2)
+    add(engine, "decoding", 4, max_tokens=30)
+    step_sizes(engine)
+    for i in range(10):
+        add(engine, f"prompt{i}", 30, first=100 + i)
+    assert step_sizes(engine) == {"decoding": 1, "prompt0": 14}
+
+
+def test_all_prompts_beside_decodes_are_computed() -> None:
+    engine = paced_engine(slowdown=1.0)
+    add(engine, "decoding", 4, max_tokens=400)
+    step_sizes(engine)
+    for i in range(6):
+        add(engine, f"prompt{i}", 50, max_tokens=1, first=i)
+    for _ in range(100):
+        step_sizes(engine)
+    assert engine.stats().num_running == 1  # the decode; all prompts beside it are computed
+    assert not engine.stats().num_waiting
+
+
+def test_a_request_for_many_answers_starts_beside_decodes() -> None:
+    engine = paced_engine(max_num_seqs=64)
+    add(engine, "decoding", 4, max_tokens=200)
+    step_sizes(engine)
+    engine.add_request(EngineRequest("many", [1, 2, 3], SamplingParams(n=40, max_tokens=2)))
+    for _ in range(5):
+        engine.step()
+    assert engine.is_unfinished("decoding")
+    assert not engine.is_unfinished("many")
+
+
+@pytest.mark.parametrize(
+    "options", [{"free_tokens": None}, {"free_tokens": 10, "max_decode_slowdown": None}], ids=["unmeasured", "off"]
+)
+def test_no_limit_where_nothing_was_measured_or_none_is_wanted(options: dict[str, Any]) -> None:
+    engine, _ = make_engine(num_blocks=600, **options)
+    add(engine, "decoding", 4, max_tokens=30)
+    step_sizes(engine)
+    add(engine, "long", 500, first=30)
+    assert step_sizes(engine)["long"] == 500
