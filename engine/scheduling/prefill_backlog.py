@@ -64,7 +64,7 @@ class PrefillBacklog:
         return sequence.num_tokens - shared
 
     def add(self, group: SequenceGroup) -> None:
-        """Count a request that waits because it is new or was preempted; it replaces what the request counted before."""
+        """Count a request that waits because it is new or was preempted; replaces what it counted before."""
         self.remove(group)
         self._parts[group] = {one: self._counted(one) for one in group.unfinished}
 

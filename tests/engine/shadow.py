@@ -69,10 +69,8 @@ def token_logprob(prefix: int, index: int = 0) -> float:
 
 def candidates(prefix: int, count: int) -> Candidates:
     """Return the most likely tokens of a beam and their log-probabilities."""
-    by_weight = sorted(
-        ((mix(prefix * VOCAB_SIZE + token) % 997 + 1, token) for token in range(VOCAB_SIZE)), reverse=True
-    )
-    return [token for _, token in by_weight[:count]], [(weight - 1000) / 100 for weight, _ in by_weight[:count]]
+    ranking = sorted(((mix(prefix * VOCAB_SIZE + token) % 997 + 1, token) for token in range(VOCAB_SIZE)), reverse=True)
+    return [token for _, token in ranking[:count]], [(weight - 1000) / 100 for weight, _ in ranking[:count]]
 
 
 class ShadowRunner:
@@ -129,17 +127,17 @@ class ShadowRunner:
 
     def _sample(self, output: SchedulerOutput, chains: list[list[int]]) -> SampledTokens:
         sampled = SampledTokens([])
-        for position, (sequence, row) in enumerate(zip(output.sampling, output.logit_indices, strict=True)):
-            computed = output.sequences[row]
+        for position, (sequence, logit_index) in enumerate(zip(output.sampling, output.logit_indices, strict=True)):
+            computed = output.sequences[logit_index]
             num_drafted = len(output.drafts.get(computed, ()))
-            end = computed.num_computed_tokens + output.num_new_tokens[row] - num_drafted
+            end = computed.num_computed_tokens + output.num_new_tokens[logit_index] - num_drafted
             assert end == computed.num_tokens == sequence.num_tokens, (
                 "a sequence samples before its tokens are computed"
             )
             assert computed.token_ids == sequence.token_ids, "a fork samples from foreign logits"
-            prefix = chains[row][end - 1]
+            prefix = chains[logit_index][end - 1]
             if num_drafted:
-                sampled.after_drafts[sequence] = [next_token(one, sequence.index) for one in chains[row][end:]]
+                sampled.after_drafts[sequence] = [next_token(one, sequence.index) for one in chains[logit_index][end:]]
             if sequence.params.beam_width is None:
                 sampled.token_ids.append(next_token(prefix, sequence.index))
             else:
@@ -147,8 +145,12 @@ class ShadowRunner:
                 sampled.beams[position] = candidates(prefix, num_candidates(sequence.params, sequence.stop_token_ids))
         if any(sequence.params.needs_logprobs for sequence in output.sampling):
             sampled.logprobs = [
-                {token_id: Logprob(token_logprob(chains[row][-1], one.index), 1)} if one.params.needs_logprobs else None
-                for one, row, token_id in zip(output.sampling, output.logit_indices, sampled.token_ids, strict=True)
+                {token_id: Logprob(token_logprob(chains[logit_index][-1], one.index), 1)}
+                if one.params.needs_logprobs
+                else None
+                for one, logit_index, token_id in zip(
+                    output.sampling, output.logit_indices, sampled.token_ids, strict=True
+                )
             ]
         sampled.prompt_logprobs = self._prompt_logprobs(output, chains)
         return sampled
