@@ -1,5 +1,5 @@
 # make serve   runs the server in the foreground          make test    runs every test
-# make lint    ruff and mypy                              make bench   runs what measures
+# make lint    ruff and mypy                              make bench   runs the benchmarks
 # Each installs what it needs into .venv first, and again only when pyproject.toml has changed.
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ BENCH_MODEL ?= build/qwen3-0.6b
 serve: $(VENV)/.installed
 	@exec $(BIN)/python -m deployments.launch $(CONFIG)
 
-# The servers of tests/e2e want the machine for themselves; the others run beside each other.
+# Tests of tests/e2e run alone, because their servers need the whole machine; the others run in parallel.
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/e2e --numprocesses 2 --dist worksteal
 	$(BIN)/python -m pytest tests/e2e
@@ -24,8 +24,8 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict engine kernels deployments k8s benchmarks demo
 
-# On a model with random weights, which it writes first (1.2 GB), or on yours: make bench BENCH_MODEL=DIR. What is
-# measured, and how to set peers beside it, is in benchmarks/README.md.
+# On a model with random weights, which it writes first (1.2 GB), or on yours: make bench BENCH_MODEL=DIR.
+# benchmarks/README.md describes the measurements and the comparison with peers.
 bench: $(VENV)/.installed-bench $(BENCH_MODEL)/config.json
 	@mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.gpu.check --out benchmarks/results/check.json

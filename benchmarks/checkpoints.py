@@ -1,7 +1,7 @@
-"""Checkpoints with random weights, so that whoever measures needs no download.
+"""Writes checkpoints with random weights, so that benchmarks need no download.
 
     python -m benchmarks.checkpoints DIR                    # the shape of Qwen3-0.6B, bfloat16, 1.2 GB
-    python -m benchmarks.checkpoints DIR --shape tiny       # for trying a benchmark out
+    python -m benchmarks.checkpoints DIR --shape tiny       # to try out a benchmark
 
 Weights are N(0, 0.02) with a fixed seed. Speed does not depend on what the weights are; answers are noise. The
 tokenizer is a byte-level BPE of 2,048 tokens, learnt from the standard library's source; the rest of the vocabulary

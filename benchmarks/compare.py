@@ -1,12 +1,12 @@
-"""Our engine and its peers on the same workloads, in turn, in one sitting.
+"""Pagoda and its peers on the same workloads, alternating, in one session.
 
     python -m benchmarks.compare --model DIR --peer vllm=PYTHON --peer openvino=PYTHON,EXPORTED_DIR \\
         --peer llamacpp=PYTHON,MODEL.gguf --repeats 3 --out result.json
 
 Every measured run is a fresh process that loads the engine and runs each workload once. Engines alternate (A B C A B C
-...), so that what the machine does meanwhile hits all alike; the median of the repeats counts. The limit is measured
-before the first run. A peer is named with the Python of a virtual environment that has it, and with its own form of the
-checkpoint if it needs one; without it, it gets ours.
+...), so that other load on the machine affects all of them alike; the median of the repeats counts. The limit is
+measured before the first run. A peer is given as the Python of its virtual environment and, if it cannot read our
+checkpoint, the path of a converted one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["PEERS", "Contestant", "compare", "main", "parse_peer", "parse_result
 
 OURS = "pagoda"
 PEERS = ("vllm", "openvino", "llamacpp")
-TIMEOUT_S = 1800.0  # of one process: a peer may compile for minutes
+TIMEOUT_S = 1800.0  # for one process; some peers compile for minutes
 ROOT = Path(__file__).resolve().parent.parent
 
-Result = dict[str, Any]  # what a runner prints for a workload
+Result = dict[str, Any]  # a runner's JSON line for a workload
 Run = Callable[["Contestant", list[str]], list[Result]]
 
 
@@ -52,17 +52,17 @@ def parse_peer(text: str, model: str) -> Contestant:
     """Return the peer of NAME=PYTHON or NAME=PYTHON,MODEL.
 
     Raises:
-        ValueError: if that is not its form, or there is no runner for it.
+        ValueError: if the text has another form, or there is no runner with that name.
     """
     name, _, rest = text.partition("=")
     python, _, own_model = rest.partition(",")
     if name not in PEERS or not python:
-        raise ValueError(f"--peer {text!r} is no NAME=PYTHON[,MODEL] with a NAME of {', '.join(PEERS)}")
+        raise ValueError(f"--peer {text!r} is not NAME=PYTHON[,MODEL] with a NAME of {', '.join(PEERS)}")
     return Contestant(name, [python, "-m", f"benchmarks.peers.{name}", own_model or model])
 
 
 def parse_results(output: str) -> list[Result]:
-    """Return the results among the lines that a runner printed; engines print lines of their own too."""
+    """Return the results in a runner's output, which may contain lines of the engine too."""
     results = []
     for line in output.splitlines():
         if line.startswith("{") and "output_tokens_per_s" in line:
@@ -74,7 +74,7 @@ def run(contestant: Contestant, files: list[str]) -> list[Result]:
     """Run the workloads in a fresh process.
 
     Raises:
-        RuntimeError: if it fails; the message has the end of what it said.
+        RuntimeError: if it fails; the message has the end of its stderr.
     """
     done = subprocess.run(
         contestant.command + files, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -88,7 +88,7 @@ def run(contestant: Contestant, files: list[str]) -> list[Result]:
 def compare(
     contestants: list[Contestant], files: list[str], repeats: int, run: Run = run
 ) -> dict[str, list[list[Result]]]:
-    """Return every engine's runs. One that fails is left out from then on, and said so; the others go on."""
+    """Return the runs of every engine. An engine that fails is reported and left out; the others continue."""
     runs: dict[str, list[list[Result]]] = {one.name: [] for one in contestants}
     failed: set[str] = set()
     for repeat in range(repeats):
@@ -110,10 +110,10 @@ def compare(
 def summarize(
     runs: dict[str, list[list[Result]]], workloads: list[Workload], roofline: Roofline
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return, by workload and engine, the median rate, the spread, the share of the limit and what ours is of it."""
+    """Return the median rate, spread, share of the limit and our median over the engine's, by workload and engine."""
     summary: dict[str, dict[str, dict[str, Any]]] = {}
-    for place, workload in enumerate(workloads):
-        rates = {name: [many[place]["output_tokens_per_s"] for many in all_runs] for name, all_runs in runs.items()}
+    for index, workload in enumerate(workloads):
+        rates = {name: [many[index]["output_tokens_per_s"] for many in all_runs] for name, all_runs in runs.items()}
         medians = {name: statistics.median(many) for name, many in rates.items()}
         summary[workload.name] = {
             name: {
@@ -122,7 +122,7 @@ def summarize(
                 "highest": max(rates[name]),
                 "share_of_limit": round(roofline.share(workload, median), 3),
                 "ours_over_this": round(medians[OURS] / median, 3) if OURS in medians else None,
-                "load_s": statistics.median(many[place]["load_s"] for many in runs[name]),
+                "load_s": statistics.median(many[index]["load_s"] for many in runs[name]),
             }
             for name, median in medians.items()
         }
@@ -146,12 +146,12 @@ def table(summary: dict[str, dict[str, dict[str, Any]]], limits: dict[str, float
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the table, and write JSON if asked to."""
+    """Measure, print the table, and write JSON to ``--out``."""
     parser = argparse.ArgumentParser(description="Our engine beside its peers.")
     parser.add_argument("workloads", nargs="*", help="names or files; default: w1 w16 wshare")
     add_engine_arguments(parser)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON[,MODEL]", help=" | ".join(PEERS))
-    parser.add_argument("--int8", action="store_true", help="let ours with int8 weights take part as well")
+    parser.add_argument("--int8", action="store_true", help="run Pagoda with int8 weights as well")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)

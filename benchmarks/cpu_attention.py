@@ -1,4 +1,4 @@
-"""Attention on a CPU: the C kernel and torch's operators, beside the time that reading the keys and values takes.
+"""Attention on a CPU: the C kernel and torch's operators, beside the time to read the keys and values.
 
     python -m benchmarks.cpu_attention [--threads 1] [--seconds 1.0] [--shapes decode verify] [--out results.json]
 
@@ -45,8 +45,8 @@ _STREAMED_BYTES = 256 * 2**20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1.0, help="to repeat each measurement for")
-    parser.add_argument("--shapes", nargs="*", default=[""], help="only those whose name contains one of these")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each measurement")
+    parser.add_argument("--shapes", nargs="*", default=[""], help="only shapes whose name contains one of these")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if library() is None:
@@ -109,7 +109,7 @@ def _make_inputs(lengths: list[tuple[int, int]]) -> AttentionInputs:
 
 
 def _streaming_bandwidth(seconds: float) -> float:
-    """Return the bytes a second at which memory is read from its beginning to its end."""
+    """Return the bytes per second of a streaming read."""
     numbers = torch.ones(_STREAMED_BYTES // torch.float32.itemsize)
     return _STREAMED_BYTES / _best_seconds(numbers.sum, seconds)
 

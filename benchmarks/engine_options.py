@@ -1,4 +1,4 @@
-"""The engine's options as the benchmarks' command lines take them."""
+"""The engine's options on the command lines of the benchmarks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options by the engine's names for them, without the model.
+    """Return the options under the engine's names, without the model.
 
     Raises:
         ValueError: for an --engine-option that is no key=value.

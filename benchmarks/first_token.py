@@ -1,4 +1,4 @@
-"""The program that `python -m benchmarks.startup` starts: load, make one token, say at once that it is there.
+"""The process that `python -m benchmarks.startup` starts: loads the engine, generates one token, reports the times.
 
 It prints one JSON line with the seconds of each part. Nothing heavy may be imported before the clock of ``imports``
 starts.
@@ -14,11 +14,11 @@ import time
 __all__: list[str] = []
 
 PROMPT = [5, 6, 7]
-WEIGHTS_LOADED, CACHE_MADE = "Model loading took", "KV cache size"  # what the engine's log messages say
+WEIGHTS_LOADED, CACHE_MADE = "Model loading took", "KV cache size"  # parts of the engine's log messages
 
 
 class _Marks(logging.Handler):
-    """Remembers when the engine logged that a part of its start was done."""
+    """Records when the engine logs the end of each part of its start."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the KV cache is for: the time of a long answer with it, and with everything recomputed for each token.
+"""The benefit of the KV cache: the time of a long answer with it, and with everything recomputed for each token.
 
     python -m benchmarks.kv_cache_curves --model DIR --tokens 512 --out curves.json --plot curves.png
 
@@ -34,7 +34,7 @@ Seconds = NDArray[np.float64]  # [tokens of the answer]
 
 
 def with_cache(engine: Engine, prompt: list[int], num_tokens: int) -> tuple[list[int], Seconds]:
-    """Answer a prompt as the engine does, and return the tokens and the seconds that each took."""
+    """Answer a prompt with the KV cache; return the tokens and the seconds of each."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     tokens: list[int] = []
     seconds, started = [], perf_counter()
@@ -49,15 +49,15 @@ def with_cache(engine: Engine, prompt: list[int], num_tokens: int) -> tuple[list
 
 
 def without_cache(engine: Engine, prompt: list[int], tokens: list[int], stride: int) -> Seconds:
-    """Return the seconds that each token takes when all before it is computed again."""
-    places = sorted({*range(0, len(tokens), stride), len(tokens) - 1})
-    seconds = [with_cache(engine, prompt + tokens[:place], 1)[1][0] for place in places]
-    timed: Seconds = np.interp(np.arange(len(tokens)), places, seconds)
+    """Return the seconds of each token if all tokens before it are recomputed."""
+    measured = sorted({*range(0, len(tokens), stride), len(tokens) - 1})
+    seconds = [with_cache(engine, prompt + tokens[:position], 1)[1][0] for position in measured]
+    timed: Seconds = np.interp(np.arange(len(tokens)), measured, seconds)
     return timed
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print a table, and write JSON and the plot if asked to."""
+    """Measure, print a table, and write JSON to ``--out`` and the plot to ``--plot``."""
     parser = argparse.ArgumentParser(description="Time of a long answer with and without a KV cache.")
     add_engine_arguments(parser)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _marks(seconds: Seconds) -> list[int]:
-    """Return the numbers of tokens that the table has: powers of two, and all."""
+    """Return the token counts of the table: powers of two, and the total."""
     return [1 << power for power in range(4, len(seconds).bit_length()) if 1 << power < len(seconds)] + [len(seconds)]
 
 
@@ -113,9 +113,9 @@ def _plot(path: Path, cached: Seconds, recomputed: Seconds) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     for seconds, label in ((cached, "KV cache"), (recomputed, "recomputed")):
-        places = np.arange(1, len(seconds) + 1)
-        left.plot(places, seconds.cumsum(), label=label)
-        right.plot(places, 1e3 * seconds, label=label)
+        positions = np.arange(1, len(seconds) + 1)
+        left.plot(positions, seconds.cumsum(), label=label)
+        right.plot(positions, 1e3 * seconds, label=label)
     left.set(xlabel="tokens of the answer", ylabel="seconds so far")
     right.set(xlabel="tokens of the answer", ylabel="ms for this token", yscale="log")
     for axes in (left, right):

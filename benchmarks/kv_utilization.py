@@ -1,10 +1,12 @@
-"""How much of the KV memory holds tokens, and what sharing blocks saves: figures 2 and 15 of the PagedAttention paper.
+"""The share of KV memory that holds tokens, and the blocks that sharing saves.
+
+Reproduces figures 2 and 15 of the PagedAttention paper.
 
     python -m benchmarks.kv_utilization --out result.json
     python -m benchmarks.kv_utilization --trace requests.jsonl    # fields input_length and output_length
 
 Four ways of reserving memory serve the same queue from the same pool. Contiguous pieces come from a buddy allocator,
-as the paper (Kwon et al., 2023) assumes for Orca; pages are given out by the engine's own scheduler and block manager.
+as the paper (Kwon et al., 2023) assumes for Orca; paged memory is that of the engine's scheduler and block manager.
 The default pool is the paper's: 12 GiB of OPT-13B's keys and values are 15,728 tokens. Time is counted in steps.
 """
 
@@ -76,9 +78,11 @@ def measure_sharing(requests: list[Lengths], block_size: int, seed: int) -> dict
 
 def main(arguments: list[str] | None = None) -> int:
     """Run from the command line; return the exit code."""
-    parser = argparse.ArgumentParser(description="Share of KV memory that holds tokens, and what sharing saves.")
+    parser = argparse.ArgumentParser(
+        description="Share of KV memory that holds tokens, and the blocks that sharing saves."
+    )
     parser.add_argument(
-        "--trace", type=Path, help="JSONL with input_length and output_length, instead of a synthetic one"
+        "--trace", type=Path, help="JSONL with input_length and output_length, instead of synthetic lengths"
     )
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="sharegpt", help="what to resemble")
     parser.add_argument("--requests", type=int, default=2000)
@@ -146,8 +150,8 @@ def _print_utilization(workload: dict[str, Any], utilization: dict[str, Occupanc
     )
     if workload["too_long"]:
         print(f"left out: {workload['too_long']} requests longer than that")
-    print("\nWhat the pool is used for, % of its slots, averaged over the steps in which requests wait")
-    print("(internal: never used; external: rounded up by the buddy allocator; free: given to nobody)\n")
+    print("\nUse of the pool, % of its slots, averaged over the steps in which requests wait")
+    print("(internal: never used; external: rounding of the buddy allocator; free: not allocated)\n")
     names = ("tokens", "reserved", "internal", "external", "free")
     titles = [*(f"{name:>9}" for name in names), "  tokens/allocated", "   batch", "  preempted", "    paper"]
     print(f"{'memory':<26}" + "".join(titles))
@@ -166,7 +170,7 @@ def _print_utilization(workload: dict[str, Any], utilization: dict[str, Occupanc
 
 
 def _print_sharing(savings: dict[str, dict[int, dict[str, dict[int, float]]]]) -> None:
-    print("What sharing saves, % of the blocks that n continuations of a prompt take without it, over their lifetime")
+    print("Blocks saved by sharing, % of the blocks of n continuations of a prompt without it, over their lifetime")
     print("(beams are those of a synthetic score process, see benchmarks/kv_memory/sharing.py)\n")
     print(f"{'lengths':<28}{'blocks of':>9}  {'':<9}" + "".join(f"{f'n = {n}':>8}" for n in WIDTHS) + "   paper")
     for source, by_size in savings.items():

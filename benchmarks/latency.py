@@ -1,11 +1,11 @@
-"""One stream: the time to the first token of prompts of several lengths, and the time of each further token there.
+"""One stream: the time to first token for prompts of several lengths, and the time of each later token.
 
     python -m benchmarks.latency --model DIR --context 64 1024 8192 --tokens 64 --out result.json
 
 The engine is stepped by hand and every step is timed, so there is neither a server nor a thread in between. GB/s is
 what a token must read, weights once and the keys and values of its context once, divided by the median time. Plain
-reading is measured right behind each stream, since a machine's memory may change from minute to minute; *x limit* is
-how many times longer a token takes than that would.
+reading is measured right after each stream, because memory bandwidth varies from minute to minute; *x limit* is the
+time of a token over the time of plain reading.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ READ_BYTES = 1 << 28  # more than any cache holds
 
 @dataclass(frozen=True)
 class Latency:
-    """One stream behind a prompt of ``context`` tokens."""
+    """One stream after a prompt of ``context`` tokens."""
 
     context: int
     ttft_s: float
     tpot_median_ms: float
     tpot_p99_ms: float
     read_gb_s: float  # at the median
-    plain_read_gb_s: float  # that summing a large buffer reads, right behind
-    over_limit: float  # the median over the time that plain reading would take
+    plain_read_gb_s: float  # of summing a large buffer, right afterwards
+    over_limit: float  # the median over the time of plain reading
 
 
 def measure(engine: Engine, context: int, num_tokens: int, shape: ModelShape, weight_bytes: float) -> Latency:
-    """Run one request by itself; its prompt is random, so that nothing of it is cached.
+    """Run a single request; its prompt is random, so that nothing of it is cached.
 
     Args:
-        num_tokens: tokens behind the prompt, of which the first is TTFT's.
-        weight_bytes: of one weight.
+        num_tokens: tokens of the answer; the first one gives TTFT.
+        weight_bytes: bytes of one weight.
     """
     rng = random.Random(context)
     seconds = _step_seconds(engine, [rng.randrange(*VOCABULARY) for _ in range(context)], num_tokens)
@@ -80,7 +80,7 @@ def _step_seconds(engine: Engine, prompt: list[int], num_tokens: int) -> list[fl
     seconds, started = [], perf_counter()
     engine.add_request(EngineRequest("stream", prompt, params))
     while engine.has_unfinished:
-        if engine.step():  # steps that compute a part of the prompt give no token
+        if engine.step():  # steps of an incomplete prefill return no token
             now = perf_counter()
             seconds.append(now - started)
             started = now

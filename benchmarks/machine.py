@@ -1,4 +1,4 @@
-"""What machine a figure was measured on, and the limits that it is compared with, measured in the same run."""
+"""The machine that a figure was measured on, and its limits, measured in the same run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "triton", "transformers", "flash-attn", "numpy")
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return the processor, the GPU if it is one, and the versions of what computes."""
+    """Return the processor, the GPU if there is one, and the versions of the computing packages."""
     description: dict[str, Any] = {
         "python": platform.python_version(),
         "cpu": _cpu_name(),
@@ -43,14 +43,14 @@ def measure_limits(device: torch.device, *, copy_bytes: int, matmul_size: int) -
     source = torch.randint(0, 255, (copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = median_seconds(lambda: target.copy_(source), device)
-    # Random, not zeros: a GPU multiplies zeros faster than it ever will multiply weights.
+    # Random, not zeros: a GPU multiplies zeros faster than weights.
     left, right = (torch.randn(matmul_size, matmul_size, dtype=torch.bfloat16, device=device) for _ in range(2))
     matmul = median_seconds(lambda: left @ right, device)
     return {"copy_gb_s": 2 * copy_bytes / copy / 1e9, "bf16_tflop_s": 2 * matmul_size**3 / matmul / 1e12}
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, *, warmup: int = 3, repeats: int = 10) -> float:
-    """Return the median time of ``run``, each one awaited."""
+    """Return the median time of ``run``, each call synchronized."""
     for _ in range(warmup):
         run()
     times = []
@@ -64,7 +64,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, *, warmup: i
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

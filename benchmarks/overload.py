@@ -1,4 +1,4 @@
-"""`python -m benchmarks.overload`: five times the load that the server can carry, for a minute.
+"""`python -m benchmarks.overload`: five times the server's capacity, for a minute.
 
 First the capacity is measured (as many clients as keep every engine full, each sending its next request when the last
 one is answered), then requests come at random times whatever the answers, at 0.8 of the capacity and at 5 times it.
@@ -31,21 +31,21 @@ ENGINES = 2
 MAX_NUM_SEQS = 8  # of each engine
 QUEUE = 1  # requests that may wait in each engine
 PROMPT_TOKENS = 64
-ANSWER_TOKENS = (32, 480)  # drawn evenly, so that answers do not all end together
+ANSWER_TOKENS = (32, 480)  # drawn uniformly, so that answers do not end at the same time
 MEAN_ANSWER_TOKENS = sum(ANSWER_TOKENS) / 2
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What came of one offered load."""
+    """The outcomes of one offered load."""
 
     name: str
     offered_per_s: float
     accepted: int
     refused: int
-    refused_at_the_door: int  # of those: by the ingress, before any engine was asked
-    failed: int  # otherwise
-    ttft_p50_s: float  # of what was accepted
+    refused_by_ingress: int  # of those: by the ingress, before any engine received them
+    failed: int  # for another reason
+    ttft_p50_s: float  # of accepted requests
     ttft_p99_s: float
     refusal_p99_s: float
     refusal_max_s: float
@@ -61,7 +61,7 @@ def _bodies(seed: int) -> Iterator[dict[str, Any]]:
 
 
 async def _closed_loop(url: str, clients: int, seconds: float) -> list[Outcome]:
-    """Let each client send one request after the other."""
+    """Run clients that each send one request after the other."""
     outcomes: list[Outcome] = []
     bodies, end = _bodies(1), perf_counter() + seconds
 
@@ -75,7 +75,7 @@ async def _closed_loop(url: str, clients: int, seconds: float) -> list[Outcome]:
 
 
 async def _open_loop(url: str, rate: float, seconds: float, seed: int) -> list[Outcome]:
-    """Send requests at random times, ``rate`` a second, whatever becomes of them."""
+    """Send requests at random times, ``rate`` per second, whether or not earlier ones have ended."""
     source, bodies = random.Random(seed), _bodies(seed)
     tasks: list[asyncio.Task[Outcome]] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -95,12 +95,12 @@ def _memory_mib(server: Server) -> float:
 def _unique_bytes(process: psutil.Process) -> float:
     try:
         return float(process.memory_full_info().uss)
-    except psutil.Error:  # it has ended meanwhile
+    except psutil.Error:  # the process has ended
         return 0.0
 
 
 async def _watched(server: Server, work: Any, seconds: float) -> tuple[list[Outcome], list[float]]:
-    """Run ``work`` and read the memory three times meanwhile."""
+    """Run ``work`` and read the memory three times while it runs."""
     task = asyncio.ensure_future(work)
     memory = []
     for _ in range(3):
@@ -109,11 +109,11 @@ async def _watched(server: Server, work: Any, seconds: float) -> tuple[list[Outc
     return await task, memory
 
 
-def _phase(name: str, rate: float, outcomes: list[Outcome], memory: list[float], at_the_door: float) -> Phase:
+def _phase(name: str, rate: float, outcomes: list[Outcome], memory: list[float], refused_by_ingress: float) -> Phase:
     accepted = [one for one in outcomes if one.succeeded]
     refused = [one.total_s for one in outcomes if one.status == 503] or [0.0]
     first = [one.first_token_s for one in accepted] or [float("nan")]
-    # From the first request to the last one sent: what is still answered afterwards is the tail, not the rate.
+    # From the first request to the last one sent: tokens after that belong to the tail, not to the rate.
     began, ended = min(one.sent for one in outcomes), max(one.sent for one in outcomes)
     in_time = [one for one in accepted if one.sent + one.total_s <= ended]
     return Phase(
@@ -121,7 +121,7 @@ def _phase(name: str, rate: float, outcomes: list[Outcome], memory: list[float],
         rate,
         len(accepted),
         sum(one.status == 503 for one in outcomes),
-        int(at_the_door),
+        int(refused_by_ingress),
         sum(not one.succeeded and one.status != 503 for one in outcomes),
         float(np.percentile(first, 50)),
         float(np.percentile(first, 99)),
@@ -153,7 +153,7 @@ def _change(args: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure, print and keep the phases."""
+    """Measure, print and write the phases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0)

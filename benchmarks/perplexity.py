@@ -1,9 +1,9 @@
-"""What int8 weights cost in accuracy: the demo model's perplexity on questions that it was never trained on.
+"""The accuracy that int8 weights cost: the demo model's perplexity on questions outside its training set.
 
 usage: python -m benchmarks.perplexity [--out FILE]
 
-The text is every held-out phrasing, and its answer behind it. The answers are known by heart, so hardly anything can
-change them; the questions are new to the model, and there it has most to lose. A model of four million parameters says
+The text is every held-out phrasing followed by its answer. The model has memorised the answers, so they hardly change;
+the questions are new to it and most sensitive to quantization. A model of four million parameters says
 little about large ones.
 """
 
@@ -40,9 +40,9 @@ def logprobs_of_text(options: dict[str, Any]) -> dict[str, list[float]]:
         for text, question in held_out_questions(far=far):
             asked = tokenizer.encode_chat([{"role": "user", "content": text}])
             prompt = asked + tokenizer.encode(question.answer)
-            rows = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].prompt_logprobs
-            assert rows is not None
-            logprobs = [one[token].logprob for token, one in zip(prompt, rows, strict=True) if one is not None]
+            scored = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].prompt_logprobs
+            assert scored is not None
+            logprobs = [one[token].logprob for token, one in zip(prompt, scored, strict=True) if one is not None]
             found["questions"] += logprobs[: len(asked) - 1]
             found["answers"] += logprobs[len(asked) - 1 :]
     return found
@@ -56,7 +56,7 @@ def perplexity(logprobs: list[float]) -> float:
 def main() -> None:
     """Print a line for each kind of weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
     out: Path | None = parser.parse_args().out
     result: dict[str, Any] = {"machine": describe(torch.device("cpu"))}
     for name, options in VARIANTS.items():

@@ -1,10 +1,10 @@
-"""What a request's record, its log line and its spans cost the ingress, in microseconds of its process's CPU.
+"""The cost of a request's record, its log line and its spans, in microseconds of the ingress' CPU time.
 
     python -m benchmarks.request_records [--requests 5000] [--out FILE]
 
 Each row is measured in this process: requests with 60 tokens in 16 batches, kept as the ingress keeps them. The lines
 go through Serve's own formatter and handlers into a file; the spans through the SDK's batch processor to a collector
-that answers and forgets, and what the exporter's thread computes is counted.
+that discards them, and the CPU time of the exporter's thread is counted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PARAMS = SamplingParams(max_tokens=64)
 
 
 def generation() -> Any:
-    """Return what an answer leaves behind, with its one attempt noted batch by batch."""
+    """Return a finished generation as the record sees it, with one attempt that received its outputs one by one."""
     attempt = Attempt()
     for output in (FIRST, *BATCHES, LAST):
         attempt.receive(output)
@@ -71,7 +71,7 @@ def generation() -> Any:
 
 
 async def serve(scope: Any, receive: Any, send: Any) -> None:
-    """Answer as the ingress does, as far as records are concerned."""
+    """Answer like the ingress, as far as records are concerned."""
     record = current_record()
     record.stream, record.generations, record.response_id = True, (generation(),), f"chatcmpl-{record.request_id}"
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -85,7 +85,7 @@ async def bare(scope: Any, receive: Any, send: Any) -> None:
 
 
 def microseconds(app: Any, count: int, finish: Callable[[], None] = lambda: None) -> float:
-    """Return the process's CPU time for one request, the least of a few rounds: what disturbs only adds."""
+    """Return the process' CPU time for one request, the least of a few rounds, since disturbances only add time."""
     scope = {
         "type": "http",
         "method": "POST",
@@ -94,7 +94,7 @@ def microseconds(app: Any, count: int, finish: Callable[[], None] = lambda: None
     }
 
     async def nothing(message: Any = None) -> None:
-        """Take it."""
+        """Discard the message."""
 
     async def run() -> None:
         for number in range(count):
@@ -114,7 +114,7 @@ def microseconds(app: Any, count: int, finish: Callable[[], None] = lambda: None
 
 
 def log_to(path: Path, formatter: logging.Formatter) -> None:
-    """Set Serve's logger up as a replica does, with its file only."""
+    """Configure Serve's logger like a replica, with its file only."""
     handler = logging.handlers.RotatingFileHandler(path)
     handler.setFormatter(formatter)
     memory = logging.handlers.MemoryHandler(1, target=handler)
@@ -134,7 +134,7 @@ def _collect(pipe: Connection) -> None:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Be silent."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         pipe.send(server.server_address[1])
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 class _Exporting:
-    """Exports records, and adds up what its own thread computes for it."""
+    """Exports records, and adds up the CPU time of the calling thread."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

@@ -1,9 +1,9 @@
-"""What scheduling costs: the time of one schedule + update with a model that computes nothing.
+"""The cost of scheduling: the time of one schedule + update with a model that computes nothing.
 
     python -m benchmarks.scheduler [--running 16 64 256 1024] [--num-blocks 100000] [--out results.json]
 
-Sequences of random lengths decode; a finished one is replaced at once, so that the batch keeps its size and steps mix
-decodes with a prefill now and then, as a busy server's do. The prefix cache is on and every full block is published.
+Sequences of random lengths decode; a finished one is replaced at once, so that the batch keeps its size and some
+steps mix decodes with a prefill, as on a busy server. The prefix cache is on and every full block is published.
 Block counts are compared at one batch size to show that the cost does not grow with the pool.
 """
 
@@ -105,7 +105,7 @@ def measure(num_running: int, num_blocks: int, block_size: int, num_steps: int, 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print a table, and write JSON if asked to."""
+    """Measure, print a table, and write JSON to ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--running", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--num-blocks", type=int, default=100_000)

@@ -1,12 +1,13 @@
-"""What HTTP, Ray Serve and the ingress cost around one engine: throughput, time to first token, gaps between tokens.
+"""The cost of HTTP, Ray Serve and the ingress around one engine: throughput, time to first token, gaps between tokens.
 
     python -m benchmarks.serve --model DIR --out result.json
 
 - throughput: the requests of w16, each from a client of its own, all at once, beside the offline LLM on the same
-  requests. The LLM runs before the server starts and after it has ended. It does not pace prompts, and the server does.
+  requests. The LLM runs before the server starts and after it has ended. It does not limit prefills beside decodes;
+  the server does.
 - first token: one request at a time to an idle server, beside an AsyncEngine in this process with the same prompts,
-  which is asked before the server starts and after it has ended: a machine that drifts counts for neither.
-- gaps: what the readers of running streams see between two events while a long prompt is computed.
+  which runs before the server starts and after it has ended, so that drift of the machine cancels out.
+- gaps: the time between two events of running streams while a long prompt is prefilled.
 
 Client and server share this machine, so the client's own work counts against the server. The engine gets as many
 threads as there are cores: OMP_NUM_THREADS reaches the replica through the environment. Where it is unset, Ray sets it
@@ -66,7 +67,7 @@ def offline_tokens_per_s(arguments: argparse.Namespace, workload: Workload) -> f
 
 
 def in_process_first_tokens(config: EngineConfig, prompts: Prompts) -> list[list[float]]:
-    """Load an engine for the prompts and let it go again; returns the seconds for each length of prompt."""
+    """Return the seconds to the first token for each length of prompt, with an engine in this process."""
 
     async def run() -> list[list[float]]:
         engine = AsyncEngine.from_config(config)
@@ -93,7 +94,7 @@ def _measure_server(server: Server, arguments: argparse.Namespace, prompts: Prom
         warm_up = random.Random(12345)
         await http_first_tokens(server.url, [random_ids(warm_up, len(prompts[0][0])) for _ in range(3)])
         first = [await http_first_tokens(server.url, of_length) for of_length in prompts]
-        # Other ids each time, so that nothing is cached; 0 is what the offline LLM gets.
+        # Other ids each time, so that nothing is cached; the offline LLM uses 0.
         rates = [await http_tokens_per_s(server.url, make("w16").shifted(turn)) for turn in range(arguments.repeats)]
         gaps = [
             await http_gaps(server.url, streams, arguments.gap_tokens, arguments.long_prompt)
@@ -164,13 +165,15 @@ def _print(summary: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="What HTTP, Ray Serve and the ingress cost around one engine.")
+    parser = argparse.ArgumentParser(description="The cost of HTTP, Ray Serve and the ingress around one engine.")
     add_engine_arguments(parser)
     parser.add_argument("--repeats", type=int, default=3, help="of the throughput, through HTTP and offline")
     parser.add_argument(
         "--prompt-tokens", type=int, nargs="+", default=[16, 128], help="of the requests whose first token is timed"
     )
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="that run when the long prompt arrives")
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[1, 8], help="number of streams that run when the long prompt arrives"
+    )
     parser.add_argument("--gap-tokens", type=int, default=128, help="of each of them")
     parser.add_argument("--long-prompt", type=int, default=2048, help="tokens")
     parser.add_argument("--guidellm", metavar="PATH", help="run GuideLLM against the server too")
@@ -180,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print and keep the figures."""
+    """Measure, print the figures, and write JSON to ``--out``."""
     parsed = _parser().parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_cores()))
     rng = random.Random(0)

@@ -1,4 +1,4 @@
-"""Seconds from the start of a process to the first token, and what they go to.
+"""Seconds from the start of a process to its first token, in total and by part.
 
     python -m benchmarks.startup --model DIR --repeats 5 --out result.json
 
@@ -24,13 +24,13 @@ from benchmarks.engine_options import add_engine_arguments, engine_options
 
 __all__ = ["first_token_seconds", "main"]
 
-CACHE_VARIABLE = "PAGODA_CACHE_DIR"  # where the engine keeps what it compiles
+CACHE_VARIABLE = "PAGODA_CACHE_DIR"  # directory of compiled kernels
 TIMEOUT_S = 600.0
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def first_token_seconds(model: str, options: dict[str, Any], cache: Path) -> dict[str, float]:
-    """Start a process, wait for its first token, and return the seconds in all and by part.
+    """Start a process, wait for its first token, and return the seconds in total and by part.
 
     Raises:
         RuntimeError: if it ends without one.
@@ -52,7 +52,7 @@ def first_token_seconds(model: str, options: dict[str, Any], cache: Path) -> dic
 
 
 def measure(model: str, options: dict[str, Any], repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Return every start, cold and warm in turn, so that both see the same noise."""
+    """Return all starts, alternating cold and warm, so that noise affects both alike."""
     starts: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     with tempfile.TemporaryDirectory(prefix="pg-warm") as warm:
         first_token_seconds(model, options, Path(warm))
@@ -64,7 +64,7 @@ def measure(model: str, options: dict[str, Any], repeats: int) -> dict[str, list
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print a table of medians, and write JSON if asked to."""
+    """Measure, print a table of medians, and write JSON to ``--out``."""
     parser = argparse.ArgumentParser(description="Seconds from the start of a process to its first token.")
     add_engine_arguments(parser)
     parser.add_argument("--repeats", type=int, default=5)

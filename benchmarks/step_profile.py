@@ -3,7 +3,7 @@
     python -m benchmarks.step_profile --model DIR w1 w16 wshare --out result.json
 
 The offline LLM runs each workload once, with clocks around the C kernels' two calls of a step, the sampler, and the
-step itself. The rest is scheduling, packing the batch, and what becomes of its tokens.
+step itself. The rest is scheduling, packing the batch, and updating the sequences.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kernels.cpu.step import all_layers, logits
 __all__ = ["PARTS", "Step", "main", "recorded_steps", "summarize"]
 
 PARTS = ("layers", "logits", "sampling", "rest")
-GROUPS = (1, 4, 8, 12, 16, 32, 64)  # steps of at most so many tokens are told together, and larger ones
+GROUPS = (1, 4, 8, 12, 16, 32, 64)  # upper bounds of the groups of steps by tokens; larger steps are one more group
 
 
 @dataclass(slots=True)
@@ -53,14 +53,14 @@ class Step:
 
 
 class _Recorder:
-    """Keeps a Step of everything that is computed; its clocks stand around functions of the engine."""
+    """Records a Step for each engine step; its clocks wrap functions of the engine."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self._now = Step()
 
     def clock(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its seconds counted for a part."""
+        """Return the function with its time added to a part."""
 
         @wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -72,12 +72,12 @@ class _Recorder:
         return timed
 
     def run(self, runner: ModelRunner, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
-        """Stand for ModelRunner.run."""
+        """Replace ModelRunner.run."""
         self._now.tokens = output.num_tokens
         return _run(runner, output, times)
 
     def step(self, engine: Engine) -> Any:
-        """Stand for Engine.step."""
+        """Replace Engine.step."""
         self._now = step = Step()
         started = perf_counter()
         result = _step(engine)
@@ -99,14 +99,16 @@ def recorded_steps() -> Iterator[list[Step]]:
         patch.object(cpu_decoder, "logits", recorder.clock("logits", logits)),
         patch.object(Sampler, "sample", recorder.clock("sampling", Sampler.sample)),
         patch.object(Sampler, "argmax_tokens", recorder.clock("sampling", Sampler.argmax_tokens)),
-        patch.object(ModelRunner, "run", lambda *args: recorder.run(*args)),  # a function is bound, a bound one is not
+        patch.object(
+            ModelRunner, "run", lambda *args: recorder.run(*args)
+        ),  # a function becomes a method, a bound method does not
         patch.object(Engine, "step", lambda engine: recorder.step(engine)),
     ):
         yield recorder.steps
 
 
 def summarize(steps: list[Step]) -> list[dict[str, Any]]:
-    """Return what steps of about as many tokens took, smallest first: the median and the sum of each part."""
+    """Return the median and sum of each part, for groups of steps by number of tokens, smallest first."""
     rows = []
     for group, members in groupby(sorted(steps, key=lambda step: step.tokens), key=_group):
         seconds: dict[str, list[float]] = {part: [] for part in PARTS}
@@ -139,7 +141,7 @@ def _print(name: str, seconds: float, rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print a table for each workload, and keep the figures."""
+    """Measure, print a table for each workload, and write JSON to ``--out``."""
     parser = argparse.ArgumentParser(description="Where the time of a workload goes on a CPU.")
     parser.add_argument("workloads", nargs="+", help="names (w1, w16, wshare) or files")
     add_engine_arguments(parser)
@@ -154,9 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     with recorded_steps() as steps:
         generate(WARM_UP)
     if not steps or not all(step.layers and step.logits for step in steps):
-        parser.error(
-            "the C kernels' calls are what is timed: one rank, float32 or bfloat16, and a C compiler are needed"
-        )
+        parser.error("only calls of the C kernels are timed: they need one rank, float32 or bfloat16, and a C compiler")
     results: list[dict[str, Any]] = []
     for index, workload in enumerate(workloads):
         with recorded_steps() as steps:

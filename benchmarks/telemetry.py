@@ -1,4 +1,4 @@
-"""What metrics cost: throughput with all of it on and with it off, and the microseconds of a step that they take.
+"""The cost of metrics: throughput with all of them on and off, and their microseconds in a step.
 
     python -m benchmarks.telemetry --model DIR [--workload w16] [--repeats 3] [--out result.json]
 
@@ -47,22 +47,22 @@ from engine.sequence import Sequence, SequenceGroup
 __all__ = ["main"]
 
 PARTS = ("deployments.observability.ray_exporter:RayExporter", "benchmarks.telemetry:Scraper")
-SCRAPE_PERIOD_S = 5.0  # more often than a Prometheus usually comes
+SCRAPE_PERIOD_S = 5.0  # more often than Prometheus usually scrapes
 NULL_SEQUENCES, NULL_STEPS, NULL_BLOCKS = 64, 2000, 5000
 
 
 class Part(Protocol):
-    """What reads the numbers while the engine runs."""
+    """A component that reads the metrics while the engine runs."""
 
     def start(self) -> None:
-        """Begin."""
+        """Start reading."""
 
     def stop(self) -> None:
-        """End."""
+        """Stop reading."""
 
 
 class Scraper:
-    """What a Prometheus makes a replica do, and here the ingress's part as well: the text of GET /metrics."""
+    """The work of a scrape by Prometheus in a replica and in the ingress: the text of GET /metrics."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -70,11 +70,11 @@ class Scraper:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Begin to scrape."""
+        """Start to scrape."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stopped.set()
         self._thread.join()
 
@@ -101,14 +101,14 @@ def find_part(name: str) -> Callable[[Recorder], Part]:
 
 
 def replace_metrics(engine: Engine, metrics: EngineMetrics) -> None:
-    """Have an idle engine report to other metrics than before."""
+    """Replace the metrics of an idle engine."""
     observers = engine.observers.members
     observers[:] = [metrics if isinstance(one, EngineMetrics) else one for one in observers]
 
 
 @contextmanager
 def telemetry(engine: Engine, parts: Iterable[Callable[[Recorder], Part]], *, is_on: bool) -> Iterator[None]:
-    """Have an idle engine report to a recorder that is read, or to no sink."""
+    """Connect the metrics of an idle engine to a recorder that is read, or to no sink."""
     recorder = Recorder(METRICS)
     sink: MetricSink = recorder if is_on else NullSink()
     replace_metrics(engine, EngineMetrics(sink, engine.block_manager, engine.scheduler))
@@ -121,7 +121,7 @@ def telemetry(engine: Engine, parts: Iterable[Callable[[Recorder], Part]], *, is
 
 
 def generate(engine: Engine, requests: list[Request]) -> int:
-    """Answer all requests and return how many tokens came."""
+    """Answer all requests; return the number of generated tokens."""
     for number, request in enumerate(requests):
         params = SamplingParams(temperature=0.0, max_tokens=request.out, ignore_eos=True)
         engine.add_request(EngineRequest(str(number), request.prompt, params))
@@ -134,12 +134,12 @@ def generate(engine: Engine, requests: list[Request]) -> int:
 def throughput(
     engine: Engine, workload_name: str, repeats: int, parts: list[Callable[[Recorder], Part]]
 ) -> dict[str, Any]:
-    """Run the workload with telemetry off and on in turn, and compare the medians."""
+    """Run the workload with metrics off and on, alternating, and compare the medians."""
     workload = load(workload_name)
     rates: dict[bool, list[float]] = {False: [], True: []}
     generate(engine, workload.shifted(0).requests)  # warms up
     for number in range(2 * repeats):
-        is_on = number % 4 in (1, 2)  # off on on off ...: neither gains from a machine that grows slower
+        is_on = number % 4 in (1, 2)  # off on on off ...: a machine that becomes slower favours neither
         with telemetry(engine, parts, is_on=is_on):
             measured = runner.measure(lambda requests: generate(engine, requests), workload.shifted(1 + number))
         rates[is_on].append(measured["output_tokens_per_s"])
@@ -159,7 +159,7 @@ def throughput(
 
 
 class NullRunner:
-    """A model whose next token is always the same."""
+    """A model runner that always returns the same token."""
 
     info = EngineInfo(
         model="null",
@@ -180,14 +180,14 @@ class NullRunner:
         return SampledTokens([7] * len(output.sampling))
 
     def check_health(self) -> None:
-        """It is well."""
+        """Always healthy."""
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to release."""
 
 
 class _TimedMetrics(EngineMetrics):
-    """Adds up the seconds that a step's calls take."""
+    """Adds up the time of the calls in a step."""
 
     seconds = 0.0
 
@@ -208,7 +208,7 @@ class _TimedMetrics(EngineMetrics):
 
 
 def step_microseconds(sink: MetricSink) -> float:
-    """Return what a step of ``NULL_SEQUENCES`` decodes spends on metrics."""
+    """Return the microseconds that a step of ``NULL_SEQUENCES`` decodes spends on metrics."""
     engine = Engine(EngineConfig(model="null", max_num_seqs=NULL_SEQUENCES), NullRunner(), sink)
     timed = _TimedMetrics(sink, engine.block_manager, engine.scheduler)
     replace_metrics(engine, timed)
@@ -225,12 +225,14 @@ def step_microseconds(sink: MetricSink) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description="What metrics cost.")
+    """Measure, print, and write JSON to ``--out``."""
+    parser = argparse.ArgumentParser(description="The cost of metrics.")
     add_engine_arguments(parser)
     parser.add_argument("--workload", default="w16", help="a workload's name or a file")
     parser.add_argument("--repeats", type=int, default=3, help="runs with metrics, and as many without")
-    parser.add_argument("--part", action="append", default=[], metavar="MODULE:CLASS", help="to have on besides")
+    parser.add_argument(
+        "--part", action="append", default=[], metavar="MODULE:CLASS", help="further component that is turned on"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     names = [*PARTS, *options.part]

@@ -1,9 +1,9 @@
-"""Output tokens a second of the offline LLM on a workload whose requests are all there from the start.
+"""Output tokens per second of the offline LLM on a workload whose requests all arrive at the start.
 
     python -m benchmarks.throughput --model DIR w1 w16 wshare --out result.json
 
-A process loads the model once and runs each workload once, after a warm-up of three tokens. Whoever wants a median
-starts it several times; `python -m benchmarks.compare` does that, with other engines in between.
+A process loads the model once and runs each workload once, after a warm-up of three tokens. For a
+median, start it several times; `python -m benchmarks.compare` does that, alternating with other engines.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ def load_engine(model: str, workloads: list[Workload], **options: Any) -> runner
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print a table or JSON lines, and keep the results."""
-    parser = argparse.ArgumentParser(description="Tokens a second of the offline LLM.")
+    """Measure, print a table or JSON lines, and write JSON to ``--out``."""
+    parser = argparse.ArgumentParser(description="Tokens per second of the offline LLM.")
     parser.add_argument("workloads", nargs="+", help="names (w1, w16, wshare) or files")
     add_engine_arguments(parser)
-    parser.add_argument("--json-lines", action="store_true", help="print what the peers' runners print, not a table")
+    parser.add_argument(
+        "--json-lines", action="store_true", help="print JSON lines like the peers' runners, instead of a table"
+    )
     parser.add_argument("--out", type=Path)
     parsed = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""The offline workloads: prompts of random token ids and the number of tokens to answer each with.
+"""The offline workloads: prompts of random token ids, and the number of tokens to generate for each.
 
     python -m benchmarks.workloads w1 w16 wshare --directory DIR    # writes DIR/w1.json and so on
 
@@ -17,12 +17,12 @@ from pathlib import Path
 
 __all__ = ["SHAPES", "Request", "Shape", "Workload", "load", "make"]
 
-VOCABULARY = (10, 2000)  # ids are drawn from here, the end excluded: every tokenizer has them and none is special
+VOCABULARY = (10, 2000)  # range of drawn ids, end excluded: every tokenizer has them, and none is special
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how many tokens to answer it with, whatever they are."""
+    """A prompt and the number of tokens to generate."""
 
     prompt: list[int]
     out: int
@@ -30,12 +30,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Shape:
-    """How to draw a workload; lengths are drawn evenly from ranges that include both ends."""
+    """How to draw a workload; lengths are drawn uniformly from ranges that include both ends."""
 
     num_requests: int
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
-    shared_prefix: int = 0  # tokens that all prompts begin with, besides prompt_tokens
+    shared_prefix: int = 0  # tokens that all prompts begin with, in addition to prompt_tokens
 
 
 SHAPES = {
@@ -47,7 +47,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that are all there from the start."""
+    """Requests that all arrive at the start."""
 
     name: str
     requests: list[Request]
@@ -59,23 +59,23 @@ class Workload:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that all requests ask for."""
+        """Tokens to generate for all requests."""
         return sum(request.out for request in self.requests)
 
     @property
     def shared_prefix(self) -> int:
-        """Tokens that all prompts begin with; none if there is one prompt, which shares with nobody."""
+        """Number of tokens that all prompts begin with; 0 for a single prompt."""
         if len(self.requests) < 2:
             return 0
         columns = zip(*(request.prompt for request in self.requests), strict=False)
-        return next((place for place, ids in enumerate(columns) if len(set(ids)) > 1), self._shortest_prompt)
+        return next((position for position, ids in enumerate(columns) if len(set(ids)) > 1), self._shortest_prompt)
 
     @property
     def _shortest_prompt(self) -> int:
         return min(len(request.prompt) for request in self.requests)
 
     def shifted(self, by: int) -> Workload:
-        """Return the workload with ``by`` added to every id: the same work, and no prefix in common with this one."""
+        """Return the workload with ``by`` added to every id: the same work without a common prefix."""
         requests = [Request([token_id + by for token_id in one.prompt], one.out) for one in self.requests]
         return Workload(self.name, requests)
 
@@ -86,13 +86,13 @@ class Workload:
 
     @classmethod
     def read(cls, path: Path) -> Workload:
-        """Read what ``write`` wrote; the file's stem is the name."""
+        """Read a file written by ``write``; the file's stem is the name."""
         requests = json.loads(path.read_text())["requests"]
         return cls(path.stem, [Request(one["prompt"], one["out"]) for one in requests])
 
 
 def make(name: str, seed: int = 0) -> Workload:
-    """Draw the workload of that name: the prefix first, then length, ids and answer of one request after the other."""
+    """Draw the workload of that name: the prefix, then length, ids and answer of each request."""
     shape, rng = SHAPES[name], random.Random(seed)
     prefix = _ids(rng, shape.shared_prefix)
     requests = []
@@ -120,7 +120,7 @@ def _ids(rng: random.Random, count: int) -> list[int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write workloads and say how large they are."""
+    """Write workloads and print their sizes."""
     parser = argparse.ArgumentParser(description="Write workloads as JSON.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)}; default: all")
     parser.add_argument("--directory", type=Path, default=Path())

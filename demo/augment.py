@@ -1,6 +1,6 @@
-"""Rewrites a question the way people type: other words, missing words, typos, no capitals.
+"""Rewrites a question as people type it: other words, missing words, typos, no capitals.
 
-The text is small, so without this the model would learn its phrasings by heart and miss every other.
+The corpus is small: without rewriting, the model would memorise its phrasings and fail on all others.
 Knows only strings and a random number generator.
 """
 
@@ -91,10 +91,10 @@ class Rewriter:
         at = self._rng.randrange(1, len(word) - 1)
         letter = self._rng.choice(string.ascii_lowercase)
         edits = (
-            word[:at] + word[at + 1] + word[at] + word[at + 2 :],  # two letters in the wrong order
+            word[:at] + word[at + 1] + word[at] + word[at + 2 :],  # two letters swapped
             word[:at] + word[at + 1 :],  # one missing
-            word[:at] + word[at] + word[at:],  # one twice
-            word[:at] + letter + word[at + 1 :],  # a wrong one
+            word[:at] + word[at] + word[at:],  # one doubled
+            word[:at] + letter + word[at + 1 :],  # one replaced
         )
         return self._rng.choice(edits)
 

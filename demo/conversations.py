@@ -1,6 +1,6 @@
 """Makes endless random training conversations out of the corpus.
 
-A conversation is a list of messages as the chat template takes them. Knows nothing of tokens or models.
+A conversation is a list of messages for the chat template. Knows nothing of tokens or models.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ MAX_SYSTEM_CHARS = 2600  # about 700 tokens
 
 @dataclass(frozen=True)
 class Mix:
-    """What the conversations of one part of the training are like."""
+    """The distribution of the conversations in one part of the training."""
 
-    turns: tuple[int, ...]  # drawn from evenly
+    turns: tuple[int, ...]  # drawn uniformly
     off_topic_share: float
     long_system_share: float
     follow_up_share: float = 0.6  # of the turns after the first
-    own_answer_share: float = (
-        0.6  # of the follow-ups to a question that has some: the others have no answer of their own
-    )
-    talkative_share: float = 0.0  # of the questions: drawn from those that have follow-ups
+    own_answer_share: float = 0.6  # of the follow-ups to a question that has answers to some
+    talkative_share: float = 0.0  # of the questions: drawn from those with follow-ups
 
 
 SINGLE_QUESTIONS = Mix((1, 1, 1, 1, 1, 1, 1, 2, 2, 3), off_topic_share=0.15, long_system_share=0.05)
@@ -42,7 +40,7 @@ FOLLOW_UP_TALKS = Mix(
 
 
 class ConversationMaker:
-    """Draws conversations; the same seed gives the same series."""
+    """Draws conversations; the same seed gives the same conversations."""
 
     def __init__(self, corpus: Corpus, seed: int, mix: Mix = SINGLE_QUESTIONS) -> None:
         self._corpus = corpus
@@ -70,7 +68,7 @@ class ConversationMaker:
     def drill(self) -> list[Message]:
         """One question alone; a third of the time only words from its phrasings and its answer.
 
-        Whoever learns whole sentences learns their order; loose words teach which of them matter.
+        From whole sentences the model learns their order; from loose words it learns which words matter.
         """
         if self._chance(1 / 3):
             question = self._rng.choice(self._corpus.questions)
@@ -92,7 +90,7 @@ class ConversationMaker:
         return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
     def _first_question(self) -> tuple[Question | None, list[Message]]:
-        """A question that needs no earlier one, and its subject (None when it has none to follow up)."""
+        """A question without context, and its subject (None if it has no follow-ups)."""
         if self._chance(self._mix.off_topic_share):
             return None, self._exchange(self._off_topic_question(), self._corpus.off_topic.answer)
         if self._chance(SMALL_TALK_SHARE):
@@ -142,7 +140,7 @@ class ConversationMaker:
         return " ".join(rng.choice(stdlib_paragraphs()).split()[:20])
 
     def _long_system(self) -> str:
-        """Up to `MAX_SYSTEM_CHARS` of instructions, foreign text or other answers, which must not distract."""
+        """Up to `MAX_SYSTEM_CHARS` of instructions, foreign text or other answers, which must not change the answer."""
         rng = self._rng
         source = rng.choice((self._corpus.chat.systems, stdlib_paragraphs(), self._corpus.answers()))
         text, size = rng.choice(self._corpus.chat.systems), rng.randint(300, MAX_SYSTEM_CHARS)

@@ -20,21 +20,21 @@ FOLLOW_UPS = ("why", "more", "example")
 
 @dataclass(frozen=True)
 class Question:
-    """One thing to know: several ways to ask for it, and one answer."""
+    """One fact: several phrasings of the question, and one answer."""
 
     topic: str
     ask: tuple[str, ...]
     answer: str
     terms: tuple[str, ...]
     follow_ups: dict[str, str]  # kind of follow-up -> its own answer
-    held_out: str | None  # a plain phrasing for the test alone: never trained on
+    held_out: str | None  # a plain phrasing for the tests: never trained on
     held_out_far: str | None  # the same, but in words far from every trained phrasing
-    validation: str | None  # a phrasing that is not trained on either, but watched during training
+    validation: str | None  # a phrasing that is not trained on, but monitored during training
 
 
 @dataclass(frozen=True)
 class OffTopic:
-    """What the model does not know, and the one answer to it."""
+    """Off-topic questions, and the one answer to all of them."""
 
     answer: str
     ask: tuple[str, ...]
@@ -45,7 +45,7 @@ class OffTopic:
 
 @dataclass(frozen=True)
 class Chat:
-    """What surrounds the questions in a conversation."""
+    """The parts of a conversation around the questions."""
 
     default_system: str
     no_more: str
@@ -56,7 +56,7 @@ class Chat:
     suffixes: tuple[str, ...]
     term_frames: tuple[str, ...]
     synonyms: tuple[tuple[str, ...], ...]
-    stop_words: frozenset[str]  # words that a question can lose without losing its meaning
+    stop_words: frozenset[str]  # words that a question can omit without losing its meaning
 
 
 @dataclass(frozen=True)

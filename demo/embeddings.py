@@ -1,4 +1,4 @@
-"""Token embeddings from a bag of words, for the demo model to start from.
+"""Token embeddings from a bag-of-words model, as the start of the demo model's training.
 
 Before the transformer is trained, a classifier that only adds up the embeddings of a question's tokens learns which
 answer is meant (fastText, Joulin et al., 2016). It takes seconds, sees no order of words, and so generalises to
@@ -17,13 +17,13 @@ from demo.corpus import Corpus
 
 QUESTIONS, EPOCHS, BATCH = 60_000, 6, 64
 PEAK_LR, WEIGHT_DECAY, DROPOUT = 5e-3, 0.01, 0.2
-START_STD = 0.04  # of the embeddings that are handed over: near what the other matrices start with
+START_STD = 0.04  # of the returned embeddings: similar to the other matrices
 
 
 def bag_of_words_embeddings(
     corpus: Corpus, tokenizer: PreTrainedTokenizerFast, seed: int, *, vocab_size: int, hidden_size: int
 ) -> torch.Tensor:
-    """Embeddings [vocab_size, hidden_size] with which the sum over a question's tokens tells its answer."""
+    """Embeddings [vocab_size, hidden_size]; a linear layer predicts the answer from their sum over the question."""
     questions, answers = _labelled_questions(corpus, seed)
     ids = tokenizer(questions).input_ids
     labels = {answer: label for label, answer in enumerate(sorted(set(answers)))}
@@ -54,6 +54,6 @@ def _labelled_questions(corpus: Corpus, seed: int) -> tuple[list[str], list[str]
 
 
 def _packed(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """All tokens of the rows one after the other, and where each row begins."""
+    """The concatenated tokens of the rows, and the offset of each row."""
     lengths = torch.tensor([0, *map(len, rows[:-1])])
     return torch.tensor([token for row in rows for token in row]), lengths.cumsum(0)

@@ -27,7 +27,7 @@ class DemoModel:
         self.model: Qwen3ForCausalLM = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
     def reply(self, chats: Sequence[list[Message]]) -> list[str | None]:
-        """The greedy answer to each conversation; None where it did not end within `MAX_NEW_TOKENS`."""
+        """The greedy answer to each conversation; None if it did not end within `MAX_NEW_TOKENS`."""
         tokenizer = self.tokenizer
         texts = tokenizer.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=True)
         batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
@@ -41,7 +41,7 @@ class DemoModel:
         return self.tokenizer.decode(ids[: ids.index(end)]) if end in ids else None
 
     def converse(self, talks: Sequence[Sequence[str]]) -> list[list[str | None]]:
-        """The answers of conversations of equally many turns, each turn seeing the earlier ones."""
+        """The answers of conversations of equal length; each turn sees the earlier ones."""
         chats: list[list[Message]] = [[] for _ in talks]
         answers: list[list[str | None]] = [[] for _ in talks]
         for questions in zip(*talks, strict=True):
@@ -59,13 +59,13 @@ def user(text: str) -> list[Message]:
 
 
 def held_out_questions(*, far: bool = False) -> list[tuple[str, Question]]:
-    """The phrasings that training has never seen, plain ones or those in far-off words, with what they ask for."""
+    """The held-out phrasings, plain or far, with their questions."""
     asked = [(q.held_out_far if far else q.held_out, q) for q in load_corpus().questions]
     return [(text, question) for text, question in asked if text]
 
 
 def print_score(dtype: torch.dtype, *, far: bool) -> None:
-    """Print how many held-out phrasings get the right answer, and those that do not."""
+    """Print how many held-out phrasings get the right answer, and the wrong answers."""
     asked = held_out_questions(far=far)
     answers = DemoModel(dtype).reply([user(text) for text, _ in asked])
     missed = [(text, answer) for (text, q), answer in zip(asked, answers, strict=True) if answer != q.answer]

@@ -1,4 +1,4 @@
-"""python -m demo.screenshots URL: the pictures of the web page in the README, taken from a server that runs.
+"""python -m demo.screenshots URL: takes the README's pictures of the web page from a running server.
 
 It keeps the server busy with conversations, asks something in the playground, and saves the page in light, in dark and
 as wide as a phone under demo/screenshots.
@@ -32,7 +32,7 @@ FLAGS = [
 ]
 FOLDER = Path(__file__).with_name("screenshots")
 CLIENTS = 10
-WARM_UP_S = 75.0  # so that the charts show something, and the caches are not full
+WARM_UP_S = 75.0  # so that the charts have data and the caches are not full
 RUSH_S = 5.0
 TOPICS = ("a KV cache", "paged attention", "continuous batching", "prefix caching", "chunked prefill", "a block table")
 SYSTEMS = ("You answer questions about LLM serving. " * 6, "You are a patient teacher of systems. " * 8)
@@ -58,7 +58,7 @@ def main(url: str) -> None:
 
 
 def conversation(browser: Browser, url: str, *, width: int, height: int) -> Page:
-    """Open the page and ask a first question."""
+    """Open the page and send a first question."""
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
     page.goto(url)
     ask(page, "What is a KV cache?")
@@ -66,7 +66,7 @@ def conversation(browser: Browser, url: str, *, width: int, height: int) -> Page
 
 
 def ask(page: Page, question: str) -> None:
-    """Ask, and wait for the whole answer."""
+    """Send a question and wait for the complete answer."""
     answers = page.locator(".message.assistant")
     before = answers.count()
     page.get_by_label("Prompt", exact=True).fill(question)
@@ -76,12 +76,12 @@ def ask(page: Page, question: str) -> None:
 
 
 def save(page: Page, name: str, *, full_page: bool = False) -> None:
-    """Save what is seen."""
+    """Save a picture of the page."""
     page.screenshot(path=FOLDER / f"{name}.png", full_page=full_page)
 
 
 class Clients:
-    """Several that talk to the server while the block runs, at first with pauses."""
+    """Clients that chat with the server while the block runs, with pauses at first."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -99,7 +99,7 @@ class Clients:
             thread.join()
 
     def hurry(self) -> None:
-        """Let them ask without pauses, for several long answers each, and wait until that shows."""
+        """Make the clients send without pauses, for several long answers each, and wait until the charts show it."""
         self._hurry.set()
         time.sleep(RUSH_S)
 

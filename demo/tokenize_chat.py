@@ -1,4 +1,4 @@
-"""The demo model's tokenizer and chat template, and the batches to train on."""
+"""The demo model's tokenizer and chat template, and the training batches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from demo.corpus import Message
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 3072
 CONTEXT_LENGTH = 2048
-IGNORED = -100  # the label of a token that does not count in the loss
+IGNORED = -100  # the label of a token outside the loss
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # token ids and labels, both [conversations, longest]
 
-# ChatML. Without a system message none is added: the model is trained with and without one.
+# ChatML. No system message is added: the model is trained with and without one.
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -49,7 +49,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 class ChatEncoder:
-    """Turns conversations into padded batches whose labels are what the assistant has to produce."""
+    """Turns conversations into padded batches whose labels are the assistant's tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
@@ -72,7 +72,7 @@ class ChatEncoder:
         return [prompt + answer[:tokens] for prompt, answer in zip(asked, answers, strict=True)]
 
     def pad(self, group: Sequence[list[int]]) -> Batch:
-        """Pad on the right: under a causal mask no real token ever looks at the padding."""
+        """Pad on the right: under a causal mask no real token attends to the padding."""
         width = max(map(len, group))
         ids = torch.full((len(group), width), self._tokenizer.pad_token_id)
         labels = torch.full((len(group), width), IGNORED)

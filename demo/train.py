@@ -39,15 +39,15 @@ MODEL_DIR = Path(__file__).parent / "model"
 THREADS = 2
 LAYERS = 4
 WARMUP_STEPS, WEIGHT_DECAY, CLIP_NORM = 150, 0.1, 1.0
-OPENING_TOKENS = 8  # enough to tell all answers apart
+OPENING_TOKENS = 8  # enough to distinguish all answers
 DROPOUT = 0.1
-CONVERSATIONS_PER_POOL = 256  # sorted by length before batching, so that little is padding
+CONVERSATIONS_PER_POOL = 256  # sorted by length before batching, so that there is little padding
 TOKENS_PER_BATCH = 1536
 STEPS_PER_LINE = 100
 
 
 def make_tokenizer(corpus: Corpus) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the trained text, and on some of the standard library's English for the rest."""
+    """Train the tokenizer on the training text and on some English text of the standard library."""
     asked = [*corpus.questions, *corpus.small_talk]
     phrasings = [text for question in asked for text in training_phrasings(question, corpus.chat)]
     lowered = [text.lower() for text in phrasings]
@@ -84,11 +84,11 @@ class Run:
     steps: int
     peak_lr: float
     seed: int
-    drills: float  # questions with only the beginning of their answer, for each whole conversation
+    drills: float  # questions with only the beginning of their answer, per whole conversation
     mix: Mix
 
 
-# First to tell the questions apart, mostly by drills; then to hold a conversation; then to know what it is about.
+# First distinguish the questions, mostly by drills; then hold conversations; then follow up on their subject.
 RUNS = (
     Run("questions", steps=3600, peak_lr=2e-3, seed=2026, drills=4.0, mix=SINGLE_QUESTIONS),
     Run("talks", steps=1500, peak_lr=1e-3, seed=2027, drills=1.0, mix=TALKS),
@@ -124,7 +124,7 @@ class Batches:
 
 
 def predictions(model: Qwen3ForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and labels of the tokens that count: [tokens, vocabulary] and [tokens]."""
+    """Logits and labels of the tokens in the loss: [tokens, vocabulary] and [tokens]."""
     ids, labels = batch
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     counted = labels[:, 1:] != IGNORED
@@ -134,14 +134,14 @@ def predictions(model: Qwen3ForCausalLM, batch: Batch) -> tuple[torch.Tensor, to
 def known_by_heart(model: Qwen3ForCausalLM, encoder: ChatEncoder, chats: Sequence[list[Message]]) -> list[bool]:
     """For each chat, whether greedy decoding would give its answers word for word, end token included.
 
-    It follows an answer as long as each of its tokens is the likeliest, so one forward pass tells.
+    Greedy decoding follows an answer while each of its tokens is the most likely one, so one forward pass suffices.
     """
     ids, labels = encoder.pad(encoder.encode(chats))
     with torch.no_grad():
         logits, wanted = predictions(model, (ids, labels))
     right: Iterator[bool] = iter((logits.argmax(-1) == wanted).tolist())
     tokens_per_chat = (labels[:, 1:] != IGNORED).sum(1).tolist()
-    # A list, as all() stops at the first False and would leave the rest of this chat to the next.
+    # A list, because all() stops at the first False and would leave the rest of this chat to the next one.
     return [all(list(islice(right, count))) for count in tokens_per_chat]
 
 
@@ -183,7 +183,7 @@ def add_dropout(model: Qwen3ForCausalLM) -> None:
 
 
 def train(model: Qwen3ForCausalLM, encoder: ChatEncoder, corpus: Corpus, run: Run) -> None:
-    """Do the updates of `run`, and print how it goes."""
+    """Do the updates of `run`, and print the progress."""
     stream = iter(Batches(corpus, encoder, run))
     model.train()
     optimizer, log = make_optimizer(model), Log(time.perf_counter())
@@ -219,7 +219,7 @@ class Log:
 
 
 def validation_chats(corpus: Corpus) -> list[list[Message]]:
-    """The phrasings that are watched during training; the held-out ones are left to the tests."""
+    """The phrasings that are monitored during training; the held-out ones are for the tests only."""
     asked = [(q.validation, q.answer) for q in corpus.questions if q.validation]
     return [[{"role": "user", "content": ask}, {"role": "assistant", "content": answer}] for ask, answer in asked]
 
@@ -237,7 +237,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def start(corpus: Corpus, seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
-    """A new model, of which only the embeddings know anything yet, and its tokenizer."""
+    """A new model with trained embeddings and otherwise random weights, and its tokenizer."""
     tokenizer = make_tokenizer(corpus)
     model = make_model(tokenizer)
     embeddings = model.model.embed_tokens.weight
@@ -252,7 +252,7 @@ def main() -> None:
     """Train and save."""
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--out", type=Path, default=MODEL_DIR)
-    parser.add_argument("--continue-from", type=Path, help="a saved model that has some of the runs behind it")
+    parser.add_argument("--continue-from", type=Path, help="a saved model after some of the runs")
     parser.add_argument("--runs", nargs="+", choices=[run.name for run in RUNS], default=[run.name for run in RUNS])
     chosen = parser.parse_args()
     torch.manual_seed(RUNS[0].seed)

@@ -1,8 +1,8 @@
 """`python -m k8s.generate [--check]`: writes serve_config.yaml into the RayService manifests.
 
-`spec.serveConfigV2` of each is the shipped file with what must differ there, which is all in TARGETS. So a key that is
-added to the shipped file reaches the cluster without anybody copying it. ``--check`` writes nothing and says which
-manifests are out of date. It touches nothing of a manifest but that one block.
+`spec.serveConfigV2` of each manifest is the shipped file with the differences listed in TARGETS. So a key that is added
+to the shipped file reaches the cluster without being copied by hand. ``--check`` writes nothing and reports manifests
+that are out of date. Only that one block of a manifest is changed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Target:
 
     Attributes:
         manifest: the RayService's file.
-        changes: of the document, by dotted path.
-        arguments: of build_app, by dotted path.
-        dropped: arguments that are left out, by dotted path; each must be there.
+        changes: changed values of the document, by dotted path.
+        arguments: changed arguments of build_app, by dotted path.
+        dropped: removed arguments, by dotted path; each must exist.
     """
 
     manifest: Path
@@ -44,7 +44,7 @@ class Target:
     dropped: tuple[str, ...] = ()
 
 
-# Other pods must reach what listens; which of them may is what the NetworkPolicies say.
+# Other pods must reach the server; the NetworkPolicies restrict which of them.
 IN_A_POD = {"http_options.host": "0.0.0.0"}
 
 TARGETS = (
@@ -60,23 +60,23 @@ TARGETS = (
             # An engine and an ingress fit into a worker of 8 cores; the rest is for Ray's own processes and HAProxy.
             "replicas.cpus_per_engine": 4,
             "replicas.cpus_per_ingress": 2,
-            # Named, since the application may be built while no worker is there yet, when there is no GPU to be seen.
+            # Explicit, because the application may be built before any worker, and thus any GPU, is visible.
             "replicas.gpus_per_engine": 1,
             "engine.device": "cuda",
-            # As many as the worker group may have pods, and no fewer than it always has.
+            # The minimum and maximum number of pods of the worker group.
             "autoscaling.min_replicas": 2,
             "autoscaling.max_replicas": 4,
         },
-        dropped=("engine.kv_cache_memory", "engine.max_num_seqs"),  # what the shipped file marks "demo only"
+        dropped=("engine.kv_cache_memory", "engine.max_num_seqs"),  # marked "demo only" in the shipped file
     ),
 )
 
 
 def serve_config(target: Target) -> dict[str, Any]:
-    """Return the shipped Serve config as ``target`` needs it.
+    """Return the shipped Serve config with the changes of ``target``.
 
     Raises:
-        ConfigError: a path of the target leads nowhere in the shipped file.
+        ConfigError: a path of the target does not exist in the shipped file.
     """
     document: dict[str, Any] = yaml.safe_load(SHIPPED.read_text())
     (application,) = document["applications"]
@@ -103,10 +103,10 @@ def _find(root: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
 
 
 def generated(target: Target) -> str:
-    """Return the text that the manifest ought to have.
+    """Return the manifest with the current Serve config.
 
     Raises:
-        ConfigError: the manifest has not exactly one `serveConfigV2: |`.
+        ConfigError: the manifest does not have exactly one `serveConfigV2: |`.
     """
     text = target.manifest.read_text()
     config = yaml.safe_dump(serve_config(target), sort_keys=False, width=120)

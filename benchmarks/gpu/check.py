@@ -31,7 +31,7 @@ __all__ = ["main", "run_checks"]
 
 
 def run_checks(device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """Run every part, each for itself: one that fails does not keep the others from being seen."""
+    """Run every part; a part that fails does not stop the others."""
     limits: dict[str, float] = {}
 
     def limits_part() -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How large a run of the check is: the real shape on a GPU, a tiny one to see that the script works."""
+"""Sizes of a run of the check: a real model's shape on a GPU, a tiny one to test the script."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["FULL", "TINY", "Sizes"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the run is."""
+    """Sizes of the model and of the workload."""
 
     hidden_size: int
     intermediate_size: int

@@ -1,4 +1,4 @@
-"""A buddy allocator of contiguous memory, as the paged-attention paper assumes for the systems before it."""
+"""A buddy allocator of contiguous memory, as the PagedAttention paper assumes for the systems before it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ __all__ = ["BuddyAllocator"]
 
 
 class BuddyAllocator:
-    """Hands out pieces whose sizes are powers of two; a free piece and its free buddy merge again.
+    """Allocates pieces whose sizes are powers of two; a free piece merges with its free buddy.
 
-    A pool that is no power of two is cut into the powers that it is made of, the largest first.
+    A pool that is not a power of two is cut into powers of two, the largest first.
     """
 
     def __init__(self, size: int) -> None:
         self._free: list[set[int]] = [set() for _ in range(size.bit_length())]  # addresses by order: 2 ** order
-        self._orders: dict[int, int] = {}  # of what is handed out
+        self._orders: dict[int, int] = {}  # of the allocated pieces
         self.num_free = size
         address = 0
         for order in reversed(range(size.bit_length())):
@@ -22,7 +22,7 @@ class BuddyAllocator:
                 address += 1 << order
 
     def allocate(self, size: int) -> int | None:
-        """Return the address of a piece of at least ``size``, off the smallest that has room; None if none has."""
+        """Return the address of a piece of at least ``size``, or None if no piece is large enough."""
         order = (size - 1).bit_length()
         found = next((larger for larger in range(order, len(self._free)) if self._free[larger]), None)
         if found is None:
@@ -36,7 +36,7 @@ class BuddyAllocator:
         return address
 
     def free(self, address: int) -> None:
-        """Give a piece back and merge it with its buddy for as long as that is free too."""
+        """Free a piece and merge it with its buddy, repeatedly while the buddy is free."""
         order = self._orders.pop(address)
         self.num_free += 1 << order
         while order < len(self._free) and address ^ (1 << order) in self._free[order]:

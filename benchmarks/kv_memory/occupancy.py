@@ -1,6 +1,6 @@
-"""What the slots of a KV pool are used for while requests queue for it, averaged over steps.
+"""The use of the slots of a KV pool while requests wait for it, averaged over steps.
 
-Every request is there from the start and each step computes the whole prompt of a new one or one token of a running
+All requests arrive at the start, and each step computes the whole prompt of a new request or one token of a running
 one. Steps count from when a fifth of the requests has finished, so that the batch is mixed, to when the queue is empty.
 Contiguous pieces are simulated here; pages are the engine's own Scheduler and BlockManager.
 """
@@ -32,12 +32,12 @@ class Occupancy:
 
     Attributes:
         tokens: slots that hold a token's keys and values.
-        reserved: allocated for tokens that this request will still produce.
+        reserved: allocated for tokens that this request will generate.
         internal: allocated and never used by this request.
         external: lost to the allocator's rounding.
-        free: allocated to nobody, though a request waits; among contiguous pieces that is external fragmentation too.
+        free: not allocated, though a request waits; between contiguous pieces this is external fragmentation too.
         running: requests in the batch.
-        preemptions: requests that had to give way and be computed again.
+        preemptions: requests that were preempted and recomputed.
     """
 
     pool: int
@@ -61,7 +61,7 @@ class Occupancy:
         }
 
     def to_json(self) -> dict[str, object]:
-        """Return the shares, and the sums behind them."""
+        """Return the shares and the sums they are computed from."""
         return {**self.shares(), "sums": asdict(self)}
 
 
@@ -75,7 +75,7 @@ def simulate_contiguous(requests: list[Lengths], pool: int, reserve: Callable[[L
     occupancy = Occupancy(pool)
     allocator = BuddyAllocator(pool)
     waiting = deque(requests)
-    running: list[tuple[int, int, Lengths]] = []  # heap of (step after which it is done, address, request)
+    running: list[tuple[int, int, Lengths]] = []  # heap of (last step, address, request)
     tokens = to_come = allocated = finished = step = 0
     while waiting:
         tokens += len(running)
@@ -107,7 +107,7 @@ def simulate_contiguous(requests: list[Lengths], pool: int, reserve: Callable[[L
 
 
 def simulate_paged(requests: list[Lengths], pool: int, block_size: int) -> Occupancy:
-    """Serve the requests with the engine's scheduler and block manager; a model would answer with the same lengths."""
+    """Serve the requests with the engine's scheduler and block manager; answers have the lengths of the trace."""
     blocks = BlockManager(
         pool // block_size, block_size, enable_prefix_caching=False
     )  # unrelated prompts share nothing

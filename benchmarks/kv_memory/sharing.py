@@ -1,9 +1,9 @@
-"""What sharing blocks saves when one prompt has several continuations: parallel samples, and beams.
+"""The blocks that sharing saves if one prompt has several continuations: parallel samples, and beams.
 
     saved = (blocks without sharing - blocks with sharing) / blocks without sharing, summed over a request's steps
 
-Without sharing, each of n continuations has all blocks of its own. What is shared, and copied on the first write, is
-counted by the engine's BlockManager.
+Without sharing, each of the n continuations has its own blocks. The engine's BlockManager does the sharing and the
+copy-on-write that are counted here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["SharedBlocks", "beam_search_savings", "parallel_savings"]
 
 
 class SharedBlocks:
-    """Continuations of one prompt on the engine's own BlockManager, as the scheduler would let them grow."""
+    """Continuations of one prompt that grow on the engine's BlockManager as under the scheduler."""
 
     def __init__(self, block_size: int, max_length: int, num_sequences: int) -> None:
         self._blocks = BlockManager(
@@ -108,9 +108,9 @@ def parallel_savings(requests: list[Lengths], samples: int, pool: SharedBlocks) 
 def beam_search_savings(requests: list[Lengths], width: int, pool: SharedBlocks, *, seed: int) -> float:
     """Return the share of blocks saved by beams of a synthetic model.
 
-    A beam's next token has probabilities from stick-breaking with Beta(2, 1) sticks: the likeliest token takes two
+    A beam's next token has probabilities from stick-breaking with Beta(2, 1) sticks: the most likely token has two
     thirds on average, the second two thirds of the rest, and so on. Each step keeps the ``width`` highest sums of
-    log-probabilities among all beams' ``width`` likeliest tokens, as beam search does.
+    log-probabilities among the ``width`` most likely tokens of all beams, as beam search does.
     """
     generator = np.random.default_rng(seed)
     saving = _Saving()
@@ -120,7 +120,7 @@ def beam_search_savings(requests: list[Lengths], width: int, pool: SharedBlocks,
         log_probs = np.log(sticks) + np.concatenate([np.zeros_like(rest[..., :1]), rest[..., :-1]], axis=2)
         first = pool.add(request.prompt)
         beams = [first, *(pool.fork(first) for _ in range(width - 1))]
-        scores = log_probs[0, 0]  # of the likeliest tokens behind the prompt
+        scores = log_probs[0, 0]  # of the most likely tokens after the prompt
         saving.record(pool, width, request.prompt)
         for written in range(1, request.output):
             for beam in beams:
@@ -136,7 +136,7 @@ def beam_search_savings(requests: list[Lengths], width: int, pool: SharedBlocks,
 
 
 def _descend(pool: SharedBlocks, beams: list[Sequence], parents: list[int]) -> list[Sequence]:
-    """Return the beams of the next step, one for each entry of ``parents``: a parent lives on as its first child."""
+    """Return the beams of the next step, one for each entry of ``parents``; a parent is reused as its first child."""
     seen: set[int] = set()
     children = []
     for parent in parents:

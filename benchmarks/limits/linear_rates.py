@@ -1,8 +1,8 @@
-"""What packed linears and plain reading do on this machine, measured.
+"""Measures the rates of packed linears and of plain reading on this machine.
 
 The linears are torch's own in bf16 (oneDNN, weights reordered for the number of rows) and, where they can be compiled,
-those of kernels/cpu, in a model's shapes, with so many distinct weights that no cache helps. The best of several passes
-counts, since a limit is what can be reached.
+those of kernels/cpu, in a model's shapes, with more distinct weights than fit into any cache. The best of several
+passes counts, because a limit is what can be reached.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ TORCH = "torch bf16"
 
 ROWS = (1, 4, 8, 16, 64, 256)
 MIN_WEIGHTS = 1 << 30  # bytes of distinct weights that one pass reads
-MAX_LAYERS = 128  # of a tiny model, which then fits into a cache: its rates are of no use, but are had in no time
+MAX_LAYERS = 128  # for a tiny model, which fits into a cache: its rates are meaningless, but quick to measure
 READ_BYTES = 1 << 30
 
 
 def measure_rates(
     shape: ModelShape, pack: Pack, weight_bytes: int, rows: tuple[int, ...] = ROWS, min_weights: int = MIN_WEIGHTS
 ) -> Rates:
-    """Measure linears of the model's shapes: the one before the logits once, then as many layers as it takes.
+    """Measure linears of the model's shapes: the LM head once, and as many layers as ``min_weights`` requires.
 
     Args:
-        pack: makes one of a weight.
-        weight_bytes: what it then reads of each weight.
+        pack: packs a weight into a linear.
+        weight_bytes: bytes of each packed weight.
     """
     head = (shape.vocab_size, shape.hidden_size)
     layer_bytes = WEIGHT_BYTES * sum(outputs * inputs for outputs, inputs in shape.layer_linears)
@@ -56,7 +56,7 @@ def measure_rates(
 
 
 def linears() -> dict[str, tuple[Pack, int]]:
-    """Return what packs weights on this machine, and the bytes of one packed weight, by name."""
+    """Return the kinds of linears on this machine by name: how to pack a weight, and the bytes of one packed weight."""
     found: dict[str, tuple[Pack, int]] = {TORCH: (_torch_linear, 2)}
     from kernels.cpu.library import library, set_num_threads
     from kernels.cpu.linear import WeightKind, has_int8
@@ -85,7 +85,7 @@ def _pagoda_linear(kind: WeightKind, weight: torch.Tensor, rows: int) -> Run:
 def _pass_seconds(sizes: list[tuple[int, int]], rows: int, pack: Pack) -> float:
     """Return the least time of one pass through packed weights of these sizes."""
     runs = []
-    for outputs, inputs in sizes:  # one after the other: they are large
+    for outputs, inputs in sizes:  # one after the other, since they are large
         weight = torch.randn(inputs).to(torch.bfloat16).repeat(outputs, 1)
         runs.append((pack(weight, rows), inputs))
     inputs_by_size = {size: torch.randn(rows, size).to(torch.bfloat16) for _, size in sizes}

@@ -51,7 +51,7 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Weights between the last hidden state and the logits; only rows that are sampled from need them."""
+        """Weights between the last hidden state and the logits; only tokens that are sampled from need them."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -61,5 +61,5 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What the keys and values of one token take in all layers, in bfloat16."""
+        """Bytes of the keys and values of one token in all layers, in bfloat16."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * WEIGHT_BYTES

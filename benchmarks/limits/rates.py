@@ -12,11 +12,11 @@ __all__ = ["Rates"]
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does with packed bf16 linears.
+    """How fast a machine computes packed bf16 linears.
 
     Attributes:
-        weights_gb_s: bytes of weights that one row reads in a second.
-        gflop_s: by number of rows; between two of them the rate is taken to be linear, beyond them constant.
+        weights_gb_s: gigabytes of weights read per second with one row.
+        gflop_s: by number of rows; interpolated linearly between them, constant beyond them.
     """
 
     weights_gb_s: float
@@ -24,7 +24,7 @@ class Rates:
 
     @classmethod
     def from_json(cls, rates: dict[str, Any]) -> Rates:
-        """Return what ``dataclasses.asdict`` made JSON of, whose keys are text."""
+        """Return the rates from the JSON of ``dataclasses.asdict``, whose keys are strings."""
         return cls(rates["weights_gb_s"], {int(rows): rate for rows, rate in rates["gflop_s"].items()})
 
     def gflop_s_at(self, rows: int) -> float:
@@ -32,13 +32,13 @@ class Rates:
         known = sorted(self.gflop_s)
         if rows <= known[0] or rows >= known[-1]:
             return self.gflop_s[known[0] if rows <= known[0] else known[-1]]
-        upper = next(place for place, one in enumerate(known) if one >= rows)
+        upper = next(index for index, one in enumerate(known) if one >= rows)
         low, high = known[upper - 1], known[upper]
         share = (rows - low) / (high - low)
         return self.gflop_s[low] + share * (self.gflop_s[high] - self.gflop_s[low])
 
     def linear_seconds(self, parameters: int, rows: int) -> float:
-        """Return the least time of linears with so many weights: of reading them, or of computing with them."""
+        """Return the least time of linears with so many weights: the longer of reading and of computing."""
         reading = parameters * WEIGHT_BYTES / (self.weights_gb_s * 1e9)
         computing = 2 * parameters * rows / (self.gflop_s_at(rows) * 1e9)
         return max(reading, computing)

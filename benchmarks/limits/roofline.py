@@ -24,12 +24,12 @@ class Limit:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second at most."""
+        """Upper bound of the output tokens per second."""
         return self.output_tokens / (self.prefill_s + self.decode_s + self.kv_s)
 
     @property
     def linear_tokens_per_s(self) -> float:
-        """The same if attention took no time at all."""
+        """The upper bound without the time to read keys and values."""
         return self.output_tokens / (self.prefill_s + self.decode_s)
 
     def to_json(self) -> dict[str, float]:
@@ -70,7 +70,7 @@ class Roofline:
         )
 
     def share(self, workload: Workload, output_tokens_per_s: float) -> float:
-        """Return which part of the limit a result is."""
+        """Return a result as a share of the limit."""
         return output_tokens_per_s / self.limit(workload).tokens_per_s
 
     def _prefill_seconds(self, workload: Workload) -> float:
@@ -83,7 +83,7 @@ class Roofline:
 
 
 def _decode_steps(workload: Workload) -> Iterator[tuple[int, int]]:
-    """Yield each step's rows and the tokens whose keys and values it reads; the prompt's step made the first token."""
+    """Yield the rows of each decode step and the tokens whose KV it reads; the prefill generates the first token."""
     shared = workload.shared_prefix
     for made in range(1, max(request.out for request in workload.requests)):
         running = [len(request.prompt) - shared + made for request in workload.requests if request.out > made]

@@ -14,11 +14,11 @@ from benchmarks.peers import runner
 from benchmarks.workloads import Request, Workload
 
 UBATCH = 512  # tokens that llama.cpp computes at once, its default
-SPARE_SLOTS = 32  # of the KV cache, for each sequence
+EXTRA_SLOTS = 32  # of the KV cache, for each sequence
 
 
 class _Sequence:
-    """One request: what is written of it, and what is still to come."""
+    """One request: its tokens in the KV cache, and the number of tokens still to generate."""
 
     def __init__(self, number: int, request: Request) -> None:
         self.number, self.prompt, self.remaining = number, request.prompt, request.out
@@ -27,7 +27,7 @@ class _Sequence:
 
 
 class _Batch:
-    """llama_batch: as many tokens as one decode call takes, and which of them have logits that are wanted."""
+    """llama_batch: the tokens of one decode call, and the indices whose logits are needed."""
 
     def __init__(self, lib: Any) -> None:
         self._batch = lib.llama_batch_init(runner.MAX_NUM_BATCHED_TOKENS, 0, 1)
@@ -46,15 +46,15 @@ class _Batch:
         self.wanted = []
 
     def put(self, sequence: _Sequence, token_id: int, *, is_last: bool) -> None:
-        """Add a sequence's next token; the logits of the last one that is known are wanted."""
-        batch, place = self._batch, self._batch.n_tokens
-        batch.token[place], batch.pos[place] = token_id, sequence.num_written
-        batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence.number
-        batch.logits[place] = int(is_last)
-        batch.n_tokens = place + 1
+        """Add a sequence's next token; logits are needed for its last known token."""
+        batch, index = self._batch, self._batch.n_tokens
+        batch.token[index], batch.pos[index] = token_id, sequence.num_written
+        batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence.number
+        batch.logits[index] = int(is_last)
+        batch.n_tokens = index + 1
         sequence.num_written += 1
         if is_last:
-            self.wanted.append((place, sequence))
+            self.wanted.append((index, sequence))
 
 
 def _fill(batch: _Batch, sequences: list[_Sequence]) -> None:
@@ -82,8 +82,8 @@ def load(model: str, workloads: list[Workload]) -> runner.Generate:
     vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights))
     batch = _Batch(lib)
 
-    def argmax(place: int) -> int:
-        return int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, place), (vocabulary,)).argmax())
+    def argmax(index: int) -> int:
+        return int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, index), (vocabulary,)).argmax())
 
     def generate(requests: list[Request], _keep: object = silent) -> int:
         running = [_Sequence(number, request) for number, request in enumerate(requests)]
@@ -92,8 +92,8 @@ def load(model: str, workloads: list[Workload]) -> runner.Generate:
             _fill(batch, running)
             if lib.llama_decode(context, batch.native) != 0:
                 raise RuntimeError("llama_decode failed; the KV cache may be too small")
-            for place, one in batch.wanted:
-                one.last_token, one.remaining = argmax(place), one.remaining - 1
+            for index, one in batch.wanted:
+                one.last_token, one.remaining = argmax(index), one.remaining - 1
             num_tokens += len(batch.wanted)
             running = [one for one in running if one.remaining]
         lib.llama_memory_clear(lib.llama_get_memory(context), False)
@@ -104,8 +104,8 @@ def load(model: str, workloads: list[Workload]) -> runner.Generate:
 
 def _context_params(lib: Any, workloads: list[Workload]) -> Any:
     params = lib.llama_context_default_params()
-    spare = [SPARE_SLOTS * len(one.requests) for one in workloads]
-    params.n_ctx = max(one.input_tokens + one.output_tokens + more for one, more in zip(workloads, spare, strict=True))
+    extra_slots = [EXTRA_SLOTS * len(one.requests) for one in workloads]
+    params.n_ctx = max(one.input_tokens + one.output_tokens + more for one, more in zip(workloads, extra_slots, strict=True))
     params.n_batch, params.n_ubatch = runner.MAX_NUM_BATCHED_TOKENS, UBATCH
     params.n_seq_max = min(runner.MAX_NUM_SEQS, max(2, *(len(one.requests) for one in workloads)))
     params.n_threads = params.n_threads_batch = runner.num_cores()

@@ -1,7 +1,7 @@
-"""What every engine's runner does alike: load, warm up, run workloads one after the other, print a JSON line for each.
+"""The common part of all runners: load, warm up, run workloads one after the other, print a JSON line for each.
 
 A runner is a module with a function ``load(model, workloads)`` that returns a ``Generate``. It runs in its engine's own
-virtual environment, so nothing here may need more than the standard library.
+virtual environment, so this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "measure", "num_cores", "run_workloads",
 ]
 
-Generate = Callable[[list[Request]], int]  # answers all requests greedily, ignoring EOS; returns how many tokens came
+Generate = Callable[[list[Request]], int]  # answers all requests greedily, ignores EOS, returns the number of generated tokens
 Load = Callable[[str, list[Workload]], Generate]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def main(engine: str, load: Load) -> None:
     parser.add_argument("workloads", nargs="+", help="names or files")
     options = parser.parse_args()
     workloads = [load_workload(one) for one in options.workloads]
-    # Peers import packages that are called as ours are ("kernels"); with -m, the checkout would come first.
+    # Peers import packages with the names of ours ("kernels"); with -m, the checkout would come first.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
     for result in run_workloads(engine, options.model, load, workloads):
         print(json.dumps(result), flush=True)
@@ -47,22 +47,23 @@ def main(engine: str, load: Load) -> None:
 def run_workloads(engine: str, model: str, load: Load, workloads: list[Workload]) -> Iterator[dict[str, Any]]:
     """Load the model once and yield each workload's result.
 
-    Nothing is reset in between, but prompts of different workloads begin alike, being drawn with one seed. So the ids
-    of the second workload are one higher than its file says, those of the third two, and no cache can tell.
+    Nothing is reset in between, and prompts of different workloads begin with the same ids, because they are drawn with
+    one seed. So the ids of the second workload are one higher than in its file, those of the third two higher;
+    otherwise a prefix cache would serve them.
     """
     started = perf_counter()
     generate = load(model, workloads)
     load_s = perf_counter() - started
     generate(WARM_UP)
-    for place, workload in enumerate(workloads):
-        yield {"engine": engine, "load_s": round(load_s, 2)} | measure(generate, workload.shifted(place))
+    for index, workload in enumerate(workloads):
+        yield {"engine": engine, "load_s": round(load_s, 2)} | measure(generate, workload.shifted(index))
 
 
 def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
     """Run a workload and return its rates.
 
     Raises:
-        RuntimeError: if the engine did not answer with as many tokens as it was asked for.
+        RuntimeError: if the engine generated another number of tokens than requested.
     """
     started = perf_counter()
     output_tokens = generate(workload.requests)

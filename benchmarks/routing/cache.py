@@ -1,4 +1,4 @@
-"""The cache of a simulated replica, and what the best caches would hit: the bounds of every policy."""
+"""The cache of a simulated replica, and the hit rates of ideal caches, which bound every policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["BlockCache", "infinite_bound", "pooled_bound"]
 
 
 class BlockCache:
-    """An LRU cache of blocks that evicts suffixes before prefixes and never what a running request uses."""
+    """An LRU cache of blocks that evicts suffixes before prefixes and never a block that a running request uses."""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
@@ -41,7 +41,7 @@ class BlockCache:
         return len(hashes)
 
     def use(self, hashes: Sequence[int]) -> list[int]:
-        """Hold blocks, cached before or not, for a request; return what was evicted for them."""
+        """Take blocks for a request, cached or not; return the evicted blocks."""
         for block in hashes:
             self._idle.pop(block, None)
             self._uses[block] += 1
@@ -51,7 +51,7 @@ class BlockCache:
         return evicted
 
     def release(self, hashes: Sequence[int]) -> None:
-        """Let a request's blocks go: they stay cached, the first of them longest."""
+        """Release a request's blocks: they stay cached, the first one for longest."""
         for block in reversed(hashes):
             self._uses[block] -= 1
             if not self._uses[block]:
@@ -65,7 +65,7 @@ def infinite_bound(requests: Sequence[Request]) -> float:
 
 
 def pooled_bound(requests: Sequence[Request], max_blocks: int) -> float:
-    """Return the share of prompt tokens that one LRU cache of ``max_blocks`` would hit, were prefills instantaneous."""
+    """Return the share of prompt tokens that one LRU cache of ``max_blocks`` would hit, if prefills took no time."""
     cache, hit = BlockCache(max_blocks), 0
     for request in requests:
         hit += min(cache.match(request.hashes) * BLOCK_SIZE, request.input_tokens - 1)

@@ -1,4 +1,4 @@
-"""What a routing decision costs, with the production classes: ``python -m benchmarks.routing.decision``.
+"""The cost of a routing decision, with the production classes: ``python -m benchmarks.routing.decision``.
 
 The setting of the goal: prompts of 32,768 tokens in blocks of 16 over 64 replicas, and an index of a million blocks.
 Each replica holds its own conversations, which begin with one of a few system prompts that all replicas hold. Decisions
@@ -27,7 +27,7 @@ PROMPT_TOKENS = 32_768
 BLOCK_SIZE = 16
 BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
 SHARED_BLOCKS = 64  # of a system prompt
-CONVERSATIONS = 8  # a replica
+CONVERSATIONS = 8  # of each replica
 
 
 def measure(num_replicas: int, repeats: int, seed: int = 0) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def measure(num_replicas: int, repeats: int, seed: int = 0) -> dict[str, Any]:
             state.dispatched(decision.order[0], hashes, PROMPT_TOKENS, now=now, request_id=f"{kind}{number}")
             ended = thread_time()
             state.completed(decision.order[0], f"{kind}{number}")
-            # Its events confirm it, and later evict it, so that the index stays as large as it is.
+            # Its events confirm the blocks and later evict them, so that the size of the index stays constant.
             computed = hashes[decision.predicted_blocks :]
             state.stored(decision.order[0], computed)
             state.removed(decision.order[0], computed)
@@ -74,7 +74,7 @@ def measure(num_replicas: int, repeats: int, seed: int = 0) -> dict[str, Any]:
 def _conversations(
     state: RoutingState, name: str, system_prompts: Sequence[list[int]], rng: random.Random
 ) -> Iterator[list[int]]:
-    """Fill a replica: all system prompts, and conversations of its own behind them."""
+    """Fill a replica with all system prompts and its own conversations that continue them."""
     state.replaced(name, [block for prompt in system_prompts for block in prompt])
     for number in range(CONVERSATIONS):
         own = system_prompts[number % len(system_prompts)] + _hashes(rng, BLOCKS - SHARED_BLOCKS)

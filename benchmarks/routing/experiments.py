@@ -1,4 +1,4 @@
-"""What is run: the comparison on the Mooncake trace, the two traces that nothing was tuned on, and the sweeps."""
+"""The experiments: the comparison on the Mooncake trace, the two traces without tuning, and the sweeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.routing.simulation import Change
 
 __all__ = ["GOALS", "compare", "generated", "others", "sweeps", "tune"]
 
-GOALS = ("least queued tokens", "SGLang-like", "llm-d-like", "LMetric")  # the baselines that the goals name
+GOALS = ("least queued tokens", "SGLang-like", "llm-d-like", "LMetric")  # the baselines in the goals
 
 
 def tune(path: str, processes: int, max_requests: int | None) -> dict[str, dict[str, Any]]:
@@ -33,7 +33,7 @@ def tune(path: str, processes: int, max_requests: int | None) -> dict[str, dict[
 def compare(
     path: str, seeds: int, processes: int, tuned: dict[str, dict[str, Any]], ingresses: Sequence[int] = (1, 4, 16)
 ) -> list[dict[str, Any]]:
-    """Return ours with several ingresses, and those that the goals name, on the Mooncake trace."""
+    """Return our policy with several ingresses and the baselines in the goals, on the Mooncake trace."""
     rows = _baselines(path, GOALS, tuned)
     for number in ingresses:
         rows[f"{OURS}, {_ingresses(number)}"] = Run(OURS, "mooncake", path, settings=Settings(num_ingresses=number))
@@ -55,7 +55,7 @@ def _baselines(path: str, names: Sequence[str], tuned: dict[str, dict[str, Any]]
 
 
 def generated(path: str, seeds: int, processes: int) -> list[dict[str, Any]]:
-    """Return ours and its rivals on the traces that nothing was tuned on."""
+    """Return our policy and the baselines on the two traces without tuning."""
     rows = {}
     for trace in ("no sharing", "bursts"):
         for name in GOALS:
@@ -71,12 +71,12 @@ def generated(path: str, seeds: int, processes: int) -> list[dict[str, Any]]:
 
 
 def sweeps(path: str, processes: int, max_requests: int | None) -> list[dict[str, Any]]:
-    """Return ours over sizes, delays, losses and failures, on one seed, beside LMetric over the sizes."""
+    """Return our policy over sizes, delays, losses and failures, on one seed, beside LMetric over the sizes."""
     rows: dict[str, Run] = {}
     base = Settings(num_ingresses=4)
     for name in (OURS, "LMetric"):
         run = Run(name, "mooncake", path, settings=base, max_requests=max_requests)
-        for number in (2, 4, 16, 32, 64):  # the same load for each replica
+        for number in (2, 4, 16, 32, 64):  # the same load per replica
             sized = replace(run, settings=replace(base, num_replicas=number), stretch=8 / number)
             rows[f"replicas {number}: {name}"] = sized
         for tokens in (375_000, 750_000, 1_500_000, 3_000_000, 6_000_000):

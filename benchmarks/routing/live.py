@@ -1,6 +1,6 @@
 """`python -m benchmarks.routing.live`: the hit rate of real replicas, beside one engine with the pooled cache.
 
-64 conversations over 8 shared system prompts, sent turn by turn to 4 engine replicas behind 2 ingresses; the same
+64 conversations over 8 shared system prompts, sent turn by turn to 2 ingresses with 4 engine replicas; the same
 requests to the same deployment with Serve's default router; and to a single engine whose cache has the size of all
 four. Prompts are token ids drawn with a fixed seed, the assistant's turns among them, so that each server gets the
 very same requests in the same order.
@@ -38,20 +38,20 @@ DEFAULT_ROUTER = "ray.serve._private.request_router:PowerOfTwoChoicesRequestRout
 
 @dataclass(frozen=True)
 class Result:
-    """What one server did with the workload."""
+    """The figures of one server."""
 
     server: str
     requests: int
     failed: int
-    hit_rate: float  # share of prompt tokens that the engines' caches served
-    hit_rate_seen: float  # the same from the answers' usage
+    hit_rate: float  # share of prompt tokens served from the engines' caches
+    hit_rate_seen: float  # the same, from the `usage` of the answers
     ttft_mean_s: float
     ttft_p90_s: float
     imbalance: float  # prompt tokens of the busiest engine over the mean
 
 
 def conversations(seed: int) -> list[list[list[int]]]:
-    """Return each conversation's prompts, turn by turn; each begins with the one before."""
+    """Return each conversation's prompts, turn by turn; each prompt begins with the previous one."""
     source = random.Random(seed)
     systems = [source.choices(VOCABULARY, k=SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
     made = []
@@ -66,9 +66,9 @@ def conversations(seed: int) -> list[list[list[int]]]:
 
 
 async def run(url: str, workload: Sequence[Sequence[list[int]]], seed: int) -> list[Outcome]:
-    """Send every conversation, CLIENTS of them at a time, each turn after the answer to the one before.
+    """Send all conversations, CLIENTS at a time, each turn after the answer to the previous turn.
 
-    Before each turn a client takes another conversation at random, as people do who answer when they like.
+    Before each turn a client takes a random conversation, since real users answer at random times.
     """
     source = random.Random(seed)
     waiting = [list(prompts) for prompts in workload]
@@ -82,7 +82,7 @@ async def run(url: str, workload: Sequence[Sequence[list[int]]], seed: int) -> l
             if prompts:
                 waiting.append(prompts)
 
-    # A connection for each request: HAProxy then spreads them over the ingresses.
+    # A connection for each request, so that HAProxy balances them over the ingresses.
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         await asyncio.gather(*(client(session) for _ in range(CLIENTS)))
     return outcomes

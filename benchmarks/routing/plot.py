@@ -11,7 +11,7 @@ __all__ = ["plot"]
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Write a PNG of what the JSON holds."""
+    """Write a PNG of the results."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -19,7 +19,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
     rows = sorted([*results["compare"], *results.get("others", [])], key=lambda row: row["ttft_p90"]["mean"])
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 6.5), gridspec_kw={"width_ratios": [1, 1.1]})
-    slowest = 20.0  # s; what is beyond is drawn at the edge
+    slowest = 20.0  # s; larger values are drawn at the edge
     for number, row in enumerate(rows, start=1):
         colour = "tab:red" if row["label"].startswith(OURS) else "tab:blue"
         p90, hit = row["ttft_p90"], row["hit"]

@@ -1,4 +1,4 @@
-"""The production policy in the simulation: one unmodified RoutingState an ingress, told late and sometimes not at all.
+"""The production policy in the simulation: one unmodified RoutingState per ingress, with delayed or lost messages.
 
 What has reached an ingress by the time of a decision is applied just before it, each piece with the time at which it
 came: nothing is decided in between, so that is the same as applying it then.
@@ -22,7 +22,7 @@ _DEFAULTS = RoutingOptions()
 
 
 class _Feed:
-    """What one ingress has heard of one replica."""
+    """The messages of one replica that one ingress has received."""
 
     def __init__(self, replica: SimulatedReplica) -> None:
         self.replica = replica
@@ -49,18 +49,18 @@ class _Ingress:
                 self.state.replaced(name, [])
 
     def listen(self, now: float) -> None:
-        """Apply what has come until now."""
-        heard = now - self.cluster.settings.network_s
+        """Apply the messages that have arrived."""
+        received = now - self.cluster.settings.network_s
         for feed in self.feeds.values():
-            self._hear_events(feed, heard, now)
-            self._hear_report(feed, heard)
+            self._receive_events(feed, received, now)
+            self._receive_report(feed, received)
 
-    def _hear_events(self, feed: _Feed, heard: float, now: float) -> None:
+    def _receive_events(self, feed: _Feed, received: float, now: float) -> None:
         name, log, loss = feed.replica.name, feed.replica.log, self.cluster.settings.loss
         if 0 <= feed.resync_at <= now:
             feed.resync_at = -1.0
             self.state.replaced(name, feed.held)
-        while feed.position < len(log) and log[feed.position].at <= heard:
+        while feed.position < len(log) and log[feed.position].at <= received:
             entry = log[feed.position]
             feed.position += 1
             if loss:
@@ -79,19 +79,19 @@ class _Ingress:
             if entry.removed:
                 self.state.removed(name, entry.removed)
 
-    def _hear_report(self, feed: _Feed, heard: float) -> None:
-        feed.replica.report_until(heard)
+    def _receive_report(self, feed: _Feed, received: float) -> None:
+        feed.replica.report_until(received)
         for at, load in islice(reversed(feed.replica.reports), 100):
             if at <= feed.report_at:
                 return
-            if at <= heard and self.rng.random() >= self.cluster.settings.loss:
+            if at <= received and self.rng.random() >= self.cluster.settings.loss:
                 feed.report_at = at
                 self.state.report(feed.replica.name, load, now=at + self.cluster.settings.network_s)
                 return
 
 
 class ProductionPolicy:
-    """A router in each ingress."""
+    """A policy with a router in each ingress."""
 
     def __init__(self, cluster: Cluster, options: RoutingOptions = _DEFAULTS, seed: int = 0) -> None:
         number = cluster.settings.num_ingresses
@@ -99,7 +99,7 @@ class ProductionPolicy:
         self._names: list[str] = []
 
     def choose(self, job: Job, now: float, avoid: Collection[str]) -> str:
-        """Ask the job's ingress."""
+        """Choose with the router of the job's ingress."""
         ingress, request = self._ingresses[job.ingress], job.request
         ingress.listen(now)
         decision = ingress.state.choose(self._names, request.hashes, request.input_tokens, now=now, avoid=avoid)
@@ -107,18 +107,18 @@ class ProductionPolicy:
         return decision.order[0]
 
     def dispatched(self, job: Job, now: float) -> None:
-        """Tell the job's ingress."""
+        """Report it to the router of the job's ingress."""
         request = job.request
         self._ingresses[job.ingress].state.dispatched(
             job.replica, request.hashes, request.input_tokens, now=now, request_id=str(job.number)
         )
 
     def completed(self, job: Job, now: float) -> None:
-        """Tell the job's ingress."""
+        """Report it to the router of the job's ingress."""
         self._ingresses[job.ingress].state.completed(job.replica, str(job.number))
 
     def replicas_changed(self, names: Sequence[str]) -> None:
-        """Tell every ingress."""
+        """Report it to the routers of all ingresses."""
         self._names = list(names)
         for ingress in self._ingresses:
             ingress.set_replicas(names)

@@ -6,7 +6,7 @@
 Like the engine it counts a queued block once, however many requests wait for it.
 
 It reports its load on every change, but not more often than ``MIN_REPORT_S``, and else every ``HEARTBEAT_S``, and logs
-what it stores and evicts. Who reads either, and how much later, is not known here.
+what it stores and evicts. Readers and delays are not known here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Job", "KVLogEntry", "Settings", "SimulatedReplica"]
 MIN_REPORT_S = 0.01
 HEARTBEAT_S = 0.1
 CHUNK_TOKENS = 2_048  # of a prefill, computed in one step
-KEPT_S = 1.0  # reports are kept for readers who missed later ones
+KEPT_S = 1.0  # reports are kept for readers that missed later ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class Settings:
     """The cluster that is simulated."""
 
     num_replicas: int = 8
-    cache_tokens: int = 1_500_000  # a replica
+    cache_tokens: int = 1_500_000  # of each replica
     prefill_rate: float = 6_500.0  # tokens/s
     decode_step_s: float = 0.03
     dispatch_s: float = 0.005  # from the decision to the replica's queue
     network_s: float = 0.002  # from the replica to the ingresses, of events and reports
-    loss: float = 0.0  # of event batches and of reports, each ingress for itself
+    loss: float = 0.0  # probability per event batch and report, for each ingress
     num_ingresses: int = 1
-    announce: bool = True  # replicas tell at once which blocks a request that joins the queue will bring
+    announce: bool = True  # replicas announce the blocks of each request that joins the queue
 
     @property
     def cache_blocks(self) -> int:
@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way through the cluster."""
+    """A request in the cluster."""
 
     number: int
     request: Request
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(slots=True)
 class KVLogEntry:
-    """What one step changed."""
+    """The changes of one step."""
 
     at: float
     stored: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class KVLogEntry:
 
 @dataclass(slots=True, eq=False)
 class SimulatedReplica:
-    """One engine. Its methods are called in the order of time."""
+    """One engine. Its methods are called in order of time."""
 
     name: str
     settings: Settings
@@ -87,12 +87,12 @@ class SimulatedReplica:
     log: list[KVLogEntry] = field(default_factory=list)
     reports: deque[tuple[float, EngineLoad]] = field(default_factory=deque)
     computed_tokens: int = 0
-    is_read: bool = False  # somebody reads the reports
+    is_read: bool = False  # a policy reads the reports
     _awaited: Counter[int] = field(default_factory=Counter)  # blocks of the requests in the queue
     _queued_tokens: int = 0
     _prefill_ends: float = 0.0
     _reported_at: float = -1.0
-    _report_due: float = 0.0
+    _next_report_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.cache = BlockCache(self.settings.cache_blocks)
@@ -131,7 +131,7 @@ class SimulatedReplica:
         return self._prefill_ends
 
     def end_prefill(self, now: float) -> Job:
-        """Publish what the current prefill computed, and let its request decode."""
+        """Publish the blocks of the current prefill and start to decode its request."""
         self.report_until(now)
         job, self.current = self.current, None
         assert job is not None
@@ -142,7 +142,7 @@ class SimulatedReplica:
         return job
 
     def _log_chunks(self, hashes: Sequence[int], now: float) -> None:
-        """Log, ahead of time, what each step of a prefill that starts now will publish when it ends."""
+        """Log in advance the blocks that each step of a starting prefill will publish at its end."""
         chunk = max(1, CHUNK_TOKENS // BLOCK_SIZE)
         for start in range(0, len(hashes), chunk):
             stored = tuple(hashes[start : start + chunk])
@@ -153,21 +153,21 @@ class SimulatedReplica:
         self.log.insert(bisect_right(self.log, entry.at, key=lambda logged: logged.at), entry)
 
     def match_with_queue(self, hashes: Sequence[int]) -> int:
-        """Return how many leading blocks will be cached when all that is queued now is computed."""
+        """Return how many leading blocks will be cached after the prefill of all queued requests."""
         for depth, block in enumerate(hashes):
             if block not in self.cache and not self._awaited[block]:
                 return depth
         return len(hashes)
 
     def end(self, job: Job, now: float) -> None:
-        """Release what a request held."""
+        """Release the blocks of a request."""
         self.report_until(now)
         self.decoding -= 1
         self.cache.release(job.request.hashes)
         self._changed(now)
 
     def restart(self, now: float) -> list[Job]:
-        """Lose everything; return the requests that had no first token yet."""
+        """Lose all state; return the requests without a first token."""
         self.report_until(now)
         lost = [*([self.current] if self.current is not None else []), *self.queue]
         self.cache, self.current, self.decoding, self._queued_tokens = BlockCache(self.cache.max_blocks), None, 0, 0
@@ -187,7 +187,7 @@ class SimulatedReplica:
         return self._queued_tokens + round(max(0.0, remaining))
 
     def load(self, now: float) -> EngineLoad:
-        """Return what the engine would say of itself now."""
+        """Return the load that the engine reports now."""
         running = self.decoding + (self.current is not None)
         blocks, used = self.settings.cache_blocks, self.cache.num_used
         steps = int(now / self.settings.decode_step_s)
@@ -197,18 +197,18 @@ class SimulatedReplica:
         )
 
     def report_until(self, now: float) -> None:
-        """Publish what is due up to now; nothing has changed since the last change."""
+        """Publish the periodic reports up to now, during which the load is constant."""
         if not self.is_read:
             return
         late = now - self.settings.network_s - KEPT_S
-        if self._report_due < late:  # nobody will read those before
-            self._report_due += int((late - self._report_due) / HEARTBEAT_S) * HEARTBEAT_S
-        while self._report_due <= now:
-            self.reports.append((self._report_due, self.load(self._report_due)))
-            self._reported_at = self._report_due
-            self._report_due += HEARTBEAT_S
+        if self._next_report_at < late:  # older reports are never read
+            self._next_report_at += int((late - self._next_report_at) / HEARTBEAT_S) * HEARTBEAT_S
+        while self._next_report_at <= now:
+            self.reports.append((self._next_report_at, self.load(self._next_report_at)))
+            self._reported_at = self._next_report_at
+            self._next_report_at += HEARTBEAT_S
         while len(self.reports) > 1 and self.reports[1][0] < late:
             self.reports.popleft()
 
     def _changed(self, now: float) -> None:
-        self._report_due = min(self._report_due, max(now, self._reported_at + MIN_REPORT_S))
+        self._next_report_at = min(self._next_report_at, max(now, self._reported_at + MIN_REPORT_S))

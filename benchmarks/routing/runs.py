@@ -1,4 +1,4 @@
-"""One run of the simulator as plain data: what goes in and what comes out; many run over several processes."""
+"""One run of the simulator as plain data, input and figures; several processes share many runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Run:
     max_requests: int | None = None
 
     def with_seed(self, seed: int) -> Run:
-        """Return the same with another seed."""
+        """Return this run with another seed."""
         return replace(self, seed=seed)
 
 
@@ -72,7 +72,7 @@ def summary(figures: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """Return what a run was, for the JSON."""
+    """Return the description of a run, for the JSON."""
     return {"parameters": {name: str(value) for name, value in run.parameters.items()}, **asdict(run.settings)}
 
 

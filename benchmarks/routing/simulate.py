@@ -1,4 +1,4 @@
-"""The production routing against what other systems do: ``python -m benchmarks.routing.simulate``.
+"""The production routing policy beside those of other systems: ``python -m benchmarks.routing.simulate``.
 
 Prints tables, writes ``benchmarks/results/routing.json`` and a plot beside it. README.md says what is modelled.
 """
@@ -21,14 +21,14 @@ TRACE = "../shared/traces/mooncake_conversation.jsonl"
 
 
 def main() -> None:
-    """Run what was asked for; parts that were not keep what the JSON had of them."""
+    """Run the chosen parts; the JSON keeps its results of the other parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", default=TRACE, help="the Mooncake conversation trace")
     parser.add_argument("--seeds", type=int, default=5, help="spreads of the trace's timestamps")
-    parser.add_argument("--other-seeds", type=int, default=5, help="for the baselines that no goal names")
+    parser.add_argument("--other-seeds", type=int, default=5, help="for the baselines that are not in the goals")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--parts", nargs="+", default=["tune", "compare", "generated", "sweeps", "others"])
-    parser.add_argument("--sweep-requests", type=int, default=None, help="the first so many only")
+    parser.add_argument("--sweep-requests", type=int, default=None, help="number of requests of the trace")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routing.json"))
     args = parser.parse_args()
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}

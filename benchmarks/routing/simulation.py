@@ -1,7 +1,7 @@
 """The simulation: requests arrive at ingresses, a policy sends them to replicas, failures happen.
 
-A policy sees the cluster and answers with a replica's name. The baselines look at the replicas as they are, at once and
-without an error; the production policy (production.py) only at what reports and events have told its ingress.
+A policy chooses a replica's name. The baselines see the exact state of the replicas without delay; the production
+policy (production.py) sees only the reports and events that its ingress has received.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from benchmarks.routing.traces import Request
 
 __all__ = ["Change", "Cluster", "Policy", "simulate"]
 
-RETRY_S = 0.05  # until an ingress sees that a replica has failed its request
-NOTICED_S = 1.0  # until Serve tells the ingresses that a replica is gone
+RETRY_S = 0.05  # until an ingress notices that a replica has failed its request
+NOTICED_S = 1.0  # until Serve notifies the ingresses of a lost replica
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that happens to a replica."""
+    """A change of a replica."""
 
     at: float
     kind: str  # kill | add | restart (under the same name, its cache is empty)
@@ -33,10 +33,10 @@ class Change:
 
 
 class Policy(Protocol):
-    """Chooses a replica for a request; it is told of dispatches and ends."""
+    """Chooses a replica for each request, and is notified of dispatches and ends."""
 
     def choose(self, job: Job, now: float, avoid: Collection[str]) -> str:
-        """Return the name of a replica; ``job.predicted_blocks`` is what the policy thinks is cached there."""
+        """Return the name of a replica; ``job.predicted_blocks`` is the cached blocks that the policy expects."""
 
     def dispatched(self, job: Job, now: float) -> None:
         """``job`` goes to ``job.replica``."""
@@ -45,16 +45,16 @@ class Policy(Protocol):
         """``job`` has ended, or failed."""
 
     def replicas_changed(self, names: Sequence[str]) -> None:
-        """These replicas are there now."""
+        """These are the current replicas."""
 
 
 @dataclass(eq=False)
 class Cluster:
-    """The replicas, and what is on its way to them."""
+    """The replicas, and the requests on their way to them."""
 
     settings: Settings
     replicas: dict[str, SimulatedReplica] = field(default_factory=dict)
-    all_replicas: list[SimulatedReplica] = field(default_factory=list)  # the gone ones too
+    all_replicas: list[SimulatedReplica] = field(default_factory=list)  # with those that have ended
     outstanding: Counter[str] = field(default_factory=Counter)  # dispatched and not ended
     coming_tokens: Counter[str] = field(default_factory=Counter)  # dispatched and not arrived
     coming_blocks: dict[str, Counter[int]] = field(default_factory=dict)  # dispatched and not prefilled
@@ -62,19 +62,19 @@ class Cluster:
     old_blocks: dict[str, set[int]] = field(default_factory=dict)  # sent to earlier lives
 
     def add(self, name: str) -> None:
-        """Begin an empty replica."""
+        """Add an empty replica."""
         self.replicas[name] = replica = SimulatedReplica(name, self.settings)
         self.all_replicas.append(replica)
         self.forget(name)
 
     def forget(self, name: str) -> None:
-        """Begin a life of a replica."""
+        """Reset the records of a replica that starts."""
         self.old_blocks.setdefault(name, set()).update(self.generation_blocks.get(name, ()))
         self.coming_blocks[name], self.generation_blocks[name] = Counter(), set()
         self.outstanding[name] = self.coming_tokens[name] = 0
 
     def match(self, name: str, hashes: Sequence[int]) -> int:
-        """Return how many leading blocks a replica holds or will have computed before it comes to a new request."""
+        """Return how many leading blocks a replica will hold when it prefills a new request."""
         cache, coming = self.replicas[name].cache, self.coming_blocks[name]
         for depth, block in enumerate(hashes):
             if block not in cache and not coming[block]:
@@ -82,17 +82,17 @@ class Cluster:
         return len(hashes)
 
     def queued_tokens(self, name: str, now: float) -> int:
-        """Return the tokens to compute on a replica, what is on its way included."""
+        """Return the tokens to compute on a replica, with those of requests on their way."""
         return self.replicas[name].queued_tokens(now) + self.coming_tokens[name]
 
 
 @dataclass(eq=False)
 class Result:
-    """What a run gave."""
+    """The outcome of a run."""
 
     jobs: list[Job]
     cluster: Cluster
-    ghosts: int = 0  # requests sent for the sake of blocks that only an earlier life of the replica had
+    ghosts: int = 0  # requests routed to blocks that only an earlier life of the replica had
 
 
 class _Simulation:
@@ -113,7 +113,7 @@ class _Simulation:
     def route(self, job: Job, now: float, avoid: Collection[str] = ()) -> None:
         cluster = self.cluster
         job.replica = name = self.policy.choose(job, now, avoid)
-        if name not in cluster.replicas:  # gone, and its ingress does not know yet
+        if name not in cluster.replicas:  # lost, and its ingress has not noticed yet
             job.retries += 1
             self.at(now + RETRY_S, lambda time: self.route(job, time, {*avoid, name}))
             return
@@ -175,7 +175,7 @@ class _Simulation:
         else:
             replica = cluster.replicas[name]
             decoding = [job for job in self.result.jobs if job.replica == name and job.first_token_at >= 0]
-            self.lost.update(decoding)  # their answers end here: they have had their first token
+            self.lost.update(decoding)  # their answers end here, after their first token
             for job in replica.restart(now):
                 self.fail(job, now)
             if change.kind == "kill":

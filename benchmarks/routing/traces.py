@@ -1,6 +1,6 @@
-"""Traces of requests: the Mooncake conversation trace, and two generated ones that nothing was tuned on.
+"""Traces of requests: the Mooncake conversation trace, and two generated traces without tuning.
 
-A request's blocks are hashes that stand for whole prefixes, as in production; only full blocks have one.
+A request's blocks are chained hashes, as in production; only full blocks have one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Request:
 
 
 def load_mooncake(path: Path, seed: int) -> list[Request]:
-    """Read the trace; requests of one stamp are spread at random over the interval that it stands for, in order."""
+    """Read the trace; requests of one timestamp are spread at random over its interval, in order."""
     rng = random.Random(seed)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     requests = []
@@ -74,7 +74,7 @@ def _request(at: float, input_tokens: int, output_tokens: int, blocks: list[int]
 
 
 def _spread(block: int) -> int:
-    """Return what a 64-bit hash of the block might be (the finalizer of SplitMix64)."""
+    """Return a 64-bit number that resembles a hash (the finalizer of SplitMix64)."""
     block = (block + 1) * 0x9E3779B97F4A7C15 & _MASK
     block = (block ^ block >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     block = (block ^ block >> 27) * 0x94D049BB133111EB & _MASK

@@ -1,4 +1,4 @@
-"""One streamed completion through HTTP, and what its client saw: when, how much, and how it ended."""
+"""One streamed completion through HTTP, and its outcome for the client: times, tokens, and how it ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Outcome:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the answer came whole."""
+        """Whether the answer is complete."""
         return self.status == 200 and not self.error
 
 

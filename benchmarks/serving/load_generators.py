@@ -1,4 +1,4 @@
-"""Stock load generators against a server of ours, so that what our own client measures can be held against theirs.
+"""Stock load generators against our server, to compare with the figures of our own client.
 
 GuideLLM and AIPerf are programs of virtual environments of their own (`pip install guidellm`, `pip install aiperf`).
 They make prompts of text with the model's tokenizer, which they read from the checkpoint's directory.

@@ -1,4 +1,4 @@
-"""What a client of a server sees: throughput of requests sent at once, first tokens, and gaps between tokens."""
+"""Figures of a server's client: throughput of concurrent requests, first tokens, and gaps between tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONG_PROMPT_AFTER = 16  # tokens of a stream beside the running ones
 
 @dataclass(frozen=True)
 class Gaps:
-    """What lies between two events with tokens while a long prompt is computed, over all streams, in milliseconds."""
+    """Milliseconds between two events with tokens while a long prompt is prefilled, over all streams."""
 
     streams: int
     p50_ms: float
@@ -51,7 +51,7 @@ class Gaps:
 
 
 async def http_tokens_per_s(url: str, workload: Workload) -> float:
-    """Send all requests at once and return the rate until the last answer is whole.
+    """Send all requests at once and return the tokens per second until the last answer ends.
 
     Raises:
         RuntimeError: if one fails.
@@ -77,7 +77,7 @@ async def http_first_tokens(url: str, prompts: list[list[int]]) -> list[float]:
 
 
 async def engine_first_tokens(engine: AsyncEngine, prompts: list[list[int]]) -> list[float]:
-    """Return the same without a server."""
+    """Return the seconds to the first token of each prompt, without a server."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     seconds = []
     for number, prompt in enumerate(prompts):
@@ -92,7 +92,7 @@ async def engine_first_tokens(engine: AsyncEngine, prompts: list[list[int]]) -> 
 
 
 async def http_gaps(url: str, streams: int, num_tokens: int, long_prompt: int) -> Gaps:
-    """Run streams, send a prompt of ``long_prompt`` tokens when all are under way, and return the streams' gaps."""
+    """Run streams, send a prompt of ``long_prompt`` tokens while all of them run, and return their gaps."""
     rng = random.Random(streams)
     async with _session() as session:
         running = [
@@ -101,17 +101,17 @@ async def http_gaps(url: str, streams: int, num_tokens: int, long_prompt: int) -
         ]
         under_way = await complete(
             session, url, _body(random_ids(rng, STREAM_PROMPT), LONG_PROMPT_AFTER)
-        )  # one beside them tells when
+        )  # ends when the streams are running
         long = await complete(session, url, _body(random_ids(rng, long_prompt), 1))
         outcomes = list(await asyncio.gather(*running))
     return gaps_of([*outcomes], long, failed=sum(not one.succeeded for one in [*outcomes, long, under_way]))
 
 
 def gaps_of(outcomes: list[Outcome], long: Outcome, failed: int = 0) -> Gaps:
-    """Return the gaps of streams, told apart by whether the long prompt was being computed meanwhile.
+    """Return the gaps of streams, those during the long prompt's prefill apart from the others.
 
     Raises:
-        RuntimeError: if no stream was running then.
+        RuntimeError: if no stream ran during the prefill.
     """
     gaps: list[float] = []
     calm: list[float] = []
@@ -121,7 +121,7 @@ def gaps_of(outcomes: list[Outcome], long: Outcome, failed: int = 0) -> Gaps:
             is_calm = ended_before or one.sent + earlier > long.sent + long.first_token_s
             (calm if is_calm else gaps).append(1e3 * (later - earlier))
     if not gaps:
-        raise RuntimeError("the streams had ended when the long prompt came; let them run for longer (--gap-tokens)")
+        raise RuntimeError("the streams ended before the long prompt arrived; raise --gap-tokens")
     p50, p99 = np.percentile(gaps, (50, 99))
     return Gaps(
         len(outcomes),

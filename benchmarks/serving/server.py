@@ -1,4 +1,4 @@
-"""A server for benchmarks: the shipped config with changes, started as a user starts it, on a free port."""
+"""A server for benchmarks: the shipped config with changes, started by the launcher, on a free port."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _wait(server: Server, log: Path, engines: int) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while "pagoda: ready" not in log.read_text() or len(_engines(server)) < engines:
         if server.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the server did not come up:\n{log.read_text()[-4000:]}")
+            raise RuntimeError(f"the server did not start:\n{log.read_text()[-4000:]}")
         time.sleep(0.25)
 
 

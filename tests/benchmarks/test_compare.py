@@ -74,7 +74,7 @@ def test_a_peer_is_named_with_its_python_and_its_form_of_the_checkpoint() -> Non
     assert parse_peer("vllm=bin/python", "dir").command == ["bin/python", "-m", "benchmarks.peers.vllm", "dir"]
     assert parse_peer("llamacpp=p,m.gguf", "dir").command == ["p", "-m", "benchmarks.peers.llamacpp", "m.gguf"]
     for text in ("vllm", "vllm=", "other=python"):
-        with pytest.raises(ValueError, match="is no NAME=PYTHON"):
+        with pytest.raises(ValueError, match="is not NAME=PYTHON"):
             parse_peer(text, "dir")
 
 

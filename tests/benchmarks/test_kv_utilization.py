@@ -45,7 +45,7 @@ def test_one_request_at_a_time_is_counted_slot_by_slot() -> None:
     requests = [Lengths(2, 3)] * 10
     oracle, pow2, maximum = (simulate_contiguous(requests, 8, lambda _, size=size: size) for size in (5, 6, 8))
     cycles = oracle.steps // 3
-    assert oracle.steps == 7 * 3  # two requests warm up, and nobody waits for the last
+    assert oracle.steps == 7 * 3  # two requests warm up, and none waits for the last
     assert oracle.tokens == pow2.tokens == maximum.tokens == cycles * (2 + 3 + 4)
     assert oracle.reserved == pow2.reserved == maximum.reserved == cycles * (3 + 2 + 1)
     assert (oracle.internal, oracle.external, oracle.free) == (0, 3 * oracle.steps, 0)

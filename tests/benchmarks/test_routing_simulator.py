@@ -19,7 +19,7 @@ SETTINGS = Settings(num_replicas=4, cache_tokens=100 * BLOCK_SIZE)
 
 
 def conversations(seed: int = 0, number: int = 300) -> list[Request]:
-    """Return requests that go on with one of 40 conversations each, all behind one common block."""
+    """Return requests that each continue one of 40 conversations; all begin with one common block."""
     rng, grown, requests = random.Random(seed), {one: [0] for one in range(40)}, []
     for index in range(number):
         blocks = grown[rng.randrange(40)]

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a running server through both of its doors."""
+"""A real Prometheus that scrapes a running server through both of its metrics endpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Prometheus:
         return [number for number in numbers if abs(number) < float("inf")]
 
     def history(self, name: str) -> str:
-        """Return what a metric was in the last minute at either door, and whether the doors answered."""
+        """Return what a metric was in the last minute at either endpoint, and whether the endpoints answered."""
         wanted = ("up", "scrape_duration_seconds", f"pagoda_{name}", f"ray_pagoda_{name}")
         found = [series for one in wanted for series in self.query(f"{one}[1m]")]
         return "\n".join(f"{one['metric']}: {[value for _, value in one['values']]}" for one in found)

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts against a real Prometheus, through both doors of a server that has had a mixed load."""
+"""The dashboard and the alerts against a real Prometheus, through both endpoints of a server after a mixed load."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def _load(server: Server, prometheus: Prometheus) -> set[int]:
-    """Send bursts until both doors have told of them; return the statuses that came back."""
+    """Send bursts until both endpoints have reported them; return the statuses that came back."""
     statuses: set[int] = set()
     with httpx.Client(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=CLIENTS)) as client:
         statuses.add(client.post("/v1/completions", json={"prompt": STORY * 500}).status_code)
         with ThreadPoolExecutor(CLIENTS) as pool:
-            for _ in range(BURSTS):  # without a pause: whenever a door is read, engines are at work
+            for _ in range(BURSTS):  # without a pause: engines work during every scrape
                 statuses.update(pool.map(lambda number: _ask(client, number), range(CLIENTS)))
         for prefix in PREFIXES:
             told = f"sum({prefix}_requests_finished_total) >= {CLIENTS}"
@@ -156,7 +156,7 @@ def test_every_panel_shows_something(scene: Scene, prefix: str) -> None:
         "min by (replica) (${prefix}_engine_start_time_seconds)",
     ],
 )
-def test_both_doors_tell_the_same(scene: Scene, expression: str) -> None:
+def test_both_endpoints_report_the_same(scene: Scene, expression: str) -> None:
     """What Ray's agent has not been told yet is 0 there; nothing has changed since the load."""
     found = [
         {
@@ -177,8 +177,8 @@ def test_promtool_has_nothing_to_say_about_our_metrics(scene: Scene) -> None:
 
 
 def test_an_alert_fires_when_its_cause_is_there(scene: Scene) -> None:
-    """The engines are killed, and those that take their place too, until both doors have told."""
-    firing = 'count by (door) (max_over_time(ALERTS{alertname="PagodaNoHealthyReplica", alertstate="firing"}[10m]))'
+    """The engines are killed, and those that take their place too, until both endpoints have reported it."""
+    firing = 'count by (endpoint) (max_over_time(ALERTS{alertname="PagodaNoHealthyReplica", alertstate="firing"}[10m]))'
     assert not scene.prometheus.query(firing)
 
     def has_fired() -> bool:

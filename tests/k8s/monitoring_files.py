@@ -1,4 +1,4 @@
-"""What the dashboard and the alerts ask Prometheus, read from the files that are shipped."""
+"""The queries of the dashboard and the alerts, read from the shipped files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def panels() -> list[Json]:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Yield a name and an expression for everything that the dashboard asks; its variables are still in there."""
+    """Yield a name and an expression for each query of the dashboard, with its variables unreplaced."""
     for panel in panels():
         for target in panel["targets"]:
             yield f"{panel['title']}: {target['legendFormat']}", target["expr"]
@@ -54,10 +54,10 @@ def rules() -> list[Json]:
 
 
 def write_rules(path: Path, prefix: str = "ray_pagoda", **changes: Any) -> Path:
-    """Write the alerts as Prometheus itself reads them, for one of the doors, with ``changes`` made to each rule."""
+    """Write the alerts in Prometheus' own format, for one of the endpoints, with ``changes`` made to each rule."""
     expressions = [rule["expr"].replace("ray_pagoda_", f"{prefix}_") for rule in rules()]
     changed = [rule | {"expr": expr} | changes for rule, expr in zip(rules(), expressions, strict=True)]
     for rule in changed:
-        rule["labels"] = rule["labels"] | {"door": prefix}
+        rule["labels"] = rule["labels"] | {"endpoint": prefix}
     path.write_text(yaml.safe_dump({"groups": [{"name": prefix, "rules": changed}]}))
     return path

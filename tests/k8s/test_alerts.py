@@ -49,7 +49,7 @@ CASES: dict[str, list[tuple[str, dict[str, str], int, bool]]] = {
     ],
     "PagodaMetricsMissing": [
         ("nothing is scraped", {}, 10, True),
-        ("an ingress tells", {RUNNING: "0x20"}, 10, False),
+        ("an ingress reports", {RUNNING: "0x20"}, 10, False),
     ],
     "PagodaReplicasMissing": [
         ("one does not come back", {RUNNING: "2x5 1x40", LEAST: "2x60"}, 30, True),

@@ -116,7 +116,9 @@ def test_tokens_are_asked_for_everywhere(overlay: str) -> None:
     cluster = ray_service(overlay)["spec"]["rayClusterConfig"]
     assert cluster["authOptions"] == {"mode": "token"}
     for group in (head(overlay), worker(overlay)):
-        assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & _environment(group).keys()  # KubeRay's, which would give way
+        assert (
+            not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & _environment(group).keys()
+        )  # KubeRay sets them unless they are set here
     assert head(overlay)["serviceType"] == "ClusterIP"
     assert _environment(worker(overlay))["PAGODA_API_KEYS_FILE"] == "/etc/pagoda/api-keys/keys"
 
