@@ -13,14 +13,20 @@ from starlette.exceptions import HTTPException
 from deployments.errors import ApiError, as_api_error
 from deployments.requests.record import note_error
 
-__all__ = ["add_error_handlers", "error_response", "with_error_responses"]
+__all__ = ["add_error_handlers", "error_response", "noted_api_error", "with_error_responses"]
+
+
+def noted_api_error(error: Exception) -> ApiError:
+    """Return the error that the client gets for ``error``, noted in the request's record."""
+    api_error = as_api_error(error)
+    note_error(api_error)
+    return api_error
 
 
 def error_response(error: Exception) -> Response:
     """Return the response to a request that failed with ``error``."""
-    answer = as_api_error(error)
-    note_error(answer)
-    return JSONResponse(answer.body, answer.status, headers=answer.headers)
+    api_error = noted_api_error(error)
+    return JSONResponse(api_error.body, api_error.status, headers=api_error.headers)
 
 
 def with_error_responses(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:

@@ -7,12 +7,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from deployments.api.error_responses import noted_api_error
 from deployments.api.protocol import GenerationRequest
 from deployments.api.responses import Format, usage
-from deployments.errors import as_api_error
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.merge import merge
-from deployments.requests.record import note_error
 
 __all__ = ["stream_events"]
 
@@ -34,9 +33,7 @@ async def stream_events(
     except Exception as error:
         if not started:
             raise
-        answer = as_api_error(error)
-        note_error(answer)
-        yield _event(answer.body)
+        yield _event(noted_api_error(error).body)
     yield DONE
 
 

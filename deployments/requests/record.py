@@ -130,7 +130,7 @@ def current_record() -> RequestRecord:
 
 
 def note_error(error: ApiError) -> None:
-    """Note the error that the client gets, in place of the response or at the end of a stream."""
+    """Note the error that the client gets, instead of the response or at the end of a stream."""
     record = _current.get()
     if record is not None:
         record.error = error

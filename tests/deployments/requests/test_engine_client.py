@@ -91,6 +91,33 @@ async def test_a_replica_with_a_queue_may_send_nothing() -> None:
     assert await reading == [5, 9]
 
 
+async def test_every_output_restarts_the_stall_timeout() -> None:
+    class Steady(Pausing):
+        async def __aiter__(self) -> AsyncIterator[EngineOutput]:
+            for one in self.outputs:
+                await asyncio.sleep(0.03)
+                yield one
+
+    responses = Steady([*(output([token]) for token in range(4)), output([4], "stop")])
+    assert await _read(_paused(responses, View(), stall_timeout_s=0.1)) == [0, 1, 2, 3, 4]
+
+
+async def test_a_stall_is_noticed_after_outputs_that_moved_the_timer() -> None:
+    class Slowing(Pausing):
+        async def __aiter__(self) -> AsyncIterator[EngineOutput]:
+            yield self.outputs[0]
+            await asyncio.sleep(0.1)
+            yield self.outputs[1]
+            self.last = time.monotonic()
+            await self.go_on.wait()
+
+    responses = Slowing([output([1]), output([2])])
+    with pytest.raises(AttemptError) as caught:
+        await _read(_paused(responses, View(), stall_timeout_s=0.2))
+    assert isinstance(caught.value.cause, ReplicaStalledError)
+    assert time.monotonic() - responses.last >= 0.2
+
+
 async def test_a_slow_reader_is_no_stall() -> None:
     """The clock runs while we wait for the replica, not while a client takes its time."""
     engines = client(FakeEngines([[output([5]), output([6], "stop")]]), View(), stall_timeout_s=0.01)
