@@ -53,6 +53,15 @@ def test_markdown_names_what_exists(path: Path) -> None:
     assert not [link for link in LINK.findall(text) if not (path.parent / link).exists()]
 
 
+def test_the_readme_names_classes_and_methods_that_exist() -> None:
+    named = re.findall(r"`(\w+)(?:\.(\w+))?` (?:in|of) `([\w/]+\.py)`", (ROOT / "README.md").read_text())
+    assert len(named) > 3
+    for name, method, path in named:
+        source = (ROOT / path).read_text()
+        assert re.search(rf"^class {name}\b", source, re.MULTILINE), (name, path)
+        assert not method or f"def {method}(" in source, (name, method, path)
+
+
 def test_yaml_files_and_build_files_name_what_exists() -> None:
     files = [ROOT / name for name in ("serve_config.yaml", "Makefile", "pyproject.toml", ".ci/run", "k8s/Dockerfile")]
     files += (ROOT / "k8s").rglob("*.yaml")
