@@ -1,6 +1,6 @@
-"""Writing a step's keys and values to their slots in the paged cache.
+"""store_kvcache: writes a step's keys and values to their slots in the paged cache.
 
-Which token belongs in which slot is the caller's decision; this module knows slots, not sequences.
+The caller decides which token goes to which slot; this module knows slots, not sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def store_kvcache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Copy token i's key and value into slot `slot_mapping[i]`, in place.
+    """Copy token i's key and value into slot `slot_mapping[i]` of the caches.
 
     key, value    [num_tokens, num_kv_heads, head_dim], any strides: slices of a fused QKV output need no copy
     caches        [num_blocks, block_size, num_kv_heads, head_dim], contiguous

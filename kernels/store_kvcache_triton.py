@@ -32,7 +32,7 @@ def _store_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
-        element = tl.arange(0, BLOCK)  # of the slot, whose heads lie one behind the other
+        element = tl.arange(0, BLOCK)  # of the slot, whose heads are contiguous
         head, dim = element // HEAD_DIM, element % HEAD_DIM
         mask = element < NUM_KV_HEADS * HEAD_DIM
         key_offset = token * key_token_stride + head * key_head_stride + dim * key_dim_stride

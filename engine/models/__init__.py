@@ -1,1 +1,5 @@
-"""Models: reading a checkpoint's description and weights, and the decoder that computes it."""
+"""Models: reads a checkpoint's config and weights, and computes it on torch's operators or the C kernels.
+
+This room knows checkpoints, tensor-parallel ranks and decoders. It knows no sequences, blocks or requests: a step's
+batch comes as tensors and a ForwardContext.
+"""

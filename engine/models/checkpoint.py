@@ -1,8 +1,8 @@
 """Checkpoint: the tensors of a directory of safetensors files, single or sharded, read one at a time.
 
 Only safetensors are read: pickled weights can run code when they are loaded. The files are mapped into memory: a whole
-tensor is a view of its file, of which only what is touched is ever read, and it keeps the file mapped however long it
-lives. What is to be copied anyway is read, not mapped, so that it is held only once.
+tensor is a view of its file, which stays mapped as long as the tensor lives, and only the touched parts are read. A
+tensor that is copied anyway is read instead, so that memory holds it only once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Checkpoint:
     Args:
         path: the directory, for messages.
         mapped: each tensor's open safetensors file, by the tensor's name.
-        files: the same files once more.
+        files: the same files, for reading without mapping.
     """
 
     def __init__(self, path: Path, mapped: dict[str, Any], files: TensorFiles) -> None:
@@ -49,10 +49,10 @@ class Checkpoint:
         return sorted(self._mapped)
 
     def require(self, name: str, shape: list[int]) -> None:
-        """Look at what the file's header says of a tensor, and read nothing.
+        """Check a tensor's name and shape in the file's header; read nothing else.
 
         Raises:
-            ModelLoadError: if the checkpoint does not have the tensor or it is of another shape.
+            ModelLoadError: if the checkpoint lacks the tensor or stores another shape.
         """
         if name not in self._mapped:
             raise ModelLoadError(f"checkpoint '{self.path}' lacks the tensor '{name}'; it is incomplete")
@@ -82,14 +82,14 @@ class Checkpoint:
             out.copy_(self.read(name, shard))
             return
         self._files.reached(name)
-        row_bytes = math.prod(out.shape[1:]) * out.itemsize
+        stride = math.prod(out.shape[1:]) * out.itemsize  # bytes
         try:
-            self._files.read_into(out.flatten().view(torch.uint8).numpy().data, name, shard.start * row_bytes)
+            self._files.read_into(out.flatten().view(torch.uint8).numpy().data, name, shard.start * stride)
         except OSError as error:
             raise ModelLoadError(f"'{name}' of '{self.path}' could not be read: {error}") from error
 
     def expect(self, names: Iterable[str]) -> None:
-        """Announce the order in which tensors will be read, so that the disk can be ahead of whoever reads them."""
+        """Set the order in which tensors will be read, so that the disk reads ahead."""
         self._files.expect(names)
 
 
@@ -98,7 +98,7 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
     """Open the safetensors files of a directory, memory-mapped. Tensors read in the ``with`` may outlive it.
 
     Raises:
-        ModelLoadError: if there are none, a shard is missing, or a file is corrupt.
+        ModelLoadError: if there is no such file, a shard is missing, or a file is corrupt.
     """
     directory = Path(path)
     with ExitStack() as stack:

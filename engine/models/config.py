@@ -1,8 +1,8 @@
 """ModelConfig: what a checkpoint's config.json says, reduced to what the decoder needs.
 
-Reading is left to transformers' AutoConfig, which knows the many spellings of config files, but for the plainest of
-them; this module keeps the result small, typed and checked, and refuses what the decoder would compute wrongly. No
-weights are touched.
+transformers' AutoConfig reads all but the plainest config files (see plain_config.py), as it knows their many
+spellings. This module checks the result, reduces it to typed fields, and rejects what the decoder would compute
+wrongly. It does not touch weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class _Family:
-    """How the members of the Llama family differ; None leaves it to config.json's attention_bias."""
+    """How one architecture of the Llama family differs from the others; None: config.json's attention_bias decides."""
 
     qk_norm: bool = False
     qkv_bias: bool | None = False
@@ -68,9 +68,9 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def shard(self, size: int) -> ModelConfig:
-        """Return the shape of what one of ``size`` tensor-parallel ranks computes between two sums.
+        """Return the shape of the share that one of ``size`` tensor-parallel ranks computes.
 
-        KV heads that are fewer than the ranks are replicated. The vocabulary's share is padded, see sharding.py.
+        KV heads that are fewer than the ranks are replicated. The vocabulary is divided in sharding.py.
 
         Raises:
             ConfigError: if the heads or the feed-forward cannot be divided by ``size``.
@@ -145,11 +145,11 @@ def _sliding_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def load_hf_config(path: str | Path) -> Any:
-    """Read config.json as transformers does, refusing checkpoints that want to run code of their own.
+    """Read config.json as transformers does; reject checkpoints that need code of their own.
 
     Raises:
         ConfigError: if the directory or its config.json does not exist.
-        ModelLoadError: if it is malformed, names remote code, or is of an unknown kind.
+        ModelLoadError: if it is malformed, names remote code, is quantized, or has an unknown architecture.
     """
     directory = Path(path)
     if not directory.is_dir():

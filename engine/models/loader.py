@@ -1,4 +1,4 @@
-"""Loading: a checkpoint directory becomes a Decoder with its weights on the device."""
+"""load_decoder: reads a checkpoint directory into a Decoder or CpuDecoder, with its weights on the device."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def load_decoder(
     """Build the model that ``hf_config`` describes and fill it from the directory's safetensors.
 
     Args:
-        quantization: ``int8`` quantizes the weights of linear layers on their way.
-        use_cpu_kernels: whether the C kernels may compute the model, attention included; they may have to be compiled.
-        show_progress: with a bar on stderr, if that is a terminal.
+        quantization: ``int8`` quantizes the weights of linear layers while loading.
+        use_cpu_kernels: whether the C kernels may compute the model, attention included; compiles them if need be.
+        show_progress: show a bar on stderr, if that is a terminal.
 
     Returns:
-        On a CPU the model for the C kernels where they are to be had, else torch's.
+        The model for the C kernels if they can run it on this device, else the one for torch's operators.
 
     Raises:
-        ModelLoadError: if tensors are missing, left over or of another shape than the config says.
+        ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says.
         ConfigError: if the ranks cannot share the model evenly.
     """
     config = ModelConfig.from_hf(hf_config)
@@ -94,7 +94,7 @@ def _pack(model: CpuDecoder, weights: Iterable[tuple[str, torch.Tensor]]) -> Non
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Modules made under it get no random weights, which on the meta device cost the import of torch's compiler."""
+    """A context in which new modules get no random weights: on the meta device those import torch's compiler."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

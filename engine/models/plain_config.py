@@ -1,8 +1,8 @@
 """plain_config: reads the config.json of a common checkpoint without transformers, whose import takes most of a second.
 
-It knows the fields that checkpoints of our families have and what transformers makes of them, and gives up on whatever
-is not plain: another family, an unknown or missing field, a value of another type, scaled RoPE. Transformers reads
-those, and says what is wrong with them.
+It knows the fields that checkpoints of our families have and how transformers reads them. It returns None for anything
+else: another family, an unknown or missing field, a value of another type, scaled RoPE. Transformers reads those, and
+reports what is wrong with them.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _KNOWN = _REQUIRED | _OPTIONAL | _WITHOUT_EFFECT
 
 
 def plain_config(raw: dict[str, Any]) -> SimpleNamespace | None:
-    """Return what transformers would read from the fields ``raw`` of a config.json, or None where that is its business.
+    """Return what transformers would read from the fields ``raw`` of a config.json, or None if it has to read them.
 
-    The result has the attributes that ``ModelConfig.from_hf``, ``rope_table`` and ``GenerationDefaults`` look at.
+    The result has the attributes that ``ModelConfig.from_hf``, ``rope_table`` and ``GenerationDefaults`` read.
     """
     if any(name not in raw for name in _REQUIRED) or any(
         name not in _KNOWN or type(value) not in _KNOWN[name] for name, value in raw.items()
@@ -83,7 +83,7 @@ def plain_config(raw: dict[str, Any]) -> SimpleNamespace | None:
 
 
 def _is_usual(raw: dict[str, Any]) -> bool:
-    """Whether nothing is left to a default that differs between families, or to transformers' checks."""
+    """Return whether no value depends on a default that differs between families, or on transformers' checks."""
     eos = raw["eos_token_id"]
     sizes = [value for name, value in raw.items() if name.startswith(("num_", "hidden_size", "head_dim"))]
     return (
@@ -99,7 +99,7 @@ def _is_usual(raw: dict[str, Any]) -> bool:
 
 
 def _rope_theta(raw: dict[str, Any]) -> float | None:
-    """Return the base of unscaled RoPE, from where it is nowadays or was before; None if there is more to it."""
+    """Return the base of unscaled RoPE, in its new or its old field; None if RoPE is scaled or the base is missing."""
     parameters = raw.get("rope_parameters")
     if parameters is None:
         return raw.get("rope_theta")
@@ -109,13 +109,13 @@ def _rope_theta(raw: dict[str, Any]) -> float | None:
 
 
 def _dtype(raw: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype of the checkpoint under its new or its old name; None unless it has just one."""
+    """Return the checkpoint's dtype, in its new or its old field; None unless exactly one is there."""
     names = [raw[name] for name in ("dtype", "torch_dtype") if name in raw]
     return _DTYPES.get(names[0]) if len(names) == 1 else None
 
 
 def _sliding_window(raw: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the fields that say which layers slide, where they all do or none does; None for anything else."""
+    """Return the fields for sliding windows if all layers have one or none has; None otherwise."""
     kinds = raw.get("layer_types")
     if raw.get("use_sliding_window") or (kinds and kinds != ["full_attention"] * raw["num_hidden_layers"]):
         return None

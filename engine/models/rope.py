@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021) with the scalings that checkpoints ask for.
 
-The frequencies come from transformers, which keeps them for every scaling there is; this module tabulates cosines and
-sines for all positions once and rotates queries and keys, in the half-split layout of the Hugging Face checkpoints.
+transformers computes the frequencies of scaled RoPE. This module tabulates cosines and sines for all positions once,
+and rotates queries and keys in the half-split layout of the Hugging Face checkpoints.
 """
 
 from __future__ import annotations

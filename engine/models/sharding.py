@@ -1,4 +1,4 @@
-"""Which part of each of a checkpoint's tensors one tensor-parallel rank holds. It knows names and sizes, no tensors."""
+"""Shard: the part of a checkpoint's tensor that one tensor-parallel rank holds. Knows names and sizes, no tensors."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is cut off."""
+        """Whether it is the whole tensor."""
         return self.stop - self.start == self.full
 
 
 def vocab_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the first id of a rank and the rows it holds: equally many on each, so the last ranks' may be padding."""
-    rows = -(-vocab_size // size)
-    return rank * rows, rows
+    """Return a rank's first token id and number of ids: the same on every rank, so the last may have padding."""
+    num_ids = -(-vocab_size // size)
+    return rank * num_ids, num_ids
 
 
 def shard_of(name: str, config: ModelConfig, rank: int, size: int) -> Shard | None:
-    """Return the part of the tensor ``name`` that a rank reads, or None where every rank reads the whole.
+    """Return the part of the tensor ``name`` that a rank reads, or None if every rank reads the whole.
 
-    Where there are fewer KV heads than ranks, neighbouring ranks read the same head.
+    If there are fewer KV heads than ranks, neighbouring ranks read the same head.
     """
     module, kind = name.split(".")[-2:]
     if module in ("embed_tokens", "lm_head"):
-        start, rows = vocab_range(config.vocab_size, rank, size)
-        return Shard(0, config.vocab_size, min(start, config.vocab_size), min(start + rows, config.vocab_size))
+        start, num_ids = vocab_range(config.vocab_size, rank, size)
+        return Shard(0, config.vocab_size, min(start, config.vocab_size), min(start + num_ids, config.vocab_size))
     own = config.shard(size)
     features = {
         "q_proj": (0, config.num_heads, own.num_heads, config.head_dim),

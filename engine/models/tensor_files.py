@@ -1,8 +1,7 @@
-"""TensorFiles: the bytes of a checkpoint's tensors, in whichever safetensors file they lie.
+"""TensorFiles: reads the bytes of tensors from a checkpoint's safetensors files, and has the system read ahead.
 
-It fills memory from the files without mapping them, and has the kernel fetch what will be read next: mapped files are
-read where they are touched, and with a cold page cache each touch would wait for a small piece of the disk. It trusts
-the files' headers, which somebody else has checked.
+It reads without mapping: a mapped file is read where it is touched, and with a cold page cache each touch waits for a
+small piece of the disk. It trusts the files' headers, which safetensors checks when checkpoint.py opens the files.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from typing import NamedTuple
 
 __all__ = ["TensorFiles"]
 
-WINDOW = 256 * 2**20  # bytes that are fetched before they are needed, at most: more might be evicted unread
-CHUNK = 128 * 2**10  # bytes fetched by one call, at most, by default: Linux silently cuts off what is beyond
+WINDOW = 256 * 2**20  # most bytes read ahead: more might be evicted before they are used
+CHUNK = 128 * 2**10  # most bytes of one call: Linux silently ignores the rest
 
 
-class _Place(NamedTuple):
-    """Where a tensor lies."""
+class _Extent(NamedTuple):
+    """The bytes of one tensor."""
 
     file: int  # descriptor
     start: int
@@ -32,13 +31,13 @@ class _Place(NamedTuple):
 
 
 class TensorFiles:
-    """Open safetensors files, to be closed by leaving the ``with``."""
+    """Open safetensors files; leaving the ``with`` closes them."""
 
     def __init__(self) -> None:
-        self._places: dict[str, _Place] = {}
+        self._extents: dict[str, _Extent] = {}
         self._files: list[int] = []
-        self._expected: deque[str] = deque()  # not yet fetched, in the order of reading
-        self._ahead: dict[str, int] = {}  # bytes of those that are fetched and not yet read
+        self._expected: deque[str] = deque()  # tensors not yet requested, in reading order
+        self._ahead: dict[str, int] = {}  # bytes of tensors that were requested and not yet read
 
     def __enter__(self) -> TensorFiles:
         return self
@@ -48,7 +47,7 @@ class TensorFiles:
             os.close(file)
 
     def open(self, path: Path) -> None:
-        """Learn where the tensors of a valid safetensors file lie."""
+        """Open a valid safetensors file and read the positions of its tensors."""
         file = os.open(path, os.O_RDONLY)
         self._files.append(file)
         size = int.from_bytes(os.pread(file, 8, 0), "little")
@@ -56,23 +55,23 @@ class TensorFiles:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             start, stop = entry["data_offsets"]
-            self._places[name] = _Place(file, 8 + size + start, 8 + size + stop, entry["dtype"])
+            self._extents[name] = _Extent(file, 8 + size + start, 8 + size + stop, entry["dtype"])
 
     def dtype(self, name: str) -> str:
-        """Return the name that safetensors has for a tensor's dtype."""
-        return self._places[name].dtype
+        """Return a tensor's dtype, as safetensors names it."""
+        return self._extents[name].dtype
 
     def read_into(self, memory: memoryview, name: str, offset: int = 0) -> None:
-        """Fill ``memory``, of bytes, with a tensor's from ``offset`` on.
+        """Fill ``memory`` with a tensor's bytes from ``offset`` on.
 
         Raises:
-            OSError: if the file has become shorter.
+            OSError: if the file has become shorter since it was opened.
         """
-        place = self._places[name]
-        start = place.start + offset
-        assert start + len(memory) <= place.stop
+        extent = self._extents[name]
+        start = extent.start + offset
+        assert start + len(memory) <= extent.stop
         while len(memory):
-            count = os.preadv(place.file, [memory], start)
+            count = os.preadv(extent.file, [memory], start)
             if count == 0:
                 raise OSError(f"the file ends inside '{name}'")
             memory, start = memory[count:], start + count
@@ -80,23 +79,23 @@ class TensorFiles:
     # --- reading ahead ------------------------------------------------------------------------------------------
 
     def expect(self, names: Iterable[str]) -> None:
-        """Announce what will be read next and in which order."""
+        """Set the tensors that will be read next, in order."""
         self._expected = deque(names)
         self._ahead = {}
 
     def reached(self, name: str) -> None:
-        """Fetch what lies in the window behind ``name``, which is read now."""
+        """Request the tensors after ``name``, which is read now, as far as the window goes."""
         self._ahead.pop(name, None)
         while self._expected and sum(self._ahead.values()) < WINDOW:
             fetched = self._expected.popleft()
             if fetched != name:
-                self._ahead[fetched] = _fetch(self._places[fetched])
+                self._ahead[fetched] = _fetch(self._extents[fetched])
 
 
-def _fetch(place: _Place) -> int:
-    """Have a tensor fetched, where the system can do that, and return its size."""
+def _fetch(extent: _Extent) -> int:
+    """Ask the system to read a tensor ahead, if it can, and return its bytes."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # it is advice, which some file systems do not take
-            for start in range(place.start, place.stop, CHUNK):
-                os.posix_fadvise(place.file, start, min(CHUNK, place.stop - start), os.POSIX_FADV_WILLNEED)
-    return place.stop - place.start
+            for start in range(extent.start, extent.stop, CHUNK):
+                os.posix_fadvise(extent.file, start, min(CHUNK, extent.stop - start), os.POSIX_FADV_WILLNEED)
+    return extent.stop - extent.start

@@ -1,15 +1,15 @@
-"""TensorParallel: one rank's place among the ranks that share a model, and the collectives that sharing takes.
+"""TensorParallel: one rank of a group that shares a model, and the group's collectives.
 
 The scheme is Megatron-LM's (Shoeybi et al., 2019). A layer needs two sums, and a step one more and one gather:
 
     qkv, gate, up      by columns: every rank computes its own heads and features from the whole input
-    o, down            by rows: a rank's features give a partial result, and all_reduce sums the ranks'
-    embedding          by vocabulary: a rank looks up its own ids, the others' are zero, and all_reduce sums
-    lm_head            by vocabulary: rank 0 gathers the logits, and nobody else needs them
+    o, down            by input features: each rank's output is one addend, and all_reduce sums them
+    embedding          by vocabulary: a rank looks up its own ids, other ids give zero, and all_reduce sums
+    lm_head            by vocabulary: rank 0 gathers the logits; the others do not need them
 
-The object is passed to whatever needs it. It holds a process group of its own and leaves torch's default one alone, so
-several engines live in one process or beside somebody else's use of torch.distributed. No port is fixed: gloo and NCCL
-take free ones and tell each other through a file in a private directory.
+The object is passed explicitly. It has its own process group and leaves torch's default one alone, so several engines
+can share a process with each other and with other users of torch.distributed. No port is fixed: gloo and NCCL take free
+ones and exchange them through a file in a private directory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
 __all__ = ["TensorParallel"]
 
-# The second line of defence: a rank that dies is noticed at once, one that only stands still when this has passed.
+# For ranks that hang: the death of a rank is noticed at once.
 _TIMEOUT = timedelta(seconds=120)
 
 
 class TensorParallel:
-    """Rank ``rank`` of ``size``; alone, its collectives do nothing."""
+    """Rank ``rank`` of ``size``; with ``size`` 1 the collectives do nothing."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         assert 0 <= rank < size
@@ -38,7 +38,7 @@ class TensorParallel:
 
     @classmethod
     def join(cls, rank: int, size: int, device: torch.device, rendezvous: str) -> TensorParallel:
-        """Meet the other ranks, all on this host, at the file ``rendezvous``; returns when everybody has come."""
+        """Join the other ranks, all on this host, through the file ``rendezvous``; returns when all have joined."""
         if size == 1:
             return cls()
         store = FileStore(rendezvous, size)
@@ -48,14 +48,14 @@ class TensorParallel:
         parallel.all_reduce(torch.zeros(1, device=device))  # NCCL connects only now
         return parallel
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' tensors, in place, and return the sum."""
+    def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
+        """Replace the ranks' tensors by their sum, and return it."""
         if self.size > 1:
-            self._group.allreduce(partial).wait()
-        return partial
+            self._group.allreduce(addend).wait()
+        return addend
 
     def gather_columns(self, columns: torch.Tensor) -> torch.Tensor | None:
-        """Return the ranks' [rows, n] side by side, [rows, size * n], on rank 0, and None elsewhere."""
+        """Return the ranks' [num_tokens, n] side by side, [num_tokens, size * n], on rank 0, and None elsewhere."""
         if self.size == 1:
             return columns
         parts = [torch.empty_like(columns) for _ in range(self.size)] if self.rank == 0 else []
@@ -63,14 +63,14 @@ class TensorParallel:
         return torch.cat(parts, dim=-1) if self.rank == 0 else None
 
     def abort(self) -> None:
-        """Leave the group and give up what is under way in it, from any thread; no collective can follow."""
+        """Leave the group and abort its running collectives, from any thread; no collective can follow."""
         group, self._group = self._group, None
         if group is not None and group.name() == "nccl":  # gloo's collectives fail by themselves when a peer is gone
             group.abort()
 
 
 def _gloo_group(store: FileStore, rank: int, size: int) -> Any:
-    # torch's public constructor would resolve the host's name, which need not lead to this machine.
+    # torch's public constructor would resolve the host's name, which may be another machine's.
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]

@@ -1,9 +1,9 @@
-"""Reading weights: a checkpoint's tensors become the parameters of our model, one finished parameter at a time.
+"""read_weights: yields the parameters of our model from a checkpoint's tensors, one at a time.
 
-A parameter of ours is one tensor of the checkpoint or several, one below the other (fused projections). Every
-parameter must be found and every tensor used, so that a checkpoint which is not what its config says is refused, and
-before anything of it is read. A tensor-parallel rank reads only its own part of each tensor, so no process ever holds
-the whole model. What becomes of a parameter is the caller's business: nothing here holds on to it.
+A parameter of ours is one tensor of the checkpoint or several concatenated ones (fused projections). Every parameter
+must be found and every tensor used: a checkpoint that does not match its config is rejected before anything is read. A
+tensor-parallel rank reads only its own part of each tensor, so no process ever holds the whole model. Nothing here
+keeps a parameter that the caller has released.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """One parameter of ours, and the stored tensors of which it is made."""
+    """One parameter of ours, and the stored tensors that make it up."""
 
     name: str
     shape: list[int]  # this rank's
-    parts: list[tuple[str, Shard | None]]  # stored name, and what of it is this rank's
+    parts: list[tuple[str, Shard | None]]  # stored name, and this rank's part of it
 
     @property
     def is_tied_head(self) -> bool:
-        """Whether it is the embedding once more."""
+        """Whether it shares the embedding's tensor."""
         return self.name == _HEAD and self.parts[0][0] != _HEAD
 
 
@@ -54,19 +54,19 @@ def read_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter's name and its tensor on the device, in the order of ``shapes``.
 
-    A tensor that is stored just so, on the CPU and in this ``dtype``, is a view of the mapped file, of which nothing
-    has been read yet; whoever writes to it changes its own copy. All others are filled from the file in one pass. With
-    tied embeddings the head is the very tensor that the embedding is.
+    On the CPU, a tensor that is stored in this ``dtype`` is a view of the mapped file, of which nothing has been read
+    yet; writing to it changes a private copy. All others are filled from the file in one pass. With tied embeddings
+    the head is the same tensor as the embedding.
 
     Args:
-        checkpoint: to read from; it must stay open meanwhile.
+        checkpoint: must stay open while the weights are read.
         shapes: of this rank's parameters, by name.
-        config: the whole model's.
-        parallel: which rank's share is wanted.
-        show_progress: with a bar on stderr, if that is a terminal.
+        config: of the whole model.
+        parallel: the rank whose share is read.
+        show_progress: show a bar on stderr, if that is a terminal.
 
     Raises:
-        ModelLoadError: if tensors are missing, left over or of another shape than the config says.
+        ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says.
     """
     parameters = [_parameter(name, list(shape), config, parallel) for name, shape in shapes.items()]
     _require_match(checkpoint, parameters, config)
@@ -94,7 +94,7 @@ def _stored_names(name: str, *, tied: bool) -> list[str]:
 
 
 def _require_match(checkpoint: Checkpoint, parameters: Iterable[_Parameter], config: ModelConfig) -> None:
-    """Raise ModelLoadError unless the checkpoint has what the parameters are made of, and nothing else."""
+    """Raise ModelLoadError unless the checkpoint has exactly the tensors that the parameters need."""
     unused = set(checkpoint.names)
     for parameter in parameters:
         for name, shard in parameter.parts:
@@ -131,7 +131,7 @@ def _read_each(
 def _with_progress(
     weights: Iterator[tuple[str, torch.Tensor]], sizes: dict[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass the weights on and show how many of their bytes the caller has dealt with."""
+    """Yield the weights and show how many of their bytes the caller has processed."""
     from tqdm import tqdm
 
     with tqdm(total=sum(sizes.values()), desc="Loading weights", unit="B", unit_scale=True, disable=None) as bar:
@@ -142,17 +142,17 @@ def _with_progress(
 
 
 def _assemble(checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a parameter on the device: a view where its bytes are as they should be, else a tensor of its own."""
+    """Return a parameter on the device: a view of the file if its bytes need no change, else a new tensor."""
     if len(parameter.parts) == 1:
         weight = checkpoint.read(*parameter.parts[0])
         if list(weight.shape) == parameter.shape:
             return weight.to(device=device, dtype=dtype)
     weight = torch.empty(parameter.shape, dtype=dtype, device=device)
-    rows = 0
+    filled = 0
     for name, shard in parameter.parts:
-        assert shard is not None  # whatever is fused or padded is shared out
+        assert shard is not None  # fused and padded parameters are always sharded
         count = shard.stop - shard.start
-        checkpoint.read_into(weight[rows : rows + count], name, shard)
-        rows += count
-    weight[rows:].zero_()  # a last rank's part of the vocabulary is padded
+        checkpoint.read_into(weight[filled : filled + count], name, shard)
+        filled += count
+    weight[filled:].zero_()  # the last ranks' part of the vocabulary may be padded
     return weight

@@ -7,8 +7,11 @@ Query heads that share a KV head are packed into the rows of one tile, so that a
     row of a tile     0    1    2    3    4    5   ...       (GROUP_SIZE 2)
     query, head       0,0  0,1  1,0  1,1  2,0  2,1 ...
 
-Nothing a masked lane points at is read: a block of -1, a slot behind the context, a padded head dimension.
-This module knows pointers and strides; what is launched, and how large, is triton_attention.py's business.
+Nothing a masked lane points at is read: a block of -1, a slot after the context, a padded head dimension.
+This module knows pointers and strides; triton_backend.py chooses the kernel and its grid.
+
+mixed_kernel and split_decode_kernel are long because a launch passes every pointer, stride and compile-time constant by
+itself: Triton has no structures. A third of each is its argument list, a fifth the call of _attend_to_range.
 """
 
 # ruff: noqa: N803, N806 - Triton's users write compile-time constants in capitals
@@ -116,7 +119,10 @@ def mixed_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program computes a tile of one sequence's queries for all query heads of one KV head."""
+    """One program computes a tile of one sequence's queries for all query heads of one KV head.
+
+    Long for its arguments: see the module.
+    """
     QUERIES_PER_TILE: tl.constexpr = ROWS // GROUP_SIZE
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -164,8 +170,8 @@ def mixed_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def split_decode_kernel(
-    partial_output,  # float32 [num_seqs, num_heads, num_splits, HEAD_DIM], contiguous
-    partial_lse,  # float32 [num_seqs, num_heads, num_splits], base 2
+    split_output,  # float32 [num_seqs, num_heads, num_splits, HEAD_DIM], contiguous
+    split_lse,  # float32 [num_seqs, num_heads, num_splits], base 2
     query,
     key_cache,
     value_cache,
@@ -189,7 +195,7 @@ def split_decode_kernel(
 ):
     """One program attends from one sequence's only query to one split of its context.
 
-    This is Flash-Decoding (Dao et al., 2023), whose partial results reduce_splits_kernel adds up. The context is
+    This is Flash-Decoding (Dao et al., 2023), whose results for each split reduce_splits_kernel adds up. The context is
     divided by its own length, not the longest one's, so every split of a long sequence has work.
     """
     sequence = tl.program_id(0)
@@ -231,17 +237,17 @@ def split_decode_kernel(
         has_keys = row_sum > 0.0
         safe_sum = tl.where(has_keys, row_sum, 1.0)
         num_heads = tl.num_programs(1) * GROUP_SIZE
-        partial = (sequence.to(tl.int64) * num_heads + head) * NUM_SPLITS + split  # [ROWS]
-        tl.store(partial_output + partial[:, None] * HEAD_DIM + dim[None, :], attended / safe_sum[:, None], mask=mask)
+        index = (sequence.to(tl.int64) * num_heads + head) * NUM_SPLITS + split  # [ROWS]
+        tl.store(split_output + index[:, None] * HEAD_DIM + dim[None, :], attended / safe_sum[:, None], mask=mask)
         lse = tl.where(has_keys, row_max + tl.log2(safe_sum), float("-inf"))
-        tl.store(partial_lse + partial, lse, mask=row < GROUP_SIZE)
+        tl.store(split_lse + index, lse, mask=row < GROUP_SIZE)
 
 
 @triton.jit
 def reduce_splits_kernel(
     output,
-    partial_output,
-    partial_lse,
+    split_output,
+    split_lse,
     cu_seqlens_q,
     output_token_stride,
     output_head_stride,
@@ -257,10 +263,10 @@ def reduce_splits_kernel(
         split = tl.arange(0, NUM_SPLITS)
         dim = tl.arange(0, DIM_PADDED)
         is_dim = dim < HEAD_DIM
-        partial = (sequence.to(tl.int64) * tl.num_programs(1) + head) * NUM_SPLITS + split
-        lse = tl.load(partial_lse + partial)
-        partial_offset = partial[:, None] * HEAD_DIM + dim[None, :]
-        attended = tl.load(partial_output + partial_offset, mask=is_dim[None, :], other=0.0)
+        index = (sequence.to(tl.int64) * tl.num_programs(1) + head) * NUM_SPLITS + split
+        lse = tl.load(split_lse + index)
+        split_offset = index[:, None] * HEAD_DIM + dim[None, :]
+        attended = tl.load(split_output + split_offset, mask=is_dim[None, :], other=0.0)
         largest = tl.max(lse, axis=0)
         weights = tl.exp2(lse - tl.where(largest == float("-inf"), 0.0, largest))
         total = tl.sum(weights, axis=0)

@@ -1,8 +1,8 @@
-"""Compiles the C kernels with the system's compiler when they are first used, and keeps the result.
+"""build: compiles the C kernels with the system's compiler when they are first used, and caches the library.
 
-The library is built for the very processor it runs on, so its file is named after the sources, the compiler, its flags
-and the processor's features: whatever changes, it is built anew. A machine without a compiler does without; see
-library.py. ``PAGODA_CPU_CFLAGS`` adds flags, "-march=x86-64-v3" to try out what an older processor would run, say.
+The library is built for the processor it runs on. Its file is named after a hash of the sources, the compiler, its
+flags and the processor's features, so a change of any of them builds another one. Without a compiler torch computes;
+see library.py. ``PAGODA_CPU_CFLAGS`` adds flags, such as "-march=x86-64-v3" to test what an older processor would run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cache_directory() -> Path:
     """Return where compiled kernels are kept: ``PAGODA_CACHE_DIR``, or ``pagoda`` in the user's cache directory.
 
     Raises:
-        BuildError: if neither is there.
+        BuildError: if neither is set and the user has no home directory.
     """
     if configured := os.environ.get("PAGODA_CACHE_DIR"):
         return Path(configured)
@@ -48,7 +48,7 @@ def cache_directory() -> Path:
 
 
 def build() -> Path:
-    """Return the compiled library, building it unless an earlier run has.
+    """Return the path of the compiled library, building it unless an earlier run has.
 
     Raises:
         BuildError: if there is no compiler, it fails, or the cache directory cannot be written.
@@ -60,7 +60,7 @@ def build() -> Path:
     library = cache_directory() / f"cpu-kernels-{_key(compiler, sources)}.so"
     if not library.is_file():
         with _only_builder(library.parent):
-            if not library.is_file():  # nobody has built it while this process waited
+            if not library.is_file():  # no other process has built it meanwhile
                 logger.info("Compiling the CPU kernels, once for this machine")
                 _compile(compiler, sources, library)
     return library
@@ -68,14 +68,14 @@ def build() -> Path:
 
 @contextmanager
 def _only_builder(directory: Path) -> Iterator[None]:
-    """Let one process at a time into the block: replicas that start together would each compile the same."""
+    """Let one process at a time run the block: replicas that start together would compile the same sources."""
     try:
         import fcntl
 
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
-    except ImportError as error:  # a system of another kind
+    except ImportError as error:  # not a POSIX system
         raise BuildError(f"the kernels are not built on {platform.system()}") from error
     except OSError as error:
         raise BuildError(f"'{directory}' cannot be written ({error.strerror}); set PAGODA_CACHE_DIR") from error
@@ -115,13 +115,13 @@ def _features() -> str:
 
 
 def _compile(compiler: list[str], sources: list[Path], library: Path) -> None:
-    """Compile the files beside each other, and put the library in its place at once."""
+    """Compile the files in parallel, and move the finished library to its path atomically."""
     with tempfile.TemporaryDirectory(dir=library.parent) as directory, ThreadPool(os.cpu_count()) as pool:
         objects = [Path(directory) / f"{source.stem}.o" for source in sources]
         pool.starmap(
             _run,
             [(*compiler, *_flags(), "-c", source, "-o", made) for source, made in zip(sources, objects, strict=True)],
-            chunksize=1,  # or on two cores the two that take seconds would come one after the other
+            chunksize=1,  # or two cores could compile the two slow files one after the other
         )
         unfinished = Path(directory) / library.name
         _run(*compiler, *_flags(), "-shared", *objects, "-o", unfinished, "-lm")

@@ -20,7 +20,7 @@ from tests.kernels.attention.paged_batches import BATCHES, Shape, make_batch
 
 
 class _Driver:
-    """What Triton asks of a driver before it launches."""
+    """The driver methods that Triton calls before a launch."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability

@@ -1,4 +1,4 @@
-"""What needs a Python process of its own, because Triton decides once a process whether it interprets or compiles."""
+"""Tests in a Python process of their own: Triton decides once a process whether it interprets or compiles."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-/* See attention.h. The cache is PagedAttention's (Kwon et al., 2023) and is read in place; the softmax is taken as the
- * keys go by (FlashAttention-2, Dao, 2023). A long context is divided into spans, whose results the thread that
- * finishes last merges, so a single decode keeps every thread busy; keys that begin several sequences are computed once
- * for all of them, and merged with the rest of each (attention_plan.c). Few rows or many: see attention_in_place.h and
- * attention_packed.h.
+/* See attention.h. The kernel reads the paged cache (PagedAttention, Kwon et al., 2023) without copying it, with the
+ * online softmax of FlashAttention-2 (Dao, 2023). A long context is divided into spans, so a single decode keeps every
+ * thread busy; the thread that finishes last merges their results. Keys that begin several sequences are computed once
+ * for all of them and merged with the rest of each (attention_plan.c). attention_in_place.h computes few rows,
+ * attention_packed.h many.
  */
 #include "attention.h"
 

@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+/* Arguments of one call: CAttentionCall in kernels/cpu/bindings.py. */
 typedef struct {
     void *output;             /* [num_tokens, num_heads, head_dim], the cache's type */
     const void *query;        /* [num_tokens, num_heads, head_dim], the cache's type, contiguous; NOT yet scaled */
@@ -18,7 +19,7 @@ typedef struct {
     float scale;
 } pagoda_attention_call;
 
-/* Computes what kernels/attention/base.py says; head_dim is a multiple of 16, at most 256. A sequence whose seq_lens is
+/* Computes AttentionBackend.forward of kernels/attention/base.py; head_dim is a multiple of 16, at most 256. A sequence whose seq_lens is
  * 0, or whose last token has no block, is padding: its output is zero. Several threads may call at once. */
 void pagoda_attention(const pagoda_attention_call *call);
 

@@ -1,5 +1,5 @@
-/* Computing an item of attention's plan. What depends on the kind of cache takes it as a constant; attention_float32.c
- * and attention_bfloat16.c include this for one kind each, since compiling either takes seconds.
+/* Computing one item of attention's plan. Functions that depend on the cache's type take it as a constant.
+ * attention_float32.c and attention_bfloat16.c include this file for one type each: each takes seconds to compile.
  */
 #ifndef PAGODA_ATTENTION_COMPUTE_H
 #define PAGODA_ATTENTION_COMPUTE_H
@@ -11,6 +11,7 @@
 #include "scratch.h"
 #include "threads.h"
 
+/* Reserves `bytes` of the memory that begins at `start` (NULL: only counts them). */
 static void *take(char *start, size_t *used, size_t bytes) {
     size_t at = *used;
     *used += (bytes + 63) / 64 * 64;
@@ -35,6 +36,7 @@ static size_t lay_out(attention_work *work, char *start) {
     return used;
 }
 
+/* Copies one query as words, padded to whole vectors. */
 INLINE void copy_query(const int kind, const attention_work *work, uint32_t *to, const char *from) {
     int word = 0;
     for (; word < work->words; word += LANES) {
@@ -43,6 +45,7 @@ INLINE void copy_query(const int kind, const attention_work *work, uint32_t *to,
     }
 }
 
+/* Copies the item's queries, row by row, and zeros for the padding rows. */
 INLINE void load_queries(const int kind, attention_work *work) {
     const pagoda_attention_call *call = work->call;
     int group = group_size(call);
@@ -59,6 +62,7 @@ INLINE void load_queries(const int kind, attention_work *work) {
     }
 }
 
+/* Returns the state of an item of which no key has been computed. */
 INLINE attention_work begin(const int kind, const attention_plan *plan, const attention_item *item) {
     const pagoda_attention_call *call = plan->call;
     attention_work work = {.call = call, .item = item, .rows = rows_of(call, item)};
@@ -95,6 +99,7 @@ static int locate(const attention_work *work, const attention_item *item, int ke
     return num_keys;
 }
 
+/* Computes one KV head's rows with some keys, by the kernel for that many rows. */
 INLINE void attend(const int kind, attention_work *work, int head, int key, int num_keys, const size_t *offsets,
                    const size_t *next) {
     switch (work->rows) {
@@ -110,7 +115,8 @@ INLINE void attend(const int kind, attention_work *work, int head, int key, int 
     }
 }
 
-/* `following` is the item that this thread will probably do next, or NULL: its first keys are fetched at the end. */
+/* Computes all keys of an item. `following` is the item that this thread probably computes next, or NULL: its first
+ * keys are prefetched at the end. */
 INLINE void attend_all(const int kind, attention_work *work, const attention_item *following) {
     const attention_item *item = work->item;
     size_t offsets[2][KEYS_PER_TILE];
@@ -125,6 +131,7 @@ INLINE void attend_all(const int kind, attention_work *work, const attention_ite
     }
 }
 
+/* Where the output of one row goes. */
 INLINE char *output_row(const int kind, const pagoda_attention_call *call, const attention_item *item, int head,
                         int row) {
     int group = group_size(call);
@@ -134,9 +141,10 @@ INLINE char *output_row(const int kind, const pagoda_attention_call *call, const
            (token * (size_t)call->num_heads + query_head) * (size_t)call->head_dim * element_size(kind);
 }
 
-/* A row that saw no key has a total of 0 and is zero. */
+/* 1 / total; a row that has seen no key has a total of 0, and its output is zero. */
 INLINE float reciprocal(float total) { return total == 0.0f ? 0.0f : 1.0f / total; }
 
+/* Writes the outputs of an item that has seen all keys. */
 INLINE void write_outputs(const int kind, const attention_work *work) {
     int head_dim = work->call->head_dim;
     for (int head = 0; head < work->item->num_heads; head++)
@@ -149,10 +157,11 @@ INLINE void write_outputs(const int kind, const attention_work *work) {
         }
 }
 
-static void write_partial(const attention_work *work, float *to) {
+/* Writes the unfinished results of an item's rows, for `merge`. */
+static void write_results(const attention_work *work, float *to) {
     size_t head_dim = (size_t)work->call->head_dim;
     for (int head = 0; head < work->item->num_heads; head++)
-        for (int row = 0; row < work->rows; row++, to += partial_row(work->call)) {
+        for (int row = 0; row < work->rows; row++, to += result_size(work->call)) {
             size_t index = (size_t)(head * work->padded_rows + row);
             memcpy(to, work->sums + index * head_dim, head_dim * sizeof *to);
             to[head_dim] = f32x16_sum(f32x16_load(work->totals + index * LANES));
@@ -167,6 +176,7 @@ typedef struct {
     int count;
 } row_results;
 
+/* The largest score of a row in all of its results. */
 INLINE float largest_of(row_results row, int head_dim, float largest) {
     for (int i = 0; i < row.count; i++) largest = fmaxf(largest, row.first[(size_t)i * row.stride + head_dim + 1]);
     return largest;
@@ -176,19 +186,21 @@ INLINE float largest_of(row_results row, int head_dim, float largest) {
 INLINE float add_results(row_results row, int head_dim, float largest, f32x16 *sums) {
     float total = 0.0f;
     for (int i = 0; i < row.count; i++) {
-        const float *partial = row.first + (size_t)i * row.stride;
-        float factor = partial[head_dim + 1] == -INFINITY ? 0.0f : exp2f(partial[head_dim + 1] - largest);
-        total += partial[head_dim] * factor;
-        for (int dim = 0; dim < head_dim; dim += LANES) sums[dim / LANES] += f32x16_load(partial + dim) * factor;
+        const float *result = row.first + (size_t)i * row.stride;
+        float factor = result[head_dim + 1] == -INFINITY ? 0.0f : exp2f(result[head_dim + 1] - largest);
+        total += result[head_dim] * factor;
+        for (int dim = 0; dim < head_dim; dim += LANES) sums[dim / LANES] += f32x16_load(result + dim) * factor;
     }
     return total;
 }
 
-INLINE row_results results_of_row(const attention_plan *plan, const partial_results *results, int head, int row) {
-    size_t at = (size_t)results->at + (size_t)head * results->head_stride + (size_t)row * partial_row(plan->call);
-    return (row_results){plan->partials + at, results->stride, results->count};
+/* The results of one row. */
+INLINE row_results results_of_row(const attention_plan *plan, const span_results *results, int head, int row) {
+    size_t at = (size_t)results->at + (size_t)head * results->head_stride + (size_t)row * result_size(plan->call);
+    return (row_results){plan->results + at, results->stride, results->count};
 }
 
+/* Merges the results of a unit's rows and writes their outputs. */
 INLINE void merge(const int kind, const attention_plan *plan, const attention_unit *unit) {
     const pagoda_attention_call *call = plan->call;
     const int head_dim = call->head_dim;
@@ -206,16 +218,17 @@ INLINE void merge(const int kind, const attention_plan *plan, const attention_un
         }
 }
 
+/* Computes one item; merges each unit of which it is the last. */
 INLINE void compute(const int kind, const attention_plan *plan, int64_t index) {
     const attention_item *item = plan->items + index;
     int64_t following = index + pagoda_num_threads();
     attention_work work = begin(kind, plan, item);
     attend_all(kind, &work, following < plan->num_items ? plan->items + following : NULL);
-    if (item->partial < 0) {
+    if (item->result < 0) {
         write_outputs(kind, &work);
         return;
     }
-    write_partial(&work, plan->partials + item->partial);
+    write_results(&work, plan->results + item->result);
     for (int32_t i = item->first_unit; i < item->first_unit + item->num_units; i++) {
         attention_unit *unit = &plan->units[i];
         if (atomic_fetch_sub_explicit(&unit->unfinished, 1, memory_order_acq_rel) == 1) merge(kind, plan, unit);

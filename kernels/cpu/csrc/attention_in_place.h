@@ -1,7 +1,7 @@
 /* Attention of a few rows (decodes, and the few tokens that speculation verifies): limited by reading the cache.
  *
- * Keys and values are read where they lie, once for all rows, and nothing is repacked. All KV heads of a strip of keys
- * are done before the next strip, because they lie together; the next strip's lines are fetched meanwhile.
+ * Keys and values are read from the cache once for all rows, without packing. All KV heads of a strip of keys are
+ * computed before the next strip, because they are adjacent; the next strip is prefetched meanwhile.
  */
 #ifndef PAGODA_ATTENTION_IN_PLACE_H
 #define PAGODA_ATTENTION_IN_PLACE_H

@@ -1,4 +1,4 @@
-/* A piece of one call that one thread computes: some queries of a sequence, some KV heads, a span of keys. */
+/* An item: the part of a call that one thread computes, some queries of a sequence, some KV heads, a span of keys. */
 #ifndef PAGODA_ATTENTION_ITEM_H
 #define PAGODA_ATTENTION_ITEM_H
 
@@ -8,25 +8,25 @@
 /* The queries that share a KV head are its rows: query by query, and of each the heads of the group. */
 typedef struct {
     const int32_t *block_table;
-    int64_t partial;        /* where an unfinished result goes, in floats; -1: the item sees all of its keys */
+    int64_t result;         /* where the rows' unfinished results go, in floats; -1: the item has all of its keys */
     int32_t first_token;   /* row of call->query and call->output */
     int32_t num_queries;
     int32_t first_position; /* of the first query in its sequence */
     int32_t first_head, num_heads; /* KV heads */
     int32_t first_key, end_key;
-    int32_t first_unit, num_units; /* whose rows these are, in order: several share the keys they have in common */
+    int32_t first_unit, num_units; /* whose rows these are, in order: several if they share these keys */
 } attention_item;
 
 enum {
     KEYS_PER_TILE = 64,
-    KEYS_PER_STRIP = 32, /* of rows that read the cache in place: the next strip is fetched to L2 meanwhile */
+    KEYS_PER_STRIP = 32, /* of few rows, which read the cache without packing: the next strip is prefetched to L2 */
     MOST_ROWS = 256,     /* of an item: its sums, 128 KiB at 128 dimensions, stay in L2 */
     MOST_ROWS_IN_PLACE = 8,
     BLOCK_VECTORS = 4,   /* that one row of a block has in registers */
     BLOCK_LANES = BLOCK_VECTORS * LANES,
 };
 
-/* What a thread keeps while it computes an item. Words and sums have one line per row, and all rows of a KV head lie
+/* A thread's state while it computes an item. Words and sums have one line per row, and all rows of a KV head lie
  * together. */
 typedef struct {
     const pagoda_attention_call *call;
@@ -46,22 +46,23 @@ typedef struct {
     uint32_t *values;      /* [head_dim / 64, words of keys, 64]: a tile's values, interleaved */
 } attention_work;
 
-/* Block tables are random to the processor, so it is told what will be read: little by little, as a burst would fill
- * its queue of misses and stop it until memory has answered. */
+/* Prefetches bytes of the cache, as the processor cannot predict block tables. Callers do this little by little: a burst
+ * would fill its queue of misses and stall it. */
 INLINE void fetch_ahead(const char *from, size_t bytes) {
     for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
 }
 
-/* A tile's keys of one head: those a row sees have first <= index < end. */
+/* The keys of a tile that a row sees: first <= index < end. */
 typedef struct {
     int first, end;
 } key_range;
 
+/* The keys that a row sees, of `num_keys` from tile_key on. */
 INLINE key_range visible_keys(const attention_work *work, int row, int tile_key, int num_keys) {
-    int64_t behind = (int64_t)work->positions[row] - tile_key; /* a position in the tile; int64: it may be far away */
-    int64_t first = work->call->sliding_window ? behind - work->call->sliding_window + 1 : 0;
+    int64_t own_key = (int64_t)work->positions[row] - tile_key; /* index in the tile; int64: it may be far outside */
+    int64_t first = work->call->sliding_window ? own_key - work->call->sliding_window + 1 : 0;
     key_range range = {first < 0 ? 0 : first > num_keys ? num_keys : (int)first,
-                       behind < 0 ? 0 : behind >= num_keys ? num_keys : (int)behind + 1};
+                       own_key < 0 ? 0 : own_key >= num_keys ? num_keys : (int)own_key + 1};
     return range;
 }
 

@@ -70,10 +70,12 @@ INLINE int block_vectors(const attention_work *work, int row, int rows, int tile
     return of_first.first >= num_keys ? 0 : whole_vectors(of_last.end) / LANES;
 }
 
+/* The size of the block of rows that begins at `row`. */
 INLINE int rows_of_block(const attention_work *work, int row) {
     return row + ROWS_PER_BLOCK <= work->padded_rows ? ROWS_PER_BLOCK : ROWS_OF_REST;
 }
 
+/* Transposes a tile's keys of one head. */
 SPECIALIZED void pack_keys(const int kind, attention_work *work, const char *cache, const size_t *offsets) {
     for (int word = 0; word < work->words; word += LANES)
         for (int key = 0; key < KEYS_PER_TILE; key += LANES) {
@@ -84,6 +86,7 @@ SPECIALIZED void pack_keys(const int kind, attention_work *work, const char *cac
         }
 }
 
+/* Interleaves a tile's values of one head. */
 SPECIALIZED void pack_values(const int kind, attention_work *work, const char *cache, const size_t *offsets) {
     const int per_word = keys_per_word(kind), words = KEYS_PER_TILE / per_word;
     for (int word = 0; word < words; word++) {
@@ -101,7 +104,7 @@ SPECIALIZED void pack_values(const int kind, attention_work *work, const char *c
     }
 }
 
-/* Fetches a block's share of a tile that is needed later: while it multiplies, memory has nothing else to do. */
+/* Prefetches a block's share of the next tile: while the block multiplies, memory is idle. */
 INLINE void fetch_share(const attention_work *work, int row, const char *cache, const size_t *next, size_t bytes) {
     int first = row * KEYS_PER_TILE / work->padded_rows;
     int end = (row + rows_of_block(work, row)) * KEYS_PER_TILE / work->padded_rows;

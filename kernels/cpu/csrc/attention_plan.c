@@ -1,11 +1,11 @@
-/* See attention_plan.h. Follows from lengths alone; no query, key or value is read. */
+/* See attention_plan.h. The plan depends on lengths and block tables alone; no query, key or value is read. */
 #include "attention_plan.h"
 
 #include "integers.h"
 #include "scratch.h"
 
 enum {
-    ITEMS_PER_THREAD = 4,     /* so that threads which are slowed down leave their share to others */
+    ITEMS_PER_THREAD = 4,     /* so that other threads take the items of one that is slowed down */
     COST_OF_READING = 5,      /* a key and a value; multiplying them with one row costs 1, about 0.04 ns a dimension */
     SMALL_COST = 500 * 1000,  /* 20 us */
     FEWEST_KEYS_OF_SPAN = 2 * KEYS_PER_TILE,
@@ -13,11 +13,13 @@ enum {
     MOST_FLOATS_OF_SUMS = 32 * 1024, /* of the rows of all KV heads, where one item does them all */
 };
 
+/* The cost of an item, in products of one dimension. */
 static int64_t cost_of(const pagoda_attention_call *call, const attention_item *item) {
     int64_t num_keys = most(0, item->end_key - item->first_key);
     return num_keys * item->num_heads * call->head_dim * (COST_OF_READING + rows_of(call, item));
 }
 
+/* Adds queries of one sequence with all the keys they see. */
 static void add_unit(attention_plan *plan, attention_item whole) {
     const pagoda_attention_call *call = plan->call;
     int64_t window = call->sliding_window ? call->sliding_window : INT32_MAX;
@@ -29,7 +31,8 @@ static void add_unit(attention_plan *plan, attention_item whole) {
     plan->units[plan->num_units++] = (attention_unit){.whole = whole};
 }
 
-/* KV heads lie side by side in the cache, so an item that is limited by reading does all of them. */
+/* Adds one unit for all KV heads, or one for each. Heads are adjacent in the cache, so an item that is limited by
+ * reading computes all of them. */
 static void add_unit_or_heads(attention_plan *plan, attention_item whole) {
     const pagoda_attention_call *call = plan->call;
     int64_t rows = rows_of(call, &whole);
@@ -42,7 +45,7 @@ static void add_unit_or_heads(attention_plan *plan, attention_item whole) {
     }
 }
 
-/* The last queries first: they see most keys, and what is long should not be begun last. */
+/* Divides a sequence's queries into tiles. The last come first: they see most keys, and long items should start early. */
 static void add_sequence(attention_plan *plan, attention_item sequence) {
     int64_t most_queries = most(1, MOST_ROWS / group_size(plan->call));
     int64_t num_tiles = divide_up(sequence.num_queries, most_queries);
@@ -56,18 +59,20 @@ static void add_sequence(attention_plan *plan, attention_item sequence) {
     }
 }
 
+/* Writes the output of a padding sequence. */
 static void write_zeros(const pagoda_attention_call *call, int32_t first_token, int32_t num_tokens) {
     size_t row = (size_t)call->num_heads * (size_t)call->head_dim * element_size(call->is_bf16 ? BFLOAT16 : FLOAT32);
     memset((char *)call->output + row * (size_t)first_token, 0, row * (size_t)num_tokens);
 }
 
+/* Whether a sequence has no tokens or no blocks. */
 static int is_padding(const pagoda_attention_call *call, int32_t sequence) {
     int32_t seq_len = call->seq_lens[sequence], last_block = (seq_len - 1) / call->block_size;
     return seq_len < 1 || last_block >= call->max_blocks ||
            call->block_tables[(int64_t)sequence * call->max_blocks + last_block] < 0;
 }
 
-/* Prefills (or, in another round, decodes and other short queries) of the batch. */
+/* Adds the batch's prefills or, with are_long 0, its decodes and other short queries. */
 static void add_sequences(attention_plan *plan, int are_long) {
     const pagoda_attention_call *call = plan->call;
     for (int32_t i = 0; i < call->num_seqs; i++) {
@@ -86,20 +91,20 @@ static void add_sequences(attention_plan *plan, int are_long) {
     }
 }
 
-/* Leading keys that every query of two units sees, and in the same blocks, if the units are alike: of as few rows, and
- * in their places of the batch. */
+/* How many leading keys, in the same blocks, every query of two units sees. 0 unless both have as few rows, and the
+ * batch has the units' queries in order. */
 static int32_t shared_keys(const attention_plan *plan, int32_t first, int32_t second) {
     const attention_item *one = &plan->units[first].whole, *other = &plan->units[second].whole;
     if (rows_of(plan->call, one) > MOST_ROWS_IN_PLACE || one->num_queries != other->num_queries) return 0;
     if (other->first_token != one->first_token + (second - first) * one->num_queries) return 0;
-    if (plan->call->sliding_window) return 0; /* which begins elsewhere for each */
+    if (plan->call->sliding_window) return 0; /* each query's window begins at another key */
     int32_t end = (int32_t)least(one->first_position, other->first_position) + 1;
     int32_t size = plan->call->block_size, block = 0;
     while ((block + 1) * size <= end && one->block_table[block] == other->block_table[block]) block++;
     return block * size;
 }
 
-/* The keys that a run of units shares, computed for all of their rows as if one sequence's queries stood behind them. */
+/* An item for the keys that a run of units shares, with all of their rows, as if they were one sequence's queries. */
 static attention_item shared_item(const attention_plan *plan, int32_t first) {
     const attention_unit *unit = &plan->units[first];
     attention_item item = unit->whole;
@@ -110,14 +115,14 @@ static attention_item shared_item(const attention_plan *plan, int32_t first) {
     return item;
 }
 
-/* Finds the units that begin with the same keys as this one, and what all of them cost; returns the unit behind them. */
+/* Finds the run of units that begin with the same keys as this one, and adds their cost; returns the unit after it. */
 static int32_t add_run(attention_plan *plan, int32_t first) {
     attention_unit *unit = &plan->units[first];
     int64_t most_units = MOST_ROWS / rows_of(plan->call, &unit->whole);
     int32_t end = first + 1;
     for (; end < plan->num_units && end - first < most_units; end++) {
         int32_t keys = shared_keys(plan, first, end);
-        if (keys < FEWEST_SHARED_KEYS || keys < unit->shared_keys / 2) break; /* few are not to spoil it for many */
+        if (keys < FEWEST_SHARED_KEYS || keys < unit->shared_keys / 2) break; /* a unit that shares few keys would reduce what the others share */
         unit->shared_keys = end == first + 1 ? keys : (int32_t)least(keys, unit->shared_keys);
     }
     unit->end_of_run = end;
@@ -133,23 +138,23 @@ static int32_t add_run(attention_plan *plan, int32_t first) {
     return end;
 }
 
-/* Adds an item, or one for each of several spans of its keys; returns where their results will be: none where
- * `is_all`, what the rows see, is in one item, which then writes the output. */
-static partial_results add_items(attention_plan *plan, attention_item whole, int64_t cost_of_item, int is_all) {
+/* Adds an item, or one for each of several spans of its keys; returns where their results will be. If `is_all`, the item
+ * has all keys that its rows see; it then writes the output if one span is enough, and there are no results. */
+static span_results add_items(attention_plan *plan, attention_item whole, int64_t cost_of_item, int is_all) {
     int64_t num_keys = whole.end_key - whole.first_key;
     int64_t num_spans = least(divide_up(cost_of(plan->call, &whole), cost_of_item),
                               divide_up(num_keys, FEWEST_KEYS_OF_SPAN));
     int64_t keys = divide_up(divide_up(num_keys, most(num_spans, 1)), KEYS_PER_TILE) * KEYS_PER_TILE;
-    size_t head_stride = partial_row(plan->call) * (size_t)rows_of(plan->call, &whole);
-    partial_results results = {
-        .at = (int64_t)plan->num_partials, .head_stride = head_stride, .stride = head_stride * (size_t)whole.num_heads};
+    size_t head_stride = result_size(plan->call) * (size_t)rows_of(plan->call, &whole);
+    span_results results = {
+        .at = (int64_t)plan->num_result_floats, .head_stride = head_stride, .stride = head_stride * (size_t)whole.num_heads};
     attention_item item = whole;
-    item.partial = -1;
+    item.result = -1;
     do {
         item.end_key = (int32_t)least(item.first_key + keys, whole.end_key);
         if (!is_all || item.end_key - item.first_key < num_keys) {
-            item.partial = (int64_t)plan->num_partials;
-            plan->num_partials += results.stride;
+            item.result = (int64_t)plan->num_result_floats;
+            plan->num_result_floats += results.stride;
             results.count++;
         }
         plan->items = pagoda_scratch(SCRATCH_ATTENTION_ITEMS, (size_t)(plan->num_items + 1) * sizeof *plan->items);
@@ -159,31 +164,32 @@ static partial_results add_items(attention_plan *plan, attention_item whole, int
     return results;
 }
 
-static partial_results add_shared_items(attention_plan *plan, int32_t first, int64_t cost_of_item) {
+/* Adds the items of the keys that a run of units shares. */
+static span_results add_shared_items(attention_plan *plan, int32_t first, int64_t cost_of_item) {
     attention_item item = shared_item(plan, first);
     int64_t floats = (int64_t)rows_of(plan->call, &item) * item.num_heads * plan->call->head_dim;
     int32_t heads = floats <= MOST_FLOATS_OF_SUMS ? item.num_heads : 1, end_head = item.num_heads;
-    partial_results results = {0};
+    span_results results = {0};
     item.num_heads = heads;
     for (item.first_head = 0; item.first_head < end_head; item.first_head += heads) {
-        partial_results of_heads = add_items(plan, item, cost_of_item, 0);
+        span_results of_heads = add_items(plan, item, cost_of_item, 0);
         if (item.first_head == 0) results = of_heads;
         else if (item.first_head == heads) results.head_stride = (size_t)(of_heads.at - results.at);
     }
     return results;
 }
 
-/* Adds the items of a unit, and of those behind it that share keys with it; returns the unit behind them. */
+/* Adds the items of a run of units that share keys; returns the unit after it. */
 static int32_t add_items_of_run(attention_plan *plan, int32_t first, int64_t cost_of_item) {
     int32_t end = plan->units[first].end_of_run;
     int64_t num_items = plan->num_items;
-    partial_results shared = {0};
+    span_results shared = {0};
     if (plan->units[first].shared_keys) shared = add_shared_items(plan, first, cost_of_item);
     int64_t num_shared_items = plan->num_items - num_items;
     for (int32_t index = first; index < end; index++) {
         attention_unit *unit = &plan->units[index];
         unit->shared = shared;
-        shared.at += (int64_t)partial_row(plan->call) * rows_of(plan->call, &unit->whole);
+        shared.at += (int64_t)result_size(plan->call) * rows_of(plan->call, &unit->whole);
         if (unit->whole.first_key < unit->whole.end_key || !num_shared_items)
             unit->own = add_items(plan, unit->whole, cost_of_item, !num_shared_items);
         atomic_init(&unit->unfinished, (int)(num_shared_items + unit->own.count));
@@ -199,7 +205,7 @@ attention_plan pagoda_plan_attention(const pagoda_attention_call *call, int num_
     int64_t cost_of_item =
         num_threads > 1 ? most(plan.cost / (ITEMS_PER_THREAD * num_threads), SMALL_COST) : INT64_MAX / 2;
     for (int32_t unit = 0; unit < plan.num_units;) unit = add_items_of_run(&plan, unit, cost_of_item);
-    plan.partials = pagoda_scratch(SCRATCH_ATTENTION_PARTIALS, plan.num_partials * sizeof *plan.partials);
+    plan.results = pagoda_scratch(SCRATCH_ATTENTION_RESULTS, plan.num_result_floats * sizeof *plan.results);
     return plan;
 }
 

@@ -6,39 +6,43 @@
 
 #include "attention_item.h"
 
-/* Where several items, each with a span of the keys, leave their results for the same rows. */
+/* Where the items of several spans of keys write their results for the same rows. */
 typedef struct {
     int64_t at;         /* the first item's, of its first head, in floats */
     size_t stride;      /* from one item's to the next one's */
     size_t head_stride; /* from one KV head's rows to the next one's */
     int32_t count;
-} partial_results;
+} span_results;
 
 /* Queries of one sequence with all the keys they see. Keys that begin several units may be computed for all of them
  * together, and the rest of a unit's keys in one item or in several. */
 typedef struct {
     attention_item whole;
-    int32_t end_of_run, shared_keys; /* of the first of those that share keys: the unit behind the last, and how many */
-    partial_results shared, own;
+    int32_t end_of_run, shared_keys; /* of the first unit of a run that shares keys: the unit after the run, and how many keys */
+    span_results shared, own;
     atomic_int unfinished; /* items */
 } attention_unit;
 
+/* The units and items of one call. */
 typedef struct {
     const pagoda_attention_call *call;
     attention_unit *units;
     attention_item *items;
-    float *partials;
+    float *results;
     int64_t num_units, num_items, cost;
-    size_t num_partials; /* floats */
+    size_t num_result_floats;
 } attention_plan;
 
+/* Query heads that share a KV head. */
 INLINE int group_size(const pagoda_attention_call *call) { return call->num_heads / call->num_kv_heads; }
+
+/* Rows of an item, for one KV head. */
 INLINE int rows_of(const pagoda_attention_call *call, const attention_item *item) {
     return item->num_queries * group_size(call);
 }
 
-/* Floats that one row of a partial result takes: its sums, the total of its weights, its largest score. */
-INLINE size_t partial_row(const pagoda_attention_call *call) { return (size_t)call->head_dim + 2; }
+/* Floats of one row's unfinished result: its sums, the total of its weights, its largest score. */
+INLINE size_t result_size(const pagoda_attention_call *call) { return (size_t)call->head_dim + 2; }
 
 /* Divides the call for `num_threads` threads; the plan's memory is the calling thread's scratch. */
 attention_plan pagoda_plan_attention(const pagoda_attention_call *call, int num_threads);
@@ -46,7 +50,7 @@ attention_plan pagoda_plan_attention(const pagoda_attention_call *call, int num_
 /* Whether the plan is worth waking other threads for. */
 int pagoda_plan_is_small(const attention_plan *plan);
 
-/* Computes an item of a plan whose cache is of this kind, as tasks of pagoda_parallel_for (attention_compute.h). */
+/* Compute an item of a plan whose cache has this type, as tasks of pagoda_parallel_for (attention_compute.h). */
 void pagoda_attend_float32(void *plan, int64_t item);
 void pagoda_attend_bfloat16(void *plan, int64_t item);
 

@@ -1,6 +1,6 @@
-/* Rows of a cache as 32-bit words, 16 at a time, and what attention does with such vectors.
+/* Rows of a cache as vectors of 16 words of 32 bits, and attention's arithmetic on them.
  *
- * A product over head_dim takes words of a row as they lie in memory; a product over keys takes words across rows:
+ * A product over head_dim takes words of a row as memory has them; a product over keys takes words across rows:
  *
  *   float32                  a word is a float
  *   bfloat16, paired         a word is two bfloat16, multiplied by one instruction: two dimensions, or two keys
@@ -36,12 +36,22 @@ enum { PAIRS_BFLOAT16 = 0 };
 typedef uint16_t u16x32 __attribute__((vector_size(64)));
 #endif
 
+/* Whether a word is two bfloat16. */
 INLINE bool is_paired(const int kind) { return kind == BFLOAT16 && PAIRS_BFLOAT16; }
+
+/* Bytes of an element of the cache. */
 INLINE size_t element_size(const int kind) { return kind == BFLOAT16 ? sizeof(bf16) : sizeof(float); }
+
+/* Keys of a word in products over keys. */
 INLINE int keys_per_word(const int kind) { return is_paired(kind) ? 2 : 1; }
+
+/* Words of a row. */
 INLINE int words_of(const int kind, int head_dim) { return is_paired(kind) ? head_dim / 2 : head_dim; }
+
+/* `words` rounded up to whole vectors. */
 INLINE int whole_vectors(int words) { return (words + LANES - 1) / LANES * LANES; }
 
+/* sum + a * b over the words' parts. */
 INLINE f32x16 dot(const int kind, f32x16 sum, u32x16 a, u32x16 b) {
     return is_paired(kind) ? pagoda_dot_bf16(sum, a, b) : pagoda_dot_f32(sum, a, b);
 }
@@ -64,6 +74,7 @@ INLINE u32x16 load_last_words(const char *row, int word) {
 #endif
 }
 
+/* 16 words of a row, or the last 8 and zeros. */
 INLINE u32x16 load_some_words(const int kind, const char *row, int word, int words) {
     return word + LANES <= words ? load_words(kind, row, word) : load_last_words(row, word);
 }
@@ -107,6 +118,7 @@ INLINE int store_weights(const int kind, uint32_t *to, const f32x16 *weights) {
     return 1;
 }
 
+/* Stores 16 dimensions of an output, rounded to the cache's type. */
 INLINE void store_output(const int kind, char *row, int dim, f32x16 value) {
     if (kind == BFLOAT16) bf16_store((bf16 *)row + dim, value);
     else f32x16_store((float *)row + dim, value);

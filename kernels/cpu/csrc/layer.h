@@ -1,4 +1,4 @@
-/* Decoder layers: all of them in one call, or for tensor-parallel ranks each in two halves, between which they sum.
+/* Decoder layers: all of them in one call, or for tensor-parallel ranks each in two halves, between which the ranks sum.
  *
  * `hidden`, the residual stream, is float32. The caller's scratch buffers hold what a step of num_tokens tokens needs;
  * attention and packing have memory of their own, see scratch.h.
@@ -10,6 +10,7 @@
 
 #include "linear.h"
 
+/* One layer's weights and sizes: CLayer in kernels/cpu/bindings.py. */
 typedef struct {
     pagoda_weight qkv, output, gate_up, down; /* gate_up: panels alternate between the gate's and up's */
     const float *input_norm;                  /* [hidden_size] */
@@ -23,6 +24,7 @@ typedef struct {
     float eps, scale;
 } pagoda_layer;
 
+/* One step's batch and scratch memory: CStep in kernels/cpu/bindings.py. */
 typedef struct {
     float *hidden;  /* [num_tokens, hidden_size] */
     float *addend;  /* [num_tokens, hidden_size]: takes what tensor-parallel ranks must sum; NULL: hidden takes it */
@@ -41,14 +43,14 @@ typedef struct {
     void *attended;
 } pagoda_step;
 
-/* hidden += output(attention(qkv(norm(hidden)))), storing the step's keys and values on the way. */
+/* hidden += output(attention(qkv(norm(hidden)))), and stores the step's keys and values before the attention. */
 void pagoda_attention_half(const pagoda_layer *layer, const pagoda_step *step, void *key_cache, void *value_cache);
 
 /* hidden += down(silu(gate(norm(hidden))) * up(norm(hidden))). */
 void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step);
 
-/* Both halves of every layer; the caches are each layer's. In one call, so that a Python program's other threads, which
- * run meanwhile, cannot hold up what lies between. */
+/* Both halves of every layer; the caches are each layer's. One call, because between calls a Python program's
+ * other threads could delay the next one. */
 void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
                    void *const *key_caches, void *const *value_caches);
 

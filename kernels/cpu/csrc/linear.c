@@ -9,8 +9,8 @@ enum {
     MAX_PANELS_AT_ONCE = 4,
     BYTES_PER_PART = 256 * 1024,
     WORDS_IN_L1 = 128,
-    MOST_ROWS_PER_BLOCK = 256, /* which all panels use in turn: more would come from memory for every few of them.
-                                * Measured on Zen 4, where 128 and 512 are slower */
+    MOST_ROWS_PER_BLOCK = 256, /* every panel reads a block: a larger one would leave the cache. Measured on
+                                * Zen 4, where 128 and 512 are slower */
 };
 
 int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
@@ -21,7 +21,7 @@ int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
 
 /* --- the inner loops ------------------------------------------------------------------------------------------- */
 
-/* How many words ahead weights are fetched, to the second cache (the first is soon full of what is not needed yet):
+/* How many words ahead weights are fetched, to the second cache (the first would be full too early):
  * panels that are read together need less each. Measured on Zen 4. */
 #define WORDS_AHEAD(PANELS) ((PANELS) == 4 ? 16 : (PANELS) == 2 ? 64 : 128)
 
@@ -144,10 +144,11 @@ static void finish(const linear_call *call, const float *sums, int64_t first_row
 
 /* --- the loops around them ------------------------------------------------------------------------------------- */
 
+/* Multiplies some adjacent panels with a range of rows. */
 static void multiply_panels(const linear_call *call, int64_t panel, int num_panels, int64_t row, int64_t end_row) {
     _Alignas(64) float sums[MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES];
     int64_t num_words = call->num_words;
-    /* Of many rows a piece that fits L1 is used by all panels; of few, weights are best read straight through. */
+    /* Many rows: all panels use a piece that fits L1. Few rows: weights are read in one go. */
     int64_t depth = call->rows->num_rows > ROWS_PER_TILE ? WORDS_IN_L1 : num_words;
     for (; row < end_row; row += ROWS_PER_TILE) {
         int64_t left = end_row - row;

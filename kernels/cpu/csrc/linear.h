@@ -16,6 +16,7 @@
 enum { PAGODA_F32 = 0, PAGODA_BF16 = 1, PAGODA_INT8 = 2 };
 enum { ROWS_PER_TILE = 16 };
 
+/* Packed weights: CWeight in kernels/cpu/bindings.py. */
 typedef struct {
     const uint32_t *words; /* [panels, num_words, 16] */
     const float *scales;   /* [panels * 16]; int8 only */
@@ -26,25 +27,27 @@ typedef struct {
     int32_t out_features;
 } pagoda_weight;
 
+/* Packed activations: CRows in kernels/cpu/bindings.py. */
 typedef struct {
     uint32_t *words;
     float *scales; /* [rows]; int8 only */
     int32_t num_rows;
 } pagoda_rows;
 
+/* How a linear layer ends. */
 typedef enum {
     PAGODA_STORE,    /* output [rows, out_features] = product */
     PAGODA_ADD,      /* output += product */
     PAGODA_SILU_MUL, /* output [rows, out_features / 2] = silu(even panels) * odd panels */
 } pagoda_epilogue;
 
-/* Whether this processor has the instruction that PAGODA_INT8 takes; nothing may be of that kind if not. */
+/* Whether the library was built with the int8 instruction (AVX-512 VNNI). If not, no weight may be PAGODA_INT8. */
 int32_t pagoda_has_int8(void);
 
 /* Words of one row of in_features elements. */
 int32_t pagoda_num_words(int32_t kind, int32_t in_features);
 
-/* Multiplies; output is float32 with `stride` elements from one row to the next. */
+/* Computes a linear layer; output is float32 with `stride` elements from one row to the next. */
 void pagoda_linear(float *output, int64_t stride, const pagoda_rows *rows, const pagoda_weight *weight,
                    pagoda_epilogue epilogue);
 

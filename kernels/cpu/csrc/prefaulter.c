@@ -1,4 +1,4 @@
-/* See prefaulter.h. No locks: the thread may be kept waiting at any point, and nobody is to wait with it. */
+/* See prefaulter.h. No locks: the thread has the lowest priority, so a caller that waited for it could wait long. */
 #define _GNU_SOURCE
 #include "prefaulter.h"
 
@@ -22,10 +22,12 @@ struct pagoda_prefault {
     char *parts[];
 };
 
+/* Drops one user; the last one frees. */
 static void leave(pagoda_prefault *prefault) {
     if (atomic_fetch_sub(&prefault->users, 1) == 1) free(prefault);
 }
 
+/* Has the system allocate pages; returns whether it did. */
 static bool populate(char *from, size_t bytes) {
 #if defined(__linux__)
     size_t before = (size_t)from % (size_t)sysconf(_SC_PAGESIZE);
@@ -36,23 +38,26 @@ static bool populate(char *from, size_t bytes) {
 #endif
 }
 
+/* Allocates the next few blocks. */
 static void make_ready(pagoda_prefault *prefault) {
     int64_t first = atomic_load(&prefault->num_ready), end = atomic_load(&prefault->num_wanted);
     if (end > first + BLOCKS_AT_ONCE) end = first + BLOCKS_AT_ONCE;
     int64_t offset = first * prefault->block_bytes, bytes = (end - first) * prefault->block_bytes;
     for (int64_t part = 0; part < prefault->num_parts && !atomic_load(&prefault->is_stopped); part++)
         if (!populate(prefault->parts[part] + offset, (size_t)bytes)) {
-            end = prefault->num_blocks; /* this system cannot, so whoever writes first must wait */
+            end = prefault->num_blocks; /* this system cannot, so the first write has to wait */
             break;
         }
     atomic_store(&prefault->num_ready, end);
 }
 
+/* Whether more blocks are wanted than are ready. */
 static bool has_work(pagoda_prefault *prefault) {
     return atomic_load(&prefault->num_ready) < atomic_load(&prefault->num_wanted) &&
            !atomic_load(&prefault->is_stopped);
 }
 
+/* The thread: ends when all wanted blocks are ready. */
 static void *run(void *args) {
     pagoda_prefault *prefault = args;
 #if defined(SCHED_IDLE)
@@ -91,7 +96,7 @@ void pagoda_prefault_want(pagoda_prefault *prefault, int64_t num_wanted) {
         pthread_detach(thread);
         return;
     }
-    atomic_store(&prefault->is_running, false); /* perhaps next time */
+    atomic_store(&prefault->is_running, false); /* the next call tries again */
     leave(prefault);
 }
 

@@ -1,4 +1,4 @@
-/* See scratch.h. A thread's memory hangs on a key of pthreads, which frees it when the thread ends. */
+/* See scratch.h. A pthread key holds a thread's memory and frees it when the thread ends. */
 #define _GNU_SOURCE
 #include "scratch.h"
 
@@ -17,12 +17,14 @@ typedef struct {
 static pthread_key_t key;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
+/* Frees a thread's memory. */
 static void release(void *value) {
     buffer *buffers = value;
     for (int use = 0; use < NUM_SCRATCH_USES; use++) free(buffers[use].bytes);
     free(buffers);
 }
 
+/* Allocates, or ends the program. */
 static void *allocate(size_t size) {
     void *bytes = aligned_alloc(ALIGNMENT, size);
     if (!bytes) {
@@ -32,10 +34,12 @@ static void *allocate(size_t size) {
     return bytes;
 }
 
+/* Creates the key, once for the process. */
 static void create_key(void) {
     if (pthread_key_create(&key, release)) abort();
 }
 
+/* The calling thread's buffers. */
 static buffer *buffers_of_thread(void) {
     pthread_once(&once, create_key);
     buffer *buffers = pthread_getspecific(key);

@@ -1,8 +1,8 @@
 /* See threads.h.
  *
- * A loop is published as one 64-bit word: its generation, its number of parts, and the part to be done next. Threads
- * claim parts by adding 1, so a claim tells which loop it belongs to, a thread that comes late claims nothing, and
- * nobody waits for a thread that has nothing to do: on a busy machine a loop takes no longer than its slowest part.
+ * A loop is published as one 64-bit word: its generation, its number of parts, and the next part. Threads claim parts by
+ * adding 1, so a claim identifies its loop, and a thread that comes late claims nothing. No thread waits for an idle
+ * one: on a busy machine a loop takes no longer than its slowest part.
  */
 #define _GNU_SOURCE
 #include "threads.h"
@@ -24,12 +24,12 @@ static struct {
     void *args;
     atomic_int sleepers;
     atomic_int num_threads;
-    double alone_until; /* until when callers compute alone, in seconds on the monotonic clock; 0: they do not */
+    double single_until; /* until when callers compute single-threaded, monotonic seconds; 0: they do not */
     int num_workers; /* threads that exist, besides the callers' */
     pthread_mutex_t use; /* held by the caller whose loop runs */
     pthread_mutex_t sleep;
-    pthread_cond_t wake;   /* for those that compute */
-    pthread_cond_t enlist; /* for those that do not at present */
+    pthread_cond_t wake;   /* for workers that compute */
+    pthread_cond_t enlist; /* for workers beyond num_threads */
 } pool = {
     .num_threads = 1,
     .use = PTHREAD_MUTEX_INITIALIZER,
@@ -38,6 +38,7 @@ static struct {
     .enlist = PTHREAD_COND_INITIALIZER,
 };
 
+/* Lets the processor save power while it spins. */
 static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -46,15 +47,16 @@ static inline void relax(void) {
 #endif
 }
 
+/* Whether a loop has unclaimed parts. */
 static inline bool has_parts(uint64_t loop) { return (loop & PART_MASK) < ((loop >> PART_BITS) & PART_MASK); }
 
-/* Does parts of the present loop until none is left; returns how many. */
+/* Does parts of the current loop until none is left; returns how many. */
 static int64_t work(void) {
     int64_t num_done = 0;
     while (has_parts(atomic_load_explicit(&pool.loop, memory_order_acquire))) {
         uint64_t claim = atomic_fetch_add_explicit(&pool.loop, 1, memory_order_acq_rel);
         if (!has_parts(claim)) break;
-        /* Until this part is done its loop is not, so task and args are this loop's. */
+        /* The loop ends only after this part, so task and args are this loop's. */
         pool.task(pool.args, (int64_t)(claim & PART_MASK));
         atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
         num_done++;
@@ -62,26 +64,29 @@ static int64_t work(void) {
     return num_done;
 }
 
+/* Whether a worker is one of the num_threads that compute. */
 static inline bool is_enlisted(int thread) {
     return thread < atomic_load_explicit(&pool.num_threads, memory_order_relaxed);
 }
 
+/* Spins, then sleeps, until there is a loop with unclaimed parts. */
 static void wait_for_loop(int thread) {
     for (int spin = 0; spin < SPINS_BEFORE_SLEEP && is_enlisted(thread); spin++) {
         if (has_parts(atomic_load_explicit(&pool.loop, memory_order_acquire))) return;
         relax();
     }
     pthread_mutex_lock(&pool.sleep);
-    for (bool is_called = false; !is_called;) {
+    for (bool is_needed = false; !is_needed;) {
         while (!is_enlisted(thread)) pthread_cond_wait(&pool.enlist, &pool.sleep);
-        atomic_fetch_add(&pool.sleepers, 1); /* before the look at the loop: whoever publishes one looks afterwards */
-        is_called = has_parts(atomic_load(&pool.loop));
-        if (!is_called) pthread_cond_wait(&pool.wake, &pool.sleep);
+        atomic_fetch_add(&pool.sleepers, 1); /* before reading the loop: `publish` reads sleepers after it writes the loop */
+        is_needed = has_parts(atomic_load(&pool.loop));
+        if (!is_needed) pthread_cond_wait(&pool.wake, &pool.sleep);
         atomic_fetch_sub(&pool.sleepers, 1);
     }
     pthread_mutex_unlock(&pool.sleep);
 }
 
+/* A worker's thread. */
 static void *run_worker(void *number) {
     int thread = (int)(intptr_t)number;
     for (;;) {
@@ -91,7 +96,8 @@ static void *run_worker(void *number) {
     return NULL;
 }
 
-static void forget_workers(void) { /* a forked child has none of its parent's threads */
+/* Resets the pool in a forked child, which has none of its parent's threads. */
+static void forget_workers(void) {
     pool.num_workers = 0;
     atomic_store(&pool.num_threads, 1);
     atomic_store(&pool.sleepers, 0);
@@ -122,23 +128,23 @@ void pagoda_set_num_threads(int count) {
 
 int pagoda_num_threads(void) { return atomic_load(&pool.num_threads); }
 
+/* The monotonic clock. */
 static double seconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* Whether the other threads are to be left alone. */
-static bool is_alone(void) {
-    if (pool.alone_until == 0) return false;
-    if (seconds() < pool.alone_until) return true;
-    pool.alone_until = 0;
+/* Whether callers compute single-threaded for now. */
+static bool is_single(void) {
+    if (pool.single_until == 0) return false;
+    if (seconds() < pool.single_until) return true;
+    pool.single_until = 0;
     return false;
 }
 
-/* Takes part in the loop and waits until the parts that others have claimed are done too. A thread that has lost its
- * processor to another program keeps everybody waiting for longer than a part takes; on such a machine the caller goes
- * on alone for as long as it had to wait. */
+/* Takes part in the loop and waits until the other threads' parts are done too. If another program takes a thread's
+ * processor, the wait is longer than a part takes; the caller then computes single-threaded for as long as it waited. */
 static void finish_loop(int64_t count) {
     double start = seconds();
     int64_t num_done = work();
@@ -149,9 +155,10 @@ static void finish_loop(int64_t count) {
     double idle = seconds();
     while (atomic_load_explicit(&pool.done, memory_order_acquire) < count) sched_yield();
     double end = seconds(), part = (idle - start) / (double)(num_done ? num_done : 1);
-    if (end - idle > LONG_WAIT_S + 2 * part) pool.alone_until = end + (end - idle);
+    if (end - idle > LONG_WAIT_S + 2 * part) pool.single_until = end + (end - idle);
 }
 
+/* Starts a loop whose first parts are done, and wakes the sleeping workers. */
 static void publish(int64_t count, int64_t first, pagoda_task task, void *args) {
     pool.task = task;
     pool.args = args;
@@ -171,7 +178,7 @@ void pagoda_parallel_for(int64_t count, pagoda_task task, void *args) {
         while (first < count) task(args, first++);
         return;
     }
-    while (first < count && is_alone()) task(args, first++);
+    while (first < count && is_single()) task(args, first++);
     if (first < count) {
         publish(count, first, task, args);
         finish_loop(count);

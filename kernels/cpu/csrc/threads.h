@@ -4,16 +4,18 @@
 
 #include <stdint.h>
 
-/* Does part `index` of a loop. */
+/* A task: does part `index` of a loop. */
 typedef void (*pagoda_task)(void *args, int64_t index);
 
 enum { PAGODA_MAX_THREADS = 256 };
 
 /* Sets how many threads compute, the caller's own among them. Not while a loop runs. */
 void pagoda_set_num_threads(int count);
+
+/* How many threads compute. */
 int pagoda_num_threads(void);
 
-/* Calls task(args, i) for 0 <= i < count < 2^24, on whichever threads are free, and returns when all are done.
+/* Calls task(args, i) for 0 <= i < count < 2^24, on the threads that are free, and returns when all are done.
  * The calling thread takes part, and does everything itself if another caller has the pool. */
 void pagoda_parallel_for(int64_t count, pagoda_task task, void *args);
 

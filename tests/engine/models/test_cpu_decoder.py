@@ -1,4 +1,4 @@
-"""The decoder by the C kernels against the one by torch's operators, weight by weight the same."""
+"""CpuDecoder against Decoder, with the same weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.engine.checkpoints import FAMILIES, build_model, save_checkpoint
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
-# Of the largest logit. bfloat16: torch rounds after every operator, the kernels only what linear layers and attention
-# read. int8: an element between two steps may be rounded to either, and later layers see the difference.
+# Relative to the largest logit. bfloat16: torch rounds after every operator, the kernels only inputs of linear layers
+# and attention. int8: an element between two steps may be rounded to either, and later layers see the difference.
 TOLERANCES = {(torch.float32, None): 1e-5, (torch.bfloat16, None): 5e-2, (torch.float32, "int8"): 3e-2}
 
 
@@ -58,7 +58,7 @@ def load(path: str, kind: type[Any], monkeypatch: pytest.MonkeyPatch, dtype: tor
 
 
 def logits_of_two_steps(model: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Compute a prefill of two sequences, then a step that goes on with both and begins a third one."""
+    """Compute a prefill of two sequences, then a step that continues both and starts a third one."""
     config = model.config
     cache = KVCache(
         num_layers=config.num_layers,
@@ -75,8 +75,8 @@ def logits_of_two_steps(model: Any, dtype: torch.dtype) -> torch.Tensor:
     def step(parts: list[tuple[int, int, int]]) -> torch.Tensor:
         """``parts``: sequence, first position, tokens."""
         positions = torch.cat([torch.arange(start, start + count) for _, start, count in parts])
-        rows = torch.cat([torch.full((count,), which) for which, _, count in parts])
-        slots = tables[rows, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        sequences = torch.cat([torch.full((count,), which) for which, _, count in parts])
+        slots = tables[sequences, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         counts = torch.tensor([0, *(count for _, _, count in parts)])
         metadata = AttentionMetadata(
             slot_mapping=slots,
@@ -86,9 +86,9 @@ def logits_of_two_steps(model: Any, dtype: torch.dtype) -> torch.Tensor:
             max_query_len=max(count for _, _, count in parts),
             max_seq_len=max(start + count for _, start, count in parts),
         )
-        token_ids = (positions * 7 + rows * 31) % config.vocab_size
+        token_ids = (positions * 7 + sequences * 31) % config.vocab_size
         hidden = model(token_ids, positions, ForwardContext(backend, metadata, cache))
-        logits = model.compute_logits(hidden, torch.arange(len(hidden)).flip(0))  # any rows, in any order
+        logits = model.compute_logits(hidden, torch.arange(len(hidden)).flip(0))  # any tokens, in any order
         assert logits is not None
         return logits.clone()
 
@@ -115,7 +115,7 @@ def test_equals_torch(
     assert difference <= TOLERANCES[dtype, quantization]
 
 
-def test_float16_and_odd_heads_are_left_to_torch(tmp_path: Path) -> None:
+def test_torch_computes_float16_and_odd_heads(tmp_path: Path) -> None:
     path = save_checkpoint(build_model("llama", head_dim=8), tmp_path)
     for dtype in (torch.float16, torch.float32):
         model = loader.load_decoder(
@@ -124,8 +124,8 @@ def test_float16_and_odd_heads_are_left_to_torch(tmp_path: Path) -> None:
         assert isinstance(model, Decoder)
 
 
-def test_packed_weights_are_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedding stays mapped; what is packed takes what the checkpoint's linear layers take, and padding."""
+def test_packed_weights_are_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding stays mapped; packed weights are as large as the checkpoint's linear layers, and padding."""
     path = save_checkpoint(build_model("qwen3", torch_dtype=torch.bfloat16), tmp_path)
     model = load(path, CpuDecoder, monkeypatch, torch.bfloat16, None)
     stored = load(path, Decoder, monkeypatch, torch.bfloat16, None).num_bytes

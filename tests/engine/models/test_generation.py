@@ -18,7 +18,7 @@ from tests.engine.conftest import SavedModel
 
 NUM_PROMPTS = 64
 MAX_TOKENS = 12
-POOL_TOKENS = 640  # hardly more than the longest request takes, so that sequences must give way to each other
+POOL_TOKENS = 640  # hardly more than the longest request takes, so that sequences are preempted
 Setting = tuple[bool, int, int, float]  # prefix caching, token budget, block size, swap space in GiB
 # The families sweep all of them; the larger demo model shows each value once or twice.
 SETTINGS: list[Setting] = [
@@ -72,7 +72,7 @@ def generate(
     path: str, prompts: list[list[int]], *, ignore_eos: bool = False, **options: Any
 ) -> tuple[list[list[int]], LLM, int]:
     """Return our greedy tokens, the engine for inspection, and the number of prompt tokens that the cache served."""
-    # Unpaced: how far prefills go beside decodes would depend on a measurement, and with it who must give way.
+    # Unpaced: else a measurement would decide how many prefill tokens a step has, and so which sequence is preempted.
     llm = LLM(path, dtype="float32", device="cpu", skip_tokenizer_init=True, max_decode_slowdown=None, **options)
     params = [
         SamplingParams(temperature=0.0, max_tokens=max_tokens_for(prompt), ignore_eos=ignore_eos) for prompt in prompts
@@ -82,7 +82,7 @@ def generate(
 
 
 class PreemptionCounter:
-    """Counts the preemptions of every engine made while it is in place."""
+    """Counts the preemptions of every engine that is created after it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from engine.scheduling.scheduler import Scheduler
@@ -127,7 +127,7 @@ def check_against_oracle(
         preempted = preemptions.count - before
         print(f"{name}: {preempted} preemptions, {cached_tokens} prompt tokens from the cache")
         assert got == expected, name
-        assert preempted > 0, f"{name}: the pool was never short, so nothing was shown about preemption"
+        assert preempted > 0, f"{name}: the pool was never full, so preemption was not tested"
         assert preemptions.num_swaps - swaps_before == (preempted if swap_space_gib else 0), name
         assert (cached_tokens > 0) == caching, name
         llm.engine.block_manager.check_integrity([])

@@ -31,7 +31,7 @@ SETTINGS: list[Setting] = [(True, 16, 4, 0.0), (True, 2048, 16, 0.002), (False, 
 
 
 class DraftCounter:
-    """Counts what becomes of the drafts of every engine while it is in place."""
+    """Counts the accepted and rejected draft tokens of every engine that is created after it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_drafted = self.num_accepted = self.num_cut = self.num_steps = 0
@@ -89,7 +89,7 @@ def test_greedy_equals_transformers_for_every_family(
 
 
 def test_a_copy_takes_fewer_steps(qwen3: SavedModel, drafts: DraftCounter) -> None:
-    """This model falls into a loop behind this prompt, as one that copies does."""
+    """This model repeats itself after this prompt, as a model that copies its prompt does."""
     prompt = [7, 8, 9, 10] * 8
     num_steps = []
     for options in ({}, {"speculative_config": SPECULATION}):

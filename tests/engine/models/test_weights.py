@@ -147,7 +147,7 @@ def test_a_weight_that_nobody_keeps_is_gone_before_the_next_one_is_read(qwen3: S
             del weight
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_read(qwen3: SavedModel, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_match_is_rejected_before_reading(qwen3: SavedModel, tmp_path: Path) -> None:
     path = shutil.copytree(qwen3.path, tmp_path / "checkpoint")
     file = path / "model.safetensors"
     shapes = shapes_of(qwen3.path)
@@ -158,9 +158,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_read(qwen3
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only Linux reads ahead")
-def test_what_comes_next_is_fetched_once_as_far_as_the_window_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_tensors_are_requested_once_within_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in {"a": 300, "b": 10, "c": 128}.items()}
     save_file(tensors, tmp_path / "weights.safetensors")
     fetched: list[tuple[int, int]] = []
@@ -177,13 +175,11 @@ def test_what_comes_next_is_fetched_once_as_far_as_the_window_goes(
         ahead.reached("b")
         ahead.reached("a")  # nothing is left to fetch, and reading again does no harm
     end = (tmp_path / "weights.safetensors").stat().st_size
-    assert sorted(fetched) == [(end - 138, 10), (end - 128, 128)]  # behind a's bytes, up to the end of the file
+    assert sorted(fetched) == [(end - 138, 10), (end - 128, 128)]  # after a's bytes, up to the end of the file
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only Linux reads ahead")
-def test_a_file_system_that_takes_no_advice_is_read_all_the_same(
-    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_rejects_advice_is_read_anyway(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise OSError("no advice, please")
 

@@ -119,7 +119,7 @@ def test_scores_far_from_zero(magnitude: float) -> None:
     assert_matches(run(batch), batch.expected())
 
 
-def test_padding_that_claims_a_token_is_zero() -> None:
+def test_padding_of_one_token_yields_zeros() -> None:
     batch = with_padding_of_length_one(make_batch([PADDING, (1, 20), PADDING, (40, 50)], Shape(dtype=torch.bfloat16)))
     output = run(batch)
     assert_matches(output, batch.expected())
@@ -177,7 +177,7 @@ def test_random_batches(data: st.DataObject) -> None:
     assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
 
 
-def test_what_is_left_to_torch() -> None:
+def test_unsupported_types_and_head_dims() -> None:
     assert is_supported(torch.bfloat16, 128)
     assert not is_supported(torch.float16, 128)
     assert not is_supported(torch.float32, 72)

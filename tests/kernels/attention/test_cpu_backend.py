@@ -83,7 +83,7 @@ def test_random_mixed_batches(use_c_kernel: bool, data: st.DataObject) -> None:
     assert_matches(batch.run(CpuBackend(use_c_kernel=use_c_kernel), sliding_window), batch.expected(sliding_window))
 
 
-def test_padding_that_claims_one_token_yields_zeros(backend: CpuBackend) -> None:
+def test_padding_of_one_token_yields_zeros(backend: CpuBackend) -> None:
     batch = with_padding_of_length_one(make_batch([(1, 20), PADDING, (4, 10), PADDING], Shape()))
     output = batch.run(backend)
     assert_matches(output, batch.expected())
@@ -107,7 +107,7 @@ def test_one_step_s_layers_may_differ_in_window_and_heads(backend: CpuBackend) -
         assert_matches(other.run(backend, sliding_window), other.expected(sliding_window))
 
 
-def test_a_plan_is_made_once_and_dies_with_its_step(backend: CpuBackend) -> None:
+def test_a_plan_is_made_once_and_freed_with_its_step(backend: CpuBackend) -> None:
     batch = make_batch(BATCHES["mixed"], Shape())
     assert backend._sdpa._plan(batch.metadata, 16, None) is backend._sdpa._plan(batch.metadata, 16, None)
     assert len(backend._sdpa._plans) == 1

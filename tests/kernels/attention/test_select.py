@@ -1,4 +1,4 @@
-"""Which backend is chosen, and what a wrong choice is told."""
+"""Which backend is chosen, and the error for a wrong choice."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_gpu_gets_triton_where_flash_attn_is_missing_or_the_gpu_too_old(
         (torch.device("mps"), "auto", "no attention backend runs on device 'mps'; use a cpu or cuda device"),
     ],
 )
-def test_a_wrong_choice_is_told_what_to_choose(device: torch.device, name: str, message: str) -> None:
+def test_an_error_names_the_choices(device: torch.device, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select_backend(device, name)
 
@@ -64,7 +64,7 @@ def test_triton_on_a_cpu_is_for_its_interpreter_only(monkeypatch: pytest.MonkeyP
         select_backend(CPU, "triton")
 
 
-def test_asking_for_flash_attn_says_why_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_says_why_flash_attn_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     _pretend_gpu(monkeypatch, (9, 0))
     with pytest.raises(ValueError, match=r"flash-attn cannot be imported .*; use auto or triton"):

@@ -20,7 +20,7 @@ def test_equals_indexing(width: int, count: int, dtype: torch.dtype, num_threads
 
 
 @pytest.mark.parametrize("row", [-1, 3])
-def test_a_row_that_is_not_there_is_refused(row: int) -> None:
+def test_a_missing_row_is_rejected(row: int) -> None:
     with pytest.raises(IndexError, match="table of 3"):
         gather_rows(torch.randn(3, 8), torch.tensor([0, row, 2]))
 

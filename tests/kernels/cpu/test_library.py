@@ -1,4 +1,4 @@
-"""Building the library: cached, shared by processes that start together, and done without where it cannot be had."""
+"""Building the library: cached, built once by processes that start together, and optional."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_second_build_finds_the_first(tmp_path: Path, monkeypatch: pytest.Monk
     first = build()
     assert first.parent == tmp_path
     assert sorted(tmp_path.iterdir()) == [first, tmp_path / "lock"]  # nothing unfinished is left
-    monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("it was built already"))
+    monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("the library was built already"))
     assert build() == first
 
 
@@ -62,7 +62,7 @@ def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.M
     ("variable", "value", "reason"),
     [("CC", "no-such-compiler", "no C compiler"), ("PAGODA_CACHE_DIR", "/proc/nowhere", "cannot be written")],
 )
-def test_what_is_missing_is_named(
+def test_an_error_names_what_is_missing(
     variable: str, value: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path))
@@ -71,7 +71,7 @@ def test_what_is_missing_is_named(
         build()
 
 
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_quotes_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = tmp_path / "csrc"
     sources.mkdir()
     (sources / "broken.c").write_text("this is not C\n")
@@ -82,7 +82,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     assert [file.name for file in (tmp_path / "cache").iterdir()] == ["lock"]
 
 
-def test_a_machine_without_a_compiler_is_told_and_does_without(
+def test_without_a_compiler_there_is_a_warning_and_no_library(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path))

@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def num_resident_bytes(tensor: torch.Tensor) -> int:
-    """Return how much of a tensor's memory it has been given, as mincore(2) tells."""
+    """Return how many bytes of a tensor's memory are allocated, as mincore(2) reports."""
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.numel() * tensor.element_size() - start
     pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
@@ -30,8 +30,8 @@ def test_huge_zeros_are_zeros(num_bytes: int) -> None:
     assert not zeros.any()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells")
-def test_what_is_not_touched_takes_no_memory() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="mincore is Linux's")
+def test_untouched_memory_is_not_allocated() -> None:
     tensor = huge_zeros((16 * MIB,), torch.uint8)
     assert num_resident_bytes(tensor) == 0
     tensor[5] = 7

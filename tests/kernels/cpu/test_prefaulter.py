@@ -1,4 +1,4 @@
-"""Blocks have their memory before they are used, a bounded number of them, and what they hold stays."""
+"""Blocks have their memory before they are used, a bounded number of them, and their contents stay."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.kernels.cpu.test_memory import num_resident_bytes
 
 ROOT = Path(__file__).parents[3]
 BLOCK = 64 * 2**10
-HUGE_BLOCKS = 2 * 2**20 // BLOCK  # what a huge page gives beyond what was asked for
+HUGE_BLOCKS = 2 * 2**20 // BLOCK  # which a huge page may allocate in addition
 
 
 def impolite(parts: list[torch.Tensor], num_ahead: int) -> Prefaulter:
-    """Return one that other tests on this machine cannot keep waiting."""
+    """Return a prefaulter that other tests on this machine cannot delay."""
     return Prefaulter(parts, num_ahead, is_polite=False)
 
 
 def can_prefault() -> bool:
-    """Return whether this system gives memory beforehand, as Linux does from 5.14 on; else all counts as ready."""
+    """Return whether this system allocates memory beforehand, as Linux does from 5.14 on; else all blocks are ready."""
     if library() is None:
         return False
     prefaulter = impolite([torch.zeros(1000, 4096)], 0)
@@ -52,7 +52,7 @@ def wait(prefaulter: Prefaulter, num_ready: int) -> None:
 
 
 pytestmark = pytest.mark.skipif(
-    not can_prefault(), reason="takes the CPU kernels, and a system that gives memory beforehand"
+    not can_prefault(), reason="needs the CPU kernels, and a system that allocates memory beforehand"
 )
 
 
@@ -87,13 +87,13 @@ def test_it_ends_with_the_pool(parts: list[torch.Tensor]) -> None:
         assert num_resident_blocks(part) == 1000
 
 
-def test_a_polite_one_comes_to_its_end_too(parts: list[torch.Tensor]) -> None:
+def test_a_polite_prefaulter_finishes_too(parts: list[torch.Tensor]) -> None:
     prefaulter = Prefaulter(parts, 10)
     prefaulter.use(0)
     wait(prefaulter, 11)
 
 
-def test_what_is_written_meanwhile_stays(parts: list[torch.Tensor]) -> None:
+def test_contents_written_meanwhile_stay(parts: list[torch.Tensor]) -> None:
     prefaulter = impolite(parts, 1000)
     prefaulter.use(0)
     for block_id in range(1000):
@@ -105,8 +105,8 @@ def test_what_is_written_meanwhile_stays(parts: list[torch.Tensor]) -> None:
         assert bool((part == expected).all())
 
 
-def test_wishes_that_come_while_it_works_are_heard() -> None:
-    """Each may meet the thread anywhere, at its end too."""
+def test_calls_while_it_works_are_not_lost() -> None:
+    """A call may come at any point of the thread's work, at its end too."""
     for round_number in range(200):
         prefaulter = impolite([torch.zeros(4000, 64) for _ in range(2)], 8)
         for block_id in range(0, 3000, 8 + round_number % 7):
@@ -115,7 +115,7 @@ def test_wishes_that_come_while_it_works_are_heard() -> None:
         wait(prefaulter, 4000)
 
 
-def test_memory_may_go_while_it_works() -> None:
+def test_memory_may_be_freed_while_it_works() -> None:
     for _ in range(20):
         parts = [huge_zeros((1000, BLOCK), torch.uint8) for _ in range(2)]
         prefaulter = impolite(parts, 1000)
@@ -124,10 +124,10 @@ def test_memory_may_go_while_it_works() -> None:
     assert int(huge_zeros((100, BLOCK), torch.uint8).sum()) == 0
 
 
-def test_memory_that_cannot_be_given_is_not_asked_for_again() -> None:
+def test_memory_that_cannot_be_allocated_is_not_requested_again() -> None:
     class Nowhere(torch.Tensor):
         def data_ptr(self) -> int:
-            return 4096  # which nobody may use
+            return 4096  # which no program may use
 
     prefaulter = impolite([torch.zeros(1000, 4096).as_subclass(Nowhere)], 10)
     prefaulter.use(0)
@@ -147,7 +147,7 @@ print(prefaulter.num_ready < 32_000)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")
 
 
-def test_a_cache_is_ready_for_the_first_step_and_for_what_is_expected() -> None:
+def test_a_cache_is_ready_for_the_first_step_and_for_expected_slots() -> None:
     cache = KVCache(
         num_layers=2,
         num_blocks=1000,
@@ -168,7 +168,7 @@ def test_a_cache_is_ready_for_the_first_step_and_for_what_is_expected() -> None:
     assert num_resident_bytes(cache.layers[1][1][:565]) >= cache.layers[1][1][:565].nbytes
 
 
-def test_a_cache_takes_nothing_beforehand_unless_asked() -> None:
+def test_a_cache_prefaults_nothing_by_default() -> None:
     cache = KVCache(
         num_layers=1,
         num_blocks=1000,

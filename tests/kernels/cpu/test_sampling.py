@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.sampling import ranking
 from engine.sampling.noise import gumbel_noise
+from kernels.cpu import reference
 from kernels.cpu.sampling import draw, top_candidates, top_k
 
 SPECIAL = [-torch.inf, -2.0, -0.0, 0.0, 1.5, 3.0e38, torch.inf]
@@ -26,20 +27,21 @@ def likeliest_by_torch(monkeypatch: pytest.MonkeyPatch, scores: torch.Tensor, k:
 @pytest.mark.parametrize("width", [1, 17, 1000, 151936])
 def test_top_k_equals_torch(k: int, width: int, monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
     scores = torch.randn(3, width).bfloat16().float()  # many are equal
-    values, places = top_k(scores, k)
-    assert torch.equal(places, likeliest_by_torch(monkeypatch, scores, k))
-    assert torch.equal(values, scores.gather(1, places))
+    values, indices = top_k(scores, k)
+    assert torch.equal(indices, likeliest_by_torch(monkeypatch, scores, k))
+    assert torch.equal(values, reference.top_k(scores, k)[0])
+    assert torch.equal(values, scores.gather(1, indices))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=120), st.integers(1, 130))
-def test_of_equal_scores_the_first_goes_first(row: list[float], k: int) -> None:
-    _, places = top_k(torch.tensor([row]), k)
+def test_equal_scores_are_ordered_by_index(row: list[float], k: int) -> None:
+    _, indices = top_k(torch.tensor([row]), k)
 
-    def rank(place: int) -> tuple[float, float, int]:
-        return -row[place], -math.copysign(1, row[place]), place  # the order of the bits: +0 is higher than -0
+    def priority(index: int) -> tuple[float, float, int]:
+        return -row[index], -math.copysign(1, row[index]), index  # the order of the bits: +0 is higher than -0
 
-    assert places[0].tolist() == sorted(range(len(row)), key=rank)[:k]
+    assert indices[0].tolist() == sorted(range(len(row)), key=priority)[:k]
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 5.0])
@@ -59,27 +61,25 @@ def test_a_draw_is_the_highest_noisy_score(width: int, floor: float | None) -> N
     keys = torch.randint(-(2**31), 2**31, (rows, 2)).int()
     floors = None if floor is None else torch.full((rows, 1), floor)
     values, tokens = draw(logits, temperatures, floors, keys)
-    scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperatures
-    if floor is not None:
-        scaled = scaled.masked_fill(scaled < floor, -torch.inf)
-    noisy = scaled + gumbel_noise(keys, torch.arange(width, dtype=torch.int32))
+    noise = gumbel_noise(keys, torch.arange(width, dtype=torch.int32))
+    noisy = reference.draw(logits, temperatures, floors, noise)
     assert torch.allclose(values, noisy.amax(dim=1), atol=1e-4)
     assert torch.allclose(noisy.gather(1, tokens[:, None]).squeeze(1), noisy.amax(dim=1), atol=1e-4)
-    assert (tokens == noisy.argmax(dim=1)).float().mean() > 0.98  # nearly equal ones may change places
+    assert (tokens == noisy.argmax(dim=1)).float().mean() > 0.98  # nearly equal ones may swap
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
-@pytest.mark.parametrize("place", [0, 20, 49])
-def test_a_row_that_cannot_be_drawn_from_says_so(bad: float, place: int) -> None:
+@pytest.mark.parametrize("index", [0, 20, 49])
+def test_a_row_with_nan_or_infinity_gives_no_finite_score(bad: float, index: int) -> None:
     logits, temperatures = torch.randn(3, 50), torch.ones(3, 1)
-    logits[1, place] = bad
+    logits[1, index] = bad
     values, _ = draw(logits, temperatures, None, torch.ones(3, 2, dtype=torch.int32))
     assert values.isfinite().tolist() == [True, False, True]
     scores, _, _ = top_candidates(logits, temperatures, 5)
     assert scores[:, 0].isfinite().tolist() == [True, False, True]
 
 
-def test_a_row_of_forbidden_tokens_says_so() -> None:
+def test_a_row_without_allowed_tokens_gives_no_finite_score() -> None:
     logits = torch.full((1, 50), -torch.inf)
     assert not draw(logits, torch.ones(1, 1), None, torch.ones(1, 2, dtype=torch.int32))[0].isfinite()
     assert not top_candidates(logits, torch.ones(1, 1), 5)[0][0, 0].isfinite()

@@ -1,0 +1,61 @@
+"""What the C kernels must compute, as plainly as torch allows. Attention's reference is kernels/attention/reference.py.
+
+Tests compare the kernels with these functions, which are slow and never used to serve.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cpu.linear import WeightKind
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind) -> torch.Tensor:
+    """Compute `kernels.cpu.linear.linear`: x W^T + b, float32, of [rows, in] and [out, in] in the type of ``kind``."""
+    match kind:
+        case WeightKind.FLOAT32:
+            product = x.double() @ weight.double().t()
+        case WeightKind.BFLOAT16:
+            product = x.bfloat16().double() @ weight.bfloat16().double().t()
+        case WeightKind.INT8:
+            (rows, row_scales), (outputs, output_scales) = quantize(x), quantize(weight)
+            product = rows.double() @ outputs.double().t() * row_scales * output_scales.t()
+    return (product if bias is None else product + bias).float()
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 [rows, width] and float32 scales [rows, 1]: the largest element of a row becomes 127 or -127."""
+    largest = x.float().abs().amax(dim=1, keepdim=True)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    return (x.float() * inverse).round().to(torch.int8), largest / 127
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide rows [..., width] by their root mean square, and multiply by ``weight`` [width]."""
+    return x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def rotate(x: torch.Tensor, rope: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate heads [num_tokens, num_heads, head_dim] by cosines and sines, ``rope`` [length, 2, head_dim // 2]."""
+    cosines, sines = rope[positions].unsqueeze(2).unbind(1)  # [num_tokens, 1, head_dim // 2]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+
+
+def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Return down(silu(gate(x)) * up(x)) of [num_tokens, hidden_size]; the weights are [outputs, inputs]."""
+    return (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+
+
+def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `kernels.cpu.sampling.top_k`: the k highest scores of each row and their indices, equal ones by index."""
+    ordered, indices = scores.sort(dim=1, descending=True, stable=True)
+    return ordered[:, :k], indices[:, :k]
+
+
+def draw(
+    logits: torch.Tensor, temperatures: torch.Tensor, floors: torch.Tensor | None, noise: torch.Tensor
+) -> torch.Tensor:
+    """Return the noisy scores [rows, vocab_size] of which `kernels.cpu.sampling.draw` returns the largest."""
+    scores = (logits - logits.amax(dim=1, keepdim=True)) / temperatures
+    return (scores if floors is None else scores.masked_fill(scores < floors, -torch.inf)) + noise
