@@ -1,4 +1,4 @@
-"""A step on the device: the batch as tensors, the model's forward pass, ranks of a tensor-parallel engine.
+"""A step on the device: the batch as tensors, the forward pass, and the ranks of a tensor-parallel engine.
 
-Knows tensors and processes. Does not know which sequences are scheduled, nor why.
+Knows tensors, processes and memory. Does not know how the scheduler chooses the sequences of a step.
 """

@@ -1,6 +1,6 @@
-"""How many KV blocks fit: from the GPU's measured free memory, or from what the host has and is asked to give.
+"""How many KV blocks fit: from the measured free memory of a GPU, or from the host's available memory.
 
-Bytes are one tensor-parallel rank's: what is given for the whole engine is divided among the ranks.
+All sizes are those of one tensor-parallel rank: options for the whole engine are divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ _HOST_DEFAULT = 4 * 2**30
 
 
 def host_memory_for_cache(config: EngineConfig) -> int:
-    """Return a CPU rank's part of the KV pool: of ``kv_cache_memory``, else of 4 GiB or a quarter of what is free."""
+    """Return the bytes of a CPU rank's KV pool.
+
+    The engine's pool takes ``kv_cache_memory``; without that option 4 GiB, but at most a quarter of available memory.
+    """
     if config.kv_cache_memory is not None:
-        return _part_of(config)
+        return _configured_bytes(config)
     return min(_HOST_DEFAULT, available_host_memory() // 4) // config.tensor_parallel_size
 
 
 def host_blocks_for(swap_space_gib: float, bytes_per_block: int) -> int:
-    """Return the blocks of one rank's host pool, into which ``swap_space_gib`` GiB are to be cut; 0 asks for none.
+    """Return how many blocks of ``bytes_per_block`` bytes fit into ``swap_space_gib`` GiB of host memory.
 
     Raises:
-        ConfigError: if the machine has not that much memory available, or if not even one block fits.
+        ConfigError: if the machine has less memory available, or if not even one block fits.
     """
     if swap_space_gib == 0:
         return 0
@@ -58,14 +61,16 @@ def host_blocks_for(swap_space_gib: float, bytes_per_block: int) -> int:
 
 
 def available_host_memory() -> int:
-    """Return the bytes that new processes can use without swapping, of the machine or of the container around us."""
+    """Return the bytes that can be allocated without swapping, on this machine and within this container's limit."""
     return min(_machine_memory(), _container_memory())
 
 
 def _machine_memory() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):  # unlike SC_AVPHYS_PAGES it counts the page cache, which gives way
+            if line.startswith(
+                "MemAvailable:"
+            ):  # unlike SC_AVPHYS_PAGES it counts the page cache, which can be dropped
                 return int(line.split()[1]) * 1024
     except OSError:  # not Linux
         pass
@@ -73,7 +78,7 @@ def _machine_memory() -> int:
 
 
 def _container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return what the limit of our cgroup (version 2) leaves, or more than there is if it has none."""
+    """Return what the memory limit of our cgroup (version 2) leaves; 2**63 without a limit."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())
@@ -82,26 +87,29 @@ def _container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         return 2**63
     if limit == "max":
         return 2**63
-    return max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))  # page cache gives way here too
+    return max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))  # page cache can be dropped here too
 
 
-def _part_of(config: EngineConfig) -> int:
-    assert isinstance(config.kv_cache_memory, int)  # EngineConfig has parsed text
+def _configured_bytes(config: EngineConfig) -> int:
+    assert isinstance(config.kv_cache_memory, int)  # EngineConfig has parsed the text
     return config.kv_cache_memory // config.tensor_parallel_size
 
 
 def gpu_memory_for_cache(config: EngineConfig, device: torch.device) -> int:
-    """Return the bytes left for the KV pool after the warm-up whose peak torch has recorded on ``device``."""
+    """Return the bytes that ``gpu_memory_utilization`` leaves for the KV pool.
+
+    Torch must have recorded the peak memory of the warm-up step on ``device``.
+    """
     if config.kv_cache_memory is not None:
-        return _part_of(config)
+        return _configured_bytes(config)
     free, total = torch.cuda.mem_get_info(device)
     statistics = torch.cuda.memory_stats(device)
     peak_activations = statistics["allocated_bytes.all.peak"] - statistics["allocated_bytes.all.current"]
     reusable = torch.cuda.memory_reserved(device) - statistics["allocated_bytes.all.current"]
-    taken_by_others = total - free - torch.cuda.memory_reserved(device)
+    used_by_other_processes = total - free - torch.cuda.memory_reserved(device)
     budget = int(total * config.gpu_memory_utilization)
     weights = statistics["allocated_bytes.all.current"]
-    left = budget - taken_by_others - weights - peak_activations
+    left = budget - used_by_other_processes - weights - peak_activations
     logger.info(
         "GPU memory: %.2f GiB in all, %.2f weights, %.2f activations, %.2f for the KV cache",
         total / 2**30,
@@ -112,13 +120,13 @@ def gpu_memory_for_cache(config: EngineConfig, device: torch.device) -> int:
     return int(min(left, free + reusable - peak_activations))
 
 
-def blocks_that_fit(memory: int, bytes_per_block: int, useful: int) -> int:
-    """Return the number of blocks in ``memory`` bytes, at most the ``useful`` ones.
+def blocks_that_fit(memory: int, bytes_per_block: int, max_useful: int) -> int:
+    """Return the number of blocks in ``memory`` bytes, at most ``max_useful``.
 
     Raises:
         ConfigError: if not even one block fits.
     """
-    num_blocks = min(memory // bytes_per_block, useful)
+    num_blocks = min(memory // bytes_per_block, max_useful)
     if num_blocks < 1:
         raise ConfigError(
             f"{max(memory, 0) / 2**20:.1f} MiB are left for the KV cache, but one block takes "

@@ -1,7 +1,7 @@
-"""ModelRunner: computes one scheduled batch with all ranks, and samples from its logits.
+"""ModelRunner: computes one scheduled batch on all ranks, and samples from its logits.
 
-It turns a SchedulerOutput into a plan, has the workers execute it, and samples on rank 0. It decides nothing: which
-tokens are computed and where their keys and values go is the scheduler's and the block manager's business.
+It turns a SchedulerOutput into a StepPlan, which the workers execute, and samples on rank 0. The scheduler decides
+which tokens are computed, and the block manager where their keys and values go.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """One model with its KV cache, on one device or on several ranks.
+    """One model with its KV cache, on one or several tensor-parallel ranks.
 
     Raises:
         ConfigError: if an option does not fit the model, the backend or the machine.
@@ -89,10 +89,10 @@ class ModelRunner:
             EngineDeadError: if a rank has died; no later step can run.
         """
         started = perf_counter()
-        constrained = [row for row, sequence in enumerate(output.sampling) if sequence.grammar is not None]
-        masks = self._start_masks([output.sampling[row].grammar for row in constrained]) if constrained else None
+        constrained = [index for index, sequence in enumerate(output.sampling) if sequence.grammar is not None]
+        masks = self._start_masks([output.sampling[index].grammar for index in constrained]) if constrained else None
         plan = build_step_plan(output, self.block_size)
-        prompts = _PromptLogprobs(self.sampler, output) if len(plan.prompt_rows) else None
+        prompts = _PromptLogprobs(self.sampler, output) if len(plan.prompt_logit_indices) else None
         logits = self.workers.execute(plan, None if prompts is None else prompts.add)
         times.forward = perf_counter() - started
         sampled = SampledTokens([])
@@ -107,19 +107,19 @@ class ModelRunner:
     def _sample(
         self, logits: torch.Tensor, output: SchedulerOutput, grammar: tuple[list[int], torch.Tensor] | None
     ) -> SampledTokens:
-        """Sample from the rows of the sequences, and find the likeliest tokens behind drafts in those that follow."""
+        """Sample from the sequences' logits, and find the most likely tokens after drafts in the logits that follow."""
         if not output.drafts:
             return self.sampler.sample(logits, output.sampling, grammar)
         num_sampled = len(output.sampling)
-        behind = iter(self.sampler.argmax_tokens(logits[num_sampled:]))
+        after_drafts = iter(self.sampler.argmax_tokens(logits[num_sampled:]))
         sampled = self.sampler.sample(logits[:num_sampled], output.sampling, grammar)
         for sequence, draft in output.drafts.items():
-            found = list(islice(behind, len(draft)))
+            found = list(islice(after_drafts, len(draft)))
             sampled.after_drafts[sequence] = list(takewhile(lambda token_id: token_id != NO_TOKEN, found))
         return sampled
 
     def _start_masks(self, grammars: list[Any]) -> Future[torch.Tensor]:
-        """Compute the masks of the next tokens beside the forward pass."""
+        """Start to compute the masks of the next tokens, in parallel with the forward pass."""
         if self._mask_builder is None:
             from engine.structured_outputs.bitmask import MaskBuilder  # only where grammars are used
 
@@ -131,13 +131,13 @@ class ModelRunner:
         self.workers.check_health()
 
     def close(self) -> None:
-        """End the other ranks; nothing can run afterwards."""
+        """End the processes of the other ranks. No step can run afterwards."""
         self.workers.close()
         if self._mask_builder is not None:
             self._mask_builder.close()
 
     def _allocate_blocks(self) -> int:
-        """Make the KV cache on every rank, in the size that the tightest one can hold; returns the number of blocks."""
+        """Allocate the KV cache on every rank, as large as fits on all of them; return the number of blocks."""
         num_blocks = self.config.num_blocks or min(self.workers.call("measure_num_blocks"))
         if num_blocks * self.block_size < 2:
             raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
@@ -163,27 +163,27 @@ class ModelRunner:
 
 
 class _PromptLogprobs:
-    """What a step tells of prompts whose log-probabilities are wanted, gathered slice by slice."""
+    """Collects one step's log-probabilities of prompt tokens, slice by slice."""
 
     def __init__(self, sampler: Sampler, output: SchedulerOutput) -> None:
         self._sampler = sampler
-        self._groups: list[tuple[SequenceGroup, int]] = []  # and how many rows are its own, in batch order
-        self._token_ids: list[int] = []  # by row: the prompt's token that comes next
-        self._counts: list[int] = []  # by row: how many of the likeliest are wanted
+        self._groups: list[tuple[SequenceGroup, int]] = []  # and how many logits belong to it, in batch order
+        self._token_ids: list[int] = []  # for each logit index: the prompt's next token
+        self._num_top_tokens: list[int] = []  # for each logit index: how many of the most likely tokens are wanted
         self._found: list[TokenLogprobs] = []
         for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
             group, start = sequence.group, sequence.num_computed_tokens
             if positions := group.prompt_logprob_positions(start, start + count):
                 self._groups.append((group, len(positions)))
                 self._token_ids += sequence.token_ids[positions.start + 1 : positions.stop + 1]
-                self._counts += [group.params.prompt_logprobs or 0] * len(positions)
+                self._num_top_tokens += [group.params.prompt_logprobs or 0] * len(positions)
 
     def add(self, logits: torch.Tensor) -> None:
-        """Take the logits [rows, vocab_size] of the next rows."""
-        rows = slice(len(self._found), len(self._found) + len(logits))
-        self._found += self._sampler.prompt_logprobs(logits, self._token_ids[rows], self._counts[rows])
+        """Add the next slice of logits, [n, vocab_size]."""
+        part = slice(len(self._found), len(self._found) + len(logits))
+        self._found += self._sampler.prompt_logprobs(logits, self._token_ids[part], self._num_top_tokens[part])
 
     def by_group(self) -> list[tuple[SequenceGroup, list[TokenLogprobs]]]:
-        """Return each request's part, once all rows have come."""
+        """Return each request's log-probabilities; all slices must have been added."""
         found = iter(self._found)
         return [(group, list(islice(found, count))) for group, count in self._groups]

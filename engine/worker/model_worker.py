@@ -1,7 +1,8 @@
-"""ModelWorker: one rank's share of the model and of the KV cache on one device, and what every rank does in a step.
+"""ModelWorker: one tensor-parallel rank, with its shard of the model and of the KV cache on one device.
 
-It knows nothing of the other ranks but the collectives inside the model: who tells it what to do is worker_pool.py's
-business, and what to do is the scheduler's. Without tensor parallelism there is one worker, and its share is the whole.
+Every rank executes the same StepPlan at the same time. A worker knows the other ranks only through the collectives
+inside the model; ``WorkerPool`` calls the workers, and the scheduler decides what a step computes. Without tensor
+parallelism there is one worker with the whole model.
 """
 
 from __future__ import annotations
@@ -21,47 +22,34 @@ from engine.models.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import MAX_LOGPROBS
+from engine.worker.device import resolve_device, set_rank_threads, use_device
 from engine.worker.memory import blocks_that_fit, gpu_memory_for_cache, host_memory_for_cache
 from engine.worker.step_plan import ModelInput, StepPlan
-from kernels.attention import AttentionMetadata, select_backend
-from kernels.cpu.library import set_num_threads
+from engine.worker.warm_up import warm_up_input
+from kernels.attention import select_backend
 
-__all__ = ["ModelWorker", "resolve_device"]
+__all__ = ["ModelWorker"]
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKENS_READY = 4096  # of a step, on a CPU: whoever asks for larger ones may never have one
-PROMPT_ROWS_AT_ONCE = 64  # of float32 logits: a whole prompt's would take gigabytes
-
-
-def resolve_device(config: EngineConfig, rank: int) -> torch.device:
-    """Return a rank's device: ``auto`` is a GPU where there is one, and each rank takes a GPU of its own.
-
-    Raises:
-        ConfigError: if GPUs are asked for and there are none, or fewer than ranks.
-    """
-    name, size = config.device, config.tensor_parallel_size
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device='{name}' asks for a GPU, but torch sees none; choose auto or cpu")
-    if size == 1:
-        return torch.device("cuda" if name == "auto" else name)
-    if size > torch.cuda.device_count():
-        raise ConfigError(f"tensor_parallel_size={size} exceeds the {torch.cuda.device_count()} GPUs here; lower it")
-    return torch.device("cuda", rank)
+MAX_PREALLOCATED_TOKENS = 4096  # of a step on a CPU: larger steps are rare, so their memory is not taken in advance
+PROMPT_LOGITS_AT_ONCE = 64  # float32 logits of a whole prompt would take gigabytes
 
 
 class ModelWorker:
-    """A rank's model and KV cache; constructing it finds out what to load, and touches no weights.
+    """A rank's model and KV cache. The constructor checks the config against the model and loads no weights.
+
+    Attributes:
+        model: the model, after ``load``.
+        kv_cache: the KV cache, after ``allocate``.
 
     Raises:
         ConfigError: if an option does not fit the model, the backend or the machine.
         ModelLoadError: if the checkpoint cannot be served.
     """
 
-    model: Decoder | CpuDecoder  # after load()
-    kv_cache: KVCache  # after allocate()
+    model: Decoder | CpuDecoder
+    kv_cache: KVCache
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
         self.config = config
@@ -69,7 +57,7 @@ class ModelWorker:
         self.device = resolve_device(config, rank)
         self.hf_config = load_hf_config(config.model)
         self.model_config = ModelConfig.from_hf(self.hf_config)
-        self.share = self.model_config.shard(config.tensor_parallel_size)
+        self.shard_config = self.model_config.shard(config.tensor_parallel_size)
         self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.quantization is not None and self.device.type != "cpu":
             raise ConfigError(
@@ -92,14 +80,14 @@ class ModelWorker:
         self.parallel = TensorParallel()
 
     def load(self, rendezvous: str) -> None:
-        """Meet the other ranks at the file ``rendezvous`` and load this one's share of the weights.
+        """Join the other ranks at the file ``rendezvous`` and load this rank's shard of the weights.
 
         Raises:
             ModelLoadError: if the checkpoint cannot be served.
         """
-        self._use_device()
+        use_device(self.device)
         if self.device.type == "cpu":
-            self._take_threads()
+            set_rank_threads(self.config, self.rank, has_cpu_kernels=self.backend.name == "cpu")
         self.parallel = TensorParallel.join(self.rank, self.config.tensor_parallel_size, self.device, rendezvous)
         self.model = load_decoder(
             self.config.model,
@@ -113,52 +101,53 @@ class ModelWorker:
             show_progress=self.config.use_tqdm_on_load and self.rank == 0,
         )
 
-    def _take_threads(self) -> None:
-        """Let this rank's share of the threads compute; ranks that are processes of their own begin with it."""
-        threads = self.config.num_threads or torch.get_num_threads()
-        if self.config.num_threads is not None or self.rank == 0:
-            threads = max(1, threads // self.config.tensor_parallel_size)
-        if self.config.num_threads is not None:
-            torch.set_num_threads(threads)
-        if self.backend.name == "cpu":
-            set_num_threads(threads)
+    def abort(self) -> None:
+        """Make collectives that wait for other ranks fail. May be called from any thread."""
+        self.parallel.abort()
+
+    def _context_length(self) -> int:
+        longest = self.model_config.max_position_embeddings
+        requested = self.config.max_model_len
+        if requested is not None and requested > longest:
+            raise ConfigError(f"max_model_len={requested} exceeds the model's {longest} positions; lower it")
+        return requested or longest
+
+    def _backend_name(self) -> str:
+        """Return the configured attention backend; ``auto`` is Triton for float32 on a GPU: flash-attn has none."""
+        if self.config.attention_backend == "auto" and self.device.type == "cuda" and self.dtype == torch.float32:
+            return "triton"
+        return self.config.attention_backend
+
+    # --- a step -------------------------------------------------------------------------------------------------
 
     @property
     def free_tokens(self) -> int | None:
-        """Tokens that a step computes in about the time of one, where that is known: on a CPU, by the C kernels."""
+        """Tokens that a step computes in about the time of one; None where that is unknown: without CPU kernels."""
         return self.model.free_tokens if isinstance(self.model, CpuDecoder) else None
 
     @torch.inference_mode()
     def execute(
         self, plan: StepPlan, on_prompt_logits: Callable[[torch.Tensor], None] | None = None
     ) -> torch.Tensor | None:
-        """Compute one step, as all ranks do at once.
+        """Compute one step. Every rank must execute the same plan.
 
         Args:
-            on_prompt_logits: takes the logits of the plan's ``prompt_rows``, in slices [rows, vocab_size] and in order,
-                before the others are computed; only rank 0 has any to give.
+            on_prompt_logits: is called with the logits of the plan's ``prompt_logit_indices``, slice by slice, each
+                [n, vocab_size], before this method returns; on rank 0 only.
 
         Returns:
-            On rank 0 the logits [rows, vocab_size] of the plan's ``logit_rows``, if there are any.
+            On rank 0 the logits [num_logits, vocab_size] of the plan's ``logit_indices``; None if there are none.
         """
-        self._use_device()
+        use_device(self.device)
         self._copy_blocks(plan)
-        if not len(plan.token_ids):  # a step may only make room
+        if not len(plan.token_ids):  # a step may only swap blocks
             return None
         self.kv_cache.expect(plan.slot_mapping)
         model_input = plan.to_device(self.device)
         hidden = self._forward(model_input, self.kv_cache)
-        if len(plan.prompt_rows):
-            self._compute_prompt_logits(hidden, model_input.prompt_rows, on_prompt_logits)
-        return self.model.compute_logits(hidden, model_input.logit_rows) if len(plan.logit_rows) else None
-
-    def _compute_prompt_logits(
-        self, hidden: torch.Tensor, rows: torch.Tensor, on_prompt_logits: Callable[[torch.Tensor], None] | None
-    ) -> None:
-        for part in torch.split(rows, PROMPT_ROWS_AT_ONCE):  # the same parts on every rank, since each is a collective
-            logits = self.model.compute_logits(hidden, part)
-            if logits is not None and on_prompt_logits is not None:
-                on_prompt_logits(logits)
+        if len(plan.prompt_logit_indices):
+            self._compute_prompt_logits(hidden, model_input.prompt_logit_indices, on_prompt_logits)
+        return self.model.compute_logits(hidden, model_input.logit_indices) if len(plan.logit_indices) else None
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if plan.swap_out:
@@ -168,127 +157,97 @@ class ModelWorker:
         if plan.block_copies:
             self.kv_cache.copy_blocks(plan.block_copies)
 
-    def abort(self) -> None:
-        """Give up what waits for the other ranks, from any thread."""
-        self.parallel.abort()
-
     def _forward(self, model_input: ModelInput, kv_cache: KVCache) -> torch.Tensor:
         context = ForwardContext(self.backend, model_input.metadata, kv_cache)
         hidden: torch.Tensor = self.model(model_input.token_ids, model_input.positions, context)
         return hidden
 
-    def _use_device(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # the current device is each thread's own, and Triton launches there
-
-    def _context_length(self) -> int:
-        longest = self.model_config.max_position_embeddings
-        asked = self.config.max_model_len
-        if asked is not None and asked > longest:
-            raise ConfigError(f"max_model_len={asked} exceeds the model's {longest} positions; lower it")
-        return asked or longest
-
-    @property
-    def _longest_draft(self) -> int:
-        speculation = self.config.speculation
-        return speculation.num_speculative_tokens if speculation is not None else 0
-
-    def _backend_name(self) -> str:
-        """Return the configured backend, or where it is left open and flash-attn cannot compute float32, Triton's."""
-        if self.config.attention_backend == "auto" and self.device.type == "cuda" and self.dtype == torch.float32:
-            return "triton"
-        return self.config.attention_backend
+    def _compute_prompt_logits(
+        self, hidden: torch.Tensor, indices: torch.Tensor, on_prompt_logits: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        for part in torch.split(indices, PROMPT_LOGITS_AT_ONCE):  # a collective: every rank computes the same slices
+            logits = self.model.compute_logits(hidden, part)
+            if logits is not None and on_prompt_logits is not None:
+                on_prompt_logits(logits)
 
     # --- memory -------------------------------------------------------------------------------------------------
 
     @property
     def weight_bytes(self) -> int:
-        """What this rank's weights take, without an embedding that beside packed ones stays mapped from its file."""
+        """Size of this rank's weights; an embedding that stays mapped from its file does not count."""
         return self.model.num_bytes
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """What a token's keys and values take on this rank."""
-        return self.share.kv_bytes_per_token(self.dtype)
-
-    @property
     def bytes_per_block(self) -> int:
-        """What a block's keys and values take on this rank."""
-        return self.block_size * self.kv_bytes_per_token
+        """Size of a block's keys and values on this rank."""
+        return self.block_size * self.shard_config.kv_bytes_per_token(self.dtype)
 
     @property
-    def _tokens_to_be_ready_for(self) -> int:
-        """Tokens of a step whose memory is had before it comes; larger ones take theirs when they do."""
-        return min(self.config.max_num_batched_tokens, MOST_TOKENS_READY) if isinstance(self.model, CpuDecoder) else 0
-
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Make the KV cache, as many blocks on every rank since they share the block tables, and what steps need."""
-        if isinstance(self.model, CpuDecoder):
-            self.model.reserve(min(self._tokens_to_be_ready_for, num_blocks * self.block_size))
-        self.kv_cache = self._make_cache(num_blocks, num_host_blocks)
-
-    def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
-        return KVCache(
-            num_layers=self.share.num_layers,
-            num_blocks=num_blocks,
-            block_size=self.block_size,
-            num_kv_heads=self.share.num_kv_heads,
-            head_dim=self.share.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-            num_host_blocks=num_host_blocks,
-            num_blocks_ahead=-(-2 * self._tokens_to_be_ready_for // self.block_size),
-        )
+    def _num_preallocated_tokens(self) -> int:
+        """Largest step whose scratch memory is preallocated."""
+        if not isinstance(self.model, CpuDecoder):
+            return 0
+        return min(self.config.max_num_batched_tokens, MAX_PREALLOCATED_TOKENS)
 
     def measure_num_blocks(self) -> int:
-        """Return how many blocks memory holds, and no more than every sequence at full length could use.
+        """Return how many blocks fit in memory, at most what ``max_num_seqs`` sequences of full length can use.
 
         Raises:
             ConfigError: if not even one block fits.
         """
-        useful = self.config.max_num_seqs * -(-self.max_model_len // self.block_size)
+        max_useful = self.config.max_num_seqs * -(-self.max_model_len // self.block_size)
         if self.device.type == "cpu":
             memory = host_memory_for_cache(self.config)
         else:
             self._warm_up()
             memory = gpu_memory_for_cache(self.config, self.device)
-        return blocks_that_fit(memory, self.bytes_per_block, useful)
+        return blocks_that_fit(memory, self.bytes_per_block, max_useful)
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Allocate the KV cache and the scratch memory of steps.
+
+        Args:
+            num_blocks: size of the device pool; equal on every rank, because the ranks share the block tables.
+            num_host_blocks: size of the host pool; equal on every rank too.
+        """
+        if isinstance(self.model, CpuDecoder):
+            self.model.reserve(min(self._num_preallocated_tokens, num_blocks * self.block_size))
+        self.kv_cache = self._make_cache(num_blocks, num_host_blocks)
+
+    def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
+        return KVCache(
+            num_layers=self.shard_config.num_layers,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=self.shard_config.num_kv_heads,
+            head_dim=self.shard_config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            num_host_blocks=num_host_blocks,
+            num_blocks_ahead=-(-2 * self._num_preallocated_tokens // self.block_size),
+        )
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Run the largest step once, so that torch records the peak of memory that activations and logits take."""
-        num_tokens = self.config.max_num_batched_tokens
-        length = min(num_tokens, self.max_model_len)
-        starts = list(range(0, num_tokens, length))
-        lengths = [min(length, num_tokens - start) for start in starts]
-        width = -(-length // self.block_size)
-
-        def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
-
-        positions = torch.cat([torch.arange(count, device=self.device) for count in lengths])
-        metadata = AttentionMetadata(
-            slot_mapping=positions.clone(),  # all sequences write the same blocks: only sizes matter here
-            cu_seqlens_q=tensor([*starts, num_tokens]),
-            seq_lens=tensor(lengths),
-            block_tables=torch.arange(width, dtype=torch.int32, device=self.device).repeat(len(lengths), 1),
-            max_query_len=length,
-            max_seq_len=length,
+        """Run and sample the largest step once, so that torch records the peak of memory that it takes."""
+        model_input = warm_up_input(
+            self.config,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_prompt_logits=PROMPT_LOGITS_AT_ONCE,
+            device=self.device,
         )
-        num_sampled = min(self.config.max_num_seqs, num_tokens)
-        rows = torch.arange(min(num_sampled * (1 + self._longest_draft), num_tokens), device=self.device)
+        num_sampled = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         sampler = Sampler(self.model_config.vocab_size, self.device)
 
-        def take(logits: torch.Tensor) -> None:
+        def on_prompt_logits(logits: torch.Tensor) -> None:
             sampler.prompt_logprobs(logits, [0] * len(logits), [MAX_LOGPROBS] * len(logits))
 
-        prompt_rows = torch.arange(min(PROMPT_ROWS_AT_ONCE, num_tokens), device=self.device)
-        model_input = ModelInput(torch.zeros_like(positions), positions, metadata, rows, prompt_rows)
         torch.cuda.reset_peak_memory_stats(self.device)
-        hidden = self._forward(model_input, self._make_cache(width))
-        self._compute_prompt_logits(hidden, prompt_rows, take)
-        if (logits := self.model.compute_logits(hidden, rows)) is not None:
-            after_drafts = logits[num_sampled:].clone()  # beside which the others are sampled from
+        hidden = self._forward(model_input, self._make_cache(model_input.metadata.block_tables.shape[1]))
+        self._compute_prompt_logits(hidden, model_input.prompt_logit_indices, on_prompt_logits)
+        if (logits := self.model.compute_logits(hidden, model_input.logit_indices)) is not None:
+            after_drafts = logits[num_sampled:].clone()  # stays in memory while the other logits are sampled from
             del logits
             sampler.warm_up(num_sampled)
             del after_drafts

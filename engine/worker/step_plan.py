@@ -1,4 +1,4 @@
-"""StepPlan: one step's batch as arrays on the host, which every rank gets; ModelInput: as tensors on a device."""
+"""One step's batch: StepPlan holds it as arrays on the host, for every rank; ModelInput as tensors on a device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ModelInput:
     token_ids: torch.Tensor  # int64 [num_tokens]
     positions: torch.Tensor  # int64 [num_tokens]
     metadata: AttentionMetadata
-    logit_rows: torch.Tensor  # int64 [num_sampled + num_draft_tokens]: rows whose logits are wanted
-    prompt_rows: torch.Tensor  # int64 [num_prompt_rows]: rows whose logits give prompt logprobs
+    logit_indices: torch.Tensor  # int64 [num_sampled + num_draft_tokens]: tokens whose logits the sampler needs
+    prompt_logit_indices: torch.Tensor  # int64 [n]: prompt tokens whose logits give the next one's log-probability
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything that a rank must know to compute one step. Arrays pickle as fast as memory is copied, lists do not."""
+    """One step as every rank computes it. Arrays, because lists would pickle slower."""
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
@@ -37,17 +37,17 @@ class StepPlan:
     cu_seqlens_q: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
-    logit_rows: npt.NDArray[np.int64]  # of the sequences that sample, then of their drafts
-    prompt_rows: npt.NDArray[np.int64]  # of prompt tokens behind which a logprob is wanted, in batch order
+    logit_indices: npt.NDArray[np.int64]  # into token_ids: of the sequences that sample, then of the draft tokens
+    prompt_logit_indices: npt.NDArray[np.int64]  # into token_ids: see ModelInput; in batch order
     max_query_len: int
     max_seq_len: int
-    # Copies of blocks, to be made in this order before anything is computed.
+    # Copies of blocks, in this order, before the forward pass.
     swap_out: list[BlockPair]
     swap_in: list[BlockPair]
     block_copies: list[BlockPair]
 
     def to_device(self, device: torch.device) -> ModelInput:
-        """Make the tensors."""
+        """Copy the arrays to a device."""
 
         def tensor(values: npt.NDArray[Any]) -> torch.Tensor:
             on_host = torch.from_numpy(values)
@@ -64,28 +64,28 @@ class StepPlan:
                 max_query_len=self.max_query_len,
                 max_seq_len=self.max_seq_len,
             ),
-            logit_rows=tensor(self.logit_rows),
-            prompt_rows=tensor(self.prompt_rows),
+            logit_indices=tensor(self.logit_indices),
+            prompt_logit_indices=tensor(self.prompt_logit_indices),
         )
 
 
 def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
-    """Pack the scheduled tokens, in batch order."""
+    """Pack the scheduled tokens of all sequences, in batch order."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     cu_seqlens = [0]
-    prompt_rows: list[int] = []
+    prompt_logit_indices: list[int] = []
     drafts = output.drafts
     tables = [sequence.block_table for sequence in output.sequences]
     for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
         start, table = sequence.num_computed_tokens, sequence.block_table
-        first_row = len(token_ids)
+        first_index = len(token_ids)
         token_ids += sequence.token_ids[start : start + count]
         if drafts and sequence in drafts:
             token_ids += drafts[sequence]
         positions += range(start, start + count)
-        # What the prefix cache already holds is not written again: its blocks may be shared.
+        # Tokens of the prefix match are not written again: their blocks may be shared.
         written = sequence.num_matched_tokens
         slots += [
             table[position // block_size] * block_size + position % block_size if position >= written else -1
@@ -94,13 +94,13 @@ def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
         cu_seqlens.append(len(token_ids))
         if sequence.group.wants_prompt_logprobs:
             known = sequence.group.prompt_logprob_positions(start, start + count)
-            prompt_rows += [first_row + position - start for position in known]
+            prompt_logit_indices += [first_index + position - start for position in known]
     block_tables = np.full((len(tables), max(map(len, tables), default=0)), -1, dtype=np.int32)
-    for row, table in enumerate(tables):
-        block_tables[row, : len(table)] = table
-    sampled_rows = [cu_seqlens[row + 1] - 1 for row in output.logit_indices]
+    for index, table in enumerate(tables):
+        block_tables[index, : len(table)] = table
+    logit_indices = [cu_seqlens[index + 1] - 1 for index in output.logit_indices]
     if drafts:
-        sampled_rows = _rows_with_drafts(output, cu_seqlens)
+        logit_indices = _logit_indices_with_drafts(output, cu_seqlens)
     seq_lens = [one.num_computed_tokens + n for one, n in zip(output.sequences, output.num_new_tokens, strict=True)]
     return StepPlan(
         token_ids=np.array(token_ids, dtype=np.int64),
@@ -109,8 +109,8 @@ def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
         cu_seqlens_q=np.array(cu_seqlens, dtype=np.int32),
         seq_lens=np.array(seq_lens, dtype=np.int32),
         block_tables=block_tables,
-        logit_rows=np.array(sampled_rows, dtype=np.int64),
-        prompt_rows=np.array(prompt_rows, dtype=np.int64),
+        logit_indices=np.array(logit_indices, dtype=np.int64),
+        prompt_logit_indices=np.array(prompt_logit_indices, dtype=np.int64),
         max_query_len=max(output.num_new_tokens, default=0),
         max_seq_len=max(seq_lens, default=0),
         swap_out=output.swap_out,
@@ -119,10 +119,10 @@ def build_step_plan(output: SchedulerOutput, block_size: int) -> StepPlan:
     )
 
 
-def _rows_with_drafts(output: SchedulerOutput, cu_seqlens: list[int]) -> list[int]:
-    """Return the row of each sampling sequence's last known token, then those of the drafts, in batch order."""
+def _logit_indices_with_drafts(output: SchedulerOutput, cu_seqlens: list[int]) -> list[int]:
+    """Return the index of each sampling sequence's last known token, then those of the draft tokens, in batch order."""
     lengths = [len(output.drafts.get(sequence, ())) for sequence in output.sequences]
-    rows = [cu_seqlens[row + 1] - 1 - lengths[row] for row in output.logit_indices]
+    indices = [cu_seqlens[index + 1] - 1 - lengths[index] for index in output.logit_indices]
     for end, length in zip(cu_seqlens[1:], lengths, strict=True):
-        rows += range(end - length, end)
-    return rows
+        indices += range(end - length, end)
+    return indices

@@ -1,4 +1,4 @@
-"""WorkerPool: the workers of one engine, rank 0's in this process and the others in processes of their own."""
+"""WorkerPool: the workers of one engine: rank 0 in this process, the other ranks in processes of their own."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 
 from engine.config import EngineConfig
 from engine.worker.model_worker import ModelWorker
-from engine.worker.ranks import RemoteRanks
+from engine.worker.remote_ranks import RemoteRanks
 from engine.worker.step_plan import StepPlan
 
 __all__ = ["WorkerPool"]
 
 
 class WorkerPool:
-    """Every rank's ModelWorker, loaded. The other ranks end with this object, at the latest with the interpreter.
+    """Every rank's loaded ModelWorker. The other ranks end with this object, at the latest with the interpreter.
 
     Raises:
-        ConfigError, ModelLoadError: as the ModelWorker does, on whichever rank.
+        ConfigError, ModelLoadError: as ModelWorker does, on any rank.
         EngineDeadError: if a rank dies while it loads.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self.local = ModelWorker(config)  # most mistakes end here, before any process has started
+        self.local = ModelWorker(config)  # raises most config errors, before any process has started
         self._ranks: RemoteRanks | None = None
         if config.tensor_parallel_size > 1:
             self._ranks = RemoteRanks(config, abort=self.local.abort)
@@ -33,7 +33,7 @@ class WorkerPool:
         self.call("load", "" if self._ranks is None else self._ranks.rendezvous)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker at the same time and return what they returned, rank by rank."""
+        """Call a method of every worker at the same time; return the results in the order of the ranks."""
         run = getattr(self.local, method)
         if self._ranks is None:
             return [run(*args)]
@@ -44,7 +44,7 @@ class WorkerPool:
     def execute(
         self, plan: StepPlan, on_prompt_logits: Callable[[torch.Tensor], None] | None = None
     ) -> torch.Tensor | None:
-        """Compute one step on every rank; returns and passes on the logits as rank 0's ``ModelWorker.execute`` does.
+        """Compute one step on every rank; return rank 0's logits as ``ModelWorker.execute`` does.
 
         Raises:
             EngineDeadError: if a rank has died.
@@ -52,7 +52,7 @@ class WorkerPool:
         if self._ranks is None:
             return self.local.execute(plan, on_prompt_logits)
         with self._ranks.together():
-            self._ranks.send(("execute", (plan,), False))  # the collectives tell that it was done
+            self._ranks.send(("execute", (plan,), False))  # no reply: the collectives show that all ranks compute it
             return self.local.execute(plan, on_prompt_logits)
 
     def check_health(self) -> None:
@@ -61,6 +61,6 @@ class WorkerPool:
             self._ranks.check_health()
 
     def close(self) -> None:
-        """End the other ranks, if there are any."""
+        """End the processes of the other ranks."""
         if self._ranks is not None:
             self._close_ranks()

@@ -7,7 +7,7 @@ The bugs of the list in the design that are none of scheduling have their tests 
 - only one EOS id is read: ``test_generation.test_every_eos_id_of_generation_config_ends_the_answer``
 - temperature 0 is refused: ``test_sampling_params.test_temperature_zero_is_greedy_and_not_refused``
 - unknown options are dropped: ``test_config.test_a_bad_option_is_refused``, ``test_llm``
-- a fixed port and shared-memory name: ``test_tensor_parallel.test_two_engines_at_once_do_not_collide``
+- a fixed port and shared-memory name: ``test_rank_processes.test_two_engines_at_once_do_not_collide``
 - CUDA-graph buckets that miss max_num_seqs: no graphs are captured so far (see ``EngineConfig.enforce_eager``)
 """
 

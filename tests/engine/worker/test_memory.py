@@ -17,14 +17,14 @@ from tests.engine.conftest import SavedModel
 
 
 def test_blocks_that_fit_are_at_most_the_useful_ones() -> None:
-    assert blocks_that_fit(1000, 100, useful=50) == 10
-    assert blocks_that_fit(1000, 100, useful=3) == 3
+    assert blocks_that_fit(1000, 100, max_useful=50) == 10
+    assert blocks_that_fit(1000, 100, max_useful=3) == 3
 
 
 @pytest.mark.parametrize("left", [99, 0, -(2**30)])
 def test_too_little_memory_is_an_error_that_says_what_to_change(left: int) -> None:
     with pytest.raises(ConfigError, match=r"0\.0 MiB are left .* raise kv_cache_memory or gpu_memory_utilization"):
-        blocks_that_fit(left, 100, useful=50)
+        blocks_that_fit(left, 100, max_useful=50)
 
 
 def test_a_model_whose_block_exceeds_kv_cache_memory_is_refused(qwen3: SavedModel) -> None:

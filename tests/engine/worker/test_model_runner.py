@@ -13,14 +13,14 @@ from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.step import SchedulerOutput, StepTimes
 from engine.worker.model_runner import ModelRunner
-from engine.worker.model_worker import PROMPT_ROWS_AT_ONCE
+from engine.worker.model_worker import PROMPT_LOGITS_AT_ONCE
 from tests.engine.conftest import SavedModel
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 def test_a_step_without_tokens_still_copies_its_blocks(qwen3: SavedModel) -> None:
-    """A request that gives way when nothing else runs is swapped out by a step that computes nothing."""
+    """A request that is preempted when nothing else runs is swapped out by a step that computes nothing."""
     runner = ModelRunner(
         EngineConfig(model=qwen3.path, device="cpu", dtype="float32", num_blocks=8, block_size=4, swap_space_gib=0.001)
     )
@@ -68,8 +68,8 @@ def test_the_warm_up_measures_a_slice_of_prompt_logprobs(qwen3: SavedModel, monk
     reduced: list[int] = []
     monkeypatch.setattr(Sampler, "prompt_logprobs", lambda self, logits, *args: reduced.append(len(logits)))
     worker._warm_up()
-    assert sizes == [PROMPT_ROWS_AT_ONCE, 5]
-    assert reduced == [PROMPT_ROWS_AT_ONCE]
+    assert sizes == [PROMPT_LOGITS_AT_ONCE, 5]
+    assert reduced == [PROMPT_LOGITS_AT_ONCE]
 
 
 @pytest.mark.parametrize(("max_num_batched_tokens", "num_rows"), [(2048, 5 * 4), (12, 12), (3, 3)])
@@ -92,7 +92,7 @@ def test_the_warm_up_measures_the_logits_behind_drafts(
     sampled: list[int] = []
     monkeypatch.setattr(Sampler, "warm_up", lambda self, rows: sampled.append(rows))
     worker._warm_up()
-    assert sizes == [min(PROMPT_ROWS_AT_ONCE, max_num_batched_tokens), num_rows]
+    assert sizes == [min(PROMPT_LOGITS_AT_ONCE, max_num_batched_tokens), num_rows]
     assert sampled == [min(5, max_num_batched_tokens)]
 
 

@@ -1,8 +1,9 @@
-"""A tensor-parallel rank's process: it does what rank 0 tells it, and ends when rank 0's process ends.
+"""The process of a tensor-parallel rank: it serves rank 0's calls, and ends when rank 0's process ends.
 
-    python -m engine.worker.rank NUMBER FD PARENT DIRECTORY
+    python -m engine.worker.rank_process NUMBER FD PARENT DIRECTORY
 
-ranks.py starts it: FD is its end of the socket pair, PARENT rank 0's process id, DIRECTORY the engine's private one.
+``RemoteRanks`` starts it. FD is the rank's end of the socket pair, PARENT the process id of rank 0, DIRECTORY the
+private directory of this engine.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import torch
 
 from engine.errors import PagodaError
 from engine.worker.model_worker import ModelWorker
-from engine.worker.ranks import RankFailure
+from engine.worker.remote_ranks import RankFailure
 
 
 def main(number: int, fd: int, parent: int, directory: str) -> None:
-    """Serve calls until rank 0 ends this process; report what goes wrong, and then only wait for the end."""
+    """Serve calls until rank 0 ends this process; after an error, report it and wait for that end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; rank 0 decides
     watcher = threading.Thread(target=_end_with_parent, args=(fd, parent, directory), daemon=True)
     watcher.start()
@@ -36,7 +37,7 @@ def main(number: int, fd: int, parent: int, directory: str) -> None:
     except BaseException as error:
         message = f"{type(error).__name__}: {error}"
         typed = error if isinstance(error, PagodaError) else None
-        with suppress(OSError):  # nobody is there any longer
+        with suppress(OSError):  # rank 0 is gone
             connection.send((None, RankFailure(message, typed, traceback.format_exc())))
     watcher.join()
 
@@ -54,9 +55,9 @@ def _serve(number: int, connection: Connection) -> None:
 
 
 def _end_with_parent(fd: int, parent: int, directory: str) -> None:
-    """End this process, whatever it is doing, when rank 0's is gone. A forked copy of that may keep the socket open."""
+    """End this process when rank 0's process is gone, even if a forked copy of that keeps the socket open."""
     poller = select.poll()
-    poller.register(fd, 0)  # only the other end's hanging up counts
+    poller.register(fd, 0)  # reports only that the other end was closed
     while not poller.poll(1000) and os.getppid() == parent:
         pass
     shutil.rmtree(directory, ignore_errors=True)

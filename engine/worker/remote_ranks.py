@@ -1,10 +1,11 @@
-"""RemoteRanks: the processes of ranks 1, 2, ..., as rank 0 sees them. It knows nothing of models or steps.
+"""RemoteRanks: rank 0's handle on the processes of ranks 1, 2, ... It does not know models or steps.
 
-Each rank has a socket pair to rank 0. Down it go the calls, up it the replies, and its end is the sign of death: a
-thread here waits for any rank's, and one in every rank for this process's. So when one dies, however it dies, all do.
+Each rank has a socket pair to rank 0 for calls and replies. A closed socket means that the process at its other end is
+dead: a thread here watches the sockets of all ranks, and a thread in every rank watches rank 0's. When one process
+dies, for any reason, all of them end.
 
-A rank that fails reports the error and waits to be ended. Whatever happens first, the others' collectives fail because
-of it or are aborted, and rank 0 raises the first cause: the dead process, else the reported error.
+A rank that fails reports its error and waits until it is ended. In both cases the collectives of the other ranks fail
+or are aborted, and rank 0 raises the first cause: a dead process if there is one, else the reported error.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ __all__ = ["RankFailure", "RemoteRanks"]
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_SECONDS = 0.2  # a death makes others fail, and their reports may arrive before its own sign
-_NOTICE_SECONDS = 3.0  # how long rank 0's own error waits for a rank's that caused it
-_SEND_SECONDS = 60  # a rank that takes no more calls for so long stands still
+_SETTLE_SECONDS = 0.2  # a death makes other ranks fail, and their reports may arrive before the death is visible
+_NOTICE_SECONDS = 3.0  # how long an error of rank 0 waits for the report of another rank that caused it
+_SEND_SECONDS = 60  # a rank that accepts no call for this long hangs
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """An error that ended a rank, as it travels to rank 0."""
+    """An error that ended a rank, as the rank reports it to rank 0."""
 
     message: str
-    error: PagodaError | None  # what rank 0 shall raise; None: EngineDeadError with the message
+    error: PagodaError | None  # rank 0 raises it; None: EngineDeadError with the message
     traceback: str
 
 
@@ -64,8 +65,8 @@ class RemoteRanks:
     """Ranks 1 to ``tensor_parallel_size`` - 1, started and waiting for calls.
 
     Args:
-        config: the engine's.
-        abort: frees rank 0 from a collective when the others have ended; called from any thread, maybe twice.
+        config: options of the engine.
+        abort: makes rank 0's collectives fail when the other ranks have ended; called from any thread, maybe twice.
 
     Raises:
         PagodaError: if a rank cannot start.
@@ -89,11 +90,11 @@ class RemoteRanks:
 
     @property
     def rendezvous(self) -> str:
-        """The file at which the ranks meet, in a directory that is this engine's own."""
+        """The file through which the ranks join each other, in a private directory of this engine."""
         return str(Path(self._directory) / "store")
 
     def _start(self, number: int) -> _Rank:
-        """Start a rank: an interpreter of its own, which never imports the user's ``__main__`` as spawn would."""
+        """Start a rank in an interpreter of its own, which does not import the user's ``__main__`` as spawn would."""
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         with theirs:
@@ -102,7 +103,7 @@ class RemoteRanks:
                     sys.executable,
                     "-P",
                     "-m",
-                    "engine.worker.rank",
+                    "engine.worker.rank_process",
                     str(number),
                     str(theirs.fileno()),
                     str(os.getpid()),
@@ -117,7 +118,7 @@ class RemoteRanks:
     # --- calls, from the thread that drives rank 0 ----------------------------------------------------------------
 
     def send(self, message: object) -> None:
-        """Send an object that pickles to every rank."""
+        """Pickle an object and send it to every rank."""
         data = pickle.dumps(message)
         for rank in self._ranks:
             rank.connection.send_bytes(data)
@@ -126,7 +127,7 @@ class RemoteRanks:
         """Return one reply from every rank, in the ranks' order.
 
         Raises:
-            PagodaError: what ended a rank.
+            PagodaError: the cause, if a rank has ended.
         """
         replies: dict[int, Any] = {}
         while len(replies) < len(self._ranks):
@@ -139,13 +140,13 @@ class RemoteRanks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Surround what all ranks do at once: if it fails on any, all of them end, and the first cause is raised."""
+        """Context of a call that all ranks execute at once: if one fails, all end, and the first cause is raised."""
         if self._failure is not None:
             raise self._failure
         try:
             yield
         except BaseException as error:
-            # A collective may fail on rank 0 a moment before it is known which rank has died.
+            # A collective may fail on rank 0 a moment before the watcher knows which rank has died.
             if isinstance(error, Exception) and not isinstance(error, PagodaError):
                 self._failed.wait(_NOTICE_SECONDS)
             cause = self._failure
@@ -156,18 +157,18 @@ class RemoteRanks:
             raise cause from error
 
     def check_health(self) -> None:
-        """Raise what ended the ranks, if they have ended."""
+        """Raise the cause if the ranks have ended."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """End every rank and wait until it is gone."""
+        """Kill every rank's process and wait for its end."""
         if self._closing or os.getpid() != self._owner:  # a forked copy of this object owns nothing
             return
         self._closing = True
         self._failure = self._failure or EngineDeadError("the engine was closed")
         for rank in self._ranks:
-            rank.process.kill()  # a rank holds nothing that must be saved
+            rank.process.kill()  # a rank has nothing to save
         for rank in self._ranks:
             rank.process.wait()
         if threading.current_thread() is not self._watcher:  # the garbage collector runs in any thread
@@ -180,7 +181,7 @@ class RemoteRanks:
     # --- the watcher's thread -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Pass replies on until a rank fails or its connection ends."""
+        """Queue the replies until a rank fails or its connection ends."""
         poller = select.poll()
         ranks = {rank.connection.fileno(): rank for rank in self._ranks}
         for fd in ranks:
@@ -190,7 +191,7 @@ class RemoteRanks:
                 rank, failure = ranks[fd], None
                 try:
                     reply, failure = rank.connection.recv()
-                except Exception:  # the end of the connection, be it in the middle of a reply
+                except Exception:  # the connection has ended, perhaps in the middle of a reply
                     return self._end_all(rank, None)
                 if failure is not None:
                     return self._end_all(rank, failure)

@@ -1,0 +1,49 @@
+"""The device and the CPU threads of one rank."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from kernels.cpu.library import set_num_threads
+
+__all__ = ["resolve_device", "set_rank_threads", "use_device"]
+
+
+def resolve_device(config: EngineConfig, rank: int) -> torch.device:
+    """Return a rank's device: ``auto`` is a GPU if there is one, and each rank has a GPU of its own.
+
+    Raises:
+        ConfigError: if the config asks for GPUs and there are none, or fewer than ranks.
+    """
+    name, size = config.device, config.tensor_parallel_size
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device='{name}' asks for a GPU, but torch sees none; choose auto or cpu")
+    if size == 1:
+        return torch.device("cuda" if name == "auto" else name)
+    if size > torch.cuda.device_count():
+        raise ConfigError(f"tensor_parallel_size={size} exceeds the {torch.cuda.device_count()} GPUs here; lower it")
+    return torch.device("cuda", rank)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU the calling thread's current device: each thread has its own, and Triton launches there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def set_rank_threads(config: EngineConfig, rank: int, *, has_cpu_kernels: bool) -> None:
+    """Limit torch and the CPU kernels to this rank's share of the threads.
+
+    Without ``num_threads``, the ranks other than 0 start with their share already: see ``rank_process``.
+    """
+    threads = config.num_threads or torch.get_num_threads()
+    if config.num_threads is not None or rank == 0:
+        threads = max(1, threads // config.tensor_parallel_size)
+    if config.num_threads is not None:
+        torch.set_num_threads(threads)
+    if has_cpu_kernels:
+        set_num_threads(threads)
