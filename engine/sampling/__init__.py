@@ -1,1 +1,4 @@
-"""How tokens are chosen: what changes the logits, and how one is drawn from them. The Sampler puts it together."""
+"""From logits to tokens: logit filters, draws, log-probabilities.
+
+Knows logits and the parameters of sequences. Does not know where logits come from or what a token means as text.
+"""

@@ -1,7 +1,7 @@
 """SamplingBatch: the parameters of the sequences that sample together, as columns on the device.
 
-While the same sequences go on, each by the token it got, the columns are kept and advanced; otherwise they are built
-from the sequences, of which they are a pure function.
+The columns are a pure function of the sequences. While the same sequences sample step after step, the batch is kept and
+advanced by each sequence's new token; otherwise a new batch is built.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling.choice import build_choosers
+from engine.sampling.choosers import build_choosers
 from engine.sampling.filters import MinTokens, build_filters, column
 from engine.sequence import Sequence
 
@@ -27,10 +27,10 @@ class SamplingBatch:
     """The columns of one set of sequences.
 
     Args:
-        sequences: one per row; what they are is kept, to be compared with the next step's.
-        vocab_size: columns of the logits.
-        device: where the logits are.
-        num_candidates: how many of the likeliest tokens top-p looks at before it sorts the vocabulary.
+        sequences: one for each index of the logits.
+        vocab_size: width of the logits.
+        device: device of the logits.
+        num_candidates: how many of the most likely tokens top-p tries before it sorts the vocabulary.
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class SamplingBatch:
         self._note_tokens(list(map(_token_ids, sequences)))
         self.filters = build_filters(sequences, vocab_size, device)
         self.choosers = build_choosers(sequences, vocab_size, device, num_candidates)
-        # Rows with columns that depend on their tokens or how many there are; drafts give only the others several.
-        self._counted = np.array([not one.is_plain_greedy for one in sequences], dtype=bool)
+        # Sequences whose columns depend on their tokens, or on their number. Drafts add several tokens to others only.
+        self._depends_on_tokens = np.array([not one.is_plain_greedy for one in sequences], dtype=bool)
         self._needs_history = any(one.needs_history for one in self.filters)
         params = [sequence.params for sequence in sequences]
-        self.ranked_rows = [row for row, p in enumerate(params) if p.needs_logprobs]
-        self.num_logprobs = [params[row].logprobs or 0 for row in self.ranked_rows]
-        self.ranked_index = column(self.ranked_rows, torch.int64, device)
-        self.beam_rows = [row for row, p in enumerate(params) if p.uses_beam_search]
-        beams = [sequences[row] for row in self.beam_rows]
+        self.logprob_indices = [index for index, p in enumerate(params) if p.needs_logprobs]
+        self.num_logprobs = [params[index].logprobs or 0 for index in self.logprob_indices]
+        self.logprob_indices_on_device = column(self.logprob_indices, torch.int64, device)
+        self.beam_indices = [index for index, p in enumerate(params) if p.uses_beam_search]
+        beams = [sequences[index] for index in self.beam_indices]
         self.num_beam_tokens = [s.params.num_sequences + len(s.stop_token_ids) for s in beams]
-        self.beam_index = column(self.beam_rows, torch.int64, device)
+        self.beam_indices_on_device = column(self.beam_indices, torch.int64, device)
         self.beam_min_tokens = MinTokens.build(beams, vocab_size, device)
 
     def _note_tokens(self, token_ids: list[list[int]]) -> None:
@@ -60,12 +60,13 @@ class SamplingBatch:
         self._last_ids = list(map(itemgetter(-1), token_ids))
 
     def advance(self, sequences: Sequence_[Sequence]) -> bool:
-        """Step on if these are the same sequences, each with one more token; False if the batch must be built anew.
-        Those that take the likeliest token whatever came before may have got several.
+        """Advance by one step if these are the same sequences, each with one more token; else return False.
 
-        The new token is read from the sequence, so it need not be the one that was sampled. That the tokens before it
-        are the same is checked by their number and, where it matters, the last of them: a sequence whose earlier tokens
-        are rewritten in place needs ``Sampler.reset``.
+        Sequences that always take the most likely token may have several more tokens.
+
+        The new token is read from the sequence, so it can be another one than was sampled. The tokens before it are
+        compared by their number and, where a filter depends on them, by the last one. If earlier tokens of a sequence
+        are rewritten in place, the caller must call ``Sampler.reset``.
         """
         if list(sequences) != self._sequences:  # by identity: they are kept alive here
             return False
@@ -73,9 +74,9 @@ class SamplingBatch:
         lengths = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
         if list(map(_constants, sequences)) != self._constants:
             return False
-        if not np.array_equal(lengths, self._lengths + 1) and not self._is_by_drafts(lengths):
+        if not np.array_equal(lengths, self._lengths + 1) and not self._has_grown_by_drafts(lengths):
             return False
-        if self._needs_history and not self._follows(token_ids):
+        if self._needs_history and not self._continues(token_ids):
             return False
         self._note_tokens(token_ids)
         new_ids = column(self._last_ids if self._needs_history else [], torch.int64, self._device)
@@ -87,15 +88,15 @@ class SamplingBatch:
             self.beam_min_tokens.advance(new_ids)
         return True
 
-    def _is_by_drafts(self, lengths: npt.NDArray[np.int64]) -> bool:
-        """Whether all have grown, and only those by several tokens to whom it makes no difference."""
+    def _has_grown_by_drafts(self, lengths: npt.NDArray[np.int64]) -> bool:
+        """Whether all sequences have grown, and by several tokens only those whose columns do not depend on tokens."""
         grown = lengths - self._lengths
-        return bool((grown > 0).all() and (grown[self._counted] == 1).all())
+        return bool((grown > 0).all() and (grown[self._depends_on_tokens] == 1).all())
 
-    def _follows(self, token_ids: list[list[int]]) -> bool:
-        """Whether what came before the new tokens is what was there, in the rows to which it matters."""
+    def _continues(self, token_ids: list[list[int]]) -> bool:
+        """Whether the tokens before the new ones are the last step's, where the columns depend on them."""
         before = list(map(itemgetter(-2), token_ids))
         if before == self._last_ids:
             return True
-        rows = zip(before, self._last_ids, self._counted.tolist(), strict=True)
-        return all(token_id == last for token_id, last, counts in rows if counts)
+        compared = zip(before, self._last_ids, self._depends_on_tokens.tolist(), strict=True)
+        return all(token_id == last for token_id, last, matters in compared if matters)

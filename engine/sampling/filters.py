@@ -1,8 +1,8 @@
-"""LogitFilters: what a request's parameters change in its logits before a token is chosen.
+"""LogitFilters: change logits as a request's parameters say, before a token is chosen from them.
 
-Each filter holds the columns of the rows that use it, nothing of the others, and changes logits in place; a batch in
-which nobody uses it has none. A filter is a pure function of its sequences: built from them when the batch changes, and
-otherwise told of each new token. It knows nothing of how a token is chosen from the logits.
+Each filter serves the sequences of a batch that use its parameter, and changes their logits. A batch has only the
+filters that some sequence uses. The state of a filter is a pure function of its sequences: it is built from them when
+the batch changes, and advanced by each new token otherwise.
 """
 
 from __future__ import annotations
@@ -31,53 +31,53 @@ def _ids(values: object, device: torch.device) -> torch.Tensor:
 
 
 def _pairs(token_ids: Sequence_[Sequence_[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the concatenated ids, and to which of the sequences each belongs, both int64."""
+    """Return for each of the concatenated token ids which list it comes from, and the ids, both int64."""
     lengths = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
     flat = np.fromiter(chain.from_iterable(token_ids), np.int64, int(lengths.sum()))
     return _ids(np.repeat(np.arange(len(token_ids)), lengths), device), _ids(flat, device)
 
 
 class LogitFilter(ABC):
-    """One kind of change to the logits, for the rows that ask for it."""
+    """One kind of change to the logits of those sequences that ask for it."""
 
     needs_history: bool = False  # whether it depends on which tokens a sequence has, not only on how many
 
     @classmethod
     @abstractmethod
     def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
-        """Return the filter for a batch, of which each sequence is a row; None if it would do nothing."""
+        """Return the filter for a batch; None if no sequence uses it."""
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> None:
-        """Change ``logits``, float32 [rows, vocab_size], in place."""
+        """Change ``logits``, float32 [batch_size, vocab_size], in this tensor."""
 
     def advance(self, token_ids: torch.Tensor) -> None:  # noqa: B027  (most have nothing to do)
-        """Every sequence has one more token, int64 [rows] (empty if no filter of the batch needs the history)."""
+        """Advance by one new token for each sequence, int64 [batch_size]; empty if no filter needs the history."""
 
 
 class AllowedTokens(LogitFilter):
-    """allowed_token_ids: no other token may come."""
+    """allowed_token_ids: forbids every other token."""
 
-    def __init__(self, rows: torch.Tensor, forbidden: torch.Tensor) -> None:
-        self._rows = rows  # int64 [n]
+    def __init__(self, indices: torch.Tensor, forbidden: torch.Tensor) -> None:
+        self._indices = indices  # int64 [n]
         self._forbidden = forbidden  # bool [n, vocab_size]
 
     @classmethod
     def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
-        rows = [row for row, s in enumerate(sequences) if s.params.allowed_token_ids is not None]
-        if not rows:
+        indices = [index for index, s in enumerate(sequences) if s.params.allowed_token_ids is not None]
+        if not indices:
             return None
-        forbidden = torch.ones(len(rows), vocab_size, dtype=torch.bool, device=device)
-        forbidden[_pairs([sequences[row].params.allowed_token_ids or () for row in rows], device)] = False
-        return cls(_ids(rows, device), forbidden)
+        forbidden = torch.ones(len(indices), vocab_size, dtype=torch.bool, device=device)
+        forbidden[_pairs([sequences[index].params.allowed_token_ids or () for index in indices], device)] = False
+        return cls(_ids(indices, device), forbidden)
 
     def apply(self, logits: torch.Tensor) -> None:
-        picked = logits.index_select(0, self._rows).masked_fill_(self._forbidden, -torch.inf)
-        logits.index_copy_(0, self._rows, picked)
+        picked = logits.index_select(0, self._indices).masked_fill_(self._forbidden, -torch.inf)
+        logits.index_copy_(0, self._indices, picked)
 
 
 class BadWords(LogitFilter):
-    """bad_words_token_ids: the last token of a word may not come where its first ones have.
+    """bad_words_token_ids: forbids the last token of a word after its other tokens.
 
     As in transformers, those may be in the prompt.
     """
@@ -85,25 +85,32 @@ class BadWords(LogitFilter):
     _ANY, _NONE = -1, -2  # matches every token; is no token
 
     def __init__(
-        self, rows: torch.Tensor, words: torch.Tensor, owners: torch.Tensor, last_ids: torch.Tensor, tails: torch.Tensor
+        self,
+        indices: torch.Tensor,
+        words: torch.Tensor,
+        owners: torch.Tensor,
+        last_ids: torch.Tensor,
+        tails: torch.Tensor,
     ) -> None:
-        self._rows = rows  # int64 [n]: of the batch
+        self._indices = indices  # int64 [n]: indices of the batch
         self._words = words  # int64 [num_words, longest - 1]: all but the last token, padded with _ANY on the left
-        self._owners = owners  # int64 [num_words]: index into rows
+        self._owners = owners  # int64 [num_words]: index into _indices
         self._last_ids = last_ids  # int64 [num_words]
         self._tails = tails  # int64 [n, longest - 1]: last tokens, padded with _NONE on the left
         self.needs_history = words.shape[1] > 0  # words of one token never change
 
     @classmethod
     def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
-        rows = [row for row, s in enumerate(sequences) if s.params.bad_words_token_ids]
-        if not rows:
+        indices = [index for index, s in enumerate(sequences) if s.params.bad_words_token_ids]
+        if not indices:
             return None
-        words = [(i, word) for i, row in enumerate(rows) for word in sequences[row].params.bad_words_token_ids or ()]
+        words = [
+            (i, word) for i, index in enumerate(indices) for word in sequences[index].params.bad_words_token_ids or ()
+        ]
         width = max(len(word) for _, word in words) - 1
-        tails = [sequences[row].token_ids[-width:] if width else [] for row in rows]
+        tails = [sequences[index].token_ids[-width:] if width else [] for index in indices]
         return cls(
-            rows=_ids(rows, device),
+            indices=_ids(indices, device),
             words=_ids([[cls._ANY] * (width + 1 - len(word)) + list(word[:-1]) for _, word in words], device),
             owners=_ids([owner for owner, _ in words], device),
             last_ids=_ids([word[-1] for _, word in words], device),
@@ -113,38 +120,40 @@ class BadWords(LogitFilter):
     def apply(self, logits: torch.Tensor) -> None:
         equal = (self._words == self._tails[self._owners]) | (self._words == self._ANY)
         penalty = torch.zeros(len(equal), device=logits.device).masked_fill_(equal.all(dim=1), -torch.inf)
-        # Added, since two words may end alike and only one of them match.
-        logits.index_put_((self._rows[self._owners], self._last_ids), penalty, accumulate=True)
+        # Added, because two words may have the same last token and only one of them may match.
+        logits.index_put_((self._indices[self._owners], self._last_ids), penalty, accumulate=True)
 
     def advance(self, token_ids: torch.Tensor) -> None:
         if self.needs_history:
-            self._tails = torch.cat((self._tails[:, 1:], token_ids[self._rows, None]), dim=1)
+            self._tails = torch.cat((self._tails[:, 1:], token_ids[self._indices, None]), dim=1)
 
 
 class MinTokens(LogitFilter):
-    """min_tokens: no stop token before so many tokens were generated."""
+    """min_tokens: forbids stop tokens until this many tokens are generated."""
 
-    def __init__(self, rows: torch.Tensor, token_ids: torch.Tensor, missing: torch.Tensor, most_missing: int) -> None:
-        self._rows, self._token_ids = rows, token_ids  # int64 [num_pairs]
-        self._missing = missing  # int64 [num_pairs]: tokens to generate before this one may come
+    def __init__(
+        self, indices: torch.Tensor, token_ids: torch.Tensor, missing: torch.Tensor, most_missing: int
+    ) -> None:
+        self._indices, self._token_ids = indices, token_ids  # int64 [num_pairs]
+        self._missing = missing  # int64 [num_pairs]: tokens to generate before this stop token is allowed
         self._most_missing = most_missing
 
     @classmethod
     def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         missing = [s.params.min_tokens - s.num_output_tokens for s in sequences]
-        rows = [row for row, s in enumerate(sequences) if missing[row] > 0 and s.stop_token_ids]
-        if not rows:
+        indices = [index for index, s in enumerate(sequences) if missing[index] > 0 and s.stop_token_ids]
+        if not indices:
             return None
-        owners, token_ids = _pairs([tuple(sequences[row].stop_token_ids) for row in rows], device)
-        most = min(max(missing[row] for row in rows), 2**62)
-        counts = _ids([min(missing[row], 2**62) for row in rows], device)
-        return cls(_ids(rows, device)[owners], token_ids, counts[owners], most)
+        owners, token_ids = _pairs([tuple(sequences[index].stop_token_ids) for index in indices], device)
+        most = min(max(missing[index] for index in indices), 2**62)
+        counts = _ids([min(missing[index], 2**62) for index in indices], device)
+        return cls(_ids(indices, device)[owners], token_ids, counts[owners], most)
 
     def apply(self, logits: torch.Tensor) -> None:
         if self._most_missing > 0:
-            penalty = torch.zeros(len(self._rows), device=logits.device)
+            penalty = torch.zeros(len(self._indices), device=logits.device)
             penalty.masked_fill_(self._missing > 0, -torch.inf)
-            logits.index_put_((self._rows, self._token_ids), penalty, accumulate=True)
+            logits.index_put_((self._indices, self._token_ids), penalty, accumulate=True)
 
     def advance(self, token_ids: torch.Tensor) -> None:
         self._missing -= 1
@@ -154,8 +163,8 @@ class MinTokens(LogitFilter):
 class LogitBias(LogitFilter):
     """logit_bias: a number added to a token's logit."""
 
-    def __init__(self, rows: torch.Tensor, token_ids: torch.Tensor, biases: torch.Tensor) -> None:
-        self._rows, self._token_ids = rows, token_ids  # int64 [num_pairs]
+    def __init__(self, indices: torch.Tensor, token_ids: torch.Tensor, biases: torch.Tensor) -> None:
+        self._indices, self._token_ids = indices, token_ids  # int64 [num_pairs]
         self._biases = biases  # float32 [num_pairs]
 
     @classmethod
@@ -163,12 +172,12 @@ class LogitBias(LogitFilter):
         biases = [s.params.logit_bias or {} for s in sequences]
         if not any(biases):
             return None
-        rows, token_ids = _pairs([tuple(bias) for bias in biases], device)
+        indices, token_ids = _pairs([tuple(bias) for bias in biases], device)
         values = [value for bias in biases for value in bias.values()]
-        return cls(rows, token_ids, column(values, torch.float32, device))
+        return cls(indices, token_ids, column(values, torch.float32, device))
 
     def apply(self, logits: torch.Tensor) -> None:
-        logits.index_put_((self._rows, self._token_ids), self._biases, accumulate=True)
+        logits.index_put_((self._indices, self._token_ids), self._biases, accumulate=True)
 
 
 class RepetitionPenalty(LogitFilter):
@@ -176,28 +185,28 @@ class RepetitionPenalty(LogitFilter):
 
     needs_history = True
 
-    def __init__(self, rows: torch.Tensor, penalties: torch.Tensor, seen: torch.Tensor) -> None:
-        self._rows = rows  # int64 [n]
+    def __init__(self, indices: torch.Tensor, penalties: torch.Tensor, seen: torch.Tensor) -> None:
+        self._indices = indices  # int64 [n]
         self._penalties = penalties  # float32 [n, 1]
         self._seen = seen  # bool [n, vocab_size]
 
     @classmethod
     def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
-        rows = [row for row, s in enumerate(sequences) if s.params.repetition_penalty != 1.0]
-        if not rows:
+        indices = [index for index, s in enumerate(sequences) if s.params.repetition_penalty != 1.0]
+        if not indices:
             return None
-        seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
-        seen[_pairs([sequences[row].token_ids for row in rows], device)] = True
-        penalties = [[sequences[row].params.repetition_penalty] for row in rows]
-        return cls(_ids(rows, device), column(penalties, torch.float32, device), seen)
+        seen = torch.zeros(len(indices), vocab_size, dtype=torch.bool, device=device)
+        seen[_pairs([sequences[index].token_ids for index in indices], device)] = True
+        penalties = [[sequences[index].params.repetition_penalty] for index in indices]
+        return cls(_ids(indices, device), column(penalties, torch.float32, device), seen)
 
     def apply(self, logits: torch.Tensor) -> None:
-        picked = logits.index_select(0, self._rows)
+        picked = logits.index_select(0, self._indices)
         penalised = torch.where(picked > 0, picked / self._penalties, picked * self._penalties)
-        logits.index_copy_(0, self._rows, torch.where(self._seen, penalised, picked))
+        logits.index_copy_(0, self._indices, torch.where(self._seen, penalised, picked))
 
     def advance(self, token_ids: torch.Tensor) -> None:
-        self._seen.scatter_(1, token_ids[self._rows, None], True)
+        self._seen.scatter_(1, token_ids[self._indices, None], True)
 
 
 class OutputPenalties(LogitFilter):
@@ -206,36 +215,36 @@ class OutputPenalties(LogitFilter):
     needs_history = True
 
     def __init__(
-        self, rows: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor, counts: torch.Tensor
+        self, indices: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        self._rows = rows  # int64 [n]
+        self._indices = indices  # int64 [n]
         self._frequency, self._presence = frequency, presence  # float32 [n, 1]
         self._counts = counts  # int32 [n, vocab_size]
 
     @classmethod
     def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         params = [s.params for s in sequences]
-        rows = [row for row, p in enumerate(params) if p.frequency_penalty != 0.0 or p.presence_penalty != 0.0]
-        if not rows:
+        indices = [index for index, p in enumerate(params) if p.frequency_penalty != 0.0 or p.presence_penalty != 0.0]
+        if not indices:
             return None
-        counts = torch.zeros(len(rows), vocab_size, dtype=torch.int32, device=device)
-        owners, token_ids = _pairs([sequences[row].output_token_ids for row in rows], device)
+        counts = torch.zeros(len(indices), vocab_size, dtype=torch.int32, device=device)
+        owners, token_ids = _pairs([sequences[index].output_token_ids for index in indices], device)
         counts.index_put_((owners, token_ids), torch.ones_like(owners, dtype=torch.int32), accumulate=True)
         return cls(
-            rows=_ids(rows, device),
-            frequency=column([[params[row].frequency_penalty] for row in rows], torch.float32, device),
-            presence=column([[params[row].presence_penalty] for row in rows], torch.float32, device),
+            indices=_ids(indices, device),
+            frequency=column([[params[index].frequency_penalty] for index in indices], torch.float32, device),
+            presence=column([[params[index].presence_penalty] for index in indices], torch.float32, device),
             counts=counts,
         )
 
     def apply(self, logits: torch.Tensor) -> None:
-        picked = logits.index_select(0, self._rows)
+        picked = logits.index_select(0, self._indices)
         picked -= self._frequency * self._counts
         picked -= self._presence * (self._counts > 0)
-        logits.index_copy_(0, self._rows, picked)
+        logits.index_copy_(0, self._indices, picked)
 
     def advance(self, token_ids: torch.Tensor) -> None:
-        new = token_ids[self._rows, None]
+        new = token_ids[self._indices, None]
         self._counts.scatter_add_(1, new, torch.ones_like(new, dtype=torch.int32))
 
 

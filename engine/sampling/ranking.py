@@ -1,4 +1,4 @@
-"""The likeliest tokens of a row, and the log-probabilities of chosen ones. It knows nothing of requests."""
+"""The most likely tokens, and the log-probabilities of given tokens. This module does not know requests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from engine.outputs import Logprob, TokenLogprobs
 from kernels.cpu import sampling as cpu_sampling
 
-__all__ = ["gather_logprobs", "likeliest"]
+__all__ = ["gather_logprobs", "top_tokens"]
 
 
-def likeliest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the k highest of float32 ``scores`` [rows, vocab_size] in order, and their token ids, both [rows, k].
+def top_tokens(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k highest of float32 ``scores`` [n, vocab_size], highest first, and their token ids, both [n, k].
 
-    Of equal scores the smaller id goes first, so that the first k of a longer answer are the answer for k. Logits of
-    16 bits are often equal, and torch.topk would take any of those.
+    Of equal scores the smaller token id comes first, so that the result for k is a prefix of the result for k + 1.
+    16-bit logits are often equal, and torch.topk returns equal ones in any order.
     """
     if cpu_sampling.can_sample(scores):
         return cpu_sampling.top_k(scores, k)
@@ -29,20 +29,30 @@ def likeliest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     return scores.gather(1, token_ids), token_ids
 
 
-def gather_logprobs(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Return for each row of ``logprobs`` [rows, vocab_size] its token (int64 [rows]) and its ``counts`` likeliest."""
+def gather_logprobs(
+    logprobs: torch.Tensor, token_ids: torch.Tensor, num_top_tokens: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Return the log-probabilities and ranks of given tokens and of the most likely tokens.
+
+    Args:
+        logprobs: [n, vocab_size].
+        token_ids: int64 [n]: one token for each index; it comes first in the result.
+        num_top_tokens: for each index, how many of the most likely tokens follow.
+    """
     ids = token_ids[:, None]
     values = logprobs.gather(1, ids)
     ranks = (logprobs > values).sum(dim=1, keepdim=True) + 1
-    if any(counts):
-        top_values, top_ids = likeliest(logprobs, max(counts))
+    if any(num_top_tokens):
+        top_values, top_ids = top_tokens(logprobs, max(num_top_tokens))
         top_ranks = (top_values[:, None, :] > top_values[:, :, None]).sum(dim=2) + 1
         ids, values = torch.cat((ids, top_ids), dim=1), torch.cat((values, top_values), dim=1)
         ranks = torch.cat((ranks, top_ranks), dim=1)
     return [
         {
             token_id: Logprob(logprob, rank)
-            for token_id, logprob, rank in zip(row_ids[: 1 + k], row_values, row_ranks, strict=False)
+            for token_id, logprob, rank in zip(own_ids[: 1 + k], own_values, own_ranks, strict=False)
         }
-        for row_ids, row_values, row_ranks, k in zip(ids.tolist(), values.tolist(), ranks.tolist(), counts, strict=True)
+        for own_ids, own_values, own_ranks, k in zip(
+            ids.tolist(), values.tolist(), ranks.tolist(), num_top_tokens, strict=True
+        )
     ]

@@ -1,8 +1,8 @@
-"""Sampler: logits to tokens.
+"""Sampler: from logits to tokens.
 
-Sampling is a pure function of (logits, parameters, seed, position): it does not depend on what else is in the batch, on
-what was sampled before it, or on the replica. Of sampling/, noise.py says how a draw is one, logit_filters.py what
-changes the logits first, and choice.py how a token is chosen from them.
+Sampling is a pure function of (logits, parameters, seed, position). It does not depend on the other sequences of the
+batch, on earlier samples, or on the replica. ``filters`` changes the logits, ``choosers`` chooses a token from them,
+and ``noise`` makes a random choice reproducible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from engine.outputs import TokenLogprobs
 from engine.request import EngineRequest
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.ranking import gather_logprobs, likeliest
+from engine.sampling.ranking import gather_logprobs, top_tokens
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.scheduling.step import SampledTokens
 from engine.sequence import Sequence, SequenceGroup
@@ -33,9 +33,9 @@ class Sampler:
     """Chooses the tokens of a batch.
 
     Args:
-        vocab_size: columns of the logits.
-        device: where the logits are.
-        num_candidates: how many of the likeliest tokens top-p looks at before it sorts the vocabulary.
+        vocab_size: width of the logits.
+        device: device of the logits.
+        num_candidates: how many of the most likely tokens top-p tries before it sorts the vocabulary.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, *, num_candidates: int = NUM_CANDIDATES) -> None:
@@ -45,7 +45,7 @@ class Sampler:
         self._batch: SamplingBatch | None = None
 
     def reset(self) -> None:
-        """Forget the last batch: the next one is built from its sequences. Never changes what is sampled."""
+        """Forget the last batch, so that the next one is built from its sequences."""
         self._batch = None
 
     @torch.inference_mode()
@@ -55,27 +55,31 @@ class Sampler:
         sequences: Sequence_[Sequence],
         grammar: tuple[list[int], torch.Tensor] | None = None,
     ) -> SampledTokens:
-        """Choose a token for each row, or find the likeliest ones for a beam.
+        """Choose a token for each sequence; for a beam, find the most likely tokens.
 
         Args:
-            logits: float32 [rows, vocab_size]; may be altered.
-            sequences: one per row; several rows may have equal logits, none the same sequence.
-            grammar: rows, and int32 [len(rows), ceil(vocab_size / 32)] with a bit for each token that may come there.
+            logits: float32 [batch_size, vocab_size]; overwritten.
+            sequences: the batch; all different.
+            grammar: indices of the batch, and their bitmasks of allowed tokens, int32 [n, ceil(vocab_size / 32)].
 
         Returns:
-            The tokens, -1 in rows of beams and 0 in those that failed, because the logits hold a NaN or +inf or because
-            every token is forbidden: the other rows are as if these were not there. Log-probabilities are of the logits
-            as the model gave them; what a beam may not say yet is at -inf.
+            The token ids: -1 for beams, and 0 for sequences that failed because their logits hold a NaN or +inf or
+            because every token is forbidden. A failure does not affect other sequences. Log-probabilities are those of
+            the model's own logits; tokens that min_tokens forbids to a beam are at -inf.
         """
         if not sequences:
             return SampledTokens([])
         batch = self._batch_of(sequences)
         beams = self._search(logits, batch)
-        raw = logits.index_select(0, batch.ranked_index).log_softmax(dim=1) if batch.ranked_rows else None
+        raw = (
+            logits.index_select(0, batch.logprob_indices_on_device).log_softmax(dim=1)
+            if batch.logprob_indices
+            else None
+        )
         for one in batch.filters:
             one.apply(logits)
         if grammar is not None:
-            apply_bitmask(logits, *grammar)  # the last word: nothing that follows allows a token
+            apply_bitmask(logits, *grammar)  # last, so that no filter can allow a token again
         tokens = torch.zeros(len(sequences), dtype=torch.int64, device=logits.device)
         best = torch.zeros(len(sequences), device=logits.device)
         for chooser in batch.choosers:
@@ -86,25 +90,32 @@ class Sampler:
 
     @torch.inference_mode()
     def prompt_logprobs(
-        self, logits: torch.Tensor, token_ids: Sequence_[int], counts: Sequence_[int]
+        self, logits: torch.Tensor, token_ids: Sequence_[int], num_top_tokens: Sequence_[int]
     ) -> list[TokenLogprobs]:
-        """Return for each row of ``logits`` [rows, vocab_size] the log-probabilities of the prompt's token that comes
-        next, of ``token_ids``, and of its ``counts`` likeliest."""
+        """Return log-probabilities of prompt tokens.
+
+        Args:
+            logits: float32 [n, vocab_size].
+            token_ids: the prompt's next token, for each index of the logits.
+            num_top_tokens: how many of the most likely tokens to return besides.
+        """
         index = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-        return gather_logprobs(logits.log_softmax(dim=1), index, counts)
+        return gather_logprobs(logits.log_softmax(dim=1), index, num_top_tokens)
 
     @torch.inference_mode()
     def argmax_tokens(self, logits: torch.Tensor) -> list[int]:
-        """Return the likeliest token of each row of ``logits`` [rows, vocab_size], as ``sample`` takes it where nothing
-        changes the logits; -1 where there is none."""
+        """Return the most likely token for each index of ``logits`` [n, vocab_size]; -1 if the logits are not finite.
+
+        It is the token that ``sample`` chooses for a greedy sequence without logit filters.
+        """
         best, token_ids = argmax_rows(logits)
         found: list[int] = token_ids.masked_fill_(~best.isfinite(), NO_TOKEN).tolist()
         return found
 
-    def warm_up(self, num_rows: int) -> None:
-        """Sample once with everything that takes memory in each of ``num_rows`` rows."""
-        # Equal logits, and more tokens allowed than top-p looks at, so that it has to sort.
-        logits = torch.zeros(num_rows, self._vocab_size, device=self._device)
+    def warm_up(self, num_sequences: int) -> None:
+        """Sample ``num_sequences`` sequences once, with every parameter that takes memory."""
+        # Equal logits, and more allowed tokens than top-p has candidates, so that it sorts the vocabulary.
+        logits = torch.zeros(num_sequences, self._vocab_size, device=self._device)
         params = SamplingParams(
             temperature=0.5,
             top_p=0.99,
@@ -125,41 +136,41 @@ class Sampler:
                 root=0,
                 stop_token_ids=frozenset({1}),
                 max_total_tokens=2,
-                seed=row,
+                seed=index,
             )
-            for row in range(num_rows)
+            for index in range(num_sequences)
         ]
         sequences = [group.sequences[0] for group in groups]
         words = -(-self._vocab_size // 32)
-        bitmask = torch.full((num_rows, words), -1, dtype=torch.int32, device=self._device)
-        self.sample(logits, sequences, (list(range(num_rows)), bitmask))
+        bitmask = torch.full((num_sequences, words), -1, dtype=torch.int32, device=self._device)
+        self.sample(logits, sequences, (list(range(num_sequences)), bitmask))
         self.reset()
 
     def _batch_of(self, sequences: Sequence_[Sequence]) -> SamplingBatch:
-        batch, self._batch = self._batch, None  # forgotten if building or advancing fails
+        batch, self._batch = self._batch, None  # not kept if building or advancing fails
         if batch is None or not batch.advance(sequences):
             batch = SamplingBatch(sequences, self._vocab_size, self._device, self._num_candidates)
         self._batch = batch
         return batch
 
     def _search(self, logits: torch.Tensor, batch: SamplingBatch) -> dict[int, tuple[list[int], list[float]]]:
-        if not batch.beam_rows:
+        if not batch.beam_indices:
             return {}
-        logprobs = logits.index_select(0, batch.beam_index).log_softmax(dim=1)
+        logprobs = logits.index_select(0, batch.beam_indices_on_device).log_softmax(dim=1)
         if batch.beam_min_tokens is not None:
             batch.beam_min_tokens.apply(logprobs)
-        values, token_ids = likeliest(logprobs, max(batch.num_beam_tokens))
-        rows = zip(batch.beam_rows, batch.num_beam_tokens, token_ids.tolist(), values.tolist(), strict=True)
-        return {row: (ids[:count], scores[:count]) for row, count, ids, scores in rows}
+        values, token_ids = top_tokens(logprobs, max(batch.num_beam_tokens))
+        found = zip(batch.beam_indices, batch.num_beam_tokens, token_ids.tolist(), values.tolist(), strict=True)
+        return {index: (ids[:count], scores[:count]) for index, count, ids, scores in found}
 
     @staticmethod
     def _logprobs(
-        raw: torch.Tensor, tokens: torch.Tensor, batch: SamplingBatch, num_rows: int
+        raw: torch.Tensor, tokens: torch.Tensor, batch: SamplingBatch, batch_size: int
     ) -> list[TokenLogprobs | None]:
-        gathered = gather_logprobs(raw, tokens[batch.ranked_index], batch.num_logprobs)
-        logprobs: list[TokenLogprobs | None] = [None] * num_rows
-        for row, one in zip(batch.ranked_rows, gathered, strict=True):
-            logprobs[row] = one
+        gathered = gather_logprobs(raw, tokens[batch.logprob_indices_on_device], batch.num_logprobs)
+        logprobs: list[TokenLogprobs | None] = [None] * batch_size
+        for index, one in zip(batch.logprob_indices, gathered, strict=True):
+            logprobs[index] = one
         return logprobs
 
 
@@ -168,15 +179,15 @@ def _finish(
     logprobs: list[TokenLogprobs | None] | None,
     beams: dict[int, tuple[list[int], list[float]]],
 ) -> SampledTokens:
-    """Tell the rows in which nothing could be chosen from the others."""
-    invalid = {row for row, (_, scores) in beams.items() if not isfinite(scores[0])}
+    """Return the sampled tokens, with the sequences that failed."""
+    invalid = {index for index, (_, scores) in beams.items() if not isfinite(scores[0])}
     if min(token_ids) == NO_TOKEN:
-        invalid.update(row for row, token_id in enumerate(token_ids) if token_id == NO_TOKEN)
+        invalid.update(index for index, token_id in enumerate(token_ids) if token_id == NO_TOKEN)
         token_ids = [max(token_id, 0) for token_id in token_ids]
-    for row, one in enumerate(logprobs or ()):
+    for index, one in enumerate(logprobs or ()):
         if one is not None and isnan(next(iter(one.values())).logprob):
-            invalid.add(row)  # a NaN that a mask hid from the choice
-            token_ids[row] = 0
-    for row in beams:
-        token_ids[row] = NO_TOKEN
+            invalid.add(index)  # a NaN that a mask hid from the choice
+            token_ids[index] = 0
+    for index in beams:
+        token_ids[index] = NO_TOKEN
     return SampledTokens(token_ids, logprobs, beams, dict.fromkeys(sorted(invalid), NO_CHOICE))

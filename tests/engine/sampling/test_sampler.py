@@ -1,4 +1,4 @@
-"""The sampler: filters against plain references, draws against exact probabilities, purity, and reuse of columns."""
+"""The sampler: filters against plain references, draws against exact probabilities, failures, logprobs, beams."""
 
 from __future__ import annotations
 
@@ -9,42 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine.outputs import Logprob
-from engine.request import EngineRequest
 from engine.sampling.noise import as_uint64, gumbel_noise, noise_keys
-from engine.sampling.ranking import likeliest
+from engine.sampling.ranking import top_tokens
 from engine.sampling.sampler import NUM_CANDIDATES, Sampler
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence, SequenceGroup
-
-VOCAB_SIZE = 50
-CPU = torch.device("cpu")
-STOP = 7
-
-
-def make_sequence(seed: int = 0, num_tokens: int = 4, **params: Any) -> Sequence:
-    return SequenceGroup(
-        EngineRequest("request", [1] * num_tokens, SamplingParams(**params)),
-        arrival=0,
-        root=0,
-        stop_token_ids=frozenset({STOP}),
-        max_total_tokens=1000,
-        seed=seed,
-    ).sequences[0]
-
-
-def sample(logits: torch.Tensor, sequences: list[Sequence], num_candidates: int = NUM_CANDIDATES) -> list[int]:
-    """Sample without a past, and without altering ``logits``."""
-    output = Sampler(logits.shape[1], CPU, num_candidates=num_candidates).sample(logits.clone(), sequences)
-    assert not output.failed
-    return output.token_ids
-
-
-def random_logits(rows: int, seed: int, scale: float = 2.0, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
-    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+from tests.engine.sampling.batches import CPU, STOP, VOCAB_SIZE, chi_square, make_sequence, random_logits, sample
 
 
 def reference_support(logits: list[float], params: SamplingParams) -> set[int]:
@@ -88,11 +59,6 @@ def test_filters_keep_what_the_definitions_say(num_candidates: int) -> None:
     assert sample(logits, sequences, num_candidates) == expected
 
 
-def chi_square(counts: list[int], probabilities: list[float]) -> float:
-    total = sum(counts)
-    return sum((c - total * p) ** 2 / (total * p) for c, p in zip(counts, probabilities, strict=True) if p > 0)
-
-
 @pytest.mark.parametrize("num_candidates", [2, NUM_CANDIDATES])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"top_k": 8}, {"top_p": 0.8}, {"min_p": 0.05}])
 def test_draws_follow_the_exact_distribution(params: dict[str, Any], num_candidates: int) -> None:
@@ -112,179 +78,7 @@ def test_draws_follow_the_exact_distribution(params: dict[str, Any], num_candida
     assert statistic < 99
 
 
-# --- purity and reuse -----------------------------------------------------------------------------------------------
-
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.0},
-    {"top_k": 3},
-    {"top_p": 0.7},
-    {"min_p": 0.2},
-    {"top_k": 9, "top_p": 0.5},
-    {"repetition_penalty": 1.7},
-    {"frequency_penalty": 1.5, "presence_penalty": -0.5},
-    {"presence_penalty": 2.0},
-    {"temperature": 0.0, "repetition_penalty": 0.6, "frequency_penalty": 0.9},
-    {"logit_bias": {3: 4.0, 8: -100.0}},
-    {"allowed_token_ids": [2, 3, 5, 7, 11]},
-    {"bad_words_token_ids": ((4,), (1, 9), (3, 1, 9), (2, 3, 5, 6))},
-    {"temperature": 0.0, "bad_words_token_ids": ((12,), (9, 9))},
-    {"min_tokens": 3},
-    {"temperature": 1.7, "top_p": 0.99},
-    {"logprobs": 3, "top_p": 0.9},
-    {"temperature": 0.0, "logprobs": 0},
-    {"n": 2, "best_of": 4, "presence_penalty": 1.0},
-    {"temperature": 0.0, "beam_width": 3},
-    {"temperature": 0.0, "beam_width": 2, "min_tokens": 2},
-]
-
-
-def one_of_each(rows: int) -> list[Sequence]:
-    return [make_sequence(seed=row, num_tokens=row % 5 + 1, **KINDS[row % len(KINDS)]) for row in range(rows)]
-
-
-@pytest.mark.parametrize("num_candidates", [4, NUM_CANDIDATES])
-def test_a_row_does_not_depend_on_its_neighbours(num_candidates: int) -> None:
-    rows = 32
-    sequences = one_of_each(rows)
-    together = Sampler(VOCAB_SIZE, CPU, num_candidates=num_candidates)
-    rng = random.Random(3)
-    present = list(range(rows))
-    for step in range(12):
-        logits = random_logits(rows, step)
-        if step % 3 == 2:  # some leave, some come back
-            present = sorted(rng.sample(range(rows), rng.randrange(1, rows + 1)))
-        output = together.sample(logits[present], [sequences[row] for row in present])
-        for i, row in enumerate(present):
-            alone = Sampler(VOCAB_SIZE, CPU, num_candidates=num_candidates).sample(
-                logits[row : row + 1].clone(), [sequences[row]]
-            )
-            assert output.token_ids[i] == alone.token_ids[0], KINDS[row % len(KINDS)]
-            assert output.beams.get(i) == alone.beams.get(0)
-            assert (output.logprobs or {i: None})[i] == (alone.logprobs or [None])[0]
-            sequences[row].token_ids.append(max(alone.token_ids[0], 0))
-
-
-ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["stay", "join", "leave", "swap", "replace last", "rewrite", "rewind", "pause", "twice", "reset"]
-        ),
-        st.integers(0, 1000),
-    ),
-    max_size=14,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(actions=ACTIONS, first=st.integers(0, 20))
-def test_kept_columns_are_what_new_ones_would_be(actions: list[tuple[str, int]], first: int) -> None:
-    """Whatever happens to the sequences between steps, a sampler with a past does as one without."""
-    kept = Sampler(VOCAB_SIZE, CPU, num_candidates=8)
-    pool = one_of_each(24)
-    batch = pool[first : first + 6] or pool[:6]
-    for step, (action, number) in enumerate([("stay", 0), *actions]):
-        one = batch[number % len(batch)]
-        if action == "join":
-            batch = batch + [s for s in [pool[number % len(pool)]] if s not in batch]
-        elif action == "leave" and len(batch) > 1:
-            batch = [s for s in batch if s is not one]
-        elif action == "swap":
-            batch = batch[::-1]
-        elif action == "replace last" and one.num_output_tokens:
-            one.token_ids[-1] = number % VOCAB_SIZE  # a token that it sampled but did not keep
-        elif action == "rewrite" and one.num_output_tokens > 1:
-            one.token_ids[-2] = number % VOCAB_SIZE
-        elif action == "rewind" and one.num_output_tokens:
-            one.token_ids.pop()
-        elif action == "pause":
-            one.token_ids.append(number % VOCAB_SIZE)  # it went on elsewhere
-        elif action == "reset":
-            kept.reset()
-        logits = random_logits(len(batch), step)
-        output = kept.sample(logits.clone(), batch)
-        assert output == Sampler(VOCAB_SIZE, CPU, num_candidates=8).sample(logits.clone(), batch)
-        for sequence, token_id in zip(batch, output.token_ids, strict=True):
-            if action != "twice":
-                sequence.token_ids.append(max(token_id, 0))
-
-
-def test_columns_are_kept_while_the_same_sequences_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    import engine.sampling.sampler
-
-    built: list[int] = []
-    real = engine.sampling.sampler.SamplingBatch
-    monkeypatch.setattr(engine.sampling.sampler, "SamplingBatch", lambda *args: built.append(1) or real(*args))
-    sampler, sequences = Sampler(VOCAB_SIZE, CPU), one_of_each(len(KINDS))
-    for step in range(5):
-        output = sampler.sample(random_logits(len(sequences), step), sequences)
-        for sequence, token_id in zip(sequences, output.token_ids, strict=True):
-            sequence.token_ids.append(max(token_id, 0))
-    assert len(built) == 1
-    sampler.sample(random_logits(len(sequences) - 1, 5), sequences[1:])
-    assert len(built) == 2
-
-
-def test_columns_are_kept_while_drafts_give_greedy_sequences_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    import engine.sampling.sampler
-
-    built: list[int] = []
-    real = engine.sampling.sampler.SamplingBatch
-    monkeypatch.setattr(engine.sampling.sampler, "SamplingBatch", lambda *args: built.append(1) or real(*args))
-    kinds = [{"temperature": 0.0}, {"temperature": 0.0, "min_tokens": 3}, {"presence_penalty": 2.0}, {"top_k": 3}]
-    sequences = [make_sequence(seed=row, **kind) for row, kind in enumerate(kinds)]  # type: ignore[arg-type]
-    sampler = Sampler(VOCAB_SIZE, CPU)
-    for step, (row, count, num_built) in enumerate([(0, 1, 1), (0, 4, 1), (0, 2, 1), (1, 2, 2), (1, 2, 2), (2, 2, 3)]):
-        logits = random_logits(len(sequences), step)
-        for place, sequence in enumerate(sequences):
-            sequence.token_ids += [step + 20] * (count if place == row else 1)
-        got = sampler.sample(logits.clone(), sequences)
-        assert got.token_ids == sample(logits, sequences)
-        assert len(built) - step - 1 == num_built, f"step {step}"  # the comparison builds one too
-
-
-def test_the_likeliest_tokens_are_those_that_greedy_rows_get() -> None:
-    logits = random_logits(6, 3)
-    logits[1, 4] = logits[1].max() + 1  # and a tie
-    logits[1, 9] = logits[1, 4]
-    logits[2, 5], logits[3, 5], logits[4, 5], logits[5] = math.nan, math.inf, -math.inf, -math.inf
-    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), [make_sequence(temperature=0.0) for _ in range(6)])
-    assert sorted(sampled.failed) == [2, 3, 5]
-    expected = [-1 if row in sampled.failed else token_id for row, token_id in enumerate(sampled.token_ids)]
-    assert Sampler(VOCAB_SIZE, CPU).argmax_tokens(logits) == expected
-    assert Sampler(VOCAB_SIZE, CPU).argmax_tokens(logits[:0]) == []
-
-
-@pytest.mark.parametrize(
-    "params", [{"presence_penalty": 2.0}, {"repetition_penalty": 1024.0}, {"bad_words_token_ids": ((20, 6, 20),)}]
-)
-def test_a_token_that_was_replaced_after_the_next_one_came_is_noticed(params: dict[str, Any]) -> None:
-    sequence = make_sequence(temperature=0.0, **params)
-    sampler = Sampler(VOCAB_SIZE, CPU)
-    sequence.token_ids += [9]
-    sampler.sample(random_logits(1, 0), [sequence])
-    sequence.token_ids[-1] = 20
-    sequence.token_ids.append(6)
-    logits = torch.zeros(1, VOCAB_SIZE)
-    logits[0, 20:22] = torch.tensor([1.0, 0.5])
-    assert sampler.sample(logits.clone(), [sequence]).token_ids == sample(logits, [sequence]) != [20]
-
-
-def test_a_sequence_that_lost_a_sampled_token_is_handled_by_reset() -> None:
-    """History rewritten where no cheap look can see it: the one case in which whoever does it must say so."""
-    sequence = make_sequence(temperature=0.0, presence_penalty=2.0)
-    sampler = Sampler(VOCAB_SIZE, CPU)
-    sequence.token_ids += [9, 8, 7]
-    sampler.sample(random_logits(1, 0), [sequence])
-    sequence.token_ids[4] = 20
-    sequence.token_ids.append(6)
-    logits = torch.zeros(1, VOCAB_SIZE)
-    logits[0, 20] = 1.0
-    sampler.reset()
-    assert sampler.sample(logits.clone(), [sequence]).token_ids == sample(logits, [sequence]) != [20]
-
-
-def test_greedy_takes_the_likeliest_and_ignores_the_seed() -> None:
+def test_greedy_takes_the_most_likely_token_and_ignores_the_seed() -> None:
     logits = random_logits(8, 3)
     assert sample(logits, [make_sequence(seed=row, temperature=0.0) for row in range(8)]) == logits.argmax(1).tolist()
 
@@ -297,11 +91,11 @@ def test_a_tiny_temperature_is_greedy_and_not_the_first_of_many_infinities() -> 
 
 
 def test_equal_logits_are_told_apart_by_id() -> None:
-    """16-bit logits are often equal: top-k keeps the smaller ids, and so does the list of the likeliest."""
+    """16-bit logits are often equal: top-k keeps the smaller ids, and so does the list of the most likely tokens."""
     scores = torch.randint(-3, 3, (20, VOCAB_SIZE), generator=torch.Generator().manual_seed(0)).float()
     above = torch.nextafter(scores, torch.tensor(math.inf))
     scores[:, ::3] = above[:, ::3]  # and what differs in the last bit is not equal
-    values, ids = likeliest(scores, 17)
+    values, ids = top_tokens(scores, 17)
     expected = [sorted(range(VOCAB_SIZE), key=lambda i, row=row: (-row[i], i))[:17] for row in scores.tolist()]
     assert ids.tolist() == expected
     assert torch.equal(values, scores.gather(1, ids))
@@ -428,7 +222,7 @@ def test_prompt_logprobs_are_of_the_actual_next_tokens() -> None:
     assert Sampler(VOCAB_SIZE, CPU).prompt_logprobs(logits[:0], [], []) == []
 
 
-def test_beams_get_the_likeliest_tokens_of_the_models_own() -> None:
+def test_beams_get_the_most_likely_tokens_of_the_models_own() -> None:
     sequences = [
         make_sequence(temperature=0.0),
         make_sequence(temperature=0.0, beam_width=3),
@@ -440,7 +234,7 @@ def test_beams_get_the_likeliest_tokens_of_the_models_own() -> None:
     output = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), sequences)
     assert output.token_ids == [STOP, -1, -1]
     expected = torch.log_softmax(logits, dim=1)
-    top = expected[1].topk(3 + 3)  # what goes on, behind what ends
+    top = expected[1].topk(3 + 3)  # tokens that go on, and stop tokens
     assert output.beams[1][0] == top.indices.tolist()
     assert output.beams[1][1] == pytest.approx(top.values.tolist())
     expected[2, STOP] = -math.inf  # masked, but the others' probabilities are not renormalised
@@ -451,7 +245,7 @@ def test_beams_get_the_likeliest_tokens_of_the_models_own() -> None:
 
 
 def test_warming_up_takes_the_longest_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.sampling.choice import TruncatedDraw
+    from engine.sampling.choosers import TruncatedDraw
 
     sorted_rows: list[int] = []
     real = TruncatedDraw._choose_sorted
@@ -461,48 +255,3 @@ def test_warming_up_takes_the_longest_way(monkeypatch: pytest.MonkeyPatch) -> No
     Sampler(5000, CPU).warm_up(3)
     assert sorted_rows == [3]
     Sampler(VOCAB_SIZE, CPU).warm_up(3)
-
-
-# --- noise ----------------------------------------------------------------------------------------------------------
-
-
-def keys_of(seeds: Any, positions: Any) -> torch.Tensor:
-    return torch.from_numpy(noise_keys(as_uint64(seeds), np.array(positions, dtype=np.uint64)))
-
-
-def reference_noise(keys: list[int], vocab_size: int) -> list[float]:
-    """MurmurHash3's finaliser on Python's integers, one number at a time."""
-    first, second = (key % 2**32 for key in keys)
-    noise = []
-    for token in range(vocab_size):
-        x = (token * 0x9E3779B1 + first) % 2**32
-        x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
-        x = (x + second) % 2**32
-        x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
-        x ^= x >> 16
-        noise.append(-math.log(-math.log(((x >> 9) + 0.5) / 2**23)))
-    return noise
-
-
-def test_noise_is_the_hash_it_says_it_is() -> None:
-    keys = keys_of([0, -5, 2**63 - 1], [1, 2, 10**6])
-    noise = gumbel_noise(keys, torch.arange(VOCAB_SIZE, dtype=torch.int32))
-    for row in range(3):
-        assert torch.allclose(noise[row], torch.tensor(reference_noise(keys[row].tolist(), VOCAB_SIZE)), atol=1e-5)
-
-
-def test_noise_is_gumbel_and_uncorrelated_over_seeds_positions_and_tokens() -> None:
-    pairs = [(seed, position) for seed in range(-20, 20) for position in range(40)]
-    noise = gumbel_noise(keys_of(*zip(*pairs, strict=True)), torch.arange(64, dtype=torch.int32))
-    grid = torch.exp(-torch.exp(-noise)).double().reshape(40, 40, 64).numpy()  # back to uniform
-    counts = np.histogram(grid, bins=50, range=(0, 1))[0].tolist()
-    assert chi_square(counts, [1 / 50] * 50) < 99
-    for axis in range(3):
-        for shift in (1, 2):
-            correlation = np.corrcoef(grid.ravel(), np.roll(grid, shift, axis=axis).ravel())[0, 1]
-            assert abs(correlation) < 0.015, (axis, shift)  # 102,400 numbers: a standard deviation is 0.003
-
-
-def test_extreme_noise_is_finite() -> None:
-    keys = keys_of(range(64), [0] * 64)
-    assert gumbel_noise(keys, torch.arange(150_000, dtype=torch.int32)).isfinite().all()

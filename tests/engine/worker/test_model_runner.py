@@ -73,7 +73,7 @@ def test_the_warm_up_measures_a_slice_of_prompt_logprobs(qwen3: SavedModel, monk
 
 
 @pytest.mark.parametrize(("max_num_batched_tokens", "num_rows"), [(2048, 5 * 4), (12, 12), (3, 3)])
-def test_the_warm_up_measures_the_logits_behind_drafts(
+def test_the_warm_up_measures_the_logits_after_drafts(
     qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int, num_rows: int
 ) -> None:
     config = EngineConfig(
@@ -96,18 +96,20 @@ def test_the_warm_up_measures_the_logits_behind_drafts(
     assert sampled == [min(5, max_num_batched_tokens)]
 
 
-def test_a_nan_behind_a_guess_ends_the_draft_and_no_answer(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The likeliest token is kept by where it was said; a row in between that cannot be sampled is computed again."""
+def test_a_nan_after_a_draft_token_ends_the_draft_and_no_answer(
+    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft ends before a NaN, and the token after it is computed again in the next step."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "skip_tokenizer_init": True}
     prompt: Any = {"prompt_token_ids": [7, 8, 9, 10] * 8}
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     expected = LLM(qwen3.path, **options).generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
     llm = LLM(qwen3.path, speculative_config=NGRAM | {"prompt_lookup_min": 1}, **options)
-    likeliest, found = Sampler.argmax_tokens, []
+    argmax_tokens, found = Sampler.argmax_tokens, []
 
     def spoil(sampler: Sampler, logits: torch.Tensor) -> list[int]:
         logits[1:2] = torch.nan
-        found.append(likeliest(sampler, logits))
+        found.append(argmax_tokens(sampler, logits))
         return found[-1]
 
     monkeypatch.setattr(Sampler, "argmax_tokens", spoil)

@@ -20,7 +20,7 @@ SPECIAL = [-torch.inf, -2.0, -0.0, 0.0, 1.5, 3.0e38, torch.inf]
 def likeliest_by_torch(monkeypatch: pytest.MonkeyPatch, scores: torch.Tensor, k: int) -> torch.Tensor:
     with monkeypatch.context() as patched:
         patched.setattr(ranking.cpu_sampling, "can_sample", lambda rows: False)
-        return ranking.likeliest(scores, k)[1]
+        return ranking.top_tokens(scores, k)[1]
 
 
 @pytest.mark.parametrize("k", [1, 2, 20, 1024, 5000])
