@@ -1,10 +1,10 @@
-"""The chained block hash that the engine's prefix cache and the router share.
+"""The chained block hash, which the engine's prefix cache and the router share.
 
-A block's hash covers its tokens and, through its parent's hash, every token before it, so equal hashes mean equal
-prefixes (up to collisions of xxh64, which the block manager makes harmless by comparing the token ids). The chain's
-root is salted with the model, the adapter and the request's cache salt: what must not be shared gets another root.
+A block's hash covers its tokens and, through its parent's hash, every token before it. So equal hashes mean equal
+prefixes, except for collisions, which the prefix cache makes harmless by comparing the token ids. The root of a chain
+is salted with the model, the adapter and the request's cache salt, so that blocks are not shared across these.
 
-The idea is PagedAttention's automatic prefix caching as in vLLM; the hash is xxHash (XXH64).
+The idea is vLLM's automatic prefix caching; the hash is xxHash (XXH64).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def packed_block_hash(parent: int, packed: bytes) -> int:
-    """Return ``block_hash`` of tokens that are packed already."""
+    """Return ``block_hash`` of tokens packed by ``pack_tokens``."""
     return xxhash.xxh64_intdigest(parent.to_bytes(8, "little") + packed)
 
 
 def hash_blocks(token_ids: Sequence[int], block_size: int, root: int) -> list[int]:
-    """Return the chained hashes of the full blocks of ``token_ids``; a partial last block has none."""
+    """Return the chained hashes of the full blocks of ``token_ids``; the last block has none if it is not full."""
     hashes: list[int] = []
     parent = root
     for start in range(0, len(token_ids) - block_size + 1, block_size):

@@ -1,4 +1,4 @@
-"""The KV cache: which block belongs to which sequence, which prefixes can be reused, and the tensors themselves.
+"""The paged KV cache: block tables, the prefix cache, swapped-out blocks, and the tensors of keys and values.
 
 Knows blocks, tokens and hashes. Does not know scheduling policy, models or sampling.
 """

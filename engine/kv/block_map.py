@@ -1,8 +1,8 @@
-"""BlockMap: a picture of the block pool that is small enough to be looked at every second.
+"""BlockMap: a summary of the block pool's states, small enough to be read every second.
 
-It reads the blocks from whatever thread asks, while the engine's thread changes them. Nobody waits: the list of blocks
-never changes, each field that is read is an object of its own, and a block that changes right then is shown as it was
-or as it is going to be. Big pools are read a slice at a time, so that the interpreter's lock is never held for long.
+Any thread may read it while the engine's thread changes the blocks, without a lock: the list of blocks is constant,
+and a block that changes at that moment appears in its old or its new state. Large pools are read slice by slice, so
+that the reader never holds the interpreter's lock for long.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _SLICE = 4096  # blocks
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The states of a pool's blocks, a few neighbours to a cell. It pickles small.
+    """The states of a pool's blocks, counted in cells of adjacent blocks. It can be pickled.
 
-    ``cells`` holds three bytes for each cell: how many of its blocks are cached (free, but their prefix can be hit),
-    how many one sequence uses, and how many several sequences share. The others are free.
+    ``cells`` has three bytes for each cell: how many of its blocks are cached (free, but their prefix can be hit),
+    how many are used by one sequence, and how many are shared by several sequences. The others are free.
     """
 
     num_blocks: int
@@ -39,16 +39,16 @@ class BlockMap:
 
 
 def cell_size(num_blocks: int, max_cells: int) -> int:
-    """Return how many blocks make a cell, so that there are at most ``max_cells``, unless a cell would be too full."""
+    """Return the blocks per cell for at most ``max_cells`` cells; a large pool has more, as a cell counts to 255."""
     return min(-(-num_blocks // max_cells), _MOST_PER_CELL)
 
 
 def cells_by_slice(blocks: Sequence_[Block], size: int) -> Iterator[bytes]:
-    """Yield the cells of ``size`` blocks that make a BlockMap's ``cells``, a slice of the pool at a time."""
+    """Yield ``BlockMap.cells`` for cells of ``size`` blocks, one slice of the pool at a time."""
     step = max(1, _SLICE // size) * size
     for start in range(0, len(blocks), step):
         states = bytes(
-            [  # in line: a call for each block would take twice as long
+            [  # inline: a call for each block takes twice as long
                 (_USED if references == 1 else _SHARED)
                 if (references := block.ref_count)
                 else (_FREE if block.block_hash is None else _CACHED)

@@ -1,9 +1,9 @@
-"""KV events: what a block manager tells whoever routes requests by cached prefixes.
+"""KV events: changes of the prefix cache, from which a router learns which replica has which prefix.
 
-Hashes are the chained ones of prefix_hash, so equal hashes on two replicas mean equal prefixes. Each step's events are
-one batch; batches are numbered within a generation (one life of an engine), so that a gap or a restart is noticed.
-Whoever applies them in order knows all that is published, and nothing else. A stored block's parent is nearly always
-stored too, but that is no promise: see prefix_cache.
+Hashes are the chained ones of ``prefix_hash``, so equal hashes on two replicas mean equal prefixes. The events of a
+step are one batch. Batches are numbered within a generation (one start of an engine), so that the router notices a gap
+or a restart. All events in order give exactly the published blocks. The parent of a stored block is nearly always
+stored too, but this is not guaranteed: see ``prefix_cache``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEven
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A full block can be hit from now on."""
+    """A full block was published and can be hit."""
 
     block_hash: int
-    parent_hash: int  # of the block before it; the chain's root for a first block
+    parent_hash: int  # of the previous block; the root of the chain for a first block
     token_ids: tuple[int, ...]
 
 
@@ -39,8 +39,8 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class KVEventBatch:
-    """What one step changed. It pickles."""
+    """The events of one step. It can be pickled."""
 
-    generation: int  # of the engine: another one means that its cache began empty
+    generation: int  # of the engine: a new one means that the cache started empty
     number: int  # within the generation, from 0, without gaps
     events: tuple[KVEvent, ...]

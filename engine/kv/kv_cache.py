@@ -1,12 +1,11 @@
 """KVCache: the keys and values of one rank, on the device and, for swapped-out blocks, in a pool on the host.
 
-It moves blocks by number. Which block belongs to which sequence, and which may be overwritten, is the block manager's
-business.
+It copies blocks by id. The block manager decides which block belongs to which sequence, and which may be overwritten.
 
     device pool   [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]    a layer's keys are one tensor
     host pool     [num_host_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]    a block is one piece of memory
 
-Moves copy bits, never numbers: both pools are also seen as integers, so a NaN's payload survives.
+Copies are exact bit by bit, the payload of a NaN included: they use integer views of both pools.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _PARTS = ("key", "value")
 class KVCache:
     """The paged keys and values of every layer that one rank computes.
 
-    On a GPU every operation is queued on the current stream and returns at once, so it takes place after the steps that
-    were launched before it and before those launched after. Only who reads the host pool itself must synchronize.
+    On a GPU every operation is queued on the current stream and returns at once, so it runs after the steps launched
+    before it and before those launched later. Only code that reads the host pool itself must synchronize.
 
     Args:
         num_layers: layers of the model.
@@ -40,16 +39,16 @@ class KVCache:
         block_size: tokens per block.
         num_kv_heads: key-value heads of this rank.
         head_dim: elements per head.
-        dtype: of keys and values.
-        device: where attention reads them.
+        dtype: dtype of keys and values.
+        device: device on which attention reads them.
         num_host_blocks: blocks of the host pool; pinned memory if ``device`` is a GPU.
-        num_blocks_ahead: blocks whose memory is to be had before they are used; only where there are CPU kernels.
+        num_blocks_ahead: blocks to prefault before they are used; only with CPU kernels.
 
     Attributes:
         layers: each layer's (keys, values), both ``[num_blocks, block_size, num_kv_heads, head_dim]``; views.
 
     Raises:
-        ConfigError: if the memory for a pool cannot be had.
+        ConfigError: if the memory for a pool cannot be allocated.
     """
 
     def __init__(
@@ -110,11 +109,11 @@ class KVCache:
         return 2**30 * self.block_size // self.bytes_per_block
 
     def expect(self, slot_mapping: npt.NDArray[np.int64]) -> None:
-        """Say which slots a step writes; returns at once."""
+        """Prefault the blocks after those that the next step writes; returns at once."""
         if self._prefaulter is not None:
             self._prefaulter.use(int(slot_mapping.max()) // self.block_size)
 
-    # --- moves --------------------------------------------------------------------------------------------------
+    # --- copies -------------------------------------------------------------------------------------------------
 
     def gather(self, block_ids: list[int], layer: int | None = None, *, which: Literal["key", "value"]) -> torch.Tensor:
         """Return a copy of the keys or the values of some blocks, in the order of ``block_ids``.
@@ -137,9 +136,9 @@ class KVCache:
         return self._cache[layer, part].index_select(0, index).flatten(0, 1)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks ``(source, target)`` on the device, in all layers, all sources before any target is written.
+        """Copy blocks ``(source, target)`` on the device, in all layers, as if all at the same time.
 
-        The sources take as much memory once more while they are copied: it is meant for copy-on-write, a few at a time.
+        The copy takes the sources' memory a second time: use it for a few blocks, as copy-on-write does.
 
         Raises:
             KVCacheError: for a block that does not exist or is a target twice; nothing has been copied then.
@@ -151,20 +150,20 @@ class KVCache:
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks ``(device block, host block)`` to the host pool.
 
-        On a GPU the device blocks may be overwritten by whatever is launched next, and ``swap_in`` may follow at once.
+        On a GPU the next launched operation may overwrite the device blocks, and ``swap_in`` may follow at once.
 
         Raises:
             KVCacheError: for a block that does not exist or is a target twice; nothing has been copied then.
         """
         self._check_pairs(pairs, ("block", self.num_blocks), ("host block", self.num_host_blocks))
-        # A block at a time: it needs no staging for the whole lot, for which a full GPU would have no room.
+        # One block at a time: staging memory for all blocks would not fit on a full GPU.
         for block_id, host_id in pairs:
             self._host_words[host_id].copy_(self._words[:, block_id], non_blocking=True)
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks ``(host block, device block)`` back to the device; the host blocks keep what they hold.
 
-        On a GPU the next ``swap_out`` may reuse the host blocks at once: it is queued behind the reads.
+        On a GPU the next ``swap_out`` may reuse the host blocks at once: it is queued after the reads.
 
         Raises:
             KVCacheError: for a block that does not exist or is a target twice; nothing has been copied then.
@@ -192,19 +191,19 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros: a NaN left by others would survive being masked. On a CPU they cost nothing until they are used."""
+    """Return zeros, because a NaN in uninitialized memory survives masking. On a CPU, pages are zeroed on first use."""
     return huge_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 @contextmanager
 def _explained(what: str, num_bytes: int, remedy: str) -> Iterator[None]:
-    """Turn a failed allocation into an error that says how much was wanted and which option to change."""
+    """Turn a failed allocation into a ConfigError that names its size and the option to change."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one, and a CPU raises no other
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"{what} take {num_bytes / 2**30:.2f} GiB, which cannot be had; {remedy} ({reason})"
+            f"{what} take {num_bytes / 2**30:.2f} GiB, which cannot be allocated; {remedy} ({reason})"
         ) from error
 
 
@@ -216,7 +215,7 @@ def _check_ids(kind: str, ids: Iterable[int], count: int) -> None:
 
 
 def _as_words(blocks: torch.Tensor) -> torch.Tensor:
-    """Return a view of the last dimension as the widest integers that divide it: those are copied fastest."""
+    """Return a view of the last dimension as the widest integers that divide it: these copy fastest."""
     num_bytes = blocks.shape[-1] * blocks.dtype.itemsize
     widest = next(
         dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if num_bytes % dtype.itemsize == 0

@@ -134,7 +134,7 @@ def test_a_hash_collision_never_serves_a_foreign_block(monkeypatch: pytest.Monke
     manager.check_integrity([first, second])
 
 
-def test_a_colliding_parent_does_not_vouch_for_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_colliding_parent_does_not_validate_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two first blocks with one hash and equal second blocks: the second ones still differ by what precedes them."""
     set_hash(monkeypatch, lambda packed: hash(packed) % 2**64 if packed == pack_tokens([3, 4]) else 7)
     manager = BlockManager(8, 2)
@@ -145,7 +145,7 @@ def test_a_colliding_parent_does_not_vouch_for_its_child(monkeypatch: pytest.Mon
     manager.check_integrity([first, second])
 
 
-def test_a_chain_whose_parent_was_made_anew_is_usable_again() -> None:
+def test_a_chain_whose_parent_was_computed_again_is_usable_again() -> None:
     manager = BlockManager(2, 2)
     manager.free(start(manager, [1, 2, 3, 4]))
     start(manager, [9, 9])  # evicts the child
@@ -200,7 +200,7 @@ def test_forks_share_every_block_and_each_freed_one_gives_back_its_share_only() 
     assert manager.num_free_blocks == 8
 
 
-def test_who_writes_into_a_shared_block_copies_it_and_the_last_one_writes_in_place() -> None:
+def test_a_write_into_a_shared_block_copies_it_and_the_last_user_writes_in_place() -> None:
     manager = BlockManager(8, 4)
     sequences = start_forks(manager, list(range(6)), n=3)
     full, partial = sequences[0].block_table
@@ -282,7 +282,7 @@ def test_what_was_computed_before_a_reset_is_not_published_after_it() -> None:
     assert manager.match_prefix(make_sequence([1, 2, 3, 4, 5])).num_tokens == 4
 
 
-def test_a_used_block_takes_the_place_of_its_free_twin_so_that_no_hole_opens_before_what_follows() -> None:
+def test_a_used_block_replaces_its_free_twin_so_that_no_parent_is_evicted_before_its_child() -> None:
     """A swapped sequence came back to blocks of its own, and those that published its prefix were evicted first."""
     manager = BlockManager(8, 4, num_host_blocks=8, record_events=True)
     sequence = start(manager, list(range(8)))

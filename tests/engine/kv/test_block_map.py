@@ -1,4 +1,4 @@
-"""The picture of the block pool against what the block manager says of itself."""
+"""The block map against the counts of the block pool."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_big_pool_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_agrees_with_the_block_manager_whatever_happens(seed: int) -> None:
+def test_it_agrees_with_the_block_pool_under_random_load(seed: int) -> None:
     rng = random.Random(seed)
     load = RandomLoad(num_blocks=40, block_size=4, max_num_seqs=8)
     manager, seen = load.engine.block_manager, set()
@@ -107,7 +107,7 @@ async def test_it_is_drawn_while_the_engine_runs() -> None:
             seen.append(await running.block_map(max_cells=16))
         assert all(made.blocks_per_cell == 4 for made in seen)
         assert any(made.counts().used >= 10 for made in seen)
-        await running.reset_prefix_cache()  # behind everything that the step thread had to do
+        await running.reset_prefix_cache()  # after everything that the step thread had to do
         assert (await running.block_map()).counts() == _map_of(engine).counts() == engine.block_manager.pool.counts()
     finally:
         await running.shutdown()

@@ -1,4 +1,4 @@
-"""KV events: whoever replays them knows exactly which prefixes an engine has published."""
+"""KV events: replaying them gives exactly the prefixes that an engine has published."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.shadow import make_engine, run_to_end
 
 
 class Replica:
-    """What a router knows of one engine."""
+    """A router's picture of one engine."""
 
     def __init__(self) -> None:
         self.stored: set[int] = set()
@@ -25,7 +25,7 @@ class Replica:
         self.parents: dict[int, int] = {}
         self.batches: list[KVEventBatch] = []
 
-    def hear(self, batch: KVEventBatch) -> None:
+    def apply(self, batch: KVEventBatch) -> None:
         assert batch.events, "an empty batch is sent"
         assert batch.number == len(self.batches), "a number is missing"
         assert not self.batches or batch.generation == self.batches[0].generation
@@ -34,7 +34,7 @@ class Replica:
             match event:
                 case BlockStored():
                     assert event.block_hash not in self.stored, "a block is stored twice"
-                    assert event.parent_hash in self.ever_stored, "a block follows one that was never told"
+                    assert event.parent_hash in self.ever_stored, "a block follows one that was never stored"
                     assert event.block_hash == block_hash(event.parent_hash, event.token_ids)
                     self.stored.add(event.block_hash)
                     self.parents[event.block_hash] = event.parent_hash
@@ -61,8 +61,8 @@ def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:
         assert replica.stored == set(published)
         assert sorted(published) == sorted(one.block_hash for one in manager.pool.blocks if one.block_hash is not None)
         counts.update(blocks=len(published), holes=len(replica.holes))
-        place = {block_hash: index for index, block_hash in enumerate(published)}
-        late = [one for one in published if place.get(replica.parents[one], -1) > place[one]]
+        position = {block_hash: index for index, block_hash in enumerate(published)}
+        late = [one for one in published if position.get(replica.parents[one], -1) > position[one]]
         counts["children before parents"] += len(late)
 
     for name in ("step", "reset_prefix_cache"):
@@ -83,7 +83,7 @@ def test_the_events_are_enough_after_every_step_and_holes_in_chains_are_rare(mon
         with monkeypatch.context() as patch:
             replica = Replica()
             counts = follow(patch, replica)
-            drive(seed, enable_prefix_caching=True, on_kv_events=replica.hear)
+            drive(seed, enable_prefix_caching=True, on_kv_events=replica.apply)
             total += counts
     assert total["blocks"] > 30_000
     assert total["holes"] < total["blocks"] / 500
@@ -93,16 +93,16 @@ def test_the_events_are_enough_after_every_step_and_holes_in_chains_are_rare(mon
 @pytest.mark.parametrize("seed", range(20))
 def test_replaying_the_events_of_a_random_run_gives_what_is_published(seed: int) -> None:
     replica = Replica()
-    load = drive(seed, enable_prefix_caching=True, on_kv_events=replica.hear)
+    load = drive(seed, enable_prefix_caching=True, on_kv_events=replica.apply)
     assert replica.stored == set(load.engine.block_manager.prefix_cache.published_hashes())
     load.reset_prefix_cache()
     assert not replica.stored
 
 
-def test_every_step_is_told_before_its_outputs() -> None:
-    """So that a router never hears of a token before the blocks that it may be found in."""
+def test_the_events_of_a_step_are_published_before_its_outputs() -> None:
+    """So that a router never sees a token before the blocks that may contain it."""
     replica = Replica()
-    engine, _ = make_engine(block_size=4, on_kv_events=replica.hear)
+    engine, _ = make_engine(block_size=4, on_kv_events=replica.apply)
     engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=20)))
     while engine.has_unfinished:
         engine.step()
@@ -110,9 +110,9 @@ def test_every_step_is_told_before_its_outputs() -> None:
     assert len(replica.stored) == 7  # 9 + 20 tokens, of which the last one is never computed
 
 
-def test_eviction_is_told() -> None:
+def test_eviction_is_an_event() -> None:
     replica = Replica()
-    engine, _ = make_engine(block_size=4, num_blocks=4, on_kv_events=replica.hear)
+    engine, _ = make_engine(block_size=4, num_blocks=4, on_kv_events=replica.apply)
     for first in (0, 20, 40):
         engine.add_request(EngineRequest(str(first), list(range(first, first + 9)), SamplingParams(max_tokens=1)))
         run_to_end(engine)
@@ -120,10 +120,10 @@ def test_eviction_is_told() -> None:
     assert any(isinstance(event, BlockRemoved) for batch in replica.batches for event in batch.events)
 
 
-def test_another_life_of_an_engine_is_another_generation() -> None:
+def test_a_restarted_engine_has_another_generation() -> None:
     replicas = [Replica(), Replica()]
     for replica in replicas:
-        engine, _ = make_engine(on_kv_events=replica.hear)
+        engine, _ = make_engine(on_kv_events=replica.apply)
         engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=1)))
         run_to_end(engine)
     first, second = (replica.batches[0] for replica in replicas)
@@ -131,13 +131,13 @@ def test_another_life_of_an_engine_is_another_generation() -> None:
     assert first.events == second.events
 
 
-def test_without_a_listener_nothing_piles_up_and_without_caching_nothing_is_told() -> None:
+def test_without_a_listener_no_events_pile_up_and_without_caching_there_are_none() -> None:
     engine, _ = make_engine()
     engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=1)))
     run_to_end(engine)
     assert engine.block_manager.prefix_cache.take_events() == ()
     replica = Replica()
-    engine, _ = make_engine(enable_prefix_caching=False, on_kv_events=replica.hear)
+    engine, _ = make_engine(enable_prefix_caching=False, on_kv_events=replica.apply)
     engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=1)))
     run_to_end(engine)
     assert not replica.batches

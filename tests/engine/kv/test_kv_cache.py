@@ -222,7 +222,7 @@ def test_without_a_host_pool_nothing_can_be_swapped() -> None:
 
 @pytest.mark.parametrize(("blocks", "host", "remedy"), [(2**40, 0, "lower num_blocks"), (1, 2**40, "swap_space_gib")])
 def test_a_pool_larger_than_memory_is_an_error_that_says_what_to_lower(blocks: int, host: int, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=f"take .* GiB, which cannot be had; .*{remedy}"):
+    with pytest.raises(ConfigError, match=f"take .* GiB, which cannot be allocated; .*{remedy}"):
         KVCache(
             num_layers=2,
             num_blocks=blocks,

@@ -1,4 +1,4 @@
-"""A swapped sequence comes back bit by bit as it went, and goes on as if nothing had been."""
+"""A swapped sequence comes back bit-identical, and continues with the tokens that it would have had."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_swapped_request_can_be_aborted(qwen3: SavedModel) -> None:
 
 
 def test_two_ranks_swap_and_copy_blocks_as_one_does(qwen3: SavedModel) -> None:
-    """Every rank keeps its own heads of the swapped and copied blocks; the plan that tells it so has to travel."""
+    """Every rank keeps its own heads of the swapped and copied blocks; the step plan must carry the copies to them."""
     rng = random.Random(9)
     prompts = [random_tokens(rng, rng.randint(1, 24)) for _ in range(18)]
     params = [SamplingParams(**PARAMS[i % len(PARAMS)], max_tokens=32, ignore_eos=True) for i in range(18)]
