@@ -1,7 +1,7 @@
-"""The arguments of build_app, typed and checked once; an unknown key is refused with the nearest known one.
+"""AppConfig: the arguments of build_app, typed and checked once. An unknown key is refused with the nearest known key.
 
-Serve itself accepts any key silently, so this is where a typing error in serve_config.yaml is found. It knows neither
-Ray nor torch: the launcher checks a file with it before anything is started.
+Serve itself accepts any key silently, so a typing error in serve_config.yaml is found here. This module imports neither
+Ray nor torch: the launcher checks a file with it before it starts a process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 def checkout_root() -> Path:
-    """Return the directory that relative model paths start from: the one that holds serve_config.yaml."""
+    """Return the directory of serve_config.yaml, from which relative model paths start."""
     return Path(__file__).resolve().parent.parent
 
 
@@ -48,7 +48,7 @@ class _Options(BaseModel):
 
 
 class ReplicaOptions(_Options):
-    """How many replicas there are, and what Ray's scheduler sets aside for each."""
+    """Numbers of replicas, and the resources that Ray reserves for each."""
 
     num_engine_replicas: int = Field(default=1, ge=1)  # with autoscaling: at the start
     num_ingress_replicas: int = Field(default=1, ge=1)
@@ -58,7 +58,7 @@ class ReplicaOptions(_Options):
 
 
 class LimitOptions(_Options):
-    """What one client, or all of them together, may ask for, and how long things may take."""
+    """Limits of one request and of all requests together, and time-outs."""
 
     max_queued_requests: int = Field(default=4096, ge=1)
     max_queued_prefill_tokens: int = Field(default=2**22, ge=1)
@@ -86,7 +86,7 @@ class RouterOptions(_Options):
 
 
 class AutoscalingOptions(_Options):
-    """When there are to be more engine replicas, or fewer; see deployments/autoscaling.py and Serve's options."""
+    """When to add or remove engine replicas; see deployments/autoscaling.py and Serve's options."""
 
     max_replicas: int | None = Field(default=None, ge=1)  # None: always replicas.num_engine_replicas
     min_replicas: int = Field(default=1, ge=0)
@@ -97,7 +97,7 @@ class AutoscalingOptions(_Options):
 
     @property
     def starts_from_zero(self) -> bool:
-        """Whether an idle deployment has no engine, and the first request waits for one."""
+        """Whether an idle deployment has no engine, so that the first request waits for one."""
         return self.max_replicas is not None and not self.min_replicas
 
     def require_order(self, number: int) -> None:
@@ -110,7 +110,7 @@ class AutoscalingOptions(_Options):
 
 
 class LoggingOptions(_Options):
-    """What is written of each request when it has ended; see deployments/requests/log.py."""
+    """The log line of each finished request; see deployments/requests/log.py."""
 
     requests: bool = True
     prompts: bool = False
@@ -119,16 +119,16 @@ class LoggingOptions(_Options):
 
 
 class TracingOptions(_Options):
-    """Where OpenTelemetry spans go, and of how many requests; see deployments/requests/tracing.py."""
+    """Where OpenTelemetry spans are sent, and for which requests; see deployments/requests/tracing.py."""
 
-    # None: where OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say, if they are set.
+    # None: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, if one is set.
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^/\s]+\S*$")
-    # Of the requests whose caller has not decided. None: what OTEL_TRACES_SAMPLER says, all by default.
+    # Of the requests whose caller has not decided. None: OTEL_TRACES_SAMPLER, by default all.
     sample_ratio: float | None = Field(default=None, ge=0.0, le=1.0)
 
 
 class AppConfig(_Options):
-    """What serve_config.yaml gives as ``args``."""
+    """The ``args`` of serve_config.yaml."""
 
     model: str = Field(min_length=1)
     model_name: str | None = Field(default=None, min_length=1)
@@ -143,7 +143,7 @@ class AppConfig(_Options):
 
     @classmethod
     def parse(cls, args: dict[str, Any]) -> AppConfig:
-        """Check ``args``, the engine's options among them.
+        """Check ``args``, including the engine's options.
 
         Raises:
             ConfigError: one line that names the first offending key, its value and the remedy.
@@ -161,13 +161,13 @@ class AppConfig(_Options):
 
     @property
     def model_path(self) -> Path:
-        """The checkpoint's directory; a relative path starts at the checkout, wherever Ray's workers run."""
+        """The checkpoint's directory. A relative path starts at the checkout, not at a worker's directory."""
         path = Path(self.model).expanduser()
         return path if path.is_absolute() else checkout_root() / path
 
     @property
     def min_engine_replicas(self) -> int:
-        """The number of engine replicas that there are at least, when all is well."""
+        """The minimum number of engine replicas of a healthy deployment."""
         is_fixed = self.autoscaling.max_replicas is None
         return self.replicas.num_engine_replicas if is_fixed else self.autoscaling.min_replicas
 
@@ -178,7 +178,7 @@ class AppConfig(_Options):
 
     @property
     def engine_config(self) -> EngineConfig:
-        """The options of every engine replica; the queue's bounds are among ``limits``."""
+        """The options of every engine replica; ``limits`` gives those of its queue."""
         defaults = {
             "served_model_name": self.served_name,
             "max_queued_requests": self.limits.max_queued_requests_per_engine,
@@ -198,7 +198,7 @@ class AppConfig(_Options):
 
 
 def unknown_key_message(key: str, known: list[str], where: str) -> str:
-    """Say that ``key`` is unknown in ``where``, and what was probably meant."""
+    """Return the message for an unknown key in ``where``, with the key that was probably meant."""
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(sorted(known))}"
     return f"unknown key '{key}' in {where}; {hint}"

@@ -1,6 +1,6 @@
-"""ApiError: the one shape in which a failed HTTP request is answered, and how other exceptions become one.
+"""ApiError: the answer to a failed HTTP request, and the conversion of other exceptions to it.
 
-It knows the OpenAI error body and HTTP's status codes, and nothing of routes.
+It knows the OpenAI error body and HTTP status codes. It does not know routes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ApiError", "ReplicaStalledError", "RequestTimeoutError", "as_api_err
 logger = logging.getLogger("ray.serve")
 
 MAX_MESSAGE_LENGTH = 400
-_RETRY_OVERLOADED_S = 5  # what takes long is given up by then
+_RETRY_OVERLOADED_S = 5  # a grammar that takes longer to compile is refused by then
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -38,7 +38,15 @@ _PATH = re.compile(r"(?<![\w.:/])/(?:[\w.@+-]+/)+[\w.@+-]*")
 
 
 class ApiError(PagodaError):
-    """A request that is answered with an error: HTTP status and the OpenAI error body."""
+    """The answer to a failed HTTP request: status and OpenAI error body.
+
+    Args:
+        status: HTTP status code.
+        message: text for the client, cut to 400 characters.
+        param: the parameter that is wrong.
+        code: short name of the error for programs.
+        retry_after_s: seconds of the Retry-After header.
+    """
 
     def __init__(
         self,
@@ -59,7 +67,7 @@ class ApiError(PagodaError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as clients of the OpenAI API expect it."""
+        """The error body of the OpenAI API."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -70,7 +78,7 @@ class ApiError(PagodaError):
 
 
 class ReplicaStalledError(PagodaError):
-    """A replica has been silent for so long that it counts as lost."""
+    """A replica has sent nothing for so long that it counts as lost."""
 
     def __init__(self, replica: str, seconds: float) -> None:
         super().__init__(f"replica {replica} sent nothing for {seconds:g} s")
@@ -78,7 +86,7 @@ class ReplicaStalledError(PagodaError):
 
 
 class RequestTimeoutError(PagodaError):
-    """A request took longer than it may."""
+    """A request took longer than request_timeout_s."""
 
 
 _LOSSES = (
@@ -92,20 +100,20 @@ _LOSSES = (
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """Return the exception that user code raised on a replica, out of what Ray wrapped it in."""
+    """Return the exception that a replica raised, without Ray's wrapper."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(error, RayTaskError) and isinstance(cause, BaseException) else error
 
 
 def is_replica_loss(error: BaseException) -> bool:
-    """Whether ``error`` says that the replica, not the request, is to blame: another replica may do better."""
+    """Whether the replica failed, not the request: the same request may succeed on another replica."""
     error = unwrap(error)
-    # By gRPC a dead replica sometimes shows as a raw grpc.aio.AioRpcError; not imported, so that grpc stays optional.
+    # Over gRPC a dead replica sometimes raises grpc.aio.AioRpcError; compared by name, so that grpc stays optional.
     return isinstance(error, _LOSSES) or type(error).__name__ == "AioRpcError"
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return the answer for any exception; what nobody foresaw is logged and answered without its text."""
+    """Return the answer for any exception. The text of an unexpected one is logged, not sent."""
     error = unwrap(error)
     if isinstance(error, ApiError):
         return error

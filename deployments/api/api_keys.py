@@ -1,13 +1,13 @@
-"""API keys: who may ask. With keys set every path but /health, /ping and /version needs one.
+"""API keys. If keys are set, every path except /health, /ping and /version needs one.
 
 Keys come from the environment of each node, ``PAGODA_API_KEYS`` (separated by commas or white space) or the file that
 ``PAGODA_API_KEYS_FILE`` names (one a line), and never from the YAML. Only their SHA-256 is kept, and each of them is
 compared in constant time.
 
-Clients send ``Authorization: Bearer KEY``. A browser cannot do that when a page is opened, so HTTP Basic with the key
-as password (and any user name) counts too: whoever opens the page is asked for it by the browser, which from then on
-sends it by itself. It would also send it for another site's script or form; so a request with Basic that may change
-something is refused unless it comes from our own page. Neither a cookie nor a script ever holds the key.
+Clients send ``Authorization: Bearer KEY``. A browser cannot do that when it opens a page, so HTTP Basic with the key as
+password (and any user name) is accepted too: the browser prompts its user for the key and then sends it with every
+request. It also sends it for a script or form of another site. A request with Basic and a method other than GET or HEAD
+is therefore refused unless it comes from Pagoda's own page. No cookie and no script holds the key.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ _HOW_TO_MAKE_ONE = "make one with: openssl rand -hex 32"
 
 
 class ApiKeys:
-    """The keys that are taken, as digests; none means that everybody may ask."""
+    """The valid keys, as digests. Without keys, every request is allowed.
+
+    Args:
+        keys: the keys as text; they are not kept.
+    """
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -49,7 +53,7 @@ class ApiKeys:
         """Read the keys.
 
         Raises:
-            ConfigError: if a source is given and holds no key, or one that is no good. It never repeats a key.
+            ConfigError: if a source is given but holds no key, or an invalid key. The message never has a key.
         """
         keys: list[str] = []
         if (listed := environ.get(KEYS)) is not None:
@@ -59,7 +63,7 @@ class ApiKeys:
         return cls(keys)
 
     def require(self) -> None:
-        """Raise ConfigError if there is none."""
+        """Raise ConfigError if there are no keys."""
         if not self:
             raise ConfigError(
                 f"{KEYS} or {KEYS_FILE} was set where the application was built and is not set on this node; "
@@ -70,7 +74,7 @@ class ApiKeys:
         return bool(self._digests)
 
     def accept(self, key: bytes) -> bool:
-        """Whether ``key`` is one of them; it takes as long whichever it is."""
+        """Whether ``key`` is valid, in constant time."""
         digest = hashlib.sha256(key).digest()
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # all are compared
 
@@ -100,12 +104,12 @@ def _checked(found: list[str], source: str) -> list[str]:
 
 
 class RequireKey:
-    """Middleware that lets nobody past without a key.
+    """Middleware that refuses requests without a valid key.
 
     Args:
-        app: what is behind the door.
-        keys: at least one.
-        asks_browsers: whether there is a page, so that a browser that opens it is to ask its user for a key.
+        app: the application to protect.
+        keys: at least one key.
+        asks_browsers: whether there is a web page, so that a browser that opens it should prompt for the key.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, *, asks_browsers: bool) -> None:
@@ -114,7 +118,7 @@ class RequireKey:
         self._asks_browsers = asks_browsers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or refuse it."""
+        """Pass one request on, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
@@ -125,7 +129,7 @@ class RequireKey:
             await refusal(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
-        """Return the answer to a request that may not pass, or None if it may."""
+        """Return the refusal of a request, or None if it has a valid key."""
         headers = Headers(scope=scope)
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         scheme, key = scheme.lower(), _key(scheme.lower(), credentials.strip())
@@ -157,7 +161,7 @@ def _key(scheme: str, credentials: str) -> bytes | None:
 
 
 def _is_from_our_page(headers: Headers) -> bool:
-    """Whether a browser says so, or no browser sent this."""
+    """Whether the request comes from Pagoda's page, or not from a browser."""
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is not None:
         return site == "same-origin"

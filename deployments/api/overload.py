@@ -1,6 +1,7 @@
-"""The bound on what waits in all engines together, kept at the door: before anything is tokenised.
+"""The limits on the waiting requests of all engines together, checked before a request is tokenised.
 
-Each engine bounds its own queue, and sheds by priority there; this keeps a flood from reaching them at all.
+Each engine also limits its own queue, where a request of higher priority replaces one of lower priority. The limits
+here reject a flood of requests at the ingress.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ DEFAULT_PRIORITY = 0
 
 
 def require_room(view: ClusterView, limits: LimitOptions, priority: int) -> None:
-    """Refuse a request while too much waits already.
+    """Reject a request while too many requests or prompt tokens wait.
 
-    One of a higher priority than usual passes: the engine that gets it refuses another one in its place.
+    A request of higher priority than the default is accepted: the engine rejects another one to make room.
 
     Raises:
-        ApiError: 503 with Retry-After, and both numbers.
+        ApiError: 503 with Retry-After; the message has both numbers.
     """
     if priority > DEFAULT_PRIORITY:
         return

@@ -1,4 +1,4 @@
-"""From a request's bytes to its typed body, and from what is wrong with it to one line that names the parameter."""
+"""Parses a request's bytes to its typed body, and turns a validation error to one line that names the parameter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["parse_body"]
 
 
 class Body(Protocol):
-    """A pydantic model that can check what no single field shows."""
+    """A pydantic model that can check combinations of its fields."""
 
     def check(self) -> None:
-        """Raise ApiError for what is wrong."""
+        """Raise RequestError, or ApiError, for an invalid combination."""
 
 
 BodyType = TypeVar("BodyType", bound=Body)
@@ -28,7 +28,8 @@ def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
     """Return the request in ``body``.
 
     Raises:
-        ApiError: 400 that names the parameter and its value; 501 for what is not offered.
+        ApiError: 400 that names the parameter and its value; 501 for a parameter that is not offered.
+        RequestError: for an invalid combination of fields.
     """
     assert issubclass(kind, BaseModel)
     try:
@@ -50,14 +51,14 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _as_api_error(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
-    """Return one line for the field that pydantic found wrong first."""
+    """Return one line for the first wrong field."""
     errors = error.errors(include_url=False)
-    if not errors[0]["loc"]:  # the mistake is in a key
+    if not errors[0]["loc"]:  # the error is in a key
         return ApiError(400, f"the body is refused: {errors[0]['msg'].lower()}", code="invalid_json")
     name = str(errors[0]["loc"][0])
     if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
         return ApiError(400, f"{name} is missing; give it", param=name)
-    # Of a union's branches the one that got deepest says best what is wrong.
+    # The branch of a union that got deepest describes the error best.
     first = max((item for item in errors if item["loc"][0] == name), key=lambda item: len(item["loc"]))
     where = name + "".join(f"[{part}]" for part in first["loc"][1:] if isinstance(part, int))
     value = first["input"] if first["type"] != "missing" else fields[name]

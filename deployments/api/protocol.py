@@ -1,4 +1,4 @@
-"""The OpenAI requests that Pagoda understands: their fields and what fits together.
+"""The OpenAI requests that Pagoda understands: their fields, and which fields can be combined.
 
 Pydantic checks the types, and the sizes that protect the event loop; ``check`` refuses combinations of fields that only
 the API has. Ranges of sampling parameters are checked once, when sampling.py builds SamplingParams. Unknown fields are
@@ -21,7 +21,7 @@ __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message", "
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Word = Annotated[str, Field(max_length=1000)]
-Words = Annotated[list[Word], Field(fail_fast=True)]  # up to the first mistake: a body may hold a million of them
+Words = Annotated[list[Word], Field(fail_fast=True)]  # stops at the first error: a body may hold a million of them
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000
 
@@ -53,14 +53,14 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """What a stream carries besides its text."""
+    """What a stream contains in addition to its text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class GenerationRequest(_Body):
-    """What chat and completions have in common."""
+    """The fields that chat and completions have in common."""
 
     endpoint: ClassVar[str]
     not_offered: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_OFFERED
@@ -97,26 +97,25 @@ class GenerationRequest(_Body):
     structured_outputs: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Refuse combinations that no single field shows, and what is not offered.
+        """Refuse invalid combinations of fields, and parameters that are not offered.
 
         Raises:
-            ApiError: 400, or 501 for a parameter that is known but not offered.
+            RequestError: for an invalid combination.
+            ApiError: 501 for a parameter that is known but not offered.
         """
         extra = self.model_extra or {}
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream: true; set it or leave it out", param="stream_options")
+            raise RequestError("needs stream: true", param="stream_options", remedy="set it or leave it out")
         if self.top_logprobs is not None and self.num_logprobs is None:
-            raise ApiError(400, f"top_logprobs={self.top_logprobs} needs logprobs; ask for both", param="top_logprobs")
+            raise RequestError("needs logprobs", param="top_logprobs", value=self.top_logprobs, remedy="set both")
         if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(
-                400,
-                f"prompt_logprobs={self.prompt_logprobs} cannot be streamed; leave out stream",
-                param="prompt_logprobs",
+            raise RequestError(
+                "cannot be streamed", param="prompt_logprobs", value=self.prompt_logprobs, remedy="leave out stream"
             )
         _check_tools(extra)
         for name in ("chat_template", "chat_template_kwargs"):
             if extra.get(name):
-                raise ApiError(400, f"{name}: a request cannot bring a template of its own; leave it out", param=name)
+                raise RequestError("cannot be set by a request", param=name, remedy="leave it out")
         refuse_old_names(extra)
         self._check_offered(extra)
 
@@ -170,7 +169,7 @@ class GenerationRequest(_Body):
 
 
 def _is_one_of(value: object, neutral: tuple[Any, ...]) -> bool:
-    """Whether ``value`` is in ``neutral``; False and 0 are not the same."""
+    """Whether ``value`` is in ``neutral``, where False and 0 differ."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
@@ -199,14 +198,11 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
 
     def check(self) -> None:
-        """Refuse what the base class does, and combinations that only completions have."""
+        """Refuse what the base class refuses, and invalid combinations of fields that only completions have."""
         super().check()
         if self.stream and self.num_draws > self.num_answers:
-            raise ApiError(
-                400,
-                f"best_of={self.best_of} with n={self.num_answers} cannot be streamed; leave out stream",
-                param="best_of",
-            )
+            problem = f"with n={self.num_answers} cannot be streamed"
+            raise RequestError(problem, param="best_of", value=self.best_of, remedy="leave out stream")
 
     @property
     def requested_tokens(self) -> int | None:
@@ -249,7 +245,7 @@ class Message(_Body):
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return what the chat template sees.
+        """Return the message as the chat template gets it.
 
         Raises:
             ApiError: 501 for parts that are not text.
@@ -294,6 +290,6 @@ class ChatRequest(GenerationRequest):
 
 def _check_tools(extra: Mapping[str, Any]) -> None:
     if extra.get("tools") == []:
-        raise ApiError(400, "tools is empty; give at least one tool or leave it out", param="tools")
+        raise RequestError("is empty", param="tools", remedy="give at least one tool or leave it out")
     if not extra.get("tools") and extra.get("tool_choice") not in (None, "none"):
-        raise ApiError(400, f"tool_choice={shown(extra['tool_choice'])} is given without tools", param="tool_choice")
+        raise RequestError("needs tools", param="tool_choice", value=extra["tool_choice"], remedy="leave it out")

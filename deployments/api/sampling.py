@@ -1,4 +1,4 @@
-"""From a validated request to the engine's SamplingParams: once a request, then for each prompt and each answer."""
+"""Builds SamplingParams: of a request, then of each of its prompts, then of each answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from deployments.api.protocol import GenerationRequest
 from deployments.api.structured import structured_outputs
 from deployments.config import LimitOptions
-from deployments.errors import ApiError
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
@@ -40,31 +39,28 @@ _NAMES = (
 
 
 def require_few_answers(request: GenerationRequest, num_prompts: int, limits: LimitOptions) -> None:
-    """Refuse a request for more answers than one client may have.
+    """Refuse a request for more answers than the server's limits.
 
     Raises:
-        ApiError: 400 with the number and the limit.
+        RequestError: with the number and the limit.
     """
     n, draws = request.num_answers, request.num_draws
     if n > limits.max_n:
-        raise ApiError(400, f"n={n} exceeds this server's limit of {limits.max_n}; lower it", param="n")
+        raise RequestError(f"exceeds this server's limit of {limits.max_n}", param="n", value=n, remedy="lower it")
     if draws > max(n, limits.max_best_of):
         limit = limits.max_best_of
-        raise ApiError(400, f"best_of={draws} exceeds this server's limit of {limit}; lower it", param="best_of")
+        raise RequestError(f"exceeds this server's limit of {limit}", param="best_of", value=draws, remedy="lower it")
     if draws > 1 and num_prompts * draws > limits.max_prompts_per_request:
-        raise ApiError(
-            400,
-            f"{num_prompts} prompts with {draws} answers each exceed the limit of {limits.max_prompts_per_request} "
-            "answers; send fewer prompts",
-            param="prompt",
-        )
+        limit = limits.max_prompts_per_request
+        problem = f"has {num_prompts} prompts with {draws} answers each, which exceed the limit of {limit} answers"
+        raise RequestError(problem, param="prompt", remedy="send fewer prompts")
 
 
 def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters that all prompts have in common, over the model's own ``defaults``.
+    """Return the sampling parameters of all prompts of a request; ``defaults`` are the model's.
 
     Raises:
-        RequestError: for a value out of range, which it names.
+        RequestError: for a value out of range; it names the field of the request.
     """
     fields = {name: getattr(request, name) for name in _NAMES}
     given = {name: value for name, value in fields.items() if value is not None}
@@ -86,10 +82,10 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> 
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: int) -> SamplingParams:
-    """Return ``params`` with the bad words as token ids; a spelling that the model cannot generate is none.
+    """Return ``params`` with the token ids of the bad words, without spellings that the model cannot generate.
 
     Raises:
-        RequestError: for a word that is too long, or no valid text.
+        RequestError: for a word that is too long, or is not valid text.
     """
     try:
         spellings = tokenizer.bad_words_token_ids(params.bad_words or ())
@@ -100,8 +96,8 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: 
 
 
 def for_prompt(params: SamplingParams, room: int) -> SamplingParams:
-    """Return ``params`` with at most ``room`` tokens and, as each prompt draws its own, with a seed."""
-    # A seed in any case: a stream that goes on at another replica draws there as it would have here.
+    """Return ``params`` with at most ``room`` tokens, and with a seed of its own if the request has none."""
+    # Always a seed: a stream that continues on another replica then samples the same tokens there.
     seed = secrets.randbits(62) if params.seed is None else params.seed
     if params.max_tokens is not None and params.max_tokens <= room:
         return replace(params, seed=seed)
@@ -109,7 +105,7 @@ def for_prompt(params: SamplingParams, room: int) -> SamplingParams:
 
 
 def for_answers(params: SamplingParams) -> list[SamplingParams]:
-    """Return the parameters of each answer by itself: answer ``i`` has the seed plus ``i``, as within an engine."""
+    """Return the parameters of each answer: answer ``i`` has the seed plus ``i``, as in an engine."""
     if params.num_sequences == 1:
         return [params]
     assert params.seed is not None

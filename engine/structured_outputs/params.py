@@ -1,7 +1,7 @@
-"""StructuredOutputsParams: what one request's text must look like.
+"""StructuredOutputsParams: the form that one request's text must have.
 
-Values are checked when the object is made, and what it holds afterwards is immutable text: it can be hashed, compared,
-and pickled on its way from the ingress to a replica. It knows nothing of tokens; grammar.py compiles it.
+The constructor checks the values and keeps them as immutable text, so an object can be hashed, compared, and pickled on
+its way from the ingress to a replica. It does not know tokens; compiler.py compiles it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StructuredOutputsParams:
         json_object: true for any JSON object.
 
     Raises:
-        RequestError: for anything else; its ``param`` is ``structured_outputs``.
+        RequestError: for any other value; its ``param`` is ``structured_outputs``.
     """
 
     json: str | dict[str, Any] | None = None
@@ -75,7 +75,7 @@ def _refuse(problem: str, remedy: str, kind: str | None = None) -> NoReturn:
 
 
 def _short(value: object) -> str:
-    """Return how a message shows ``value``, whatever it is and however long."""
+    """Return a plain value, or the type of any other, as a message shows it."""
     return repr(value)[:60] if value is None or isinstance(value, str | bool | int | float) else type(value).__name__
 
 
@@ -114,7 +114,7 @@ def _schema_text(schema: object) -> str:
     for number, depth in enumerate(_depths(schema)):
         if depth > MAX_SCHEMA_DEPTH:
             _refuse(f"is nested deeper than {MAX_SCHEMA_DEPTH}", "use a flatter schema", "json")
-        if number > MAX_SCHEMA_CHARACTERS:  # before it is written out: shared parts may make that endless
+        if number > MAX_SCHEMA_CHARACTERS:  # before json.dumps: shared parts may expand without end
             _refuse(f"has more than {MAX_SCHEMA_CHARACTERS} values", "give a smaller schema", "json")
     if text is None:
         try:

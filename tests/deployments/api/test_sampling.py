@@ -1,4 +1,4 @@
-"""From a request's body to what the engine is asked for."""
+"""Sampling parameters: from the body of a request to the EngineRequest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from starlette.testclient import TestClient
 from deployments.api.protocol import CompletionRequest
 from deployments.api.sampling import require_few_answers
 from deployments.config import LimitOptions
-from deployments.errors import ApiError
+from deployments.errors import as_api_error
+from engine.errors import RequestError
 from engine.outputs import Logprob
 from engine.sampling_params import SamplingParams
 from tests.deployments.fakes import FakeEngines, output
@@ -120,9 +121,9 @@ def test_the_limits_are_the_servers() -> None:
     limits = LimitOptions(max_n=4, max_best_of=2, max_prompts_per_request=8)
     require_few_answers(CompletionRequest(prompt=["a", "b"], n=4), 2, limits)  # best_of was not asked for
     for body, prompts, param in (({"n": 5}, 1, "n"), ({"n": 1, "best_of": 3}, 1, "best_of"), ({"n": 4}, 3, "prompt")):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(RequestError) as caught:
             require_few_answers(CompletionRequest(prompt=["a"], **body), prompts, limits)
-        assert (caught.value.status, caught.value.param) == (400, param)
+        assert (as_api_error(caught.value).status, caught.value.param) == (400, param)
 
 
 def test_infinity_is_refused(client: TestClient) -> None:
