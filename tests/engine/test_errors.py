@@ -51,7 +51,9 @@ class Unprintable:
 
 
 @pytest.mark.parametrize(
-    "value", [10**5000, "x" * 5000, ["x" * 5000] * 5000, {1: {2: {3: {4: [5] * 99}}}}, Unprintable()]
+    "value",
+    [10**5000, [10**5000], "x" * 5000, ["x" * 5000] * 5000, {1: {2: {3: {4: [5] * 99}}}}, Unprintable()],
+    ids=["digits", "a list of digits", "text", "a list of texts", "nested", "no repr"],
 )
 def test_any_value_is_shown_in_few_characters(value: object) -> None:
     assert 0 < len(shown(value)) <= 80
