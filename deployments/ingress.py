@@ -153,7 +153,7 @@ class Ingress:
         call = self._engines.info.remote()
         try:
             await asyncio.wait_for(call, HEALTH_TIMEOUT_S)
-        except Exception:  # whatever it is, nothing can be served
+        except Exception:  # of any kind: no request can be served
             call.cancel()  # type: ignore[no-untyped-call]
             return False
         return True

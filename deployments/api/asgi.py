@@ -64,7 +64,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events. Their source is closed at its end, also if the client goes away.
+    """A response of server-sent events. Their source is closed at its end, also if the client disconnects.
 
     Args:
         first: the first event. It exists before the response starts, so that an error until then has its own status.

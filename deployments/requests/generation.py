@@ -79,7 +79,7 @@ class Generation:
         self.attempts: list[Attempt] = []
         self.index = index
         self.prompt = prompt
-        self.replica = ""  # the last one that sent tokens
+        self.replica = ""  # the replica of the last tokens
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []  # of token_ids, if requested
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # if requested; the first token has none

@@ -1,4 +1,4 @@
-"""RequestRecord: what a request for tokens asked for and how it ended, for its log line and its spans.
+"""RequestRecord: the parameters, answers and end of one HTTP request for tokens, for its log line and its spans.
 
 The ASGI middleware creates the record when a request arrives, the code that serves the request fills it in, and it is
 read once at the end. So nothing is formatted, and no span is made, while tokens flow. Times are seconds of this
@@ -26,7 +26,7 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completio
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One HTTP request for tokens: what it asked for, its answers, and how it ended."""
+    """One HTTP request for tokens: its parameters, its answers, and how it ended."""
 
     request_id: str
     path: str

@@ -37,7 +37,7 @@ def test_a_token_is_shown_as_text_and_as_bytes(tokenizer: Tokenizer) -> None:
 
 
 def test_top_logprobs_are_in_order_and_as_many_as_requested(tokenizer: Tokenizer) -> None:
-    position = _position((70, -3.0), (71, -0.5), (72, -1.5))  # the token that was drawn comes first
+    position = _position((70, -3.0), (71, -0.5), (72, -1.5))  # the sampled token comes first
     (entry,) = chat_logprobs(tokenizer, [70], [position], 2)["content"]
     assert entry["logprob"] == -3.0
     assert [one["logprob"] for one in entry["top_logprobs"]] == [-0.5, -1.5]

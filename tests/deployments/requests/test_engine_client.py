@@ -167,7 +167,7 @@ async def test_the_view_has_a_requests_replica_until_it_ends() -> None:
         def dispatch(self, request: EngineRequest, **kwargs: Any) -> Any:
             seen.append(view.num_unassigned)
             view.dispatch(request.request_id, "r1", kwargs["block_hashes"], 3)
-            view.dispatch(request.request_id, "r2", kwargs["block_hashes"], 3)  # r1 did not take it
+            view.dispatch(request.request_id, "r2", kwargs["block_hashes"], 3)  # r1 rejected it
             seen.append(view.replica_of(request.request_id))
             return super().dispatch(request, **kwargs)
 

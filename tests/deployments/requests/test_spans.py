@@ -175,7 +175,7 @@ def test_a_thousand_answers_do_not_make_thousands_of_spans(traced: TestClient, c
             {"chosen": 10.1, "first_token": 11.0, "last_token": 12.0, "timing": RequestTiming(0.3, 0.5)},
             [("route", 10.0, 10.1), ("queue", 10.2, 10.5), ("prefill", 10.5, 11.0), ("decode", 11.0, 12.0)],
         ),
-        (  # another router than ours, which does not say when it chose
+        (  # another router than ours: the time of its choice is unknown
             {"first_token": 11.0, "last_token": 11.0, "timing": RequestTiming(0.3, 0.5)},
             [("route", 10.0, 10.2), ("queue", 10.2, 10.5), ("prefill", 10.5, 11.0), ("decode", 11.0, 11.0)],
         ),

@@ -45,7 +45,7 @@ def test_an_operator_may_name_the_service(
 def test_the_caller_decides_on_sampling_and_is_the_parent(
     open_client: OpenClient, collector: Collector, serve_log: list[logging.LogRecord], sampled: bool
 ) -> None:
-    # The ratio is the opposite of what the caller says.
+    # The sample ratio is the opposite of the caller's decision.
     client = open_client(tracing={"otlp_endpoint": collector.url, "sample_ratio": 0.0 if sampled else 1.0})
     header = f"00-{CALLER}-{CALLERS_SPAN}-0{int(sampled)}"
     client.post("/v1/chat/completions", json=CHAT, headers={"traceparent": header, "tracestate": "a=1"})
