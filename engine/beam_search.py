@@ -15,8 +15,6 @@ from typing import Literal
 
 import numpy as np
 
-from engine.sampling_params import SamplingParams
-
 __all__ = ["BeamSearch", "Candidates", "Continuation", "Hypothesis"]
 
 Candidates = tuple[list[int], list[float]]  # the most likely next tokens of one beam and their log-probabilities
@@ -62,12 +60,6 @@ class BeamSearch:
         self._early_stopping = early_stopping
         self._num_prompt_tokens = num_prompt_tokens
         self._scores = np.zeros(1, dtype=np.float32)  # of the running beams; float32 like the oracle's
-
-    @classmethod
-    def from_params(cls, params: SamplingParams, num_prompt_tokens: int) -> BeamSearch:
-        """Return the state before the first step of a request."""
-        assert params.beam_width is not None
-        return cls(params.beam_width, params.length_penalty, params.early_stopping, num_prompt_tokens)
 
     def advance(
         self,

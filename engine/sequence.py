@@ -270,7 +270,9 @@ class SequenceGroup:
         self.is_forked = self.num_slots == 1
         # Of the prompt tokens computed so far; the first token has none.
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
-        self.beams = BeamSearch.from_params(params, len(prompt)) if params.uses_beam_search else None
+        self.beams: BeamSearch | None = None
+        if params.beam_width is not None:
+            self.beams = BeamSearch(params.beam_width, params.length_penalty, params.early_stopping, len(prompt))
         first = Sequence(self, 0, [*prompt, *output], num_prompt_tokens=len(prompt), seed=seed)
         self.sequences = [first]  # all answers so far, finished ones included; of beams only those that continue
 

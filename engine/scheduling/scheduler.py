@@ -179,7 +179,7 @@ class Scheduler:
     def _schedule_group(self, first: Sequence, step: StepBuilder) -> None:
         """Schedule the sequences of the group that ``first`` leads, unless the group itself is preempted.
 
-        A preempted group frees blocks that the plan matched, or publishes its own in place of them: then the group is
+        A preempted group frees blocks that the plan matched, or publishes its own instead of them: then the group is
         planned again.
         """
         group, blocks = first.group, self.block_manager

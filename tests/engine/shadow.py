@@ -181,7 +181,9 @@ class ShadowRunner:
         self, prompt: list[int], params: SamplingParams, max_total_tokens: int, salt: str = ""
     ) -> list[Hypothesis]:
         """Return the hypotheses that an undisturbed beam search finds."""
-        search, stops = BeamSearch.from_params(params, len(prompt)), frozenset(params.stop_token_ids or ())
+        assert params.beam_width is not None
+        search = BeamSearch(params.beam_width, params.length_penalty, params.early_stopping, len(prompt))
+        stops = frozenset(params.stop_token_ids or ())
         beams = [list(prompt)]
         while True:
             found = [candidates(self.ids.chain(salt, one)[-1], num_candidates(params, stops)) for one in beams]

@@ -1,4 +1,4 @@
-"""EngineOutput: who is told what, when it ends, and which of several answers are the best."""
+"""EngineOutput: what each output holds, which one is the last, and which of several answers are the best."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_request_has_exactly_one_last_output_and_each_answer_one_end(params: S
     assert sorted(output.index for output in outputs if output.finish_reason) == list(range(params.n))
 
 
-def test_the_last_output_comes_with_the_last_answer_whoever_ends_the_others() -> None:
+def test_the_last_output_comes_with_the_last_answer_however_the_others_end() -> None:
     engine, _ = make_engine()
     engine.add_request(EngineRequest("a", PROMPT, SamplingParams(max_tokens=5, n=3)))
     engine.step()
@@ -56,7 +56,7 @@ def test_the_last_output_comes_with_the_last_answer_whoever_ends_the_others() ->
     assert outputs[-1].is_last
 
 
-def test_best_of_tells_the_answers_of_the_best_mean_logprob_the_best_first() -> None:
+def test_best_of_returns_the_answers_of_the_best_mean_logprob_the_best_first() -> None:
     engine, runner = make_engine()
     stops = list(range(0, 64, 8))  # so that lengths differ, and a sum ranks otherwise than a mean
     engine.add_request(EngineRequest("a", PROMPT, SamplingParams(max_tokens=30, n=2, best_of=6, stop_token_ids=stops)))
@@ -74,7 +74,7 @@ def test_best_of_tells_the_answers_of_the_best_mean_logprob_the_best_first() -> 
     assert [output.index for output in outputs] == [0, 1]
 
 
-def test_beams_are_told_by_score() -> None:
+def test_hypotheses_come_by_score() -> None:
     engine, runner = make_engine()
     params = SamplingParams(max_tokens=6, temperature=0, beam_width=4, n=3, length_penalty=0.0, stop_token_ids=[1, 2])
     group = engine.add_request(EngineRequest("a", PROMPT, params))
@@ -109,25 +109,25 @@ def test_a_failed_answer_is_the_worst_of_several() -> None:
     assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH] * 2
 
 
-def test_prompt_logprobs_are_told_once_with_the_first_token_of_the_first_answer() -> None:
+def test_prompt_logprobs_come_once_with_the_first_token_of_the_first_answer() -> None:
     engine, _ = make_engine(max_num_batched_tokens=3)
     engine.add_request(EngineRequest("a", PROMPT, SamplingParams(max_tokens=3, n=2, prompt_logprobs=0)))
-    told = [output for output in outputs_of(engine) if output.prompt_logprobs is not None]
-    assert [output.index for output in told] == [0]
-    assert told[0].prompt_logprobs is not None
-    assert [one and list(one) for one in told[0].prompt_logprobs] == [None, [1], [4], [1], [5]]
+    found = [output for output in outputs_of(engine) if output.prompt_logprobs is not None]
+    assert [output.index for output in found] == [0]
+    assert found[0].prompt_logprobs is not None
+    assert [one and list(one) for one in found[0].prompt_logprobs] == [None, [1], [4], [1], [5]]
 
 
-def test_prompt_logprobs_of_a_resumed_request_are_told() -> None:
+def test_prompt_logprobs_of_a_resumed_request_come() -> None:
     engine, _ = make_engine()
     engine.queue_request(
         EngineRequest("a", PROMPT, SamplingParams(max_tokens=5, prompt_logprobs=0), output_token_ids=[4, 5])
     )
-    told = [output.prompt_logprobs for output in outputs_of(engine)]
-    assert [one and len(one) for one in told] == [len(PROMPT), None, None]
+    found = [output.prompt_logprobs for output in outputs_of(engine)]
+    assert [one and len(one) for one in found] == [len(PROMPT), None, None]
 
 
-def test_prompt_logprobs_of_a_request_without_a_token_are_told() -> None:
+def test_prompt_logprobs_of_a_request_without_a_token_come() -> None:
     load = RandomLoad()
     load.add(Arrival(tokens=PROMPT, params=SamplingParams(max_tokens=4, prompt_logprobs=0)))
     load.fail_next(0)
@@ -137,7 +137,7 @@ def test_prompt_logprobs_of_a_request_without_a_token_are_told() -> None:
     assert len(output.prompt_logprobs) == len(PROMPT)
 
 
-def test_prompt_logprobs_are_not_told_again_by_a_later_failure() -> None:
+def test_prompt_logprobs_do_not_come_again_with_a_later_failure() -> None:
     load = RandomLoad()
     load.add(Arrival(tokens=PROMPT, params=SamplingParams(max_tokens=4, prompt_logprobs=0)))
     load.step()

@@ -1,4 +1,4 @@
-"""Drafts: who gets them, what they may take, and that an answer is the same with them, at fewer steps."""
+"""Drafter: which sequences get drafts, which tokens and blocks these take, and that answers stay the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 class Oracle:
-    """Guesses rightly, but for the positions of an answer that are given as wrong."""
+    """Proposes the right tokens, except at the positions of an answer that are given as wrong."""
 
     def __init__(self, runner: ShadowRunner, wrong: Collection[int]) -> None:
         self._runner, self._wrong = runner, wrong
@@ -28,7 +28,7 @@ class Oracle:
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         answer = self._runner.answer(sequence.token_ids, limit, sequence.cache_salt)
         first = sequence.num_output_tokens
-        return [token + (first + place in self._wrong) for place, token in enumerate(answer)]
+        return [token + (first + index in self._wrong) for index, token in enumerate(answer)]
 
 
 def start(num_draft_tokens: int, *, wrong: Collection[int] = (), **options: Any) -> tuple[Engine, ShadowRunner]:
@@ -44,7 +44,7 @@ def greedy(**params: Any) -> SamplingParams:
 
 
 def watch(engine: Engine) -> list[SchedulerOutput]:
-    """Return a list that grows by every batch."""
+    """Return a list to which every scheduled batch is added."""
     seen: list[SchedulerOutput] = []
     schedule = engine.scheduler.schedule
 
@@ -56,57 +56,57 @@ def watch(engine: Engine) -> list[SchedulerOutput]:
     return seen
 
 
-def joined(told: list[list[EngineOutput]]) -> list[int]:
+def joined(steps_outputs: list[list[EngineOutput]]) -> list[int]:
     """Return the tokens of all steps."""
-    return [token_id for outputs in told for output in outputs for token_id in output.token_ids]
+    return [token_id for outputs in steps_outputs for output in outputs for token_id in output.token_ids]
 
 
 def steps(engine: Engine) -> list[list[EngineOutput]]:
-    """Step to the end, and return what each step has told."""
-    told = []
+    """Step to the end; return the outputs of each step."""
+    outputs = []
     while engine.has_unfinished:
-        told.append(engine.step())
+        outputs.append(engine.step())
         check_integrity(engine)
-    return told
+    return outputs
 
 
 @pytest.mark.parametrize(
-    ("draft", "behind", "expected"),
+    ("draft", "after_draft", "expected"),
     [
-        ([1, 2, 3], [2, 3, 4], [2, 3, 4]),  # the whole draft is right, and one more comes behind it
+        ([1, 2, 3], [2, 3, 4], [2, 3, 4]),  # the whole draft is right, and one more token follows
         ([1, 2, 3], [2, 9, 4], [2, 9]),
         ([1, 2, 3], [9, 3, 4], [9]),
         ([7, 2, 3], [2, 3, 4], []),
-        ([1, 2, 3], [2], [2]),  # the model says nothing behind the second
+        ([1, 2, 3], [2], [2]),  # the model gives no token after the second
         ([1, 2, 3], [], []),
     ],
 )
-def test_a_draft_is_right_as_far_as_the_model_says_the_same(
-    draft: list[int], behind: list[int], expected: list[int]
+def test_draft_tokens_are_accepted_as_far_as_the_model_agrees(
+    draft: list[int], after_draft: list[int], expected: list[int]
 ) -> None:
-    assert list(accepted_tokens(1, draft, behind)) == expected
+    assert list(accepted_tokens(1, draft, after_draft)) == expected
 
 
 def test_right_drafts_give_several_tokens_a_step() -> None:
     engine, runner = start(4)
     engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=12)))
-    told = steps(engine)
-    assert [len(output.token_ids) for (output,) in told] == [1, 5, 5, 1]  # the first one is the prefill's
-    assert joined(told) == runner.answer(PROMPT, 12)
+    outputs = steps(engine)
+    assert [len(output.token_ids) for (output,) in outputs] == [1, 5, 5, 1]  # the first one is the prefill's
+    assert joined(outputs) == runner.answer(PROMPT, 12)
 
 
 @pytest.mark.parametrize("wrong", [{1}, {2}, {3, 4}, set(range(40))])
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_wrong_drafts_change_nothing(wrong: set[int], block_size: int) -> None:
     engine, runner = start(4, wrong=wrong, block_size=block_size)
-    for name in ("a", "b"):  # the second one finds what the first one published
+    for name in ("a", "b"):  # the second request hits the blocks that the first published
         engine.add_request(EngineRequest(name, PROMPT, greedy(max_tokens=30)))
-        told = steps(engine)
-        assert joined(told) == runner.answer(PROMPT, 30)
-        assert len(told) < 30 or len(wrong) == 40
+        outputs = steps(engine)
+        assert joined(outputs) == runner.answer(PROMPT, 30)
+        assert len(outputs) < 30 or len(wrong) == 40
 
 
-def test_nothing_is_told_behind_a_stop_token_in_a_right_draft() -> None:
+def test_no_token_follows_a_stop_token_in_a_right_draft() -> None:
     expected = make_engine()[1].answer(PROMPT, 12)
     stop = expected[3]
     assert stop not in expected[:3]
@@ -114,23 +114,23 @@ def test_nothing_is_told_behind_a_stop_token_in_a_right_draft() -> None:
         engine, _ = start(8, block_size=4, eos_token_ids=eos)
         engine.add_request(EngineRequest("a", PROMPT, params))
         seen = watch(engine)
-        told = steps(engine)
-        assert [output.token_ids for (output,) in told] == [expected[:1], expected[1:4]]
-        assert told[-1][0].finish_reason is FinishReason.STOP
-        assert told[-1][0].stop_reason == (None if eos else stop)
-        assert told[-1][0].is_last
+        outputs = steps(engine)
+        assert [output.token_ids for (output,) in outputs] == [expected[:1], expected[1:4]]
+        assert outputs[-1][0].finish_reason is FinishReason.STOP
+        assert outputs[-1][0].stop_reason == (None if eos else stop)
+        assert outputs[-1][0].is_last
         assert list(seen[-1].num_accepted.values()) == [2]
         # The prompt's 5 tokens and the answer's first 3 are computed: two blocks, and nothing of the draft.
         assert len(engine.block_manager.prefix_cache.published_hashes()) == 2
 
 
-def test_min_tokens_hold_drafts_back_only_while_a_token_is_forbidden() -> None:
+def test_min_tokens_prevent_drafts_only_while_a_token_is_masked() -> None:
     expected = make_engine()[1].answer(PROMPT, 20)
     stop = expected[9]
     assert stop not in expected[:9]
     for params, sizes in (
         (greedy(max_tokens=12, min_tokens=4, stop_token_ids=[stop]), [1, 1, 1, 1, 5, 1]),
-        (greedy(max_tokens=11, min_tokens=11), [1, 5, 5]),  # there is no token to forbid
+        (greedy(max_tokens=11, min_tokens=11), [1, 5, 5]),  # there is no token to mask
     ):
         engine, _ = start(4)
         engine.add_request(EngineRequest("a", PROMPT, params))
@@ -164,7 +164,7 @@ def test_a_draft_ends_before_the_answer_does(max_tokens: int) -> None:
     ],
     ids=repr,
 )
-def test_only_who_takes_the_likeliest_token_gets_drafts_and_the_others_go_on_beside(params: dict[str, Any]) -> None:
+def test_only_sequences_that_take_the_most_likely_token_get_drafts(params: dict[str, Any]) -> None:
     engine, _ = start(4)
     seen = watch(engine)
     engine.add_request(EngineRequest("other", PROMPT, SamplingParams(**{"temperature": 0, "max_tokens": 8} | params)))
@@ -173,8 +173,8 @@ def test_only_who_takes_the_likeliest_token_gets_drafts_and_the_others_go_on_bes
     assert {one.request_id for output in seen for one in output.drafts} == {"greedy"}
 
 
-def test_drafts_get_only_tokens_that_nobody_else_wants() -> None:
-    """Each sequence has its token and each prefill its chunk, as without drafts; what is left is drafted by rank."""
+def test_drafts_get_only_tokens_that_the_batch_leaves() -> None:
+    """Each sequence has its token and each prefill its chunk, as without drafts; the rest goes to drafts in order."""
     engine, _ = start(4, max_num_batched_tokens=12, max_num_seqs=3)
     for name in "ab":
         engine.add_request(EngineRequest(name, PROMPT, greedy(max_tokens=50)))
@@ -202,7 +202,7 @@ def test_a_draft_is_no_longer_than_the_budget_or_the_threshold() -> None:
         assert seen[-1].num_new_tokens == [size]
 
 
-def test_drafts_leave_the_blocks_of_the_next_step_alone() -> None:
+def test_drafts_take_no_blocks_that_the_next_step_needs() -> None:
     """Two sequences in a pool of 8 blocks: 4 are in use, each may need one in the next step, so drafts get two."""
     engine, _ = start(12, num_blocks=8, block_size=4, enable_prefix_caching=False, wrong=set(range(99)))
     for name in "ab":
@@ -217,8 +217,8 @@ def test_drafts_leave_the_blocks_of_the_next_step_alone() -> None:
 
 
 @pytest.mark.parametrize("swap", [0, 64])
-def test_drafts_preempt_nobody_that_would_not_be_preempted(swap: int) -> None:
-    """Wrong drafts, which give nothing, in a pool that is always nearly full: as many preemptions as without."""
+def test_drafts_cause_no_preemption(swap: int) -> None:
+    """Wrong drafts, none accepted, in a pool that is always nearly full: the same preemptions as without drafts."""
     preemptions = []
     for num_draft_tokens in (0, 8):
         options: dict[str, Any] = {"num_blocks": 24, "block_size": 2, "num_host_blocks": swap}
@@ -246,7 +246,7 @@ def test_a_block_is_published_when_its_tokens_are_known_and_not_before() -> None
     assert len(engine.block_manager.prefix_cache.published_hashes()) == (5 + 40 - 1) // 2
 
 
-def test_a_sequence_that_fails_beside_its_draft_ends_with_what_it_had() -> None:
+def test_a_sequence_that_fails_beside_its_draft_keeps_the_tokens_it_had() -> None:
     engine, runner = start(4)
     engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=20)))
     engine.step()
@@ -264,8 +264,8 @@ def test_a_sequence_that_fails_beside_its_draft_ends_with_what_it_had() -> None:
     check_integrity(engine)
 
 
-def test_drafts_stop_where_the_model_says_nothing() -> None:
-    """A NaN behind the second guess: two tokens come now, and the row is computed again with the next step."""
+def test_drafts_end_where_the_model_gives_no_token() -> None:
+    """A NaN after the second draft token: two tokens come now, and the next step computes the rest again."""
     engine, runner = start(4)
     engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=9)))
     engine.step()
@@ -284,20 +284,20 @@ def test_prompt_logprobs_come_once_with_the_first_tokens() -> None:
     """The prompt's last token may be computed alone, beside the first draft."""
     engine, _ = start(4, max_num_batched_tokens=4)
     engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=9, prompt_logprobs=0)))
-    told = [output for outputs in steps(engine) for output in outputs]
-    assert [len(output.token_ids) for output in told] == [4, 4, 1]
-    assert [output.prompt_logprobs is not None for output in told] == [True, False, False]
-    assert len(told[0].prompt_logprobs or ()) == len(PROMPT)
+    outputs = [output for step_outputs in steps(engine) for output in step_outputs]
+    assert [len(output.token_ids) for output in outputs] == [4, 4, 1]
+    assert [output.prompt_logprobs is not None for output in outputs] == [True, False, False]
+    assert len(outputs[0].prompt_logprobs or ()) == len(PROMPT)
 
 
-def test_a_request_resumed_elsewhere_tells_only_what_is_new() -> None:
+def test_a_resumed_request_outputs_only_new_tokens() -> None:
     engine, runner = start(4)
     answer = runner.answer(PROMPT, 12)
     engine.queue_request(EngineRequest("a", PROMPT, greedy(max_tokens=12), output_token_ids=answer[:3]))
     assert joined(steps(engine)) == answer[3:]
 
 
-def test_the_load_of_a_step_does_not_count_guesses_as_prefill() -> None:
+def test_draft_tokens_do_not_count_as_prefill_of_a_step() -> None:
     engine, _ = start(100, max_num_batched_tokens=500)
     for index in range(4):
         engine.add_request(EngineRequest(str(index), PROMPT, greedy(max_tokens=300)))
@@ -306,8 +306,8 @@ def test_the_load_of_a_step_does_not_count_guesses_as_prefill() -> None:
     assert engine.load().decode_step_s > 0
 
 
-def test_n_grams_that_are_looked_up_make_an_echo_quick() -> None:
-    """The proposer of the configuration, where the model says the prompt again, from its first token on."""
+def test_prompt_lookup_makes_an_echo_fast() -> None:
+    """With the configured proposer and a model that repeats the prompt from its first token on."""
     prompt = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
     engine, runner = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
     run = runner.run
@@ -317,15 +317,15 @@ def test_n_grams_that_are_looked_up_make_an_echo_quick() -> None:
         for position, sequence in enumerate(output.sampling):
             known = sequence.num_tokens
             draft = output.drafts.get(sequence, [])
-            said = [prompt[(known + place) % len(prompt)] for place in range(1 + len(draft))]
-            sampled.token_ids[position] = said[0]
+            echoed = [prompt[(known + i) % len(prompt)] for i in range(1 + len(draft))]
+            sampled.token_ids[position] = echoed[0]
             if draft:
-                sampled.after_drafts[sequence] = said[1:]
+                sampled.after_drafts[sequence] = echoed[1:]
         return sampled
 
     runner.run = echo  # type: ignore[method-assign]
     engine.add_request(EngineRequest("a", prompt, greedy(max_tokens=30)))
-    told = steps(engine)
-    assert joined(told) == prompt * 3
-    assert [len(output.token_ids) for (output,) in told] == [1, 1, 1, 5, 5, 5, 5, 5, 2]
-    assert next_token(0) != prompt[0]  # the shadow itself would say something else
+    outputs = steps(engine)
+    assert joined(outputs) == prompt * 3
+    assert [len(output.token_ids) for (output,) in outputs] == [1, 1, 1, 5, 5, 5, 5, 5, 2]
+    assert next_token(0) != prompt[0]  # the shadow runner itself would sample another token

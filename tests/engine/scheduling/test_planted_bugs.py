@@ -282,40 +282,40 @@ def test_a_fork_shares_blocks_without_counting_itself() -> None:
 # --- drafts ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_guess_too_many_is_taken_for_right() -> None:
-    def confirmed_and_one_more(token_id: int, draft: list[int], behind: list[int]) -> list[int]:
-        confirmed = list(accepted_tokens(token_id, draft, behind))
-        return confirmed + behind[len(confirmed) : len(confirmed) + 1]
+def test_one_draft_token_too_many_is_accepted() -> None:
+    def accepted_and_one_more(token_id: int, draft: list[int], after_draft: list[int]) -> list[int]:
+        accepted = list(accepted_tokens(token_id, draft, after_draft))
+        return accepted + after_draft[len(accepted) : len(accepted) + 1]
 
     assert_found(
-        lambda patch: patch.setattr(drafter_module, "accepted_tokens", confirmed_and_one_more),
+        lambda patch: patch.setattr(drafter_module, "accepted_tokens", accepted_and_one_more),
         "answers|reads foreign KV",
     )
 
 
-def test_the_model_is_not_asked_what_it_says_behind_the_last_guess() -> None:
-    """The token that follows is taken from the guesses: as if what is right so far made the next one right."""
+def test_the_token_after_the_accepted_ones_is_not_the_models() -> None:
+    """The next token is taken from the draft, as if accepted tokens made the one after them right."""
 
-    def guesses(token_id: int, draft: list[int], behind: list[int]) -> list[int]:
-        num_right = len(list(accepted_tokens(token_id, draft, behind)))
-        return draft[1 : 1 + num_right]
+    def guesses(token_id: int, draft: list[int], after_draft: list[int]) -> list[int]:
+        num_accepted = len(list(accepted_tokens(token_id, draft, after_draft)))
+        return draft[1 : 1 + num_accepted]
 
     assert_found(lambda patch: patch.setattr(drafter_module, "accepted_tokens", guesses), "answers|reads foreign KV")
 
 
-def test_tokens_come_behind_the_end_of_an_answer() -> None:
-    def go_on(sequence: Sequence, draft: list[int], behind: list[int]) -> int:
-        confirmed = list(accepted_tokens(sequence.token_ids[-1], draft, behind))
-        sequence.token_ids += confirmed
-        for token_id in confirmed[-1:]:
+def test_tokens_follow_the_end_of_an_answer() -> None:
+    def go_on(sequence: Sequence, draft: list[int], after_draft: list[int]) -> int:
+        accepted = list(accepted_tokens(sequence.token_ids[-1], draft, after_draft))
+        sequence.token_ids += accepted
+        for token_id in accepted[-1:]:
             sequence.check_end(token_id)
-        return len(confirmed)
+        return len(accepted)
 
     assert_found(lambda patch: patch.setattr(drafter_module, "_append_accepted", go_on), "answers|continues|ends at")
 
 
-def test_blocks_of_wrong_guesses_are_published() -> None:
-    """With the tokens that the sequence gets in their place: their slots hold K and V of others."""
+def test_blocks_of_rejected_draft_tokens_are_published() -> None:
+    """They are published with the tokens that the sequence got instead: their slots hold K and V of others."""
     take_back = BlockManager.take_back
 
     def publish_then_take_back(manager: BlockManager, sequence: Sequence) -> None:
@@ -329,11 +329,11 @@ def test_blocks_of_wrong_guesses_are_published() -> None:
     )
 
 
-def test_wrong_guesses_count_as_computed() -> None:
+def test_rejected_draft_tokens_count_as_computed() -> None:
     append_accepted = drafter_module._append_accepted
 
-    def append_and_count_all(sequence: Sequence, draft: list[int], behind: list[int]) -> int:
-        append_accepted(sequence, draft, behind)
+    def append_and_count_all(sequence: Sequence, draft: list[int], after_draft: list[int]) -> int:
+        append_accepted(sequence, draft, after_draft)
         return len(draft)
 
     assert_found(
@@ -349,7 +349,7 @@ def test_a_draft_keeps_blocks_that_it_has_not_filled() -> None:
     )
 
 
-def test_a_draft_takes_from_the_budget_of_others() -> None:
+def test_drafts_exceed_the_token_budget() -> None:
     add_drafts = Drafter.add_drafts
 
     def add_without_limit(drafter: Drafter, step: StepBuilder) -> None:
@@ -360,7 +360,7 @@ def test_a_draft_takes_from_the_budget_of_others() -> None:
     assert_found(lambda patch: patch.setattr(Drafter, "add_drafts", add_without_limit), "the budget is exceeded")
 
 
-def test_a_sequence_that_draws_gets_a_draft() -> None:
+def test_a_sequence_that_is_not_greedy_gets_a_draft() -> None:
     assert_found(
         lambda patch: patch.setattr(Sequence, "is_plain_greedy", property(lambda sequence: sequence.is_single)),
         "a draft for a sequence that is not greedy",

@@ -1,4 +1,4 @@
-"""QueueLimits: who may wait, and who gives way. No threads: the engine is asked as the step thread asks it."""
+"""QueueLimits: which requests may wait, and which are rejected to make room. The tests run no threads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PARAMS = SamplingParams(max_tokens=8)
 
 
 class Queue:
-    """An engine with a bounded queue, and who was shed from it; ``is_busy``: the only place in its batch is taken."""
+    """An engine with a limited queue, and the rejected requests; ``is_busy``: the only slot of its batch is taken."""
 
     def __init__(self, *, is_busy: bool = False, **options: Any) -> None:
         self.sink = RecordingSink()
         self.engine: Engine = make_engine(sink=self.sink, **{"max_num_seqs": 1} | options)[0]
-        self.shed: dict[str, OverloadedError] = {}
+        self.rejected: dict[str, OverloadedError] = {}
         if is_busy:
             self.engine.add_request(EngineRequest("running", [63], PARAMS))
             self.engine.step()
@@ -37,7 +37,7 @@ class Queue:
     def arrive(self, name: str, prompt: list[int] | None = None, priority: int = 0, **options: Any) -> SequenceGroup:
         prompt = [len(name), ord(name[-1]) % 64, 1] if prompt is None else prompt
         return self.engine.queue_request(
-            EngineRequest(name, prompt, PARAMS, priority=priority, **options), on_rejected=self.shed.__setitem__
+            EngineRequest(name, prompt, PARAMS, priority=priority, **options), on_rejected=self.rejected.__setitem__
         )
 
     @property
@@ -49,9 +49,9 @@ class Queue:
         return self.engine.load().queued_prefill_tokens
 
 
-def test_as_many_wait_as_may_and_the_next_is_refused_with_both_numbers() -> None:
+def test_the_queue_fills_to_its_limit_and_the_error_names_both_numbers() -> None:
     queue = Queue(max_queued_requests=2)
-    for name in "abc":  # the first of them has a place in the batch, and only waits for the step
+    for name in "abc":  # the first of them has a slot in the batch, and only waits for the step
         queue.arrive(name)
     with pytest.raises(OverloadedError, match=r"3 requests wait .*max_queued_requests=2; try again later") as caught:
         queue.arrive("d")
@@ -67,7 +67,7 @@ def test_as_many_wait_as_may_and_the_next_is_refused_with_both_numbers() -> None
     assert queue.sink.counters[m.REQUESTS_REJECTED, "overloaded"] == 2
 
 
-def test_a_refusal_by_number_makes_no_sequence_and_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_rejection_makes_no_sequence_and_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(is_busy=True, max_queued_requests=1)
     queue.arrive("a")
     monkeypatch.setattr("engine.engine.SequenceGroup", None)
@@ -76,7 +76,7 @@ def test_a_refusal_by_number_makes_no_sequence_and_hashes_nothing(monkeypatch: p
         queue.arrive("b")
 
 
-def test_tokens_are_bounded_and_an_empty_queue_takes_any_request() -> None:
+def test_tokens_are_limited_and_an_empty_queue_accepts_any_request() -> None:
     queue = Queue(max_queued_prefill_tokens=50, block_size=4)
     queue.arrive("long", list(range(60)))
     with pytest.raises(OverloadedError, match=r"60 prompt tokens wait .*brings 3 more.*max_queued_prefill_tokens=50"):
@@ -86,19 +86,19 @@ def test_tokens_are_bounded_and_an_empty_queue_takes_any_request() -> None:
     with pytest.raises(OverloadedError, match=r"40 prompt tokens wait .*brings 12 more"):
         queue.arrive("b", [60] * 12)
     queue.arrive("c", [60] * 10)
-    queue.arrive("twin", [50 - i for i in range(40)])  # brings nothing that "a" does not
+    queue.arrive("twin", [50 - i for i in range(40)])  # its blocks are those of "a"
     queue.arrive("cached", list(range(60)))
     assert queue.queued == 50
 
 
-def test_the_lowest_in_rank_give_way_just_as_many_as_are_needed() -> None:
+def test_the_lowest_priorities_are_rejected_and_no_more_than_needed() -> None:
     queue = Queue(max_queued_prefill_tokens=40, block_size=4)
     for name, priority, length in (("low", -2, 4), ("mid", -1, 12), ("late", -1, 12), ("peer", 0, 12)):
         queue.arrive(name, [ord(name[0]) % 64] * length, priority)
     queue.arrive("new", [1] * 16, 0)
-    assert sorted(queue.shed) == ["late", "low"]
+    assert sorted(queue.rejected) == ["late", "low"]
     assert queue.waiting == ["mid", "new", "peer"]
-    assert "of priority -2 made room for one of priority 0" in str(queue.shed["low"])
+    assert "of priority -2 made room for one of priority 0" in str(queue.rejected["low"])
     assert not queue.engine.is_unfinished("low")
     assert queue.queued == 40
     assert queue.sink.counters[m.REQUESTS_REJECTED, "overloaded"] == 2
@@ -106,27 +106,27 @@ def test_the_lowest_in_rank_give_way_just_as_many_as_are_needed() -> None:
     check_integrity(queue.engine)
 
 
-def test_nobody_is_shed_in_vain() -> None:
+def test_no_request_is_rejected_in_vain() -> None:
     queue = Queue(max_queued_prefill_tokens=40, block_size=4)
     queue.arrive("low", [1] * 8, -1)
     queue.arrive("peer", [2] * 32, 0)
     with pytest.raises(OverloadedError, match="40 prompt tokens wait"):
         queue.arrive("new", [3] * 16, 0)
     assert queue.waiting == ["low", "peer"]
-    assert not queue.shed
+    assert not queue.rejected
     assert queue.queued == 40
 
 
-def test_a_newcomer_counts_in_full_once_its_twin_is_shed() -> None:
+def test_a_newcomer_counts_in_full_once_its_twin_is_rejected() -> None:
     queue = Queue(is_busy=True, max_queued_prefill_tokens=40, block_size=4, max_queued_requests=2)
     queue.arrive("low", [1] * 8, -1)
     queue.arrive("peer", [2] * 32, 0)
     queue.arrive("twin", [1] * 8, 0)
-    assert list(queue.shed) == ["low"]
+    assert list(queue.rejected) == ["low"]
     assert queue.queued == 40
 
 
-def test_resumed_and_preempted_requests_are_neither_refused_nor_shed() -> None:
+def test_resumed_and_preempted_requests_are_never_rejected() -> None:
     queue = Queue(is_busy=True, max_queued_requests=1)
     queue.arrive("resumed", priority=-1, output_token_ids=[5, 6])
     queue.arrive("another", priority=-1, output_token_ids=[5, 6])
@@ -140,7 +140,7 @@ def test_resumed_and_preempted_requests_are_neither_refused_nor_shed() -> None:
         queue.arrive("new", priority=3)
 
 
-def test_without_a_listener_the_queue_has_no_bounds() -> None:
+def test_without_a_callback_the_queue_has_no_limits() -> None:
     queue = Queue(max_queued_requests=1, max_queued_prefill_tokens=1)
     for i in range(5):
         queue.engine.add_request(EngineRequest(str(i), [1, 2, 3], PARAMS))
@@ -153,7 +153,7 @@ def test_the_error_pickles() -> None:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Any sequence of arrivals, steps and aborts keeps the bounds and the ranks."""
+    """Any order of arrivals, steps and aborts keeps the limits and the priorities."""
 
     queue: Queue | None = None
 
@@ -175,7 +175,7 @@ class QueueMachine(RuleBasedStateMachine):
     )
     def arrive(self, prompt: list[int], priority: int, is_resumed: bool) -> None:
         queue, scheduler = self.queue, self.queue.engine.scheduler
-        before, shed_before, queued_before = list(scheduler.waiting), set(queue.shed), queue.queued
+        before, rejected_before, queued_before = list(scheduler.waiting), set(queue.rejected), queue.queued
         self.counts["arrived"] += 1
         name = str(self.counts["arrived"])
         try:
@@ -187,21 +187,21 @@ class QueueMachine(RuleBasedStateMachine):
             assert queue.queued <= queued_before, "what was evicted meanwhile may count less, nothing counts more"
             assert not queue.engine.is_unfinished(name)
             return
-        shed = {group for group in before if group.request_id in queue.shed.keys() - shed_before}
-        kept = [group for group in before if group not in shed]
+        rejected = {group for group in before if group.request_id in queue.rejected.keys() - rejected_before}
+        kept = [group for group in before if group not in rejected]
         assert scheduler.waiting.count(queue.engine._groups[name]) == 1
-        assert not any(group.has_started for group in shed), "one that had begun was shed"
-        assert all(group.priority < priority for group in shed)
-        assert all(other.priority_key < one.priority_key for one in shed for other in kept if not other.has_started), (
-            "the wrong is shed"
-        )
+        assert not any(group.has_started for group in rejected), "a request that had started was rejected"
+        assert all(group.priority < priority for group in rejected)
+        assert all(
+            other.priority_key < one.priority_key for one in rejected for other in kept if not other.has_started
+        ), "the wrong request is rejected"
         if not is_resumed and kept:
-            self.check_bounds()
-        assert not is_resumed or not shed
+            self.check_limits()
+        assert not is_resumed or not rejected
 
-    def check_bounds(self) -> None:
-        config, places = self.queue.engine.config, self.queue.engine.scheduler.num_free_slots
-        assert len(self.queue.waiting) <= places + (config.max_queued_requests or len(self.queue.waiting))
+    def check_limits(self) -> None:
+        config, num_free_slots = self.queue.engine.config, self.queue.engine.scheduler.num_free_slots
+        assert len(self.queue.waiting) <= num_free_slots + (config.max_queued_requests or len(self.queue.waiting))
         assert self.queue.queued <= (config.max_queued_prefill_tokens or self.queue.queued)
 
     @precondition(lambda self: self.queue is not None and self.queue.engine.has_unfinished)

@@ -163,7 +163,7 @@ LEAST = {
 def test_blocks_that_were_matched_are_not_taken_after_a_preemption_has_replaced_them(
     seed: int, free_tokens: int
 ) -> None:
-    """Whoever gave way published its own blocks in place of cached ones that another's plan had matched."""
+    """A preempted request published its own blocks instead of cached ones that another request's plan had matched."""
     drive(seed, free_tokens=free_tokens)
 
 
