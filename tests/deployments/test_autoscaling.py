@@ -1,4 +1,4 @@
-"""The autoscaling policy alone, and inside what Serve wraps around it."""
+"""The autoscaling policy alone, and inside Serve's wrapper."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _context(loads: list[EngineLoad], requests: float = 1.0, target: int | None 
     )
 
 
-def test_a_replica_speaks_of_seconds_and_shares() -> None:
+def test_replica_pressure_is_in_seconds_and_shares() -> None:
     pressure = replica_pressure(_load(queued_prefill_tokens=5000, num_free_blocks=25))
     assert pressure == {"queued_prefill_s": 2.5, "kv_usage": 0.75}
     assert replica_pressure(_load(queued_prefill_tokens=5000, prefill_tokens_per_s=0.0))["queued_prefill_s"] > 0
@@ -63,14 +63,14 @@ def test_the_greater_pressure_decides(changes: dict[str, Any], wanted: float) ->
 
 
 def test_long_prompts_count_more_than_many_requests() -> None:
-    """What Serve's own policy cannot see: one request with a long prompt is more work than a hundred short ones."""
+    """Serve's own policy counts requests; one long prompt is more work than a hundred short ones."""
     policy = KVPressure()
     long = policy(_context([_load(num_waiting=1, queued_prefill_tokens=100_000)], requests=1))[0]
     short = policy(_context([_load(num_waiting=100, queued_prefill_tokens=1000)], requests=100))[0]
     assert long > 10 * short
 
 
-def test_to_zero_only_when_nothing_is_served_and_back_at_once() -> None:
+def test_zero_replicas_only_without_requests() -> None:
     policy = KVPressure()
     assert policy(_context([_load()], requests=0))[0] == 0
     assert policy(_context([_load()], requests=1))[0] == 1

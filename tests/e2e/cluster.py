@@ -1,7 +1,7 @@
-"""A Ray cluster of three nodes on this machine with Pagoda on it, as a process of its own.
+"""A program that runs Pagoda on a Ray cluster of three nodes on this machine.
 
-It is told what to do by lines on its standard input, and answers each with a line of JSON. Engines fill the two worker
-nodes; the ingress is alone on the head, so that a lost worker costs engines only.
+It reads commands from its standard input and answers each with a line of JSON. The engines fill the two worker nodes;
+the ingress is alone on the head, so that losing a worker costs engines only.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ray.cluster_utils import Cluster
 from deployments.app import build_app
 from tests.e2e.conftest import ROOT, free_port
 
-CPUS_PER_ENGINE = 2  # of what Ray counts, not of the machine's
+CPUS_PER_ENGINE = 2  # logical CPUs of Ray
 ENGINES_PER_NODE = 2
 WORKERS = 2
-MARK = "cluster: "
+REPLY_PREFIX = "cluster: "
 
 
-def say(**facts: Any) -> None:
-    """Write one line for the test, among whatever Ray prints."""
-    print(MARK + json.dumps(facts), flush=True)
+def reply(**facts: Any) -> None:
+    """Write one line for the test; the prefix separates it from Ray's output."""
+    print(REPLY_PREFIX + json.dumps(facts), flush=True)
 
 
 def arguments() -> dict[str, Any]:
-    """Return the shipped config's arguments, with engines that only a worker node can hold."""
+    """Return the shipped config's arguments, with engines that fit only on worker nodes."""
     args: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())["applications"][0]["args"]
     args["engine"]["dtype"] = "float32"
     args["replicas"].update(num_engine_replicas=WORKERS * ENGINES_PER_NODE, cpus_per_engine=CPUS_PER_ENGINE)
@@ -39,7 +39,7 @@ def arguments() -> dict[str, Any]:
 
 
 def start(cluster: Cluster, port: int) -> None:
-    """Deploy onto the head alone, and add the workers when the ingress has its place there."""
+    """Deploy onto the head; return once the ingress runs there, so that workers can be added."""
     ray.init(address=cluster.address, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
     free = ray.available_resources()["CPU"]
@@ -50,17 +50,17 @@ def start(cluster: Cluster, port: int) -> None:
 
 
 def main(port: int) -> None:
-    """Run until the standard input ends."""
+    """Run the cluster until the standard input ends."""
     head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": free_port()}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         start(cluster, port)
         workers = [cluster.add_node(num_cpus=CPUS_PER_ENGINE * ENGINES_PER_NODE) for _ in range(WORKERS)]
-        say(dashboard=f"http://{cluster.webui_url}", workers=[worker.node_id for worker in workers])
+        reply(dashboard=f"http://{cluster.webui_url}", workers=[worker.node_id for worker in workers])
         for line in sys.stdin:
             assert line == "remove\n"
             cluster.remove_node(workers.pop(), allow_graceful=False)
-            say(workers=[worker.node_id for worker in workers])
+            reply(workers=[worker.node_id for worker in workers])
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -1,4 +1,4 @@
-"""The real server, started as a user starts it, once for all end-to-end tests."""
+"""Fixtures that start the real server as a user does; most end-to-end tests share one."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
     import ray  # also puts psutil on the path
+    import ray.serve
 
     from deployments.launcher.dashboard import serve_details
 
@@ -38,14 +39,14 @@ assert ray.__file__
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def write_config(path: Path, port: int, change: Callable[[dict[str, Any]], object] = lambda args: None) -> Path:
-    """Write the shipped config with another port, and with ``change`` made to the application's arguments."""
+    """Write the shipped config with another port, after applying ``change`` to the application's arguments."""
     document = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     document["http_options"]["port"] = port
     args = document["applications"][0]["args"]
@@ -71,7 +72,7 @@ class Server:
 
     @property
     def dashboard(self) -> str:
-        """Where Ray's own REST API is."""
+        """The URL of Ray's dashboard API."""
         found: list[str] = re.findall(r"dashboard at .*?(https?://[\d.]+:\d+)", self.log.read_text())
         return found[-1]
 
@@ -84,7 +85,7 @@ class Server:
         self.ready_s = time.monotonic() - started
 
     def wait(self, timeout_s: float) -> int:
-        """Return the exit code when the launcher has ended by itself; show its log if it does not."""
+        """Wait until the launcher ends; return its exit code, or fail and show its log."""
         try:
             return self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -101,7 +102,7 @@ class Server:
         }
 
     def metric(self, name: str, **labels: str) -> dict[str, float]:
-        """Return one metric by engine replica, summed over the labels that are not given."""
+        """Return one metric by engine replica, summed over all other labels."""
         sums: defaultdict[str, float] = defaultdict(float)
         for (found, pairs), value in self.metrics().items():
             if found == name and pairs.issuperset(labels.items()):
@@ -109,17 +110,17 @@ class Server:
         return dict(sums)
 
     def engine_pids(self) -> dict[str, int]:
-        """Return the process of each engine replica."""
+        """Return the process id of each engine replica."""
         return self.pids("engine")
 
     def pids(self, deployment: str) -> dict[str, int]:
-        """Return the process of each running replica of a deployment; none while Serve reads another config."""
+        """Return the process id of each running replica of a deployment; empty while Serve applies a new config."""
         application = serve_details(self.dashboard)["applications"].get("pagoda", {})
         replicas = application.get("deployments", {}).get(deployment, {}).get("replicas", ())
         return {item["replica_id"]: item["pid"] for item in replicas if item["state"] == "RUNNING"}
 
     def processes(self) -> list[psutil.Process]:
-        """Return the launcher and everything below it."""
+        """Return the launcher and its descendants."""
         launcher = psutil.Process(self.process.pid)
         return [launcher, *launcher.children(recursive=True)]
 
@@ -131,12 +132,12 @@ class Server:
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return those that still run."""
+    """Return the processes that still run."""
     return [item for item in processes if item.is_running() and item.status() != psutil.STATUS_ZOMBIE]
 
 
 def _end_with_parent() -> None:
-    """Have the launcher told to end if the tests die without ending it (Linux)."""
+    """Make the kernel terminate the launcher if the test process dies first (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
@@ -147,7 +148,7 @@ def start_server(
     change: Callable[[dict[str, Any]], object] = lambda args: None,
     environment: Mapping[str, str] | None = None,
 ) -> Server:
-    """Start a server on a free port; the caller ends it."""
+    """Start a server on a free port; the caller must end it."""
     port = free_port()
     config = write_config(directory / "config.yaml", port, change)
     log = directory / "server.log"
@@ -165,7 +166,7 @@ def start_server(
 
 
 def end_server(server: Server) -> None:
-    """End a server and whatever it left, without an assertion: for fixtures."""
+    """End a server and all its processes; for fixtures, without assertions."""
     processes = server.processes() if server.process.poll() is None else []
     try:
         server.stop()
@@ -181,7 +182,7 @@ def running_server(
     timeout_s: float = 120.0,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Run a server, with a short-named directory for Ray, while the block runs."""
+    """Run a server inside the ``with`` block."""
     ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
     running = start_server(directory, ray_dir, change, environment)
     try:
@@ -194,7 +195,7 @@ def running_server(
 
 @pytest.fixture
 def ray_dir() -> Iterator[Path]:
-    """A directory of its own for Ray, with a short name: the paths of sockets may have 107 characters."""
+    """A directory for Ray with a short name, because socket paths are limited to 107 characters."""
     path = Path(tempfile.mkdtemp(prefix="pg"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
@@ -202,10 +203,10 @@ def ray_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that most tests share: the shipped config, with a smaller limit and a finer dtype.
+    """The server that most tests share: the shipped config in float32, with bodies of at most 1 MiB.
 
-    A body may have a megabyte only. In bfloat16 two tokens are often equally likely to the last bit, and then the batch
-    decides which one is greedy; in float32 texts can be compared.
+    In bfloat16 two tokens often have exactly equal logits, and the batch decides which one is greedy. In float32 texts
+    are reproducible.
     """
 
     def change(args: dict[str, Any]) -> None:

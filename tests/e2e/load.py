@@ -1,6 +1,6 @@
-"""Load for the tests that break things: requests whose answers are known, and clients that send them one after another.
+"""Load for the failure tests: requests with known answers, and clients that send them one after another.
 
-A client checks every answer down to its token ids. What a test does to the server meanwhile is not known here.
+A client compares every answer down to its token ids. It does not know what the test does to the server meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REQUEST_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Question:
-    """A request that has one answer only: greedy, or with a seed."""
+    """A request with a deterministic answer: greedy or seeded."""
 
     path: str
     body: dict[str, Any]
@@ -30,16 +30,16 @@ class Question:
 
 @dataclass
 class Answer:
-    """What came back, by choice."""
+    """The content of an answer, by choice."""
 
     texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
     token_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     finish_reasons: dict[int, str] = field(default_factory=dict)
 
     def add(self, choice: dict[str, Any]) -> None:
-        """Append a chunk, or take a whole choice."""
+        """Append a chunk, or add a whole choice."""
         index, message = choice["index"], choice.get("message") or choice.get("delta") or {}
-        assert index not in self.finish_reasons, f"something came behind the end of choice {index}"
+        assert index not in self.finish_reasons, f"data after the end of choice {index}"
         self.texts[index] += choice.get("text") or message.get("content") or ""
         self.token_ids[index] += choice["token_ids"]
         if choice["finish_reason"] is not None:
@@ -51,13 +51,13 @@ class RequestFailed(Exception):  # noqa: N818
 
 
 class ServerGone(RequestFailed):
-    """The ingress died before its answer's first byte, or there was none: the proxy answers in its place."""
+    """The ingress died before the first byte of the answer, or there was none: the proxy answered."""
 
 
-PROXYS_OWN_ERROR = "Internal Server Error"  # HAProxy's 502, 503 and 504, as Serve has it say them
+PROXY_ERROR_TEXT = "Internal Server Error"  # of HAProxy's 502, 503 and 504 in Serve's configuration
 
 
-# How the requests differ, besides their prompts. Half are greedy, half have a seed.
+# The kinds of requests. Half are greedy, half have a seed.
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.9, "seed": 7},
@@ -74,7 +74,7 @@ _LONG_PREFIX = (  # several KV blocks
 
 
 def questions(count: int) -> list[Question]:
-    """Return ``count`` different requests; every second pair of each kind shares a prefix."""
+    """Return ``count`` different requests; every second one of each kind starts with a long shared prefix."""
     return [_question(number, dict(_KINDS[number % len(_KINDS)])) for number in range(count)]
 
 
@@ -90,9 +90,9 @@ async def ask(client: httpx.AsyncClient, question: Question) -> Answer:
     """Send one request and read its answer to the end.
 
     Raises:
-        RequestFailed: if it was not answered in full.
-        ServerGone: if the proxy says so before the first byte.
-        httpx.TransportError: if the connection broke.
+        RequestFailed: the answer is an error or incomplete.
+        ServerGone: the proxy answered, before the first byte of the ingress.
+        httpx.TransportError: the connection broke.
     """
     answer, body = Answer(), question.body
     if not body["stream"]:
@@ -118,7 +118,7 @@ async def ask(client: httpx.AsyncClient, question: Question) -> Answer:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    """Yield the lines of a stream that are not empty."""
+    """Yield the non-empty lines of a stream."""
     async for line in response.aiter_lines():
         if line:
             yield line
@@ -126,7 +126,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
 
 def _require_success(status: int, text: str) -> None:
     if status != 200:
-        raise (ServerGone if text.strip() == PROXYS_OWN_ERROR else RequestFailed)(f"{status}: {text}")
+        raise (ServerGone if text.strip() == PROXY_ERROR_TEXT else RequestFailed)(f"{status}: {text}")
 
 
 def _require(condition: bool, otherwise: str) -> None:
@@ -135,7 +135,7 @@ def _require(condition: bool, otherwise: str) -> None:
 
 
 def new_client(url: str) -> httpx.AsyncClient:
-    """Return a client that any number of tasks may share."""
+    """Return a client without a limit on its connections."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits)
 
@@ -148,7 +148,7 @@ async def record(url: str, asked: Sequence[Question]) -> list[Answer]:
 
 @dataclass
 class Report:
-    """What the clients saw."""
+    """The results of all clients."""
 
     completed: int = 0
     broken: list[str] = field(default_factory=list)  # connections that broke, each followed by another attempt
@@ -157,13 +157,13 @@ class Report:
 
 
 class Clients:
-    """Clients that send known requests one after another until they are told to stop.
+    """Clients that send known requests one after another until the ``running`` block ends.
 
     Args:
         url: the server.
-        asked: the requests, with what each should answer.
+        asked: the requests with their expected answers.
         count: how many clients there are.
-        retries: how often a client sends a request again whose connection broke.
+        retries: how often a client repeats a request whose connection broke.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Clients:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, client: httpx.AsyncClient, number: int) -> None:
-        turn = number  # clients of one number of requests start at different ones
+        turn = number  # each client starts at another request
         while not self._stopping:
             question, expected = self._asked[turn % len(self._asked)]
             started = time.monotonic()
@@ -199,31 +199,31 @@ class Clients:
             self.report.slowest_s = max(self.report.slowest_s, time.monotonic() - started)
             turn += 1
 
-    async def _check(self, client: httpx.AsyncClient, question: Question, expected: Answer, who: str) -> None:
+    async def _check(self, client: httpx.AsyncClient, question: Question, expected: Answer, client_name: str) -> None:
         try:
-            answer = await self._ask(client, question, who)
+            answer = await self._ask(client, question, client_name)
         except (RequestFailed, AssertionError, httpx.HTTPError, KeyError, ValueError) as error:
-            self.report.failures.append(f"{who}: {error!r}")
+            self.report.failures.append(f"{client_name}: {error!r}")
             return
         self.report.completed += 1
         if answer != expected:
-            self.report.failures.append(f"{who} got another answer: {difference(answer, expected)}")
+            self.report.failures.append(f"{client_name} got another answer: {difference(answer, expected)}")
 
-    async def _ask(self, client: httpx.AsyncClient, question: Question, who: str) -> Answer:
+    async def _ask(self, client: httpx.AsyncClient, question: Question, client_name: str) -> Answer:
         for _ in range(self._retries):
             try:
                 return await ask(client, question)
             except (httpx.TransportError, ServerGone) as error:
-                self.report.broken.append(f"{who}: {error!r}")
+                self.report.broken.append(f"{client_name}: {error!r}")
         return await ask(client, question)
 
 
 def difference(answer: Answer, expected: Answer) -> str:
-    """Say where two answers part."""
+    """Describe the first difference between two answers."""
     for index in expected.token_ids:
         ours, theirs = answer.token_ids[index], expected.token_ids[index]
         if ours != theirs:
             pairs = enumerate(zip(ours, theirs, strict=False))
-            place = next((place for place, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
-            return f"choice {index}, {len(ours)} tokens for {len(theirs)}, the first other one is number {place}"
+            index_of_first = next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
+            return f"choice {index}, {len(ours)} tokens instead of {len(theirs)}, first difference at {index_of_first}"
     return f"the same tokens, but {answer.texts} for {expected.texts}, {answer.finish_reasons}"

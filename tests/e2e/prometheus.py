@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a running server through both of its metrics endpoints."""
+"""A real Prometheus that scrapes both endpoints of a running server: GET /metrics and Ray's agent."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Prometheus:
     log: Path
 
     def get(self, path: str, **params: Any) -> Any:
-        """Return the data of an answer; fail with Prometheus's own words."""
+        """Return the data of an answer; fail with Prometheus's error message."""
         answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=20)
         assert answer.status_code == 200, f"{params}: {answer.text}"
         return answer.json()["data"]
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """Return the series that an expression has now."""
+        """Return the current series of an expression."""
         result: list[dict[str, Any]] = self.get("query", query=expression)["result"]
         return result
 
     def numbers(self, expression: str, start: float, end: float) -> list[float]:
-        """Return every number that an expression has had in a span of time, those that are NaN left out."""
+        """Return all finite values of an expression between two times."""
         result = self.get("query_range", query=expression, start=start, end=end, step=2)["result"]
         numbers = [float(value) for series in result for _, value in series["values"]]
         return [number for number in numbers if abs(number) < float("inf")]
 
     def history(self, name: str) -> str:
-        """Return what a metric was in the last minute at either endpoint, and whether the endpoints answered."""
+        """Return a metric's values of the last minute at both endpoints, and whether the endpoints answered."""
         wanted = ("up", "scrape_duration_seconds", f"pagoda_{name}", f"ray_pagoda_{name}")
         found = [series for one in wanted for series in self.query(f"{one}[1m]")]
         return "\n".join(f"{one['metric']}: {[value for _, value in one['values']]}" for one in found)
@@ -59,19 +59,19 @@ def wait_for(
     pause_s: float = 0.5,
     what_else: Callable[[], object] = lambda: "",
 ) -> None:
-    """Return when something has become true; if it does not, fail with ``what_else`` there is to say."""
+    """Poll until ``is_true``; after ``timeout_s`` fail with ``what_else()`` in the message."""
     deadline = time.monotonic() + timeout_s
     while not is_true():
-        assert time.monotonic() < deadline, f"{what} did not come about in {timeout_s} s; {what_else()}"
+        assert time.monotonic() < deadline, f"{what}: not true after {timeout_s} s; {what_else()}"
         time.sleep(pause_s)
 
 
 @contextmanager
 def running_prometheus(directory: Path, server: Server, rule_files: list[Path]) -> Iterator[Prometheus]:
-    """Run a Prometheus while the block runs."""
-    # Ray writes there where its agents listen.
+    """Run a Prometheus inside the ``with`` block."""
+    # Ray writes the addresses of its agents to this file.
     discovered = server.ray_dir / "ray" / "prom_metrics_service_discovery.json"
-    every = {"scrape_interval": "4s", "scrape_timeout": "4s"}  # an ingress waits 2 s for a replica that is dying
+    every = {"scrape_interval": "4s", "scrape_timeout": "4s"}  # an ingress waits 2 s for a dying replica
     jobs = [
         {"job_name": "pagoda", "static_configs": [{"targets": [f"127.0.0.1:{server.port}"]}], **every},
         {"job_name": "ray", "file_sd_configs": [{"files": [str(discovered)]}], **every},

@@ -23,7 +23,7 @@ def api(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_chat_answers_in_words(api: openai.OpenAI) -> None:
+def test_chat_answers_with_text(api: openai.OpenAI) -> None:
     answer = api.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=40, temperature=0)
     assert re.search(r"[A-Za-z]{2,}", answer.choices[0].message.content or "")
     assert answer.choices[0].message.role == "assistant"
@@ -34,7 +34,7 @@ def test_chat_answers_in_words(api: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens is not None
 
 
-def test_streamed_chat_gives_the_same_words(api: openai.OpenAI) -> None:
+def test_streamed_chat_gives_the_same_text(api: openai.OpenAI) -> None:
     whole = api.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=40, temperature=0)
     options: Any = {"include_usage": True}
     chunks = list(
@@ -116,7 +116,7 @@ def test_events_are_framed_and_end_with_done(client: httpx.Client) -> None:
         assert json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk"
 
 
-def test_a_request_id_is_made_when_none_is_given(client: httpx.Client) -> None:
+def test_a_request_id_is_generated_if_none_is_given(client: httpx.Client) -> None:
     assert client.get("/version").headers["x-request-id"]
 
 

@@ -38,7 +38,7 @@ def _choices(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
     return choices
 
 
-def test_several_answers_whole_and_streamed(api: openai.OpenAI) -> None:
+def test_several_choices_whole_and_streamed(api: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": MESSAGES, "n": 3, "seed": 1, "temperature": 2, "max_tokens": 40}
     asked["extra_body"] = {"structured_outputs": {"regex": "[a-z ]{60}"}}  # the demo model is too sure of what to say
     whole = api.chat.completions.create(**asked)
@@ -84,10 +84,10 @@ def test_chat_logprobs(api: openai.OpenAI) -> None:
 def test_scoring_a_prompt_agrees_with_generating_it(client: httpx.Client) -> None:
     (generated,) = _choices(client, temperature=0, logprobs=1, return_token_ids=True)
     prompt = generated["prompt_token_ids"] + generated["token_ids"]
-    for max_tokens, behind in ((0, 0), (1, 1)):
+    for max_tokens, num_generated in ((0, 0), (1, 1)):
         (scored,) = _choices(client, prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0)
         values = scored["logprobs"]["token_logprobs"]
-        assert len(values) == len(prompt) + behind
+        assert len(values) == len(prompt) + num_generated
         continuation = values[len(generated["prompt_token_ids"]) : len(prompt)]
         assert continuation == pytest.approx(generated["logprobs"]["token_logprobs"], abs=1e-3)
         tops = scored["logprobs"]["top_logprobs"][len(generated["prompt_token_ids"]) : len(prompt)]
@@ -148,7 +148,7 @@ def test_other_forms_are_followed(client: httpx.Client, form: dict[str, Any], pa
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_bad_schema_harms_nobody_else(client: httpx.Client) -> None:
+def test_an_invalid_schema_does_not_affect_other_requests(client: httpx.Client) -> None:
     with client.stream("POST", "/v1/completions", json=BODY | {"stream": True, "max_tokens": 200}) as running:
         lines = running.iter_lines()
         next(lines)

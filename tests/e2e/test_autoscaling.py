@@ -1,4 +1,4 @@
-"""An idle deployment gives up its last engine, and the first request brings one back."""
+"""An idle deployment scales to zero engines, and the first request starts one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.conftest import Server, running_server
 
 @pytest.fixture
 def scaled(tmp_path: Path) -> Iterator[Server]:
-    """A server with at most two engines, which gives up idle ones after two seconds."""
+    """A server with zero to two engines that removes idle ones after two seconds."""
 
     def change(args: dict[str, Any]) -> None:
         args["replicas"] |= {"num_engine_replicas": 1, "cpus_per_engine": 0.1}

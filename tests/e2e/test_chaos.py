@@ -1,7 +1,7 @@
-"""Processes are killed and stopped under load: no request fails, and no token is lost, repeated or another one.
+"""Processes are killed and stopped under load: no request fails, and no token is lost, repeated or changed.
 
-PAGODA_CHAOS_SECONDS says how long replicas are killed (20 by default, 120 for the record); stopping them takes a third
-of it, since a stopped replica does to a stream what a killed one does, only later.
+PAGODA_CHAOS_SECONDS is how long replicas are killed (20 by default, 120 for the record). The test that stops them takes
+a third of that, because a stopped replica affects a stream like a killed one, only later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(300 + 2 * SECONDS)
 
 
 def _change(args: dict[str, Any]) -> None:
-    """Four engines, so that half of them may be away; their CPU shares leave room for replacements on two cores."""
+    """Four engines, of which half may be missing; their CPU shares leave room for replacements on two cores."""
     args["engine"]["dtype"] = "float32"
     args["replicas"].update(num_engine_replicas=ENGINES, num_ingress_replicas=2)
     args["replicas"].update(cpus_per_engine=0.1, cpus_per_ingress=0.1)
@@ -45,20 +45,20 @@ def chaos_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def asked(chaos_server: Server) -> list[tuple[Question, Answer]]:
-    """Requests and what an undisturbed server answers them."""
-    _wait_until_whole(chaos_server)
+    """Requests with the answers of an undisturbed server."""
+    _wait_for_all_replicas(chaos_server)
     some = questions(48)
     return list(zip(some, asyncio.run(record(chaos_server.url, some)), strict=True))
 
 
 @pytest.fixture
 def server(chaos_server: Server) -> Server:
-    """The server with all its replicas, whatever the test before did to it."""
-    _wait_until_whole(chaos_server)
+    """The server, after all replicas of the last test have been replaced."""
+    _wait_for_all_replicas(chaos_server)
     return chaos_server
 
 
-def _wait_until_whole(server: Server, timeout_s: float = 120.0) -> None:
+def _wait_for_all_replicas(server: Server, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while len(_live(server, "engine")) < ENGINES or len(_live(server, "ingress")) < 2:
         assert time.monotonic() < deadline, server.log.read_text()
@@ -66,7 +66,7 @@ def _wait_until_whole(server: Server, timeout_s: float = 120.0) -> None:
 
 
 def _live(server: Server, deployment: str) -> dict[str, int]:
-    """Return the replicas that Serve calls running and whose process exists: Serve learns of a death a bit later."""
+    """Return the running replicas whose process exists: Serve notices a death a bit later."""
     return {name: pid for name, pid in server.pids(deployment).items() if psutil.pid_exists(pid)}
 
 
@@ -75,8 +75,8 @@ def _migrations(server: Server) -> float:
 
 
 @dataclass
-class Hit:
-    """A replica that was struck, and how many requests went on elsewhere for it."""
+class Kill:
+    """A replica that got the signal, and how many requests migrated from it."""
 
     replica: str
     pid: int
@@ -85,39 +85,39 @@ class Hit:
 
 
 class Chaos:
-    """Strikes engine replicas with a signal, one after another, and keeps account of what came of it."""
+    """Sends a signal to one engine replica after another, and records the migrations and replacements."""
 
     def __init__(self, server: Server, number: signal.Signals, seed: int) -> None:
-        self.hits: list[Hit] = []
-        self.replacements: list[float] = []  # when each was running
+        self.kills: list[Kill] = []
+        self.replacements: list[float] = []  # when each replacement was running
         self._server = server
         self._number = number
         self._random = random.Random(seed)
 
-    async def strike(self) -> None:
-        """Strike one of the running replicas, and wait for what comes of it."""
+    async def kill_replica(self) -> None:
+        """Signal one of the running replicas, and record the migrations of the next seconds."""
         before = await asyncio.to_thread(_migrations, self._server)
         engines = await asyncio.to_thread(_live, self._server, "engine")
-        replica = self._random.choice(sorted(engines.keys() - {hit.replica for hit in self.hits}))
-        hit = Hit(replica, engines[replica], time.monotonic())
-        self.hits.append(hit)
-        os.kill(hit.pid, self._number)
+        replica = self._random.choice(sorted(engines.keys() - {kill.replica for kill in self.kills}))
+        kill = Kill(replica, engines[replica], time.monotonic())
+        self.kills.append(kill)
+        os.kill(kill.pid, self._number)
         await asyncio.sleep(EVERY_S)
-        hit.migrations = await asyncio.to_thread(_migrations, self._server) - before
+        kill.migrations = await asyncio.to_thread(_migrations, self._server) - before
 
-    async def strike_until_noticed(self, times: int) -> None:
-        """Strike so many times; more often while each met its replica between two of the short answers."""
-        while len(self.hits) < times or (self.num_that_met_streams == 0 and len(self.hits) < 3 * times):
-            await self.strike()
+    async def kill_replicas(self, times: int) -> None:
+        """Call ``kill_replica`` so many times, more often while no signal has interrupted a stream."""
+        while len(self.kills) < times or (self.num_with_migrations == 0 and len(self.kills) < 3 * times):
+            await self.kill_replica()
 
     @property
-    def num_that_met_streams(self) -> int:
-        """How many strikes made requests go on elsewhere."""
-        return sum(hit.migrations > 0 for hit in self.hits)
+    def num_with_migrations(self) -> int:
+        """How many kills caused migrations."""
+        return sum(kill.migrations > 0 for kill in self.kills)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Note when replacements are running, and that no other replica is replaced."""
+        """Record the replacements inside the ``with`` block."""
         watcher = asyncio.create_task(self._watch(set(await asyncio.to_thread(_live, self._server, "engine"))))
         try:
             yield
@@ -132,51 +132,51 @@ class Chaos:
             known |= engines.keys()
             await asyncio.sleep(0.5)
 
-    def kill_what_was_stopped(self) -> None:
-        """End the processes that were struck, if they are still there."""
-        for hit in self.hits:
+    def kill_stopped_processes(self) -> None:
+        """Kill the signalled processes that still exist."""
+        for kill in self.kills:
             with suppress(ProcessLookupError):
-                os.kill(hit.pid, signal.SIGKILL)
+                os.kill(kill.pid, signal.SIGKILL)
 
     def __str__(self) -> str:
-        """Show what is good to know in a test's output."""
-        took = [f"{ready - hit.at:.1f}" for hit, ready in zip(self.hits, self.replacements, strict=False)]
-        moved = [int(hit.migrations) for hit in self.hits]
-        return f"migrations by hit {moved}; seconds until the n-th replacement ran {took}"
+        """Return a summary for the test's output."""
+        took = [f"{ready - kill.at:.1f}" for kill, ready in zip(self.kills, self.replacements, strict=False)]
+        moved = [int(kill.migrations) for kill in self.kills]
+        return f"migrations per kill {moved}; seconds until the n-th replacement ran {took}"
 
 
-def _assert_nobody_noticed(report: Report) -> None:
+def _assert_no_failures(report: Report) -> None:
     print(f"{report.completed} requests, the slowest took {report.slowest_s:.1f} s")
     assert report.failures == [], f"{len(report.failures)} of {report.completed}: {report.failures[:5]}"
 
 
-async def test_a_replica_killed_every_ten_seconds(server: Server, asked: list[tuple[Question, Answer]]) -> None:
+async def test_a_replica_is_killed_every_ten_seconds(server: Server, asked: list[tuple[Question, Answer]]) -> None:
     chaos = Chaos(server, signal.SIGKILL, seed=1)
     async with Clients(server.url, asked).running() as report, chaos.watched():
         await asyncio.sleep(2)
-        await chaos.strike_until_noticed(max(1, round(SECONDS / EVERY_S)))
+        await chaos.kill_replicas(max(1, round(SECONDS / EVERY_S)))
     print(chaos)
-    _assert_nobody_noticed(report)
-    assert chaos.num_that_met_streams > 0
-    assert len(chaos.replacements) <= len(chaos.hits), "Serve replaced a healthy replica"
+    _assert_no_failures(report)
+    assert chaos.num_with_migrations > 0
+    assert len(chaos.replacements) <= len(chaos.kills), "Serve replaced a healthy replica"
 
 
-async def test_a_replica_stopped_every_ten_seconds(server: Server, asked: list[tuple[Question, Answer]]) -> None:
-    """A stopped process keeps its connections: only silence shows that it is gone."""
+async def test_a_replica_is_stopped_every_ten_seconds(server: Server, asked: list[tuple[Question, Answer]]) -> None:
+    """A stopped process keeps its connections open: only its silence reveals it."""
     chaos = Chaos(server, signal.SIGSTOP, seed=2)
     try:
         async with Clients(server.url, asked).running() as report, chaos.watched():
             await asyncio.sleep(2)
-            await chaos.strike_until_noticed(max(1, round(SECONDS / EVERY_S / 3)))
+            await chaos.kill_replicas(max(1, round(SECONDS / EVERY_S / 3)))
     finally:
-        chaos.kill_what_was_stopped()
+        chaos.kill_stopped_processes()
     print(chaos)
-    _assert_nobody_noticed(report)
-    assert chaos.num_that_met_streams > 0
+    _assert_no_failures(report)
+    assert chaos.num_with_migrations > 0
 
 
 def _connections(pid: int) -> int:
-    """Return how many connections a process has accepted."""
+    """Return the number of open connections that a process has accepted."""
     connections = psutil.Process(pid).net_connections("tcp")
     listening = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
     return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr.port in listening for one in connections)
@@ -192,14 +192,14 @@ async def test_a_killed_ingress_costs_only_its_own_clients_a_retry(
         os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(10)
     print(f"{len(report.broken)} of at most {its_clients} connections broke: {report.broken[:3]}")
-    _assert_nobody_noticed(report)
+    _assert_no_failures(report)
     assert 0 < len(report.broken) <= its_clients
-    _wait_until_whole(server)
+    _wait_for_all_replicas(server)
     assert await _left_running(server, within_s=5) == 0
 
 
 async def _left_running(server: Server, within_s: float) -> float:
-    """Return how many requests the engines still compute ``within_s`` seconds later, when no client is left."""
+    """Wait at most ``within_s`` seconds until the engines are idle; return the number of running requests."""
     deadline = time.monotonic() + within_s
     while True:
         running = await asyncio.to_thread(server.metric, "pagoda_num_requests_running")

@@ -1,4 +1,4 @@
-"""A node of a cluster is lost with its engines under load: their streams go on on the other node."""
+"""A cluster node is lost under load: the streams of its engines continue on the other node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 
 from deployments.launcher.dashboard import serve_details
 from deployments.launcher.environment import environment
-from tests.e2e.cluster import ENGINES_PER_NODE, MARK, WORKERS
+from tests.e2e.cluster import ENGINES_PER_NODE, REPLY_PREFIX, WORKERS
 from tests.e2e.conftest import ROOT, alive, free_port
 from tests.e2e.load import Clients, questions, record
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 class RunningCluster:
-    """The process that holds the cluster, and what it says."""
+    """The process of tests/e2e/cluster.py and its replies."""
 
     def __init__(self, ray_dir: Path) -> None:
         self.port = free_port()
@@ -50,11 +50,11 @@ class RunningCluster:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def heard(self) -> dict[str, Any]:
-        """Return what the process says next."""
+    def read_reply(self) -> dict[str, Any]:
+        """Return the next reply."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            _, mark, text = line.partition(MARK)  # Ray's own processes write to the same line at times
+            _, mark, text = line.partition(REPLY_PREFIX)  # Ray's own processes write to the same line at times
             if mark:
                 facts: dict[str, Any] = json.JSONDecoder().raw_decode(text)[0]
                 return facts
@@ -65,10 +65,10 @@ class RunningCluster:
         assert self.process.stdin is not None
         self.process.stdin.write("remove\n")
         self.process.stdin.flush()
-        return self.heard()
+        return self.read_reply()
 
     def end(self) -> None:
-        """End the cluster, and whatever it left."""
+        """End the cluster and all its processes."""
         mine = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         try:
             self.process.communicate(timeout=60)  # closes its standard input, which ends it
@@ -107,8 +107,8 @@ def _migrations(url: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("pagoda_request_migrations_total"))
 
 
-async def test_a_worker_node_is_lost(cluster: RunningCluster) -> None:
-    facts = await asyncio.to_thread(cluster.heard)
+async def test_streams_survive_the_loss_of_a_worker_node(cluster: RunningCluster) -> None:
+    facts = await asyncio.to_thread(cluster.read_reply)
     assert len(facts["workers"]) == WORKERS
     await asyncio.to_thread(_wait_for_engines, facts["dashboard"], facts["workers"])
     some = questions(32)

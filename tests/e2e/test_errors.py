@@ -1,4 +1,4 @@
-"""Requests that are refused: the status, the shape of the answer, and a server that goes on."""
+"""Rejected requests: status code, error body, and no path of the server in the message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 BAD_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}}
 
-REFUSED = [
+REJECTED = [
     ("completions", {"prompt": ""}, 400, "prompt", "empty"),
     ("completions", {"prompt": []}, 400, "prompt", "[]"),
     ("completions", {"prompt": [10**9]}, 400, "prompt", "1000000000"),
@@ -57,9 +57,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "param", "shown"), REFUSED)
+@pytest.mark.parametrize(("path", "body", "status", "param", "shown"), REJECTED)
 @pytest.mark.parametrize("stream", [False, True])
-def test_refused_with_the_value_in_the_message(
+def test_the_error_names_the_parameter_and_its_value(
     client: httpx.Client, path: str, body: dict[str, Any], status: int, param: str, shown: str, stream: bool
 ) -> None:
     streaming = {"stream": True} if stream and "stream_options" not in body else {}
@@ -86,7 +86,7 @@ def test_refused_with_the_value_in_the_message(
         b'{"prompt": "\\ud800"}',
     ],
 )
-def test_a_body_that_is_no_valid_json(client: httpx.Client, content: bytes) -> None:
+def test_an_invalid_json_body(client: httpx.Client, content: bytes) -> None:
     answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
@@ -116,6 +116,6 @@ def test_unknown_fields_are_ignored(client: httpx.Client) -> None:
 
 
 def test_no_error_shows_a_path_of_the_server(client: httpx.Client) -> None:
-    for path, body, _status, _param, _shown in REFUSED:
+    for path, body, _status, _param, _shown in REJECTED:
         message = client.post(f"/v1/{path}", json=body).json()["error"]["message"]
         assert not re.search(r"/[\w.-]+/", message.replace("/v1/", "")), message

@@ -1,4 +1,4 @@
-"""`make serve` as a process: mistakes end it with one line, a signal ends it with nothing left."""
+"""The launcher as a process: a mistake ends it with one line, a signal ends it and all its processes."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: Path) -> None:
-    """What only the engine can find out is told in one line too, and nothing waits for ever."""
-    once = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}  # by itself Serve tries three times, and waits in between
+    """An error that only the engine finds is printed in one line too, and ends the launcher."""
+    once = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}  # by default Serve tries three times with pauses
     server = start_server(tmp_path, ray_dir, lambda args: args["engine"].update(max_model_len=10**6), once)
     try:
         assert server.wait(timeout_s=120) == 1

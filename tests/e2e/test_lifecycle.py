@@ -1,4 +1,4 @@
-"""A running server is changed with `serve deploy`: streams that run meanwhile end as if nothing had happened."""
+"""A running server is changed with `serve deploy`: running streams finish undisturbed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.e2e.conftest import Server, running_server, write_config
 from tests.e2e.load import Answer, Clients, Question, ask, new_client, questions, record
 
 ENGINES = 4
-NUM_LONG_STREAMS = 16  # that still run when all replicas have been told to go
+NUM_LONG_STREAMS = 16  # long enough to run while all replicas drain
 
 pytestmark = pytest.mark.timeout(400)
 
 
 def _change(args: dict[str, Any]) -> None:
-    """Four engines whose CPU shares leave room, on two cores, for their successors while they end their streams."""
+    """Four engines whose CPU shares leave room on two cores for their replacements while they drain."""
     args["engine"]["dtype"] = "float32"
     args["replicas"].update(num_engine_replicas=ENGINES, cpus_per_engine=0.1, cpus_per_ingress=0.1)
 
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def asked(server: Server) -> list[tuple[Question, Answer]]:
-    """Requests and what an undisturbed server answers them."""
+    """Requests with the answers of an undisturbed server."""
     some = questions(32)
     return list(zip(some, asyncio.run(record(server.url, some)), strict=True))
 
@@ -47,7 +47,7 @@ def asked(server: Server) -> list[tuple[Question, Answer]]:
 def _deploy(server: Server, directory: Path, engines: int, change: Callable[[dict[str, Any]], object]) -> None:
     """Run `serve deploy` with the server's config and so many engines.
 
-    The number goes where it restarts nothing: a change of the application's arguments replaces every replica.
+    The number is set in ``deployments``, because a change of the application's arguments replaces every replica.
     """
 
     def both(args: dict[str, Any]) -> None:
@@ -74,8 +74,8 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
         await asyncio.sleep(0.5)
 
 
-def _cut_streams(server: Server) -> int:
-    """Return how many streams had to go on elsewhere, also of ingresses that have ended: from their logs."""
+def _num_migrations(server: Server) -> int:
+    """Return how many requests migrated, from the logs of all ingresses, ended ones included."""
     logs = list(server.ray_dir.glob("ray/session_latest/logs/serve/replica_pagoda_ingress_*.log"))
     assert logs
     return sum(log.read_text().count("its request goes on elsewhere") for log in logs)
@@ -90,11 +90,11 @@ async def test_a_scale_down_to_one_engine(server: Server, asked: list[tuple[Ques
     assert report.failures == []
     assert server.pids("engine").items() <= engines.items()
     assert server.pids("ingress") == ingresses
-    assert _cut_streams(server) == 0
+    assert _num_migrations(server) == 0
 
 
 async def test_a_rolling_update(server: Server, asked: list[tuple[Question, Answer]], tmp_path: Path) -> None:
-    """The engine and the only ingress are replaced by those of another version."""
+    """The engines and the only ingress are replaced by a new version."""
     before = server.pids("engine") | server.pids("ingress")
     async with Clients(server.url, asked).running() as report:
         await asyncio.sleep(2)
@@ -102,13 +102,13 @@ async def test_a_rolling_update(server: Server, asked: list[tuple[Question, Answ
         await _until(lambda: len(server.pids("engine").keys() - before.keys()) == 2, 240)
         await _until(lambda: len(server.pids("ingress").keys() - before.keys()) == 1, 60)
     assert report.failures == []
-    assert _cut_streams(server) == 0
+    assert _num_migrations(server) == 0
 
 
-async def test_deploying_no_application_lets_streams_end(server: Server) -> None:
-    """This is how to drain a server: `serve shutdown` ends the proxy, and with it every stream, at once."""
+async def test_deleting_the_applications_lets_streams_finish(server: Server) -> None:
+    """This is how to drain a server; `serve shutdown` ends the proxy and with it every stream at once."""
     body = {"max_tokens": 1900, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
-    body |= {"logprobs": 5}  # tokens alone would all have come before the deployment has begun
+    body |= {"logprobs": 5}  # makes the answers slow enough to outlast the deletion
     async with new_client(server.url) as client:
         streams = [
             asyncio.create_task(ask(client, Question("/v1/completions", body | {"prompt": f"Tale {number}"})))

@@ -1,4 +1,4 @@
-"""Many clients at once, some of which go away: nobody else notices, and nothing stays behind."""
+"""Many concurrent clients, some of which disconnect: the others are unaffected, and all blocks are freed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import httpx
 
 from tests.e2e.conftest import Server
 
-CLIENTS, QUITTERS, TOKENS = 64, 16, 96
+CLIENTS, DISCONNECTING, TOKENS = 64, 16, 96
 
 
-async def _stream(client: httpx.AsyncClient, number: int, chunks_wanted: int | None) -> tuple[int, str | None]:
-    """Read a stream to its end, or leave after some chunks; returns what was seen."""
+async def _stream(client: httpx.AsyncClient, number: int, max_chunks: int | None) -> tuple[int, str | None]:
+    """Read a stream to its end or disconnect after some chunks; return (tokens, finish reason)."""
     body = {"prompt": f"Client {number} says", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     body |= {"return_token_ids": True}
     tokens, reason, chunks = 0, None, 0
@@ -25,7 +25,7 @@ async def _stream(client: httpx.AsyncClient, number: int, chunks_wanted: int | N
                 continue
             choice = json.loads(line.removeprefix("data: "))["choices"][0]
             tokens, reason, chunks = tokens + len(choice["token_ids"]), choice["finish_reason"], chunks + 1
-            if chunks == chunks_wanted:
+            if chunks == max_chunks:
                 return tokens, reason
     return tokens, reason
 
@@ -34,7 +34,7 @@ async def _all(server: Server) -> list[tuple[int, str | None]]:
     limits = httpx.Limits(max_connections=CLIENTS)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
         return await asyncio.gather(
-            *(_stream(client, number, 3 if number < QUITTERS else None) for number in range(CLIENTS))
+            *(_stream(client, number, 3 if number < DISCONNECTING else None) for number in range(CLIENTS))
         )
 
 
@@ -47,7 +47,7 @@ def _in_use(server: Server) -> dict[str, float]:
 
 
 async def _wait_until_idle(server: Server, seconds: float) -> dict[str, float]:
-    """Return what is still in use after at most ``seconds``."""
+    """Wait at most ``seconds`` until nothing is in use; return what still is."""
     deadline = time.monotonic() + seconds
     while True:
         busy = await asyncio.to_thread(_in_use, server)
@@ -56,14 +56,14 @@ async def _wait_until_idle(server: Server, seconds: float) -> dict[str, float]:
         await asyncio.sleep(0.05)
 
 
-async def test_64_streams_of_which_16_end_half_way(server: Server) -> None:
+async def test_64_streams_of_which_16_disconnect(server: Server) -> None:
     seen = await _all(server)
-    assert all(tokens == TOKENS and reason == "length" for tokens, reason in seen[QUITTERS:])
-    assert all(tokens < TOKENS and reason is None for tokens, reason in seen[:QUITTERS])
+    assert all(tokens == TOKENS and reason == "length" for tokens, reason in seen[DISCONNECTING:])
+    assert all(tokens < TOKENS and reason is None for tokens, reason in seen[:DISCONNECTING])
     assert not any((await _wait_until_idle(server, 1.0)).values())
 
 
-async def test_a_client_that_does_not_stream_and_leaves_is_aborted_too(server: Server) -> None:
+async def test_a_request_without_streaming_is_aborted_on_disconnect(server: Server) -> None:
     before = sum(server.metric("pagoda_requests_finished_total", reason="abort").values())
     body = {"prompt": "Leave early", "max_tokens": 1500, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=server.url) as client:
@@ -76,7 +76,7 @@ async def test_a_client_that_does_not_stream_and_leaves_is_aborted_too(server: S
     assert sum(server.metric("pagoda_requests_finished_total", reason="abort").values()) == before + 1
 
 
-async def test_metrics_agree_with_what_runs(server: Server) -> None:
+async def test_metrics_agree_with_the_running_requests(server: Server) -> None:
     body = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         streams = [

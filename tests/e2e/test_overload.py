@@ -1,4 +1,4 @@
-"""More requests than the server takes: the rest are refused at once, the least important first; none lasts for ever."""
+"""Overload: excess requests are rejected at once, low priorities first, and every request has a deadline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNNING, WAITING, TIMEOUT_S = 2, 3, 15.0
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that runs two requests and lets three wait, and none takes more than 15 s."""
+    """A server with room for two running and three waiting requests, and a timeout of 15 s."""
 
     def change(args: dict[str, Any]) -> None:
         args["replicas"]["num_engine_replicas"] = 1
@@ -34,7 +34,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @dataclass
 class Answer:
-    """How a request ended, and how long that took."""
+    """The answer to a request, and its duration."""
 
     status: int
     seconds: float
@@ -53,7 +53,7 @@ def _client(server: Server) -> httpx.AsyncClient:
 
 
 async def _wait_until(server: Server, **wanted: int) -> None:
-    """Wait until so many requests are running and waiting."""
+    """Wait until the given numbers of requests are running and waiting."""
     deadline = time.monotonic() + 30
     while True:
         seen = {
@@ -66,26 +66,26 @@ async def _wait_until(server: Server, **wanted: int) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _idle(server: Server) -> None:
+async def _assert_becomes_idle(server: Server) -> None:
     await _wait_until(server, running=0, waiting=0)
     assert sum(server.metric("pagoda_kv_blocks", state="used").values()) == 0
 
 
-async def test_what_the_queue_does_not_take_is_refused_at_once(small: Server) -> None:
+async def test_requests_beyond_the_queue_are_rejected_at_once(small: Server) -> None:
     async with _client(small) as client:
         answers = await asyncio.gather(*(_post(client, max_tokens=200) for _ in range(40)))
-    taken = [answer for answer in answers if answer.status == 200]
-    refused = [answer for answer in answers if answer.status != 200]
-    assert len(taken) >= RUNNING + WAITING
-    assert refused
-    for answer in refused:
+    accepted = [answer for answer in answers if answer.status == 200]
+    rejected = [answer for answer in answers if answer.status != 200]
+    assert len(accepted) >= RUNNING + WAITING
+    assert rejected
+    for answer in rejected:
         assert (answer.status, answer.body["error"]["code"]) == (503, "overloaded"), answer.body
         assert int(answer.headers["Retry-After"]) >= 1
-    assert max(answer.seconds for answer in refused) < max(answer.seconds for answer in taken)
-    await _idle(small)
+    assert max(answer.seconds for answer in rejected) < max(answer.seconds for answer in accepted)
+    await _assert_becomes_idle(small)
 
 
-async def test_the_less_important_make_room(small: Server) -> None:
+async def test_low_priorities_are_rejected_to_make_room(small: Server) -> None:
     async with _client(small) as client:
         long = [asyncio.create_task(_post(client, max_tokens=600)) for _ in range(RUNNING)]
         await _wait_until(small, running=RUNNING, waiting=0)
@@ -97,23 +97,23 @@ async def test_the_less_important_make_room(small: Server) -> None:
     assert statuses == [200, 200, 503]
     for task in long:
         assert (await task).status == 200
-    await _idle(small)
+    await _assert_becomes_idle(small)
 
 
-async def _until_token(lines: AsyncIterator[str]) -> None:
+async def _read_until_first_token(lines: AsyncIterator[str]) -> None:
     async for line in lines:
         if line.startswith("data: {"):
             return
 
 
-async def test_a_request_that_takes_too_long_is_ended_and_frees_its_blocks(small: Server) -> None:
-    """The engine stands still meanwhile, so that no machine is fast enough."""
+async def test_a_request_past_its_deadline_ends_and_frees_its_blocks(small: Server) -> None:
+    """The engine is stopped meanwhile, so that it cannot finish in time on any machine."""
     (pid,) = small.engine_pids().values()
     body = {"prompt": "Endless", "max_tokens": 1900, "ignore_eos": True}
     streamed = body | {"stream": True}
     async with _client(small) as client, client.stream("POST", "/v1/completions", json=streamed) as answer:
         lines = answer.aiter_lines()
-        await _until_token(lines)
+        await _read_until_first_token(lines)
         os.kill(pid, signal.SIGSTOP)
         try:
             whole = asyncio.create_task(_post(client, max_tokens=1))
@@ -124,4 +124,4 @@ async def test_a_request_that_takes_too_long_is_ended_and_frees_its_blocks(small
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "timeout"
     assert rest[-1] == "data: [DONE]"
     assert (late.status, late.body["error"]["code"]) == (408, "timeout"), late.body
-    await _idle(small)
+    await _assert_becomes_idle(small)

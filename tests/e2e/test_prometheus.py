@@ -1,4 +1,4 @@
-"""The dashboard and the alerts against a real Prometheus, through both endpoints of a server after a mixed load."""
+"""The dashboard and the alerts on a real Prometheus that scrapes both endpoints of a server after a mixed load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     reason="prometheus and promtool are not installed: apt-get install prometheus",
 )
 
-# How often Ray's processes tell the agent, 10 s by default; it forgets a gauge after twice as long.
+# How often Ray's processes report to the agent, 10 s by default; the agent drops a gauge after twice as long.
 ENVIRONMENT = {"RAY_metrics_report_interval_ms": "3000"}
 WINDOW = "20s"  # for Grafana's $__rate_interval
 CLIENTS, BURSTS = 48, 5
@@ -36,7 +36,7 @@ STORY = "You are a patient guide to the rivers of the world, and you tell long s
 
 
 def _small(args: dict[str, Any]) -> None:
-    """A KV pool that a crowd overflows, and queues that it fills."""
+    """Make the KV pool and the queues so small that the load overflows them."""
     del args["engine"]["kv_cache_memory"]
     args["engine"].update(dtype="float32", num_blocks=96, max_num_seqs=16, swap_space_gib=0.002)
     args["limits"].update(max_queued_requests=24, max_queued_requests_per_engine=2, health_check_period_s=1)
@@ -53,13 +53,13 @@ def _ask(client: httpx.Client, number: int) -> int:
         with suppress(httpx.ReadTimeout):
             for count, _ in enumerate(answer.iter_lines()):
                 if number % 13 == 5 and count > 10:
-                    break  # this client goes away
+                    break  # this client disconnects
         return answer.status_code
 
 
 @dataclass
 class Scene:
-    """A server, the Prometheus that watches it, and when the load ran."""
+    """A server after its load, and the Prometheus that scrapes it."""
 
     server: Server
     prometheus: Prometheus
@@ -72,7 +72,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     directory = tmp_path_factory.mktemp("prometheus")
     ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
     server = start_server(directory, ray_dir, _small, ENVIRONMENT)
-    # What the alerts wait for is cut short, so that one can be seen to fire; their expressions stay.
+    # The alerts fire without their waiting time; their expressions are unchanged.
     rule_files = [write_rules(directory / f"{prefix}.yaml", prefix, **{"for": "0s"}) for prefix in PREFIXES]
     try:
         server.wait_until_ready()
@@ -85,33 +85,33 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def _load(server: Server, prometheus: Prometheus) -> set[int]:
-    """Send bursts until both endpoints have reported them; return the statuses that came back."""
+    """Send bursts and wait until both endpoints show them; return the status codes of the answers."""
     statuses: set[int] = set()
     with httpx.Client(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=CLIENTS)) as client:
         statuses.add(client.post("/v1/completions", json={"prompt": STORY * 500}).status_code)
         with ThreadPoolExecutor(CLIENTS) as pool:
-            for _ in range(BURSTS):  # without a pause: engines work during every scrape
+            for _ in range(BURSTS):  # without a pause: the engines work at every scrape
                 statuses.update(pool.map(lambda number: _ask(client, number), range(CLIENTS)))
         for prefix in PREFIXES:
-            told = f"sum({prefix}_requests_finished_total) >= {CLIENTS}"
-            wait_for(told, partial(_answers, prometheus, told), timeout_s=30)
-    time.sleep(9.0)  # the last values are on their way to Ray's agent
+            finished = f"sum({prefix}_requests_finished_total) >= {CLIENTS}"
+            wait_for(finished, partial(_has_result, prometheus, finished), timeout_s=30)
+    time.sleep(9.0)  # until the last values have reached Ray's agent
     return statuses
 
 
-def _answers(prometheus: Prometheus, expression: str) -> bool:
+def _has_result(prometheus: Prometheus, expression: str) -> bool:
     with suppress(httpx.TransportError):  # it is starting
         return bool(prometheus.query(expression))
     return False
 
 
 def _chosen(prometheus: Prometheus, prefix: str) -> dict[str, str]:
-    """Return the dashboard's variables with everything chosen, each with what Grafana would put in its place."""
+    """Return the dashboard's variables with everything selected, and the text that Grafana substitutes for each."""
     chosen = {"${prefix}": prefix, "$__rate_interval": WINDOW, "$namespace": ".*"}
     for name, series, label in label_queries():
         if name != "namespace":
             values = prometheus.values(_with(chosen, series), label)
-            assert values, f"{name} has nothing to choose from"
+            assert values, f"variable {name} has no values"
             chosen[f"${name}"] = "|".join(values)
     return chosen
 
@@ -130,7 +130,7 @@ def test_the_load_was_mixed(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_every_panel_shows_something(scene: Scene, prefix: str) -> None:
+def test_every_panel_has_data(scene: Scene, prefix: str) -> None:
     chosen = _chosen(scene.prometheus, prefix)
     assert (chosen["$model"], chosen["$replica"].count("|"), chosen["$ingress"].count("|")) == ("pagoda-demo", 1, 0)
     empty = []
@@ -156,8 +156,8 @@ def test_every_panel_shows_something(scene: Scene, prefix: str) -> None:
         "min by (replica) (${prefix}_engine_start_time_seconds)",
     ],
 )
-def test_both_endpoints_report_the_same(scene: Scene, expression: str) -> None:
-    """What Ray's agent has not been told yet is 0 there; nothing has changed since the load."""
+def test_both_endpoints_agree(scene: Scene, expression: str) -> None:
+    """Zeros are ignored: Ray's agent lacks series that were never sent. Nothing has changed since the load."""
     found = [
         {
             frozenset(series["metric"].items()): float(series["value"][1])
@@ -170,14 +170,14 @@ def test_both_endpoints_report_the_same(scene: Scene, expression: str) -> None:
     assert found[0] == pytest.approx(found[1])
 
 
-def test_promtool_has_nothing_to_say_about_our_metrics(scene: Scene) -> None:
+def test_promtool_finds_no_problem_in_the_metrics(scene: Scene) -> None:
     text = httpx.get(f"{scene.server.url}/metrics", timeout=20).content
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_an_alert_fires_when_its_cause_is_there(scene: Scene) -> None:
-    """The engines are killed, and those that take their place too, until both endpoints have reported it."""
+def test_an_alert_fires_while_there_is_no_engine(scene: Scene) -> None:
+    """The engines and their replacements are killed until the alert fires for both endpoints."""
     firing = 'count by (endpoint) (max_over_time(ALERTS{alertname="PagodaNoHealthyReplica", alertstate="firing"}[10m]))'
     assert not scene.prometheus.query(firing)
 

@@ -1,4 +1,4 @@
-"""A replica is killed in the middle of its streams: they go on elsewhere, and the server heals."""
+"""A replica is killed during its streams: they continue on another one, and the replica is replaced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BODY: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
 }
-# Everything that an engine must go on counting: what was generated, drawn and allowed before the loss.
+# Parameters with state over all tokens: penalties, random draws, and the grammar.
 SEVERAL = BODY | {
     "n": 2,
     "temperature": 0.8,
@@ -38,7 +38,7 @@ SEVERAL = BODY | {
 
 @dataclass
 class Streamed:
-    """What a stream brought, by choice."""
+    """The content of a stream, by choice."""
 
     text: dict[int, str] = field(default_factory=lambda: defaultdict(str))
     logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -46,7 +46,7 @@ class Streamed:
 
 
 async def _streamed(client: httpx.AsyncClient, server: Server, body: dict[str, Any], *, kill: bool) -> Streamed:
-    """Read one stream, and kill its replica after a few events."""
+    """Read one stream; with ``kill``, kill its replica after five events."""
     streamed, events = Streamed(), 0
     async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
         async for line in answer.aiter_lines():
@@ -68,14 +68,14 @@ async def _streamed(client: httpx.AsyncClient, server: Server, body: dict[str, A
     return streamed
 
 
-async def _both_replicas(server: Server) -> None:
+async def _wait_for_both_replicas(server: Server) -> None:
     deadline = time.monotonic() + 60
     while len(server.metric("pagoda_num_requests_running")) < 2:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.5)
 
 
-async def test_a_killed_replica_costs_no_token_and_is_replaced(server: Server) -> None:
+async def test_a_killed_replica_loses_no_token_and_is_replaced(server: Server) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         expected = await _streamed(client, server, BODY, kill=False)
         assert await _streamed(client, server, BODY, kill=True) == expected
@@ -83,12 +83,12 @@ async def test_a_killed_replica_costs_no_token_and_is_replaced(server: Server) -
             *(client.post("/v1/completions", json=BODY | {"max_tokens": 4, "prompt": f"After {i}"}) for i in range(8))
         )
         assert [answer.status_code for answer in answers] == [200] * 8
-    await _both_replicas(server)
+    await _wait_for_both_replicas(server)
     assert sum(value for (name, _), value in server.metrics().items() if name == "pagoda_request_migrations_total") >= 1
 
 
-async def test_several_answers_with_logprobs_go_on_as_they_would_have(server: Server) -> None:
-    await _both_replicas(server)
+async def test_several_choices_with_logprobs_continue_unchanged(server: Server) -> None:
+    await _wait_for_both_replicas(server)
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         expected = await _streamed(client, server, SEVERAL, kill=False)
         after_loss = await _streamed(client, server, SEVERAL, kill=True)
@@ -99,4 +99,4 @@ async def test_several_answers_with_logprobs_go_on_as_they_would_have(server: Se
         assert len(expected.logprobs[index]) == 200
         assert after_loss.logprobs[index] == pytest.approx(expected.logprobs[index], abs=1e-3)
         assert set(expected.text[index]) <= set("abcdefghijklmnopqrstuvwxyz ")
-    await _both_replicas(server)
+    await _wait_for_both_replicas(server)

@@ -1,4 +1,4 @@
-"""Prefix caching and routing, seen through HTTP: the same prefix lands where it is cached, the rest spreads."""
+"""Prefix caching and routing over HTTP: a shared prefix goes to the replica that caches it, other prompts spread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.conftest import Server
 
 
 def _system_prompt() -> str:
-    """Return a text of well over 500 tokens that no earlier test has sent."""
+    """Return a unique text of well over 500 tokens."""
     return f"Case {uuid.uuid4().hex}. " + " ".join(f"Rule {number}: be kind to guest {number}." for number in range(90))
 
 
@@ -52,7 +52,7 @@ def test_unrelated_prompts_spread_over_the_replicas(client: httpx.Client) -> Non
 
 
 def test_short_unrelated_prompts_spread_too(client: httpx.Client) -> None:
-    """A prompt without a full block has no prefix to find again, only load to balance."""
+    """A prompt without a full block is routed by load only."""
     body = {"max_tokens": 1}
     chosen = Counter(
         client.post("/v1/completions", json=body | {"prompt": f"Hi {number}"}).headers["x-pagoda-replica"]

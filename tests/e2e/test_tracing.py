@@ -48,7 +48,7 @@ def _spans_of(collector: Collector, trace: str, count: int) -> list[Span]:
 
 
 def _line(server: Server, text: str, timeout_s: float = 20.0) -> str:
-    """Return the line of the launcher's output that holds ``text``, once it is there."""
+    """Wait for a line with ``text`` in the launcher's output, and return it."""
     deadline = time.monotonic() + timeout_s
     while True:
         for line in server.log.read_text().splitlines():
@@ -81,7 +81,7 @@ def test_a_request_can_be_followed(traced: Server, collector: Collector, stream:
     assert said["gen_ai.usage.output_tokens"] == 40
     assert said["gen_ai.response.finish_reasons"] == ["length"]
     assert said["pagoda.replica"] == answer.headers["x-pagoda-replica"]
-    # 39 tokens follow the first one. A busy machine may tell the ingress of it late, which leaves the span less room.
+    # 39 tokens follow the first one. On a busy machine the ingress may see the first one late: the span is shorter.
     decode_s = (spans["decode"].end - spans["decode"].start) / 1e9
     assert said["gen_ai.latency.time_in_model_decode"] > 0.001
     assert 0 < decode_s <= 1.2 * said["gen_ai.latency.time_in_model_decode"]
@@ -95,7 +95,7 @@ def test_a_request_can_be_followed(traced: Server, collector: Collector, stream:
     assert "reason=length status=200" in line
 
 
-def test_a_client_that_goes_away_is_seen(traced: Server, collector: Collector) -> None:
+def test_a_disconnected_client_is_logged_and_traced(traced: Server, collector: Collector) -> None:
     trace = "1" * 32
     headers = {"traceparent": f"00-{trace}-{CALLERS_SPAN}-01", "X-Request-Id": "gone"}
     body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
@@ -110,7 +110,7 @@ def test_a_client_that_goes_away_is_seen(traced: Server, collector: Collector) -
     assert root.attributes["error.type"] == "client_closed_request"
 
 
-def test_a_made_id_and_a_bad_one(traced: Server) -> None:
+def test_missing_and_oversized_request_ids_are_replaced(traced: Server) -> None:
     url, body = f"{traced.url}/v1/completions", {"prompt": "a", "max_tokens": 1}
     made = httpx.post(url, json=body, timeout=60).headers["x-request-id"]
     assert _line(traced, f"id={made} ")
@@ -121,7 +121,7 @@ def test_a_made_id_and_a_bad_one(traced: Server) -> None:
     assert "x" * 500 not in traced.log.read_text()
 
 
-def test_an_engine_tells_its_throughput(traced: Server) -> None:
+def test_an_engine_logs_its_throughput(traced: Server) -> None:
     body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True}
     httpx.post(f"{traced.url}/v1/completions", json=body, timeout=60)
     line = _line(traced, "Avg prompt throughput")

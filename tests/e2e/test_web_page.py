@@ -41,7 +41,7 @@ Opener = Callable[..., Page]
 
 @pytest.fixture
 def open_page(browser: Browser, server: Server) -> Iterator[Opener]:
-    """Open the page; at the end nothing has failed, unless the page says that it may, and nobody else was asked."""
+    """Open pages; at the end check that no request failed (unless ``page.may_fail``) or went to another server."""
     contexts, problems = [], []
 
     def note(page: Page, text: str) -> None:
@@ -64,16 +64,16 @@ def open_page(browser: Browser, server: Server) -> Iterator[Opener]:
     yield make
     for context in contexts:
         for page in context.pages:
-            page.may_fail = True  # what closing cuts off
+            page.may_fail = True  # requests that closing interrupts
         context.close()
     assert problems == []
 
 
-LONG_ANSWER_MS = 30_000  # a tiny model may not find its end, and fill the context
+LONG_ANSWER_MS = 30_000  # a tiny model may fill the context
 
 
 def ask(page: Page, question: str, state: str = "done") -> Any:
-    """Ask, and return the answer when it has come to its end."""
+    """Send a question; return the answer's element once the answer is complete."""
     number = page.locator(".assistant").count()
     page.get_by_label("Prompt", exact=True).fill(question)
     page.keyboard.press("Enter")
@@ -91,7 +91,7 @@ def numbers(text: str) -> list[float]:
 
 
 def change_requests(page: Page, **fields: Any) -> None:
-    """Add fields to what the page sends."""
+    """Add fields to the page's chat requests."""
 
     def change(route: Route) -> None:
         route.continue_(post_data=json.dumps(route.request.post_data_json | fields))
@@ -102,7 +102,7 @@ def change_requests(page: Page, **fields: Any) -> None:
 # --- the playground ---------------------------------------------------------------------------------------------------
 
 
-def test_a_chat_streams_and_says_what_it_took(open_page: Opener) -> None:
+def test_a_chat_streams_and_shows_its_statistics(open_page: Opener) -> None:
     page = open_page()
     page.evaluate("""() => {
         window.lengths = new Set();
@@ -133,7 +133,7 @@ def test_a_chat_streams_and_says_what_it_took(open_page: Opener) -> None:
     assert roles == ["user"]
 
 
-def test_the_form_is_what_is_sent(open_page: Opener) -> None:
+def test_the_form_sets_the_parameters(open_page: Opener) -> None:
     page = open_page()
     page.get_by_text("System prompt and parameters").click()
     for label, value in (
@@ -176,7 +176,7 @@ def test_the_form_is_what_is_sent(open_page: Opener) -> None:
     assert page.get_by_label("Prompt", exact=True).input_value() == "Is this sent?"
 
 
-def test_the_keyboard_is_enough(open_page: Opener, server: Server) -> None:
+def test_the_page_works_with_the_keyboard_alone(open_page: Opener, server: Server) -> None:
     page = open_page()
     change_requests(page, ignore_eos=True, max_tokens=1500)
     for _ in range(8):
@@ -216,9 +216,9 @@ def test_markup_stays_text(open_page: Opener) -> None:
     assert page.locator("#log :is(img, b)").count() == 0
 
 
-def test_errors_are_told_and_the_conversation_goes_on(open_page: Opener) -> None:
+def test_errors_are_shown_and_the_conversation_continues(open_page: Opener) -> None:
     page = open_page()
-    page.may_fail = True  # browsers log what is answered with an error
+    page.may_fail = True  # browsers log error responses
     error = {"error": {"message": "the queue is full", "type": "overloaded_error", "param": None, "code": "overloaded"}}
     whole: dict[str, Any] = {"status": 503, "json": error, "headers": {"Retry-After": "5"}}
     begun = {"choices": [{"index": 0, "delta": {"content": "Half an"}, "finish_reason": None}]}
@@ -235,13 +235,13 @@ def test_errors_are_told_and_the_conversation_goes_on(open_page: Opener) -> None
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "Are you there?")
     contents = [message["content"] for message in sent.value.post_data_json["messages"]]
-    assert contents == ["Hello?", "Half an", "Are you there?"]  # but not the question that got no answer
+    assert contents == ["Hello?", "Half an", "Are you there?"]  # without the unanswered question
 
 
 # --- the live view ----------------------------------------------------------------------------------------------------
 
 
-def test_the_heat_map_shows_what_the_engines_say(open_page: Opener, server: Server) -> None:
+def test_the_heat_map_agrees_with_the_metrics(open_page: Opener, server: Server) -> None:
     page = open_page()
     picture = "() => [...document.querySelectorAll('canvas')].map((canvas) => canvas.toDataURL())"
     before = page.evaluate(picture)
@@ -249,7 +249,7 @@ def test_the_heat_map_shows_what_the_engines_say(open_page: Opener, server: Serv
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [300] * 1000, "max_tokens": 1}, timeout=60)
     replica = answer.headers["x-pagoda-replica"]
     page.wait_for_function(f"before => ({picture})().some((image, index) => image !== before[index])", arg=before)
-    page.wait_for_timeout(1500)  # what the other requests of these tests have left
+    page.wait_for_timeout(1500)  # until other requests of these tests have ended
 
     tile = page.locator(f"[data-replica='{replica}']")
     label = tile.get_by_role("img").get_attribute("aria-label") or ""
@@ -279,10 +279,10 @@ def test_each_request_is_listed_with_the_reason(open_page: Opener, server: Serve
     assert page.locator("#rate-chart svg").get_attribute("aria-label", timeout=1000).startswith("Output tokens")  # type: ignore[union-attr]
 
 
-def test_nothing_is_asked_while_nobody_looks(open_page: Opener) -> None:
+def test_a_hidden_page_does_not_poll(open_page: Opener) -> None:
     page = open_page()
     page.evaluate("Object.defineProperty(document, 'hidden', {get: () => true, configurable: true})")
-    page.wait_for_timeout(1200)  # the poll that was under way
+    page.wait_for_timeout(1200)  # until the current poll has ended
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.wait_for_timeout(2500)
@@ -297,7 +297,7 @@ def test_nothing_is_asked_while_nobody_looks(open_page: Opener) -> None:
 
 @pytest.mark.parametrize("viewport", [LAPTOP, PHONE], ids=["laptop", "phone"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_it_fits_and_everybody_can_use_it(open_page: Opener, theme: str, viewport: dict[str, int]) -> None:
+def test_the_page_fits_and_is_accessible(open_page: Opener, theme: str, viewport: dict[str, int]) -> None:
     page = open_page(viewport=viewport, color_scheme=theme)
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(numbers(background)) > 380) == (theme == "light")
@@ -342,7 +342,7 @@ def test_a_theme_can_be_chosen_and_is_kept(open_page: Opener) -> None:
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that wants a key."""
+    """A server that requires an API key."""
     directory = tmp_path_factory.mktemp("keyed")
     keys = directory / "keys"
     keys.write_text(f"{KEY}\n")
@@ -373,7 +373,7 @@ def test_a_browser_asks_for_the_key(browser: Browser, keyed: Server) -> None:
 
 
 def test_a_browser_with_a_wrong_key_is_refused(browser: Browser, keyed: Server) -> None:
-    with browser.new_context(http_credentials={"username": "me", "password": "a-key-that-nobody-has"}) as context:
+    with browser.new_context(http_credentials={"username": "me", "password": "an-unknown-key"}) as context:
         answer = context.new_page().goto(keyed.url)
         assert answer is not None
         assert answer.status == 401

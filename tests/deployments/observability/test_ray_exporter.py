@@ -1,4 +1,4 @@
-"""What Ray's agent is told, seen by fakes of Ray's metric types."""
+"""RayExporter with fakes of Ray's metric types."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HISTOGRAM = Metric("seconds", "histogram", "Seconds.", (), (0.1, 1.0))
 
 
 class Agent:
-    """Keeps what it is told, as Ray's agent would show it."""
+    """Keeps the last values, as Ray's agent does."""
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
@@ -85,21 +85,19 @@ def test_the_agent_shows_what_get_metrics_shows(agent: Agent) -> None:
     }
 
 
-def test_what_does_not_change_is_told_again(agent: Agent) -> None:
-    """Else Ray's agent forgets it: an idle engine was gone from there after 20 s."""
+def test_unchanged_values_are_sent_again(agent: Agent) -> None:
+    """Else Ray's agent drops them: an idle engine disappeared after 20 s."""
     recorder = Recorder([HISTOGRAM])
     recorder.set(GAUGE, 1.0)
     exporter = RayExporter(recorder)
     exporter.flush()
-    told = dict(agent.values)
+    sent = dict(agent.values)
     agent.values.clear()
     exporter.flush()
-    assert agent.values == told
+    assert agent.values == sent
 
 
-def test_an_ingress_says_which_one_it_is_and_looks_before_it_tells(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ingress_sends_its_name_and_refreshes_first(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     class Context:
         class replica_id:  # noqa: N801
             unique_id = "i1"
@@ -112,7 +110,7 @@ def test_an_ingress_says_which_one_it_is_and_looks_before_it_tells(
     assert agent.values == {"pagoda_level ingress=i1": 3.0}
 
 
-def test_a_metric_that_cannot_be_sent_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_metric_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Series] = []
     logged: list[str] = []
 

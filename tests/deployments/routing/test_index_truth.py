@@ -1,4 +1,4 @@
-"""After a random hour the index is what the block managers hold: no block is missing and none is a ghost.
+"""After a random hour the index holds exactly the blocks of the engines' block managers.
 
 Three real engines, each with a scheduler, a block manager and a pool so small that it turns over every few steps, run
 random requests. What they publish goes through real publishers and sockets to several ingresses, each with the index
@@ -35,7 +35,7 @@ SYNC_EVERY = 100
 
 
 class Lossy(KVEventPublisher):
-    """Loses a share of its messages."""
+    """Drops a random share of its messages."""
 
     def __init__(self, replica: str, seed: int) -> None:
         self._rng, self.loss, self.num_lost = random.Random(seed), 0.0, 0
@@ -62,7 +62,7 @@ class Replica:
         self._texts: list[list[int]] = [[0] * 8]
 
     def step(self) -> None:
-        """Let a request come in now and then, and make a step."""
+        """Add requests up to four, and run a step."""
         while len(self.engine.scheduler.running) + len(self.engine.scheduler.waiting) < 4:
             self._add()
         self.engine.step()
@@ -79,12 +79,12 @@ class Replica:
 
     @property
     def blocks(self) -> set[int]:
-        """What the block manager's table says."""
+        """The blocks in the engine's prefix cache."""
         return set(self.engine.block_manager.prefix_cache.published_hashes())
 
 
 class Indexed(Known):
-    """Tells the router's own state too, index and all."""
+    """A listener that also updates a RoutingState."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,16 +108,16 @@ class Indexed(Known):
         super().replaced(replica, hashes)
 
     def knows(self, replica: str, blocks: set[int]) -> bool:
-        """Whether both say that the replica holds exactly these."""
+        """Return whether both hold exactly these blocks for the replica."""
         return self.blocks[replica] == blocks == self.routing.index.blocks(replica)
 
     def num_indexed(self) -> int:
-        """Return how many blocks the index knows."""
+        """Return the number of blocks in the index."""
         return len(self.routing.index)
 
 
 class Cluster:
-    """Replicas, ingresses, and what may happen to them."""
+    """Replicas and ingresses, with restarts and message loss."""
 
     def __init__(self, stack: ExitStack, seed: int) -> None:
         self._stack = stack
@@ -130,33 +130,33 @@ class Cluster:
         self.ingresses = [self._ingress() for _ in range(NUM_INGRESSES)]
 
     def restart_replica(self, name: str) -> None:
-        """End a replica; another one of the same name begins elsewhere."""
+        """Replace a replica by a new one of the same name at another endpoint."""
         self.replicas[name].publisher.close()
         self._count(self.replicas[name])
         self.replicas[name] = self._replica(name)
         for _, subscriber in self.ingresses:
             subscriber.set_endpoints(self._endpoints)
 
-    def restart_ingress(self, place: int) -> None:
-        """End an ingress; another one begins and knows nothing."""
-        self.ingresses[place][1].close()
-        self.ingresses[place] = self._ingress()
+    def restart_ingress(self, index: int) -> None:
+        """Replace an ingress by a new one with an empty index."""
+        self.ingresses[index][1].close()
+        self.ingresses[index] = self._ingress()
 
     def set_loss(self, share: float) -> None:
-        """Lose such a share of all messages from now on."""
+        """Drop this share of all messages from now on."""
         for replica in self.replicas.values():
             replica.publisher.loss = share
 
     def check_truth(self) -> None:
-        """Wait until all has arrived; then every ingress knows exactly what there is."""
+        """Wait until every ingress knows exactly the blocks of every replica."""
         for known, _ in self.ingresses:
             for name, replica in self.replicas.items():
                 eventually(lambda k=known, n=name, r=replica: k.knows(n, r.blocks))  # type: ignore[misc]
             union = set().union(*(replica.blocks for replica in self.replicas.values()))
-            assert known.num_indexed() == len(union), "the index knows a block that nobody has"
+            assert known.num_indexed() == len(union), "the index has a block that no replica holds"
 
     def close(self) -> None:
-        """Sum up what happened."""
+        """Close everything and sum up the counters."""
         for replica in self.replicas.values():
             self._count(replica)
 
@@ -188,7 +188,7 @@ def num_gaps(recorders: Iterable[Recorder]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_index_is_the_truth_after_a_random_hour(seed: int) -> None:
+def test_the_index_is_exact_after_a_random_hour(seed: int) -> None:
     with ExitStack() as stack:
         cluster, rng = Cluster(stack, seed), random.Random(seed)
         for step in range(NUM_STEPS):
@@ -210,7 +210,7 @@ def test_the_index_is_the_truth_after_a_random_hour(seed: int) -> None:
         assert cluster.num_evicted > 100 * len(REPLICAS) * NUM_BLOCKS, "too little was evicted"
 
 
-def test_without_loss_there_is_no_gap_and_no_snapshot_but_the_first() -> None:
+def test_without_loss_there_is_no_gap_and_one_snapshot() -> None:
     with ExitStack() as stack:
         cluster = Cluster(stack, 99)
         cluster.check_truth()

@@ -23,7 +23,7 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = KVIndex()
         self.confirmed: dict[str, set[int]] = {}
-        self.assumed: dict[str, dict[int, float]] = {}  # the oldest first
+        self.assumed: dict[str, dict[int, float]] = {}  # oldest first
 
     @rule(name=names)
     def add(self, name: str) -> None:
@@ -134,7 +134,7 @@ def test_depths_are_those_of_a_walk_along_the_prompt(held: list[int], length: in
 
 
 @given(st.lists(st.sets(st.integers(0, 20)), max_size=5))
-def test_a_hole_makes_a_guess_wrong_and_nothing_worse(held: list[set[int]]) -> None:
+def test_after_a_hole_a_depth_ends_at_a_held_block(held: list[set[int]]) -> None:
     index = KVIndex()
     for number, blocks in enumerate(held):
         index.add_replica(str(number))
@@ -143,7 +143,7 @@ def test_a_hole_makes_a_guess_wrong_and_nothing_worse(held: list[set[int]]) -> N
         assert {0, depth - 1} <= held[int(name)]
 
 
-def test_a_slot_is_used_again_without_what_its_last_owner_held() -> None:
+def test_a_reused_bit_has_no_blocks_of_its_last_replica() -> None:
     index = KVIndex()
     for life in range(100):
         index.add_replica(f"replica-{life}")
@@ -155,7 +155,7 @@ def test_a_slot_is_used_again_without_what_its_last_owner_held() -> None:
     assert len(index) == 0
 
 
-def test_an_event_takes_over_from_an_assumption_and_later_ones_extend_it() -> None:
+def test_events_confirm_assumed_blocks_and_later_assumptions_extend_them() -> None:
     index = KVIndex()
     index.add_replica("a")
     index.assume("a", [1, 2, 3], expires_at=5.0)
@@ -167,7 +167,7 @@ def test_an_event_takes_over_from_an_assumption_and_later_ones_extend_it() -> No
     assert index.depths([1, 2, 3]) == {"a": 1}
 
 
-def test_a_guess_forgets_the_tails_of_what_was_used_longest_ago() -> None:
+def test_trim_removes_the_suffixes_of_the_least_recent_prompts() -> None:
     index = KVIndex()
     index.add_replica("a")
     index.assume("a", [1, 2, 3], inf)
@@ -177,7 +177,7 @@ def test_a_guess_forgets_the_tails_of_what_was_used_longest_ago() -> None:
     assert index.depths([1, 7]) == {"a": 2}
 
 
-def test_what_was_confirmed_becomes_the_oldest_of_the_guess() -> None:
+def test_unconfirmed_blocks_are_older_than_assumed_ones() -> None:
     index = KVIndex()
     index.add_replica("a")
     index.stored("a", [1, 2, 3])

@@ -38,11 +38,11 @@ def first(state: RoutingState, hashes: Sequence[int], names: str = "abcd", *, no
 
 
 def prompt(number: int, length: int = 8, shared: int = 0) -> list[int]:
-    """Return hashes of which the first ``shared`` are everybody's."""
+    """Return hashes of which the first ``shared`` are common to all prompts."""
     return [*range(shared), *range(1_000 * (number + 1), 1_000 * (number + 1) + length - shared)]
 
 
-# --- where the prefix is ------------------------------------------------------------------------------------------
+# --- cached prefixes ------------------------------------------------------------------------------------------
 
 
 def test_the_longest_prefix_wins() -> None:
@@ -54,7 +54,7 @@ def test_the_longest_prefix_wins() -> None:
     assert (decision.outcome, decision.predicted_blocks, decision.best_blocks) == ("hit", 3, 3)
 
 
-def test_a_longer_queue_than_the_prefix_is_worth_sends_it_elsewhere() -> None:
+def test_a_long_queue_outweighs_a_cached_prefix() -> None:
     """With w = 1, computing 64 cached tokens again counts as much as 128 tokens in the queue."""
     state = make_state("ab")
     state.stored("a", [1, 2, 3, 4])
@@ -67,7 +67,7 @@ def test_a_longer_queue_than_the_prefix_is_worth_sends_it_elsewhere() -> None:
     assert (decision.predicted_blocks, decision.best_blocks) == (0, 4)
 
 
-def test_a_crowded_batch_is_worth_a_short_prefix() -> None:
+def test_a_crowded_batch_outweighs_a_short_prefix() -> None:
     """Else every stream of a popular short prompt would share one replica's steps while the others idle."""
     state = make_state("ab")
     state.stored("a", [1])
@@ -77,10 +77,10 @@ def test_a_crowded_batch_is_worth_a_short_prefix() -> None:
     assert first(state, [1], "ab") == "b"
     assert first(state, [1, *range(100, 100 + 3)], "ab") == "b"
     state.stored("a", list(range(200, 264)))
-    assert first(state, list(range(200, 264)), "ab") == "a"  # a thousand tokens are worth a crowd
+    assert first(state, list(range(200, 264)), "ab") == "a"  # a thousand cached tokens outweigh the crowded batch
 
 
-def test_noise_in_the_measured_rates_does_not_gather_new_prompts() -> None:
+def test_noise_in_the_measured_rates_does_not_concentrate_new_prompts() -> None:
     state = make_state("abcd")
     for name, rate in zip("abcd", (900.0, 1_000.0, 1_100.0, 1_250.0), strict=True):
         state.report(name, replace(IDLE, prefill_tokens_per_s=rate), now=1.0)
@@ -88,21 +88,21 @@ def test_noise_in_the_measured_rates_does_not_gather_new_prompts() -> None:
     assert min(chosen[name] for name in "abcd") > 20
 
 
-def test_a_slow_replica_is_a_dear_one() -> None:
+def test_a_slow_replica_costs_more() -> None:
     state = make_state("ab")
     state.report("a", replace(IDLE, queued_prefill_tokens=100, prefill_tokens_per_s=100.0), now=0.0)
     queue(state, "b", 500)
     assert first(state, prompt(1), "ab") == "b"
 
 
-def test_what_a_replica_has_not_measured_is_taken_from_the_others() -> None:
+def test_an_unmeasured_prefill_rate_is_the_mean_of_the_others() -> None:
     state = make_state("ab")
     state.report("a", replace(IDLE, queued_prefill_tokens=100, prefill_tokens_per_s=0.0), now=0.0)
     queue(state, "b", 110)
     assert state.choose(["a", "b"], [], 0, now=0.0).order == ["a", "b"]
 
 
-def test_between_equals_the_one_with_more_free_blocks() -> None:
+def test_of_equals_the_less_crowded_batch_wins() -> None:
     state = make_state("ab")
     state.report("a", replace(IDLE, num_running=9, num_free_blocks=100), now=0.0)
     assert [first(state, [], "ab") for _ in range(4)] == ["b"] * 4
@@ -111,13 +111,13 @@ def test_between_equals_the_one_with_more_free_blocks() -> None:
 # --- ties and cold prompts ----------------------------------------------------------------------------------------
 
 
-def test_every_ingress_chooses_alike_whatever_the_order_of_the_candidates() -> None:
+def test_every_ingress_chooses_the_same_for_any_order_of_candidates() -> None:
     one, other = make_state("abcd"), make_state("dbca")
     for number in range(50):
         assert first(one, prompt(number), "abcd") == first(other, prompt(number), "cadb")
 
 
-def test_a_lost_replica_moves_only_its_own() -> None:
+def test_a_lost_replica_moves_only_its_own_prompts() -> None:
     state = make_state()
     before = {number: first(state, prompt(number)) for number in range(200)}
     state.set_replicas(["a", "b", "d"])
@@ -126,7 +126,7 @@ def test_a_lost_replica_moves_only_its_own() -> None:
 
 
 @pytest.mark.parametrize("shared", [0, 1, 5])
-def test_new_prompts_spread_even_if_they_begin_alike(shared: int) -> None:
+def test_new_prompts_with_a_shared_prefix_spread(shared: int) -> None:
     """In a chat every request shares the system prompt: hashing the first block would send all to one replica."""
     state = make_state()
     for name in "abcd":
@@ -135,8 +135,8 @@ def test_new_prompts_spread_even_if_they_begin_alike(shared: int) -> None:
     assert min(chosen.values()) > 60
 
 
-def test_a_burst_of_one_new_prompt_meets_on_one_replica() -> None:
-    """Whatever the ingress: each has dispatched nothing of it before, and none has heard of the others."""
+def test_a_burst_of_one_new_prompt_lands_on_one_replica() -> None:
+    """Through any ingress, although none knows of the dispatches of the others."""
     ingresses = [make_state() for _ in range(16)]
     chosen = set()
     for step in range(48):
@@ -169,7 +169,7 @@ def test_a_tie_is_within_the_load_bound(queues: list[int], number: int, length: 
     assert rest == sorted(rest)
 
 
-def test_prompts_without_hashes_go_by_load_and_equals_take_turns() -> None:
+def test_prompts_without_hashes_are_routed_by_load_and_equals_take_turns() -> None:
     state = make_state()
     assert Counter(first(state, []) for _ in range(40)) == dict.fromkeys("abcd", 10)
     for name, tokens in zip("abc", (20, 10, 30), strict=True):
@@ -178,7 +178,7 @@ def test_prompts_without_hashes_go_by_load_and_equals_take_turns() -> None:
     assert (decision.order, decision.outcome) == (["b", "a", "c"], "fallback")
 
 
-# --- who is not to be used ----------------------------------------------------------------------------------------
+# --- avoided and stale replicas -------------------------------------------------------------------------------------
 
 
 def test_avoided_replicas_are_last_even_if_they_hold_the_prompt() -> None:
@@ -189,7 +189,7 @@ def test_avoided_replicas_are_last_even_if_they_hold_the_prompt() -> None:
     assert sorted(state.choose(["a", "b"], [1, 2], 32, now=0.0, avoid=["a", "b"]).order) == ["a", "b"]
 
 
-def test_who_stopped_reporting_is_behind_all_but_the_avoided() -> None:
+def test_a_stale_replica_is_ranked_after_all_but_the_avoided() -> None:
     state = make_state("abc")
     state.stored("a", [1, 2])
     for name in "bc":
@@ -199,34 +199,34 @@ def test_who_stopped_reporting_is_behind_all_but_the_avoided() -> None:
     assert first(state, [1, 2], "abc", now=3.1) == "a"
 
 
-def test_if_all_reports_are_old_nobody_is_behind() -> None:
+def test_if_all_reports_have_expired_no_replica_is_stale() -> None:
     state = make_state("abc")
     state.stored("a", [1, 2])
     assert first(state, [1, 2], "abc", now=60.0) == "a"
 
 
-# --- what is known of the load ------------------------------------------------------------------------------------
+# --- load ------------------------------------------------------------------------------------
 
 
-def test_if_nothing_is_known_least_queued_tokens() -> None:
+def test_without_reports_the_fewest_dispatched_tokens_win() -> None:
     state = make_state("abc", reports=False)
     for number, (name, tokens) in enumerate([("a", 300), ("b", 100), ("c", 200)]):
         state.dispatched(name, [], tokens, now=0.0, request_id=str(number))
     assert state.choose(list("abc"), [], 50, now=0.0).order == ["b", "c", "a"]
     assert state.total_queued(now=0.0) == (3, 600)
-    for _ in range(2):  # some ends are reported twice
+    for _ in range(2):  # completion may be reported twice
         state.completed("a", "0")
     state.completed("c")
     assert state.choose(list("abc"), [], 50, now=9.0).order[-1] == "b"
     assert state.total_queued(now=9.0) == (1, 100)
 
 
-def test_a_report_knows_of_what_was_dispatched_well_before_it() -> None:
+def test_a_report_includes_dispatches_from_well_before_it() -> None:
     state = make_state("ab", now=0.0)
     transit = state.options.transit_s
     state.dispatched("a", [], 100, now=1.0, request_id="x")
     assert state.total_queued(now=1.0) == (1, 100)
-    state.report("a", IDLE, now=1.0 + transit / 2)  # it was on its way when the request left
+    state.report("a", IDLE, now=1.0 + transit / 2)  # sent before the request arrived
     assert state.total_queued(now=1.1) == (1, 100)
     queue(state, "a", 90, now=1.0 + transit * 2, waiting=1)
     assert state.total_queued(now=1.1) == (1, 90)
@@ -236,7 +236,7 @@ def test_a_report_knows_of_what_was_dispatched_well_before_it() -> None:
     assert state.total_queued(now=1.2) == (1, 90)
 
 
-def test_busy_is_who_reports_moves_and_has_work_queued() -> None:
+def test_a_busy_replica_reports_steps_and_has_a_queue() -> None:
     state = make_state("a")
     busy = replace(IDLE, num_running=1, queued_prefill_tokens=5_000)
     assert not state.is_busy("a", now=0.0, within_s=2.0)  # nothing is queued
@@ -250,7 +250,7 @@ def test_busy_is_who_reports_moves_and_has_work_queued() -> None:
     assert not state.is_busy("gone", now=8.0, within_s=2.0)
 
 
-def test_a_replica_that_is_gone_is_forgotten_and_what_comes_late_is_ignored() -> None:
+def test_a_removed_replica_is_forgotten_and_late_messages_are_ignored() -> None:
     state = make_state("ab")
     state.stored("a", [1, 2])
     state.dispatched("a", [1, 2, 3], 48, now=0.0, request_id="x")
@@ -267,10 +267,10 @@ def test_a_replica_that_is_gone_is_forgotten_and_what_comes_late_is_ignored() ->
     assert (len(state.index), state.total_queued(now=0.0)) == (0, (0, 0))
 
 
-# --- what is known of the caches ----------------------------------------------------------------------------------
+# --- caches ----------------------------------------------------------------------------------
 
 
-def test_what_was_dispatched_is_assumed_until_it_expires() -> None:
+def test_dispatched_blocks_are_assumed_until_they_expire() -> None:
     state = make_state()
     state.dispatched("c", [1, 2, 3], 48, now=0.0, request_id="x")
     state.completed("c", "x")
@@ -280,7 +280,7 @@ def test_what_was_dispatched_is_assumed_until_it_expires() -> None:
     assert state.choose(list("abcd"), [1, 2, 3], 48, now=later).best_blocks == 0
 
 
-def test_a_queue_that_is_announced_counts_as_cached_whoever_filled_it() -> None:
+def test_awaited_blocks_count_as_cached() -> None:
     state = make_state()
     state.awaited("c", [1, 2, 3], now=0.0)
     decision = state.choose(list("abcd"), [1, 2, 3], 48, now=0.0)
@@ -291,7 +291,7 @@ def test_a_queue_that_is_announced_counts_as_cached_whoever_filled_it() -> None:
     assert state.index.depths([1, 2, 3]) == {"c": 1}
 
 
-def test_a_candidate_that_was_not_announced_counts_like_one_that_has_not_reported() -> None:
+def test_an_unlisted_candidate_counts_like_one_without_a_report() -> None:
     state = make_state("a")
     queue(state, "a", 5_000)
     assert state.choose(["a", "b"], prompt(1), 128, now=0.0).order == ["b", "a"]
@@ -308,7 +308,7 @@ def test_a_restart_leaves_nothing_assumed_or_confirmed() -> None:
     assert len(state.index) == 0
 
 
-def test_without_events_a_replica_is_taken_for_an_lru_cache_of_the_size_that_it_reports() -> None:
+def test_without_events_a_replica_is_modelled_as_an_lru_cache_of_its_reported_size() -> None:
     state = make_state("a")
     state.report("a", replace(IDLE, num_blocks=4), now=0.0)
     state.stored("a", [1, 2])
@@ -321,7 +321,7 @@ def test_without_events_a_replica_is_taken_for_an_lru_cache_of_the_size_that_it_
     assert len(state.index) == 1
 
 
-def test_a_replica_whose_events_never_came_is_a_guess_as_well() -> None:
+def test_a_replica_without_any_events_is_modelled_as_an_lru_cache() -> None:
     state = RoutingState()
     state.set_replicas("ab")
     home = first(state, prompt(1), "ab")

@@ -1,4 +1,4 @@
-"""The web page's files and headers, and the live data behind it."""
+"""The web page's files and headers, and its live data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from starlette.testclient import TestClient
 from deployments.config import AppConfig
 from deployments.ingress import Ingress
 from deployments.observability.recorder import Recorder
-from deployments.routing.log import LENGTH, RoutedRequest, RoutingLog
-from deployments.routing.policy import Decision
+from deployments.routing.log import RoutedRequest
 from deployments.web.live_view import EngineSnapshot, LiveView
 from deployments.web.page import FOLDER
 from engine.kv.block_map import BlockMap
@@ -48,7 +47,7 @@ def test_the_page_and_all_its_files_are_served(client: TestClient) -> None:
         assert answer.headers["content-type"].startswith(kinds[path.suffix])
 
 
-def test_what_a_file_refers_to_is_there_and_nothing_is_elsewhere() -> None:
+def test_every_reference_is_to_a_file_of_the_page() -> None:
     referred = set()
     for path in FILES:
         text = path.read_text()
@@ -68,7 +67,7 @@ def test_nothing_is_inline_and_no_text_becomes_html() -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/web/app.js", "/web/style.css"])
-def test_headers_keep_the_page_to_itself(client: TestClient, path: str) -> None:
+def test_security_headers_are_set(client: TestClient, path: str) -> None:
     headers = client.get(path).headers
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
@@ -78,7 +77,7 @@ def test_headers_keep_the_page_to_itself(client: TestClient, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/web/app.js"])
-def test_a_browser_keeps_a_file_and_asks_whether_it_has_changed(client: TestClient, path: str) -> None:
+def test_files_are_revalidated_by_etag(client: TestClient, path: str) -> None:
     first = client.get(path)
     assert first.headers["cache-control"] == "no-cache"
     for held in (first.headers["etag"], f'"x", W/{first.headers["etag"]}'):
@@ -95,7 +94,7 @@ def test_nothing_else_is_served(client: TestClient, name: str) -> None:
         assert answer.json()["error"]["type"] == "not_found_error"
 
 
-def test_one_line_turns_it_off(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_web_false_disables_it(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
     config = AppConfig.parse({"model": str(tokenizer_path), "web": False})
     ingress: Any = Ingress(engines, config)  # type: ignore[arg-type]
@@ -123,7 +122,7 @@ def snapshot() -> EngineSnapshot:
 
 
 class Cluster:
-    """Counts how often it is asked."""
+    """Counts the collections."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -179,7 +178,7 @@ async def test_the_documented_shape() -> None:
     }
 
 
-async def test_many_pages_cost_one_collection_a_second() -> None:
+async def test_many_pages_share_one_collection_per_second() -> None:
     cluster = Cluster()
     view = cluster.view()
     bodies = await asyncio.gather(*(view.body() for _ in range(50)))
@@ -192,7 +191,7 @@ async def test_many_pages_cost_one_collection_a_second() -> None:
     assert cluster.num_asked == 2
 
 
-async def test_who_goes_away_while_it_is_collected_harms_nobody() -> None:
+async def test_a_cancelled_poll_does_not_affect_the_others() -> None:
     cluster = Cluster()
     view = cluster.view()
     first, second = asyncio.create_task(view.body()), asyncio.create_task(view.body())
@@ -208,46 +207,3 @@ def test_live_answers_without_a_replica(client: TestClient, monkeypatch: pytest.
     assert answer.status_code == 200
     assert answer.headers["cache-control"] == "no-store"
     assert (answer.json()["replicas"], answer.json()["routed"]) == ([], [])
-
-
-# --- where requests went ----------------------------------------------------------------------------------------------
-
-
-def test_a_request_is_told_when_a_replica_has_taken_it() -> None:
-    log = RoutingLog(clock=lambda: 8.0)
-    log.record_decision("r", Decision(["a", "b"], "hit", 4, 4))
-    assert log.recent() == []
-    log.record_dispatch("r", "a", 70, 4, 16)
-    log.record_dispatch("r", "b", 70, 0, 16)  # it was told already
-    assert log.recent() == [RoutedRequest(8.0, "a", "hit", 70, 64, 64)]
-
-
-def test_a_replica_that_was_full_is_not_called_a_hit() -> None:
-    log = RoutingLog(clock=lambda: 8.0)
-    log.record_decision("r", Decision(["a", "b"], "hit", 4, 4))
-    log.record_dispatch("r", "b", 70, 1, 16)
-    assert log.recent() == [RoutedRequest(8.0, "b", "balanced", 70, 16, 64)]
-
-
-def test_a_request_that_a_replica_refused_is_told_where_it_went_then() -> None:
-    log = RoutingLog(clock=lambda: 8.0)
-    for replica in ("a", "b"):
-        log.record_decision("r", Decision(["a", "b"], "cold", 0, 0))
-        log.record_dispatch("r", replica, 70, 0, 16)
-    assert [one.replica for one in log.recent()] == ["b"]
-    log.end("r")
-    log.record_decision("r", Decision(["a"], "cold", 0, 0))
-    log.record_dispatch("r", "a", 70, 0, 16)
-    assert [one.replica for one in log.recent()] == ["b", "a"]
-
-
-def test_the_log_is_bounded() -> None:
-    log = RoutingLog()
-    for number in range(2 * LENGTH):
-        log.record_decision(str(number), Decision(["a"], "cold", 0, 0))
-        log.record_dispatch(str(number), "a", number, 0, 16)
-    assert [one.prompt_tokens for one in log.recent()] == list(range(LENGTH, 2 * LENGTH))
-    log.record_decision("gone", Decision(["a"], "cold", 0, 0))
-    log.end("gone")
-    log.record_dispatch("gone", "a", 1, 0, 16)
-    assert len(log.recent()) == LENGTH

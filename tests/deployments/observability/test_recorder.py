@@ -27,7 +27,7 @@ def _samples(text: bytes) -> dict[str, float]:
     }
 
 
-def test_the_text_has_every_replica_under_one_family() -> None:
+def test_each_family_has_the_series_of_all_replicas() -> None:
     recorders = {"r1": Recorder(), "r2": Recorder()}
     for number, recorder in enumerate(recorders.values(), start=1):
         recorder.increment(COUNTER, number, kind="x")
@@ -56,7 +56,7 @@ def test_no_name_is_defined_twice_and_all_render() -> None:
     assert len(list(text_string_to_metric_families(render({"r": recorder.snapshot()}, {}).decode()))) == len(everything)
 
 
-def test_threads_lose_no_count() -> None:
+def test_concurrent_increments_are_not_lost() -> None:
     recorder = Recorder()
     threads = [
         threading.Thread(target=lambda: [recorder.increment(COUNTER, kind="x") for _ in range(5000)]) for _ in range(4)
@@ -68,7 +68,7 @@ def test_threads_lose_no_count() -> None:
     assert recorder.snapshot()[0].value == 20_000
 
 
-def test_what_has_not_happened_is_there_with_zero() -> None:
+def test_known_labels_start_at_zero() -> None:
     samples = _samples(render({"r": Recorder(METRICS).snapshot()}, {"i": Recorder(INGRESS_METRICS).snapshot()}))
     assert not any(samples.values())
     for reason in ("stop", "length", "abort", "error"):
@@ -90,7 +90,7 @@ def test_what_has_not_happened_is_there_with_zero() -> None:
         assert f"pagoda_{name}" in samples
 
 
-def test_a_zero_is_counted_on_from() -> None:
+def test_counting_continues_from_the_initial_zero() -> None:
     recorder = Recorder([COUNTER, HISTOGRAM, GAUGE])
     assert [series.metric for series in recorder.snapshot()] == [HISTOGRAM]  # COUNTER's values are not known before
     recorder.observe(HISTOGRAM, 0.5)
