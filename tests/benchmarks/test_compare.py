@@ -1,4 +1,4 @@
-"""The comparison's own logic: order, medians, ratios, and what happens when a peer fails. Runners are fakes."""
+"""The comparison's own logic: order, medians, ratios, and what happens when a peer fails. The runners are fakes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_engines_alternate_and_the_median_counts() -> None:
     assert ours["share_of_limit"] == pytest.approx(20.0 / _roofline().limit(WORKLOADS[0]).tokens_per_s, abs=0.001)
 
 
-def test_a_peer_that_fails_is_left_out_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_peer_is_left_out_and_the_others_continue(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeRuns({"pagoda": [10.0, 10.0, 10.0], "vllm": [5.0]})
     runs = compare([OURS, PEER], ["a", "b"], 3, fake)
     assert fake.asked == ["pagoda", "vllm", "pagoda", "vllm", "pagoda"]
@@ -65,7 +65,7 @@ def test_the_table_has_a_line_for_each_engine_and_the_limit() -> None:
     assert lines[3].split() == ["a", "limit", "99.5"]
 
 
-def test_results_are_found_among_what_an_engine_prints() -> None:
+def test_results_are_found_in_the_output_of_an_engine() -> None:
     output = 'WARNING {x}\n{"a": 1}\n{"workload": "a", "output_tokens_per_s": 2.5, "load_s": 1}\nbye'
     assert parse_results(output) == [{"workload": "a", "output_tokens_per_s": 2.5, "load_s": 1}]
 
@@ -78,7 +78,7 @@ def test_a_peer_is_named_with_its_python_and_its_form_of_the_checkpoint() -> Non
             parse_peer(text, "dir")
 
 
-def test_a_process_that_fails_says_why() -> None:
+def test_a_failing_process_raises_an_error_with_its_stderr() -> None:
     program = "import sys; sys.exit('out of luck')"
     with pytest.raises(RuntimeError, match=r"vllm ended with code 1:\nout of luck"):
         module.run(Contestant("vllm", [sys.executable, "-c", program]), ["w1.json"])

@@ -1,4 +1,4 @@
-"""The script for machines with a GPU runs on a CPU too, so that it is known to work when a GPU comes."""
+"""The script for machines with a GPU runs on a CPU too, so it is tested without a GPU."""
 
 from __future__ import annotations
 

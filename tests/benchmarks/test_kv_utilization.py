@@ -1,4 +1,4 @@
-"""The KV memory figures: invariants of the comparison, and the parts that it is made of."""
+"""The KV memory figures: invariants of the comparison, and its parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAXIMUM, POW2, ORACLE, SMALL, LARGE = (
 )
 
 
-def test_less_is_wasted_the_more_is_known_and_the_smaller_the_blocks() -> None:
+def test_known_lengths_and_smaller_blocks_waste_less_memory() -> None:
     requests = synthetic_trace("sharegpt", 300, max_length=2048, seed=1)
     results = measure_utilization(requests, 15728, 2048)
     shares = {name: occupancy.shares() for name, occupancy in results.items()}
@@ -77,7 +77,7 @@ def test_buddies_never_overlap_and_merge_again(pool: int, actions: list[int]) ->
     assert allocator._free == fresh._free
 
 
-def test_a_pool_that_fits_nothing_or_everything_is_refused() -> None:
+def test_a_pool_too_small_or_too_large_is_rejected() -> None:
     with pytest.raises(ValueError, match="no room for a piece of 2048; raise --pool-tokens"):
         measure_utilization([Lengths(10, 10)], 1000, 2048)
     with pytest.raises(ValueError, match="no request waits for the 100000 tokens"):
@@ -90,7 +90,7 @@ def test_parallel_samples_share_the_prompts_full_blocks() -> None:
     assert saved == 1 - (3 + 4) / (6 + 6)
 
 
-def test_copies_on_write_leave_the_last_owner_its_block() -> None:
+def test_copy_on_write_leaves_the_block_to_its_last_owner() -> None:
     pool = SharedBlocks(4, 64, 4)
     first = pool.add(6)
     second, third = pool.fork(first), pool.fork(first)
@@ -159,7 +159,7 @@ def test_the_command_prints_a_table_and_writes_its_json(tmp_path: Path, capsys: 
     assert set(result["sharing"]["saved"]["trace.jsonl"]["16"]["beam"]) == {"2", "4", "6"}
 
 
-def test_a_users_mistake_is_said_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_mistake_is_reported_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["--trace", str(tmp_path / "none.jsonl")])
     assert exit_info.value.code == 2

@@ -1,4 +1,4 @@
-"""The limit of a workload: by hand for a small model, and near the figures that are quoted for Qwen3-0.6B."""
+"""The limit of a workload: computed by hand for a small model, and near the quoted figures for Qwen3-0.6B."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_sizes_of_a_known_model() -> None:
 
 
 @pytest.mark.parametrize(("name", "quoted"), [("w1", 37.0), ("w16", 137.0), ("wshare", 85.0)])
-def test_limits_are_near_those_that_are_quoted_for_these_rates(name: str, quoted: float) -> None:
-    """What is quoted leaves attention out, and for w1 the prompt too: that alone is 7% of w1."""
+def test_limits_are_near_the_quoted_ones_for_these_rates(name: str, quoted: float) -> None:
+    """The quoted limits leave attention out, and for w1 the prompt too, which is 7% of w1."""
     limit = Roofline(QWEN3_06B, QUOTED).limit(make(name))
     assert limit.linear_tokens_per_s == pytest.approx(quoted, rel=0.08)
     assert 0.85 * limit.linear_tokens_per_s < limit.tokens_per_s < limit.linear_tokens_per_s

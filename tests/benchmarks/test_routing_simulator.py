@@ -1,4 +1,4 @@
-"""The routing simulator: what must hold of it whatever the policy, on traces of a few hundred requests."""
+"""The routing simulator: invariants for every policy, on traces of a few hundred requests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_policy_serves_every_request_and_none_beats_the_bounds(policy: str
     assert pooled <= infinite_bound(requests)
 
 
-def test_a_seed_gives_one_result() -> None:
+def test_the_same_seed_gives_the_same_result() -> None:
     requests, settings = conversations(), Settings(num_replicas=4, cache_tokens=50_000, num_ingresses=3, loss=0.1)
     one, other = (run(requests, "ours", settings, seed=3) for _ in range(2))
     assert [job.first_token_at for job in one.jobs] == [job.first_token_at for job in other.jobs]
@@ -65,7 +65,7 @@ def test_a_seed_gives_one_result() -> None:
 
 
 @pytest.mark.parametrize("num_ingresses", [1, 4])
-def test_a_restart_leaves_no_ghosts(num_ingresses: int) -> None:
+def test_a_restart_leaves_no_ghost_hits(num_ingresses: int) -> None:
     settings = Settings(num_replicas=4, cache_tokens=100 * BLOCK_SIZE, num_ingresses=num_ingresses)
     result = run(conversations(), "ours", settings, changes=[Change(15.0, "restart", "replica-01")])
     after = [job for job in result.jobs if job.request.at > 15.1 and job.replica == "replica-01"]
@@ -73,13 +73,13 @@ def test_a_restart_leaves_no_ghosts(num_ingresses: int) -> None:
     assert result.ghosts == 0
 
 
-def test_ghosts_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ghost_hits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoutingState, "cleared", lambda state, replica: None)
     assert run(conversations(), "ours", changes=[Change(15.0, "restart", "replica-01")]).ghosts > 0
 
 
-def test_a_burst_through_many_ingresses_meets_on_one_replica_if_queues_are_announced() -> None:
-    """They all come within 20 ms: only who arrives before the first announcement has to choose alike by itself."""
+def test_a_burst_through_many_ingresses_goes_to_one_replica_if_queues_are_announced() -> None:
+    """They arrive within 20 ms; only those before the first announcement are routed without it."""
     burst = [Request(0.001 * number, 20 * BLOCK_SIZE + 9, 50, tuple(range(20))) for number in range(20)]
     used = {}
     for announce in (False, True):
@@ -88,7 +88,7 @@ def test_a_burst_through_many_ingresses_meets_on_one_replica_if_queues_are_annou
     assert len(used[True]) == 1 < len(used[False])
 
 
-def test_a_killed_replica_gets_nothing_more_and_loses_no_request() -> None:
+def test_a_killed_replica_gets_no_more_requests_and_none_is_lost() -> None:
     result = run(conversations(), "ours", changes=[Change(15.0, "kill", "replica-01")])
     assert all(job.first_token_at > 0 for job in result.jobs)
     assert not any(job.replica == "replica-01" for job in result.jobs if job.request.at > 15.0)
@@ -99,8 +99,8 @@ def test_an_added_replica_is_used() -> None:
     assert any(job.replica == "replica-04" for job in result.jobs)
 
 
-def test_what_an_ingress_believes_is_what_replicas_hold() -> None:
-    """With large caches and prompt events, every prediction comes true."""
+def test_the_index_of_an_ingress_equals_the_replicas_caches() -> None:
+    """With large caches and prompt events, every prediction is correct."""
     settings = Settings(num_replicas=4, num_ingresses=1)
     for job in run(conversations(), "ours", settings).jobs:
         assert job.predicted_blocks * BLOCK_SIZE == job.hit_tokens
@@ -117,7 +117,7 @@ def test_a_replica_counts_a_queued_block_once_and_publishes_by_chunks() -> None:
     assert replica.log[-1].at == pytest.approx(10 * BLOCK_SIZE / SETTINGS.prefill_rate)
 
 
-def test_the_cache_evicts_tails_first_and_nothing_in_use() -> None:
+def test_the_cache_evicts_suffixes_first_and_no_block_in_use() -> None:
     cache = BlockCache(4)
     cache.use([1, 2, 3])
     assert cache.use([7, 8, 9]) == []  # more than it has room for, but all in use

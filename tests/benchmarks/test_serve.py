@@ -1,4 +1,4 @@
-"""What is computed from the times that clients saw, and the commands of stock load generators."""
+"""Figures computed from clients' times, and the commands of stock load generators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _stream(sent: float, arrivals: list[float]) -> Outcome:
     return Outcome(200, sent, arrivals_s=arrivals, tokens=len(arrivals))
 
 
-def test_gaps_during_the_long_prompt_are_told_apart() -> None:
+def test_gaps_during_the_long_prompt_are_separated() -> None:
     long = Outcome(200, sent=10.0, first_token_s=1.0)  # computed from 10 to 11
     streams = [_stream(9.0, [0.1, 0.2, 0.3, 2.0, 2.1, 2.2]), _stream(9.0, [0.5, 0.6, 1.9, 2.0])]
     gaps = gaps_of(streams, long)
@@ -33,7 +33,7 @@ def test_calm_gaps_may_be_missing() -> None:
     assert gaps.calm_p50_ms != gaps.calm_p50_ms  # not a number
 
 
-def test_streams_that_end_too_early_say_nothing() -> None:
+def test_streams_that_end_too_early_raise_an_error() -> None:
     with pytest.raises(RuntimeError, match="--gap-tokens"):
         gaps_of([_stream(9.0, [0.1, 0.2])], Outcome(200, sent=10.0, first_token_s=1.0))
 

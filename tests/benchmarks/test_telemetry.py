@@ -1,4 +1,4 @@
-"""What metrics cost: that the benchmark turns them on and off, and that what it compares did the same work."""
+"""The cost of metrics: the benchmark turns them on and off, and both sides do the same work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ seen: list[list[float]] = []
 
 
 class Witness:
-    """A part that looks at the recorder when it is stopped."""
+    """A part that reads the recorder when it stops."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -55,7 +55,7 @@ def test_half_of_the_runs_are_recorded(
 
 
 class SlowSink(NullSink):
-    """Takes a millisecond for what each step observes once."""
+    """Takes a millisecond for one observation of each step."""
 
     def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
         if metric is STEP_TOKENS:

@@ -1,4 +1,4 @@
-"""What measures our own engine, on the demo model and on workloads that take no time."""
+"""The benchmarks of the engine, on the demo model and on tiny workloads."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_workloads_of_one_process_get_other_ids() -> None:
     assert [one["engine"] for one in results] == ["fake", "fake"]
 
 
-def test_an_engine_that_stops_early_is_no_result() -> None:
+def test_an_engine_that_stops_early_gives_no_result() -> None:
     with pytest.raises(RuntimeError, match="x: 1 tokens came and 2 were asked for"):
         runner.measure(lambda requests: 1, Workload("x", [Request([1], 2)]))
 
@@ -105,7 +105,7 @@ def test_rates_of_small_linears_are_measured() -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler is installed")
-def test_a_step_profile_tells_every_step_and_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+def test_a_step_profile_has_every_step_and_restores_the_engine(tmp_path: Path) -> None:
     def replaced() -> list[Any]:
         of_engine = [Engine.step, ModelRunner.run, Sampler.sample, Sampler.argmax_tokens]
         return [*of_engine, cpu_decoder.all_layers, cpu_decoder.logits]

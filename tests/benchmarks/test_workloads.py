@@ -1,4 +1,4 @@
-"""The workloads are the same everywhere, or results could not be compared."""
+"""The workloads are the same on every machine, so that results can be compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from benchmarks.workloads import Request, Workload, load, main, make
 
 
-def test_workloads_have_the_sizes_that_results_are_quoted_for() -> None:
+def test_workloads_have_the_documented_sizes() -> None:
     sizes = {name: make(name) for name in ("w1", "w16", "wshare")}
     assert {name: (len(one.requests), one.input_tokens, one.output_tokens) for name, one in sizes.items()} == {
         "w1": (1, 64, 64),
@@ -21,14 +21,14 @@ def test_workloads_have_the_sizes_that_results_are_quoted_for() -> None:
     assert [sizes[name].shared_prefix for name in ("w1", "w16", "wshare")] == [0, 0, 1024]
 
 
-def test_ids_are_drawn_in_the_order_that_the_docstring_says() -> None:
+def test_ids_are_drawn_in_the_documented_order() -> None:
     rng = random.Random(0)
     length = rng.randint(50, 256)
     prompt = [rng.randrange(10, 2000) for _ in range(length)]
     assert make("w16").requests[0] == Request(prompt, rng.randint(32, 128))
 
 
-def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
+def test_a_written_file_is_read_back(tmp_path: Path) -> None:
     main(["w16", "--directory", str(tmp_path)])
     written = json.loads((tmp_path / "w16.json").read_text())
     assert set(written) == {"requests"}
@@ -48,6 +48,6 @@ def test_a_shared_prefix_may_be_the_shortest_prompt() -> None:
     assert Workload("x", [Request([1, 2], 1), Request([4, 2, 3], 1)]).shared_prefix == 0
 
 
-def test_what_is_no_workload_is_refused() -> None:
+def test_an_unknown_workload_is_rejected() -> None:
     with pytest.raises(ValueError, match="'w17' is no workload; give a file or one of w1, w16, wshare"):
         load("w17")

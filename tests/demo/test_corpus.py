@@ -1,4 +1,4 @@
-"""The demo model's text: enough of it, consistent, and honest about what is kept out of training."""
+"""The demo model's text: its size, its consistency, and that held-out phrasings stay out of training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_there_are_enough_questions_and_phrasings(corpus: Corpus) -> None:
     assert len(set(corpus.off_topic.ask)) >= 80
 
 
-def test_all_topics_of_the_brief_are_covered(corpus: Corpus) -> None:
+def test_all_topics_are_covered(corpus: Corpus) -> None:
     topics = {q.topic for q in corpus.questions}
     assert {"KV caches", "paging", "continuous batching", "prefix caching", "routing", "Ray Serve", "Pagoda"} <= topics
 
@@ -65,7 +65,7 @@ def test_thirty_questions_have_a_held_out_phrasing(corpus: Corpus) -> None:
     assert sum(q.held_out_far is not None for q in corpus.questions) == 30
 
 
-def test_held_out_phrasings_are_more_than_training_phrasings_retouched(corpus: Corpus) -> None:
+def test_held_out_phrasings_differ_from_training_phrasings(corpus: Corpus) -> None:
     plain = nearness_to_training([q.held_out for q in corpus.questions if q.held_out], corpus)
     far = nearness_to_training([q.held_out_far for q in corpus.questions if q.held_out_far], corpus)
     assert max(plain.values()) < 0.8, max(plain, key=plain.__getitem__)

@@ -1,4 +1,4 @@
-"""The demo model in the repository: it answers, it ends its answers, and it says what it does not know.
+"""The demo model in the repository: its answers, their ends, and off-topic questions.
 
 Everything runs greedily on the CPU with plain transformers, so these tests say nothing about Pagoda's own engine.
 """
@@ -128,7 +128,7 @@ def test_sampling_with_the_default_settings_still_answers(corpus: Corpus, demo: 
     assert count_right(texts, [q.answer for q in questions]) >= 0.8 * len(questions)
 
 
-def test_the_files_are_small_and_say_what_they_are() -> None:
+def test_the_files_are_small_and_consistent() -> None:
     assert sum(path.stat().st_size for path in MODEL_DIR.iterdir()) <= MAX_BYTES
     config = json.loads((MODEL_DIR / "config.json").read_text())
     generation = json.loads((MODEL_DIR / "generation_config.json").read_text())
@@ -155,7 +155,7 @@ def test_the_template_adds_no_system_prompt_of_its_own(demo: DemoModel) -> None:
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_chat_is_encoded_with_the_loss_on_the_assistant_alone(demo: DemoModel) -> None:
+def test_only_the_assistants_tokens_count_in_the_loss(demo: DemoModel) -> None:
     encoder = ChatEncoder(demo.tokenizer)
     chat = [*user("Hi"), {"role": "assistant", "content": "Hello."}]
     ids, labels = encoder.pad(encoder.encode([chat]))

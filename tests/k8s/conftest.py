@@ -1,4 +1,4 @@
-"""Ray's own modules warn while they are imported, which is no mistake of a manifest."""
+"""Ray's own modules warn while they are imported; manifests are not the cause."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _unique_by_keys(_: Any, keys: list[str], items: Any, schema: dict[str, Any]) -> Iterator[ValidationError]:
-    """Refuse two items of a list that is a map by some of their keys, such as two ports of one name."""
+    """Reject duplicate items of a list that is a map by some of their keys, such as two ports with one name."""
     seen = set()
     for item in items if isinstance(items, list) else []:
         defaults = {key: schema["items"]["properties"].get(key, {}).get("default") for key in keys}
@@ -35,7 +35,7 @@ _Validator = extend(Draft202012Validator, {"x-kubernetes-list-map-keys": _unique
 
 
 def strict(schema: Any) -> Any:
-    """Return a structural schema in which no object has properties but those that it names."""
+    """Return a structural schema that forbids properties without a schema."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -55,7 +55,7 @@ def strict(schema: Any) -> Any:
 
 @cache
 def validator(file: str, version: str) -> Draft202012Validator:
-    """Return what validates objects of one served version of a definition in `schemas/`."""
+    """Return a validator for objects of one served version of a definition in `schemas/`."""
     definition = yaml.load(gzip.decompress((SCHEMAS / file).read_bytes()), Loader=Loader)
     (found,) = [one for one in definition["spec"]["versions"] if one["name"] == version and one["served"]]
     schema = strict(found["schema"]["openAPIV3Schema"])
@@ -64,6 +64,6 @@ def validator(file: str, version: str) -> Draft202012Validator:
 
 
 def mistakes(file: str, instance: dict[str, Any]) -> list[str]:
-    """Return one line for each thing that is wrong."""
+    """Return one line for each error."""
     found = validator(file, instance["apiVersion"].rpartition("/")[2]).iter_errors(instance)
     return [f"{error.json_path}: {error.message[:200]}" for error in found]

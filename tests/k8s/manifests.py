@@ -1,4 +1,4 @@
-"""What the overlays come to: the objects that `kubectl apply -k` sends, and the pods that KubeRay makes of them."""
+"""The built overlays: the objects that `kubectl apply -k` sends, and the pods that KubeRay creates from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = checkout_root()
 K8S = ROOT / "k8s"
 MONITORING = K8S / "monitoring"
 DEMO, GPU = "overlays/cpu-demo", "overlays/gpu"
-# What a user applies. The overlay with monitoring is the GPU overlay and what k8s/monitoring holds.
+# The overlays that a user applies. The overlay with monitoring is the GPU overlay plus k8s/monitoring.
 APPLIED = (DEMO, GPU, "model-loader")
 SERVING = (DEMO, GPU)
 
@@ -28,7 +28,7 @@ Object = dict[str, Any]
 
 
 def tool(name: str) -> str:
-    """Return a program that the test extra installs; the test is skipped where there is none for this machine."""
+    """Return the path of a program of the test extra; skip the test if it is not available for this machine."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed; it comes with: pip install -e '.[test]'")
@@ -47,7 +47,7 @@ def build(directory: str) -> list[Object]:
 
 
 def of_kind(objects: list[Object], kind: str) -> list[Object]:
-    """Return those of one kind."""
+    """Return the objects of one kind."""
     return [one for one in objects if one["kind"] == kind]
 
 
@@ -77,7 +77,7 @@ def worker(directory: str) -> Object:
 
 
 def pods(directory: str) -> Iterator[Object]:
-    """Yield every pod that the objects of an overlay bring about, with the labels and containers that KubeRay adds."""
+    """Yield every pod that results from an overlay, with the labels and containers that KubeRay adds."""
     for one in build(directory):
         if one["kind"] == "Pod":
             yield one

@@ -39,7 +39,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 def label_queries() -> Iterator[tuple[str, str, str]]:
-    """Yield a variable's name, the series that it looks at, and the label whose values are its own."""
+    """Yield a variable's name, its series, and the label whose values are its choices."""
     for variable in dashboard()["templating"]["list"]:
         if variable["type"] == "query":
             found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])

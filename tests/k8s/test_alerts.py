@@ -1,4 +1,4 @@
-"""Each alert fires when its cause is there and stays silent when it is not, by Prometheus's own evaluation.
+"""Each alert fires if its cause exists and not otherwise, as evaluated by Prometheus itself.
 
 A series is written as promtool has it, a value a minute: `1x5` is 1 and five times 1 again, `0+60x5` rises by 60 five
 times, `_x5` is nothing for five minutes.
@@ -33,7 +33,7 @@ def first_tokens(within_objective: str, all_of_them: str) -> dict[str, str]:
 
 
 def starts(*minutes: int) -> dict[str, str]:
-    """Return the starts of an engine that came back, under another name, at each of these minutes."""
+    """Return the start times of an engine that restarts, under another name, at each of these minutes."""
     made = {}
     for number, (start, end) in enumerate(zip(minutes, (*minutes[1:], 90), strict=True)):
         before = f"_x{start - 1} " if start else ""

@@ -39,12 +39,12 @@ def _copied() -> list[tuple[str, str]]:
     return pairs
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_finds_no_mistake() -> None:
     answer = subprocess.run([tool("hadolint"), DOCKERFILE], capture_output=True, text=True, timeout=60, check=False)
     assert (answer.returncode, answer.stdout) == (0, "")
 
 
-def test_hadolint_would_find_a_mistake(tmp_path: Path) -> None:
+def test_hadolint_finds_a_planted_mistake(tmp_path: Path) -> None:
     worse = tmp_path / "Dockerfile"
     worse.write_text(DOCKERFILE.read_text().replace("python:3.12.12-slim-bookworm", "python:latest"))
     answer = subprocess.run([tool("hadolint"), worse], capture_output=True, text=True, timeout=60, check=False)
@@ -76,15 +76,15 @@ def test_both_images_run_as_a_user_that_kubernetes_can_check() -> None:
             assert f"{security['runAsUser']}:{security['runAsGroup']}" == "10001:10001"
 
 
-def test_nothing_secret_and_nothing_fetched_gets_in() -> None:
+def test_images_contain_no_secrets_and_no_downloads() -> None:
     assert not _arguments("ADD")
     assert not [rest for rest in _arguments("RUN") if re.search(r"\b(sudo|curl|wget)\b", rest)]
     for rest in [*_arguments("ARG"), *_arguments("ENV")]:
         assert not re.search(r"(TOKEN|SECRET|PASSWORD|KEY)", rest, re.IGNORECASE)
-    assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"  # what is not named stays out
+    assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"  # everything is ignored unless it is named
 
 
-def test_what_is_copied_is_there_and_let_in() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     allowed = {line[1:].rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
     for source, _ in _copied():
         assert (ROOT / source).exists(), source
@@ -99,12 +99,12 @@ def test_the_dependencies_are_those_of_the_project(monkeypatch: pytest.MonkeyPat
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     dependencies = project["dependencies"]
     assert answer.stdout.splitlines() == [*dependencies, *project["optional-dependencies"]["tracing"]]
-    assert [one for one in dependencies if one.startswith("torch==")]  # what the CPU image asks another index for
+    assert [one for one in dependencies if one.startswith("torch==")]  # the CPU image installs it from another index
 
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
-    """Return a directory with what the stage `source` copies, and nothing else of the checkout."""
+    """Return a directory with the files that the stage `source` copies, and no others."""
     for source, target in _copied():
         if source == "pyproject.toml":
             continue  # another stage's
@@ -116,7 +116,7 @@ def image(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_copied_is_enough(image: Path) -> None:
+def test_the_copied_files_suffice(image: Path) -> None:
     (command,) = _arguments("CMD")
     python, _, entry, config = json.loads(command)
     assert python == "python"

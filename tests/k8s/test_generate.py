@@ -1,4 +1,4 @@
-"""k8s/generate.py: the manifests hold serve_config.yaml, and what differs is what TARGETS says."""
+"""k8s/generate.py: the manifests hold serve_config.yaml with the differences in TARGETS."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_only_what_is_listed_differs() -> None:
         shipped = yaml.safe_load(SHIPPED.read_text())
 
 
-def test_a_path_that_leads_nowhere_is_named(target: Target) -> None:
+def test_a_path_that_does_not_exist_is_named(target: Target) -> None:
     with pytest.raises(ConfigError, match=r"dropped 'engine\.kv_memory' is not in serve_config\.yaml"):
         serve_config(replace(target, dropped=("engine.kv_memory",)))
     with pytest.raises(ConfigError, match=r"'scaling\.max' has no 'scaling'"):
@@ -74,7 +74,7 @@ def test_a_path_that_leads_nowhere_is_named(target: Target) -> None:
 
 
 @pytest.mark.parametrize("text", ["spec: {}\n", "a:\n  serveConfigV2: |\n    x\nb:\n  serveConfigV2: |\n    y\n"])
-def test_a_manifest_without_the_one_place_for_it_is_refused(target: Target, text: str) -> None:
+def test_a_manifest_without_exactly_one_serve_config_is_rejected(target: Target, text: str) -> None:
     target.manifest.write_text(text)
     with pytest.raises(ConfigError, match=r"it must have one"):
         generated(target)

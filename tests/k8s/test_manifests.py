@@ -1,4 +1,4 @@
-"""Every manifest: against Kubernetes' own schemas, and that what one names another defines.
+"""Every manifest: valid by Kubernetes' schemas, and with references to existing objects only.
 
 Not checked: what only an API server or KubeRay's operator would say (rules in CEL, quotas, whether images and storage
 classes exist), and that a network plugin does what a NetworkPolicy asks.
@@ -20,9 +20,9 @@ from tests.k8s.manifests import APPLIED, GPU, K8S, MONITORING, SERVING, build, o
 
 VERSION = "1.34"
 CUSTOM = ("ray.io/", "monitoring.coreos.com/")
-OF_EVERY_CLUSTER = {"kube-root-ca.crt"}  # Kubernetes makes it in each namespace
+OF_EVERY_CLUSTER = {"kube-root-ca.crt"}  # Kubernetes creates it in each namespace
 README = (K8S / "README.md").read_text()
-# No secret is in the tree: the README says how each is made, and this reads there what it is called and what it holds.
+# No secret is in the tree: the README has the commands that create them, which give their names and keys.
 SECRETS = dict(re.findall(r"create secret generic (\S+) .*?--from-(?:literal|file)=(\w[\w.-]*)=", README, re.DOTALL))
 
 each = pytest.mark.parametrize("overlay", APPLIED)
@@ -34,7 +34,7 @@ def _validate(one: dict[str, Any]) -> None:
 
 
 @each
-def test_it_is_what_kubernetes_takes(overlay: str) -> None:
+def test_manifests_are_valid_for_kubernetes(overlay: str) -> None:
     for one in build(overlay):
         if not one["apiVersion"].startswith(CUSTOM):
             _validate(one)
@@ -42,7 +42,7 @@ def test_it_is_what_kubernetes_takes(overlay: str) -> None:
         _validate(pod)
 
 
-def test_a_mistake_in_a_pod_would_be_found() -> None:
+def test_a_mistake_in_a_pod_is_found() -> None:
     pod = copy.deepcopy(next(pods(GPU)))
     pod["spec"]["containers"][0]["volumeMount"] = []
     with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
@@ -64,7 +64,7 @@ def _volumes(overlay: str) -> Iterator[dict[str, Any]]:
 
 
 @each
-def test_what_a_pod_names_is_defined(overlay: str) -> None:
+def test_objects_that_a_pod_references_are_defined(overlay: str) -> None:
     objects = [*build(overlay), *(build(GPU) if overlay not in SERVING else [])]  # the loader fills the GPU's volume
     defined = {
         kind: {one["metadata"]["name"] for one in of_kind(objects, kind)}
@@ -104,7 +104,7 @@ def _secret_keys(node: Any) -> Iterator[dict[str, str]]:
             yield from _secret_keys(value)
 
 
-def test_files_of_secrets_are_where_the_programs_look() -> None:
+def test_secret_files_are_at_the_configured_paths() -> None:
     assert SECRETS == {"pagoda-api-keys": "keys", "pagoda-redis": "password"}
     (container,) = worker(GPU)["template"]["spec"]["containers"]
     (mount,) = [one for one in container["volumeMounts"] if one["name"] == "api-keys"]
@@ -131,7 +131,7 @@ def test_pods_keep_the_restricted_standard(overlay: str) -> None:
 
 
 @each
-def test_every_container_says_what_it_needs(overlay: str) -> None:
+def test_every_container_has_resource_requests(overlay: str) -> None:
     for pod in pods(overlay):
         for container in pod["spec"]["containers"]:
             requests, limits = container["resources"]["requests"], container["resources"]["limits"]
@@ -142,7 +142,7 @@ def test_every_container_says_what_it_needs(overlay: str) -> None:
             assert container["name"] == "autoscaler" or re.fullmatch(r".+:(?!latest).+", container["image"])
 
 
-def test_only_the_autoscaler_may_ask_the_kubernetes_api() -> None:
+def test_only_the_autoscaler_may_use_the_kubernetes_api() -> None:
     (leader,) = [pod for pod in pods(GPU) if pod["metadata"].get("labels", {}).get("ray.io/node-type") == "head"]
     holders = [
         container["name"]
@@ -195,11 +195,11 @@ def test_every_pod_of_a_cluster_is_denied_what_is_not_allowed(overlay: str) -> N
     assert all(_selects(deny["spec"]["podSelector"], pod) for pod in pods(overlay))
 
 
-def test_the_budget_leaves_one_worker_to_take() -> None:
+def test_the_budget_allows_evicting_one_worker() -> None:
     (budget,) = of_kind(build(GPU), "PodDisruptionBudget")
     selected = [pod for pod in pods(GPU) if _selects(budget["spec"]["selector"], pod)]
     assert {pod["metadata"]["labels"]["ray.io/node-type"] for pod in selected} == {"worker"}
-    least = budget["spec"]["minAvailable"]  # a number: RayCluster has no scale subresource to take a share of
+    least = budget["spec"]["minAvailable"]  # a number: RayCluster has no scale subresource for percentages
     assert type(least) is int
     assert 0 < least < worker(GPU)["minReplicas"]
 
@@ -217,7 +217,7 @@ def test_every_manifest_is_reached() -> None:
             reached.add(path)
     manifests = {path for path in K8S.rglob("*.yaml") if path.name != "kustomization.yaml"}
     assert {path for path in manifests if MONITORING not in path.parents} <= reached
-    for directory in _kustomizations():  # what no other takes in is for users to apply, and the README says so
+    for directory in _kustomizations():  # overlays that no other includes are for users, and the README names them
         is_for_users = f"k8s/{directory.relative_to(K8S)}" in README
         assert directory in reached or is_for_users or MONITORING in directory.parents, directory
 

@@ -1,4 +1,4 @@
-"""The dashboard, the alerts and the PodMonitors: well formed, true to the code, and with all that a reader needs."""
+"""The dashboard, the alerts and the PodMonitors: well formed, true to the code, and complete."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_dashboard_is_what_its_source_writes() -> None:
     assert dashboard() == json.loads(json.dumps(written_by_source())), "run python -m k8s.monitoring.dashboard"
 
 
-def test_every_panel_says_what_it_shows() -> None:
+def test_every_panel_has_a_description() -> None:
     assert len(panels()) > 25
     for panel in panels():
         title, defaults = panel["title"], panel["fieldConfig"]["defaults"]
@@ -75,7 +75,7 @@ def test_rows_and_variables() -> None:
     assert used == set(names)
 
 
-# ---- what is asked exists ------------------------------------------------------------------------------------------
+# ---- queried metrics exist -----------------------------------------------------------------------------------------
 
 
 def _labels(metric: Metric, process: str, suffix: str) -> set[str]:
@@ -105,13 +105,13 @@ def _check(expression: str) -> None:
 
 
 @pytest.mark.parametrize(("title", "expression"), list(queries()))
-def test_what_a_panel_asks_for_exists(title: str, expression: str) -> None:
+def test_the_metrics_of_a_panel_exist(title: str, expression: str) -> None:
     _check(expression)
     assert "$replica" in expression or "$ingress" in expression, "it shows other models' replicas too"
 
 
 @pytest.mark.parametrize(("name", "series", "label"), list(label_queries()))
-def test_what_a_variable_asks_for_exists(name: str, series: str, label: str) -> None:
+def test_the_metrics_of_a_variable_exist(name: str, series: str, label: str) -> None:
     _check(series)
     metric = re.findall(r"\$\{prefix\}_(\w+)", series)[0]
     assert label in SERIES[metric]
@@ -131,7 +131,7 @@ def test_a_metric_that_does_not_exist_is_found() -> None:
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_an_alert_says_what_is_wrong_and_what_to_do(rule: Json) -> None:
+def test_an_alert_has_a_summary_and_a_runbook(rule: Json) -> None:
     _check(rule["expr"])
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert rule["for"]
@@ -142,14 +142,14 @@ def test_an_alert_says_what_is_wrong_and_what_to_do(rule: Json) -> None:
     assert heading in [line.lstrip("# ").lower() for line in text.splitlines() if line.startswith("#")]
 
 
-def test_the_dashboards_line_is_the_alerts_objective() -> None:
+def test_the_dashboards_threshold_is_the_alerts_objective() -> None:
     alert = next(rule["expr"] for rule in rules() if rule["alert"] == "PagodaTimeToFirstTokenHigh")
     panel = next(panel for panel in panels() if panel["title"] == "Time to first token")
     (line,) = [step["value"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"] if step["value"]]
     assert f"> {line}\n" in alert
 
 
-def test_the_readmes_table_is_the_codes() -> None:
+def test_the_readmes_table_of_metrics_is_current() -> None:
     text = metrics_table.README.read_text()
     assert text == metrics_table.with_table(text), "run python -m k8s.monitoring.metrics_table"
 
@@ -158,7 +158,7 @@ def test_the_readmes_table_is_the_codes() -> None:
 
 
 def _strict(schema: Any) -> Any:
-    """Return an OpenAPI schema that refuses unknown keys, as `kubectl apply` does by default."""
+    """Return an OpenAPI schema that rejects unknown keys, as `kubectl apply` does by default."""
     if isinstance(schema, list):
         return [_strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -188,7 +188,7 @@ def test_a_manifest_is_valid(document: Json) -> None:
     _validator(document["kind"]).validate(document)
 
 
-def test_a_wrong_manifest_is_refused() -> None:
+def test_a_wrong_manifest_is_rejected() -> None:
     monitor, rule = _documents()[0], _documents()[-1]
     monitor["spec"]["podMetricsEndpoints"][0]["intervall"] = "15s"
     rule["spec"]["groups"][0]["rules"][0]["for"] = "a minute"
@@ -198,7 +198,7 @@ def test_a_wrong_manifest_is_refused() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_what_kustomize_makes_of_the_folder(tmp_path: Path) -> None:
+def test_kustomize_builds_the_folder(tmp_path: Path) -> None:
     component = FOLDER / "get-metrics"
     inside = tmp_path / "overlay"
     shutil.copytree(FOLDER, tmp_path / "monitoring")

@@ -1,4 +1,4 @@
-"""The RayServices: against KubeRay's schema, Ray's, ours, and against each other's numbers."""
+"""The RayServices: valid by the schemas of KubeRay, Ray and Pagoda, and with consistent numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _environment(group: dict[str, Any]) -> dict[str, str]:
 
 
 @each
-def test_it_is_what_kuberay_takes(overlay: str) -> None:
+def test_the_rayservice_is_valid_for_kuberay(overlay: str) -> None:
     assert mistakes(CRD, ray_service(overlay)) == []
 
 
@@ -50,7 +50,7 @@ def test_it_is_what_kuberay_takes(overlay: str) -> None:
         ("spec", "rayClusterDeletionDelaySeconds", -1, "less than the minimum"),
     ],
 )
-def test_a_mistake_in_it_would_be_found(path: str, key: str, value: Any, message: str) -> None:
+def test_a_mistake_in_the_rayservice_is_found(path: str, key: str, value: Any, message: str) -> None:
     service = copy.deepcopy(ray_service(DEMO))
     section = service
     for name in path.split("."):
@@ -60,7 +60,7 @@ def test_a_mistake_in_it_would_be_found(path: str, key: str, value: Any, message
     assert message in found
 
 
-def test_a_port_that_is_there_twice_would_be_found() -> None:
+def test_a_duplicate_port_is_found() -> None:
     service = copy.deepcopy(ray_service(DEMO))
     ports = _container(service["spec"]["rayClusterConfig"]["headGroupSpec"])["ports"]
     ports.append(copy.deepcopy(ports[0]))
@@ -68,7 +68,7 @@ def test_a_port_that_is_there_twice_would_be_found() -> None:
 
 
 @each
-def test_its_serve_config_is_what_ray_and_pagoda_take(overlay: str) -> None:
+def test_the_serve_config_is_valid_for_ray_and_pagoda(overlay: str) -> None:
     document = serve_config(overlay)
     schema = ServeDeploySchema.model_validate(document)
     assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 8000)
@@ -112,7 +112,7 @@ def test_head_and_workers_have_the_same_fast_settings(overlay: str) -> None:
 
 
 @each
-def test_tokens_are_asked_for_everywhere(overlay: str) -> None:
+def test_ray_tokens_are_required_everywhere(overlay: str) -> None:
     cluster = ray_service(overlay)["spec"]["rayClusterConfig"]
     assert cluster["authOptions"] == {"mode": "token"}
     for group in (head(overlay), worker(overlay)):
@@ -124,13 +124,13 @@ def test_tokens_are_asked_for_everywhere(overlay: str) -> None:
 
 
 @each
-def test_a_pod_that_goes_has_time_for_its_streams(overlay: str) -> None:
+def test_a_terminating_pod_has_time_for_its_streams(overlay: str) -> None:
     limits = _config(overlay).limits
     pod = worker(overlay)["template"]["spec"]
     command = _container(worker(overlay))["lifecycle"]["preStop"]["exec"]["command"]
     timeout, killed_after, *program, option, seconds = command
     assert (timeout, program, option) == ("timeout", ["python", "-m", "deployments.drain"], "--seconds")
-    # Serve needs some of the drain's time to notice and, at the end, all of a replica's own.
+    # The drain's time covers Serve's reaction and the whole graceful shutdown of a replica.
     assert limits.graceful_shutdown_s + 30 <= int(seconds) < int(killed_after) < pod["terminationGracePeriodSeconds"]
     assert ray_service(overlay)["spec"]["rayClusterDeletionDelaySeconds"] >= limits.graceful_shutdown_s
     hard_stop = int(_environment(worker(overlay))["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
@@ -138,7 +138,7 @@ def test_a_pod_that_goes_has_time_for_its_streams(overlay: str) -> None:
 
 
 @each
-def test_probes_ask_what_is_served_on_ports_that_are_there(overlay: str) -> None:
+def test_probes_use_existing_paths_and_ports(overlay: str) -> None:
     for group in (head(overlay), worker(overlay)):
         assert _container(group)["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
     ports = {one["name"]: one["containerPort"] for one in _container(worker(overlay))["ports"]}
@@ -146,11 +146,13 @@ def test_probes_ask_what_is_served_on_ports_that_are_there(overlay: str) -> None
     assert ports["serve"] == serve_config(overlay)["http_options"]["port"]
     assert ports["metrics"] == 8080
     leaders = {one["name"]: one["containerPort"] for one in _container(head(overlay))["ports"]}
-    assert leaders.items() >= {"serve": 8000, "dashboard": 8265, "metrics": 8080}.items()  # KubeRay goes by the names
+    assert (
+        leaders.items() >= {"serve": 8000, "dashboard": 8265, "metrics": 8080}.items()
+    )  # KubeRay selects ports by name
 
 
 @each
-def test_what_the_application_asks_for_fits_into_the_workers(overlay: str) -> None:
+def test_the_applications_resources_fit_into_the_workers(overlay: str) -> None:
     config, group = _config(overlay), worker(overlay)
     replicas, resources = config.replicas, _container(group)["resources"]
     cpus = float(group["rayStartParams"].get("num-cpus", resources["limits"]["cpu"]))
@@ -179,7 +181,7 @@ def test_the_object_store_fits_into_shared_memory(overlay: str) -> None:
 
 
 @each
-def test_the_head_computes_nothing_and_serves_nobody(overlay: str) -> None:
+def test_the_head_runs_no_replica_and_serves_no_client(overlay: str) -> None:
     assert head(overlay)["rayStartParams"]["num-cpus"] == "0"
     assert ray_service(overlay)["spec"]["excludeHeadPodFromServeSvc"] is True
 
@@ -196,5 +198,5 @@ def test_labels_leave_kuberays_services_their_pods(overlay: str) -> None:
 def test_a_head_that_restarts_finds_its_state() -> None:
     options = ray_service(GPU)["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
     assert options["redisAddress"] == "pagoda-redis:6379"
-    assert "externalStorageNamespace" not in options  # KubeRay's own differs from cluster to cluster, as it must
+    assert "externalStorageNamespace" not in options  # KubeRay's default differs per cluster, which is required
     assert "gcsFaultToleranceOptions" not in ray_service(DEMO)["spec"]["rayClusterConfig"]

@@ -20,7 +20,7 @@ TABLE = TEXT[TEXT.index("## When the first token takes too long") :]
 SECTIONS = ("replicas", "engine", "limits", "router", "autoscaling")
 
 
-def test_every_option_in_the_table_is_one() -> None:
+def test_every_option_in_the_table_exists() -> None:
     named = set(re.findall(rf"`(?:{'|'.join(SECTIONS)})\.\w+`", TEXT))
     assert len(named) > 15
     for option in named:
@@ -37,7 +37,7 @@ def _keys(section: str) -> set[str]:
     return set(options.model_fields)
 
 
-def test_every_metric_in_the_table_is_one() -> None:
+def test_every_metric_in_the_table_exists() -> None:
     known = {metric.name for metric in (*METRICS, *INGRESS_METRICS)}
     named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", TABLE)) - {"serve_config", "cache_salt"}
     assert len(named) > 12
@@ -61,14 +61,14 @@ def test_names_in_its_commands_are_those_of_the_manifests() -> None:
     assert head(DEMO)["template"]["spec"]["containers"][0]["image"] in TEXT
 
 
-def test_the_overlay_that_it_shows_is_one() -> None:
+def test_the_example_overlay_is_valid() -> None:
     (example,) = re.findall(r"# kustomization.yaml\n(.*?)```", TEXT, re.DOTALL)
     overlay = yaml.safe_load(example)
     assert overlay["images"][0]["name"] == "pagoda"
     assert all((K8S / "overlays" / path.removeprefix("../")).is_dir() for path in overlay["resources"])
 
 
-def test_it_names_the_version_whose_schema_is_kept() -> None:
+def test_the_readme_names_the_version_of_the_schema() -> None:
     (version,) = re.findall(r"KubeRay\]\(\S+\) (\d+\.\d+\.\d+)", (SCHEMAS / "README.md").read_text())
     assert re.search(rf"KubeRay\s+{re.escape(version)}", TEXT)
     assert f"--version '~{version}'" in TEXT
