@@ -86,7 +86,7 @@ def test_gpus_of_a_replica(engine: dict[str, Any], engines: int, available: floa
     assert gpus_per_engine(config, available) == expected
 
 
-def test_the_engines_get_the_bounds_of_their_queues() -> None:
+def test_the_engines_get_the_limits_of_their_queues() -> None:
     limits = {"max_queued_requests_per_engine": 7, "max_queued_prefill_tokens_per_engine": 99}
     engine = AppConfig.parse({"model": "m", "limits": limits}).engine_config
     assert (engine.max_queued_requests, engine.max_queued_prefill_tokens) == (7, 99)
@@ -176,7 +176,7 @@ def test_the_url_is_one_that_can_be_opened() -> None:
 
 
 @pytest.mark.parametrize("web", [True, False])
-def test_the_launcher_knows_whether_there_is_a_page(tmp_path: Path, web: bool) -> None:
+def test_the_launcher_reads_whether_there_is_a_page(tmp_path: Path, web: bool) -> None:
     document = yaml.safe_load(SHIPPED.read_text())
     assert check_config(SHIPPED).has_page
     document["applications"][0]["args"]["web"] = web

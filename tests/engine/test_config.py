@@ -97,12 +97,12 @@ def test_config_is_frozen() -> None:
         ({"prompt_lookup_min": 1, "prompt_lookup_max": 4}, (1, 4)),
     ],
 )
-def test_the_lengths_that_speculation_looks_up(options: dict[str, int], lengths: tuple[int, int]) -> None:
+def test_default_lengths_of_ngrams(options: dict[str, int], lengths: tuple[int, int]) -> None:
     speculation = EngineConfig.from_options("model", {"speculative_config": NGRAM | options}).speculation
     assert speculation is not None
     assert (speculation.prompt_lookup_min, speculation.prompt_lookup_max) == lengths
     assert speculation.num_speculative_tokens == 4
 
 
-def test_nothing_is_guessed_by_default() -> None:
+def test_speculative_decoding_is_off_by_default() -> None:
     assert EngineConfig(model="m").speculation is None

@@ -1,4 +1,4 @@
-"""SamplingParams: what is refused, and how the refusal reads."""
+"""SamplingParams: the values that are refused, and the messages."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_stop_may_be_one_string_or_many() -> None:
     assert SamplingParams().stop_strings == ()
 
 
-def test_errors_keep_their_param_when_they_cross_processes() -> None:
+def test_errors_keep_their_param_when_pickled() -> None:
     error = pickle.loads(pickle.dumps(PromptTooLongError("is too long", param="prompt")))
     assert (type(error), str(error), error.param) == (PromptTooLongError, "prompt is too long", "prompt")
 
@@ -139,14 +139,14 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "name"), COMBINATIONS, ids=lambda value: str(value)[:60])
-def test_what_does_not_go_together_is_refused_by_name(values: dict[str, Any], name: str) -> None:
+def test_invalid_combinations_are_refused_by_name(values: dict[str, Any], name: str) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**values)
     assert caught.value.param == name
     assert name in str(caught.value)
 
 
-def test_beams_go_with_what_ends_them_and_with_what_asks_for_nothing() -> None:
+def test_a_beam_search_allows_stop_conditions_and_neutral_values() -> None:
     params = SamplingParams(
         temperature=0,
         beam_width=4,
@@ -166,7 +166,7 @@ def test_beams_go_with_what_ends_them_and_with_what_asks_for_nothing() -> None:
     assert (params.num_sequences, params.uses_beam_search, params.needs_logprobs) == (4, True, False)
 
 
-def test_what_a_request_needs_of_the_engine() -> None:
+def test_sequences_and_logprobs_that_a_request_needs() -> None:
     def needs(**values: Any) -> tuple[int, bool]:
         params = SamplingParams(**values)
         return params.num_sequences, params.needs_logprobs
@@ -242,7 +242,7 @@ def test_junk_is_refused_or_makes_sense_but_raises_nothing_else(values: dict[str
     assert all(token_id >= 0 for _, ids in params.ids_by_parameter() for token_id in ids)
 
 
-def test_what_cannot_even_be_printed_is_refused() -> None:
+def test_values_that_cannot_be_printed_are_refused() -> None:
     deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]

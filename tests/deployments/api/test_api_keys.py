@@ -1,4 +1,4 @@
-"""API keys: where they come from, what is open without one, and what a browser may do with one."""
+"""API keys: their sources, the paths that are open without a key, and browsers that send a key by HTTP Basic."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_refusal_has_the_apis_shape(serve: Callable[..., TestClient]) -> None:
 
 
 @pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {OTHER}", f"BEARER   {KEY} "])
-def test_a_right_key_is_taken(serve: Callable[..., TestClient], header: str) -> None:
+def test_a_right_key_is_accepted(serve: Callable[..., TestClient], header: str) -> None:
     client = serve()
     assert client.get("/v1/models", headers={"Authorization": header}).status_code == 200
     assert client.post("/v1/chat/completions", json=CHAT, headers={"Authorization": header}).status_code == 200
@@ -164,7 +164,7 @@ def test_a_right_key_is_taken(serve: Callable[..., TestClient], header: str) -> 
         f"Basic {KEY}",
     ],
 )
-def test_what_is_no_key(serve: Callable[..., TestClient], header: str) -> None:
+def test_invalid_keys_are_refused(serve: Callable[..., TestClient], header: str) -> None:
     answer = serve().get("/v1/models", headers={"Authorization": header.encode("latin-1")})  # type: ignore[dict-item]
     assert answer.status_code == 401
 
@@ -223,10 +223,10 @@ def test_another_site_cannot_use_the_key_that_a_browser_keeps(
 
 
 async def _answer(scope: Scope) -> list[Message]:
-    """Return what a guarded application answers, which itself answers 200 to everything."""
+    """Return the status of a guarded application that answers 200 to every request."""
     sent: list[Message] = []
 
-    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     async def send(message: Message) -> None:
@@ -235,7 +235,7 @@ async def _answer(scope: Scope) -> list[Message]:
     async def receive() -> Message:
         return {"type": "http.request"}
 
-    await RequireKey(behind, ApiKeys([KEY]), asks_browsers=True)(scope, receive, send)
+    await RequireKey(application, ApiKeys([KEY]), asks_browsers=True)(scope, receive, send)
     return sent
 
 
@@ -251,7 +251,7 @@ async def _answer(scope: Scope) -> list[Message]:
         ("/v1", "/v1/models", 401),
     ],
 )
-async def test_paths_are_told_below_the_route_prefix(root: str, path: str, status: int) -> None:
+async def test_paths_are_matched_below_the_route_prefix(root: str, path: str, status: int) -> None:
     sent = await _answer({"type": "http", "method": "GET", "root_path": root, "path": path, "headers": []})
     assert sent[0]["status"] == status
 

@@ -54,14 +54,14 @@ def test_every_parameter_reaches_the_engine(client: TestClient, engines: FakeEng
     assert params.logit_bias == {70: -100.0, 71: 2.5}
 
 
-def test_bad_words_are_spelled_in_tokens_here(client: TestClient, engines: FakeEngines) -> None:
+def test_the_ingress_turns_bad_words_into_token_ids(client: TestClient, engines: FakeEngines) -> None:
     (params,) = _params(client, engines, CHAT | {"bad_words": ["cat", "dog"]})
     spellings = {bytes.fromhex("636174"), b"dog"}
     assert params.bad_words_token_ids is not None
     assert len(params.bad_words_token_ids) == 2 * len(spellings)  # with a space in front and without
 
 
-def test_what_asks_for_nothing_is_nothing(client: TestClient, engines: FakeEngines) -> None:
+def test_neutral_values_are_the_defaults(client: TestClient, engines: FakeEngines) -> None:
     neutral = {"n": 1, "best_of": 1, "logit_bias": {}, "bad_words": [], "echo": False}
     (params,) = _params(client, engines, PROMPT | neutral | {"response_format": {"type": "text"}})
     assert params == SamplingParams(temperature=0.5, seed=params.seed, logit_bias={})
@@ -93,6 +93,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2, "temperature": 0}, "best_of"),
     ({"best_of": 17}, "best_of"),
     ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 0}, "best_of"),
+    ({"prompt": [5, "a"]}, "prompt"),
+    ({"prompt": [[5, True]]}, "prompt"),
+    ({"prompt": []}, "prompt"),
     ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
@@ -117,7 +121,35 @@ def test_out_of_range_is_refused_by_name(
     assert not engines.calls
 
 
-def test_the_limits_are_the_servers() -> None:
+REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": -1, "max_tokens": 5}, "max_completion_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"stop_token_ids": [True]}, "stop_token_ids"),
+    ({"seed": 2**63}, "seed"),
+    ({"n": -1}, "n"),
+    ({"cache_salt": "\n"}, "cache_salt"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "word " * 100}]}, "messages"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), REFUSED_IN_CHAT, ids=lambda value: str(value)[:40])
+def test_an_error_names_the_field_of_the_chat_request(
+    client: TestClient, engines: FakeEngines, change: dict[str, Any], param: str
+) -> None:
+    headers = {"content-type": "application/json"}
+    answer = client.post("/v1/chat/completions", content=json.dumps(CHAT | change), headers=headers)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+    assert not engines.calls
+
+
+def test_answers_are_limited_by_the_servers_options() -> None:
     limits = LimitOptions(max_n=4, max_best_of=2, max_prompts_per_request=8)
     require_few_answers(CompletionRequest(prompt=["a", "b"], n=4), 2, limits)  # best_of was not asked for
     for body, prompts, param in (({"n": 5}, 1, "n"), ({"n": 1, "best_of": 3}, 1, "best_of"), ({"n": 4}, 3, "prompt")):

@@ -1,4 +1,4 @@
-"""The form that a request wants its text in."""
+"""Structured outputs: from response_format and structured_outputs to the engine's parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _json_schema(described: object) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_what_the_engine_is_asked_for(
+def test_structured_outputs_of_the_engine_request(
     client: TestClient, engines: FakeEngines, path: str, body: dict[str, Any], expected: StructuredOutputsParams | None
 ) -> None:
     prompt = CHAT if path.startswith("chat") else {"prompt": "a"}
@@ -83,7 +83,7 @@ def test_a_schema_that_is_nested_too_deep_is_refused(client: TestClient) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_compilers_reason_comes_in_the_words_of_the_request(
+def test_a_compilers_error_names_the_field_of_the_request(
     client: TestClient, engines: FakeEngines, stream: bool
 ) -> None:
     error = RequestError("cannot be compiled: no such type 'x'", param="structured_outputs", part="json")

@@ -42,7 +42,7 @@ def test_nothing_that_may_begin_a_stop_string_is_shown_early() -> None:
 
 
 def test_text_stream_counts_the_tokens_up_to_the_stop_string(tokenizer: Tokenizer) -> None:
-    """However many tokens arrive at once, those behind the stop string are not the client's."""
+    """Tokens after the stop string are not counted, however many tokens arrive at once."""
     ids = tokenizer.encode("keys STOP values")
     stream = TextStream(tokenizer, [], SamplingParams(stop="STOP"))
     assert stream.push(ids) == "keys "
