@@ -48,6 +48,7 @@ from benchmarks.serving.server import ROOT, Server, serve
 from benchmarks.workloads import Workload, make
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
+from engine.engine import Engine
 
 __all__ = ["main"]
 
@@ -70,7 +71,7 @@ def in_process_first_tokens(config: EngineConfig, prompts: Prompts) -> list[list
     """Return the seconds to the first token for each length of prompt, with an engine in this process."""
 
     async def run() -> list[list[float]]:
-        engine = AsyncEngine.from_config(config)
+        engine = AsyncEngine(Engine.from_config(config))
         await engine_first_tokens(engine, prompts[0][:3])  # warm
         await engine.reset_prefix_cache()
         seconds = [await engine_first_tokens(engine, of_length) for of_length in prompts]

@@ -24,6 +24,7 @@ from deployments.wire.publisher import KVEventPublisher
 from deployments.wire.replica_metadata import BLOCK_SIZE, ENDPOINT
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, EngineInfo
+from engine.engine import Engine
 from engine.errors import EngineDeadError, OverloadedError
 from engine.observability.logs import forward_logs
 from engine.observability.metrics import METRICS
@@ -44,13 +45,8 @@ class EngineReplica:
         self._recorder = Recorder(METRICS)
         # Bound to this node's address in the cluster: routers on other nodes subscribe.
         self._publisher = KVEventPublisher(self._name, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        self._engine = AsyncEngine.from_config(
-            config,
-            sink=self._recorder,
-            on_kv_events=self._publisher.publish_events,
-            on_load=self._publisher.publish_load,
-            replica=self._name,
-        )
+        engine = Engine.from_config(config, sink=self._recorder, on_kv_events=self._publisher.publish_events)
+        self._engine = AsyncEngine(engine, on_load=self._publisher.publish_load, replica=self._name)
         self._exporter = RayExporter(self._recorder, label="replica")
         self._exporter.start()
         self._stats_line = StatsLine(self._recorder)

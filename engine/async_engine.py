@@ -16,14 +16,11 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
 
-from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
-from engine.errors import EngineDeadError, OverloadedError
+from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.kv.block_map import BlockMap, cell_size, cells_by_slice
-from engine.kv.events import KVEventBatch
 from engine.observability.load import EngineLoad, EngineStats
 from engine.observability.load_reporter import LoadReporter
-from engine.observability.metrics import MetricSink
 from engine.output_streams import OutputStream, OutputStreams, post
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
@@ -56,12 +53,13 @@ class AsyncEngine:
         replica: str = "",
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.info: EngineInfo = engine.info
+        self.info = engine.info
         self._engine = engine
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._streams = OutputStreams(
             replica, on_closed_loop=lambda loop: self._inbox.put(lambda: self._abort_readers(loop))
         )
+        self._why_dead: str | None = None  # set when the step loop has ended
         self._clock = clock
         self._busy_since: float | None = None  # start of the step or command that runs now
         self._reporter = None if on_load is None else LoadReporter(on_load, LOAD_INTERVAL_S, clock)
@@ -69,23 +67,6 @@ class AsyncEngine:
         self._load = engine.load()
         self._thread = threading.Thread(target=self._run, name="engine-step-loop", daemon=True)
         self._thread.start()
-
-    @classmethod
-    def from_config(
-        cls,
-        config: EngineConfig,
-        *,
-        sink: MetricSink | None = None,
-        on_kv_events: Callable[[KVEventBatch], None] | None = None,
-        on_load: Callable[[EngineLoad], None] | None = None,
-        replica: str = "",
-    ) -> AsyncEngine:
-        """Load the model (this blocks) and start the step loop.
-
-        Raises:
-            ConfigError, ModelLoadError: as ``Engine.from_config``.
-        """
-        return cls(Engine.from_config(config, sink, on_kv_events), on_load, replica=replica)
 
     # --- called from event loops --------------------------------------------------------------------------------
 
@@ -110,6 +91,8 @@ class AsyncEngine:
             grammar = await self._engine.grammars.compile_async(form, request.output_token_ids)
         self.check_health()
         stream = self._streams.open(request.request_id)
+        if stream is None:
+            raise RequestError("is in use", param="request_id", value=request.request_id, remedy="choose another")
         keyed = replace(request, request_id=stream.key)
         add = partial(self._engine.queue_request, keyed, grammar=grammar, on_rejected=self._reject)
         self._inbox.put(lambda: self._queue(add, stream))
@@ -175,8 +158,8 @@ class AsyncEngine:
         A step that takes longer than ``step_timeout_s`` counts as stuck; if it ends after all, the engine is healthy
         again. Any thread may call this; it does not block.
         """
-        if (reason := self._streams.why_closed) is not None:
-            raise EngineDeadError(reason)
+        if self._why_dead is not None:
+            raise EngineDeadError(self._why_dead)
         busy_since, limit = self._busy_since, self._engine.config.step_timeout_s
         if busy_since is not None and (seconds := self._clock() - busy_since) > limit:
             raise EngineDeadError(
@@ -200,7 +183,8 @@ class AsyncEngine:
         except BaseException as error:  # whatever ends the loop, no reader may wait for it any longer
             logger.exception("the engine's step loop failed")
             reason = f"the engine's step loop failed: {type(error).__name__}: {error}"
-        self._streams.close_all(reason)
+        self._why_dead = reason
+        self._streams.fail_all(lambda: EngineDeadError(reason))
         self._engine.close()
 
     def _run_commands(self) -> bool:

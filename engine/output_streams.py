@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from engine.errors import EngineDeadError, RequestError
 from engine.outputs import EngineOutput, FinishReason
 
 __all__ = ["OutputStream", "OutputStreams", "post"]
@@ -104,29 +103,23 @@ class OutputStreams:
         self._by_request: dict[str, OutputStream] = {}
         self._by_key: dict[str, OutputStream] = {}
         self._num_opened = 0
-        self._why_closed: str | None = None
+        self._new_error: Callable[[], Exception] | None = None
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    @property
-    def why_closed(self) -> str | None:
-        """The reason given to ``close_all``; None before."""
-        return self._why_closed
-
-    def open(self, request_id: str) -> OutputStream:
-        """Return a new stream for a reader on the running event loop.
+    def open(self, request_id: str) -> OutputStream | None:
+        """Return a new stream for a reader on the running event loop; None if the id is in use.
 
         Raises:
-            RequestError: if the id is in use.
-            EngineDeadError: after ``close_all``.
+            Exception: the error of ``fail_all``, after that was called.
         """
         with self._lock:
-            if self._why_closed is not None:
-                raise EngineDeadError(self._why_closed)
+            if self._new_error is not None:
+                raise self._new_error()
             other = self._by_request.get(request_id)
             if other is not None and not other.loop.is_closed():
-                raise RequestError("is in use", param="request_id", value=request_id, remedy="choose another")
+                return None
             self._num_opened += 1
             key = f"{request_id}#{self._num_opened}"
             stream = OutputStream(request_id, key, self._replica, asyncio.get_running_loop())
@@ -174,13 +167,13 @@ class OutputStreams:
                 del self._by_key[key]
         return keys
 
-    def close_all(self, reason: str) -> None:
-        """Fail every open stream with an EngineDeadError, and open no further one."""
+    def fail_all(self, new_error: Callable[[], Exception]) -> None:
+        """Fail every open stream, each with an error of its own, and open no further one."""
         with self._lock:
-            self._why_closed = reason
+            self._new_error = new_error
             streams = list(self._by_key.values())
         for stream in streams:
-            stream.post(stream.fail, EngineDeadError(reason))
+            stream.post(stream.fail, new_error())
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> bool:

@@ -1,7 +1,7 @@
-"""EngineOutput: tokens on their way back from the scheduler to the client, and what is known about them.
+"""EngineOutput: new tokens of one answer, on their way back from the scheduler to the client.
 
-One type carries them all the way: the scheduler's step makes one for each answer, AsyncEngine joins those of several
-steps when the reader lags, and the ingress turns it into text. Nothing here imports torch.
+The scheduler's step creates one for each answer, AsyncEngine joins those of several steps when the reader lags, and the
+ingress turns them into text. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["EngineOutput", "FinishReason", "Logprob", "RequestTiming", "TokenLog
 
 
 class FinishReason(enum.StrEnum):
-    """Why an answer ended, in the words of the OpenAI API (``abort`` is ours: the client went away)."""
+    """Why an answer ended, as in the OpenAI API; ``abort``, for a client that disconnected, is an addition."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -30,7 +30,7 @@ class Logprob:
 
     logprob: float
     rank: int  # 1 is the most likely; tokens that are equally likely share a rank
-    decoded_token: str | None = None  # filled in where text is made
+    decoded_token: str | None = None  # set where tokens become text
 
 
 TokenLogprobs = dict[int, Logprob]  # one position: the sampled (or prompt) token first, then the most likely in order
@@ -38,11 +38,11 @@ TokenLogprobs = dict[int, Logprob]  # one position: the sampled (or prompt) toke
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Seconds that an engine has taken for one request so far; known from its first token on."""
+    """Seconds that an engine has spent on one request, known from its first token on."""
 
     queue_s: float  # from arrival to the first step
     prefill_s: float  # from the first step to the first token
-    decode_s: float = 0.0  # from the first token to the last one; 0 until that is there
+    decode_s: float = 0.0  # from the first token to the last one; 0 before that
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class EngineOutput:
 
     request_id: str
     index: int  # of the answer
-    token_ids: list[int]  # none when the answer ended without a token, or from outside
+    token_ids: list[int]  # empty when the answer ended without a new token
     finish_reason: FinishReason | None = None  # set on the answer's last output
     stop_reason: int | str | None = None  # the id of stop_token_ids that ended it, or why it was aborted
-    num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     is_last: bool = False  # the request has ended
     logprobs: list[TokenLogprobs] | None = None  # of token_ids, if asked for
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output of answer 0, if asked for

@@ -1,4 +1,4 @@
-"""EngineRequest: one prompt and its parameters, spelled once on its way from the ingress to ``SequenceGroup``."""
+"""EngineRequest: one prompt and its parameters, the same object from the ingress to ``SequenceGroup``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class EngineRequest:
         params: how to sample and when to stop.
         priority: higher is more important.
         cache_salt: requests share cached blocks only under equal salts.
-        output_token_ids: tokens that an engine which was lost has generated. They are replayed, and with them
-            penalties, the grammar's state and the positions that the seed counts; the answer goes on after them with
-            the same parameters, of which ``max_tokens`` and the like count these tokens too.
+        output_token_ids: tokens that a lost engine has already generated for this request. The answer goes on after
+            them as if this engine had generated them: penalties, the grammar, the positions of seeded sampling,
+            ``min_tokens`` and ``max_tokens`` count them too.
     """
 
     request_id: str
@@ -30,8 +30,3 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str = ""
     output_token_ids: list[int] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens whose KV the engine needs before it can generate the next one."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)

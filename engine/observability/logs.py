@@ -1,8 +1,8 @@
-"""Where the log lines of this package and of the kernels go when the program around them has not said so.
+"""Default logging of the packages engine and kernels, for programs that have not configured logging.
 
-Python drops what is below a warning unless somebody asks for it, but whoever starts an engine wants to see what it
-loads and how much it can hold. The environment variable PAGODA_LOGGING_LEVEL says how much is shown: DEBUG, INFO (as it
-is without the variable), WARNING, ERROR, CRITICAL, or OFF to leave logging alone altogether.
+Without configuration, Python shows warnings and errors only, so the start of an engine would be silent: what it loads
+and how many tokens its KV cache holds. The environment variable PAGODA_LOGGING_LEVEL sets how much is shown: DEBUG,
+INFO (the default), WARNING, ERROR, CRITICAL, or OFF to change nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _TIME = "%m-%d %H:%M:%S"
 
 
 def show_logs(stream: TextIO | None = None) -> None:
-    """Show our log lines on stderr, or ``stream``; a program that has handlers of its own keeps them and only them.
+    """Show log lines on stderr, or ``stream``, unless the program has logging handlers of its own.
 
     Raises:
-        ConfigError: if PAGODA_LOGGING_LEVEL is no level.
+        ConfigError: if PAGODA_LOGGING_LEVEL is unknown.
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter(_FORMAT, _TIME))
@@ -35,16 +35,16 @@ def show_logs(stream: TextIO | None = None) -> None:
 
 
 def forward_logs(target: logging.Logger) -> None:
-    """Have ``target`` show our log lines among its own, as far as its level lets them through.
+    """Pass log lines on to the logger ``target``, which applies its own level.
 
     Raises:
-        ConfigError: if PAGODA_LOGGING_LEVEL is no level.
+        ConfigError: if PAGODA_LOGGING_LEVEL is unknown.
     """
     _attach(_Forwarder(target))
 
 
 class _Forwarder(logging.Handler):
-    """Hands records to another logger, whatever handlers that has by then."""
+    """Passes records to another logger, which may get its handlers later."""
 
     def __init__(self, target: logging.Logger) -> None:
         super().__init__()
@@ -65,4 +65,4 @@ def _attach(handler: logging.Handler) -> None:
         if not logger.hasHandlers() and logger.level == logging.NOTSET:
             logger.addHandler(handler)
             logger.setLevel(level)
-            logger.propagate = False  # or a program that configures logging later would show everything twice
+            logger.propagate = False  # otherwise each line appears twice in a program that configures logging later

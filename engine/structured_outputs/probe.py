@@ -116,7 +116,7 @@ class GrammarProbe:
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, (root, *sys.path)))  # the child imports from the same places
+        path = os.pathsep.join(filter(None, (root, *sys.path)))  # same imports as here
         try:
             child = subprocess.Popen(
                 [sys.executable, "-m", "engine.structured_outputs.probe"],

@@ -115,7 +115,7 @@ async def test_the_first_batch_and_the_last_one_say_how_long_it_took() -> None:
     await async_engine.shutdown()
 
 
-async def test_an_abort_from_outside_tells_the_reader_after_its_last_tokens() -> None:
+async def test_an_abort_by_a_caller_reaches_the_reader_after_its_last_tokens() -> None:
     engine, runner = make_engine()
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
@@ -149,7 +149,7 @@ async def test_an_id_may_be_used_again_at_once_and_gets_only_its_own_tokens() ->
 
 @pytest.mark.parametrize("noticed", [False, True])
 def test_an_id_whose_loop_was_closed_is_free_and_its_old_reader_ends_no_other(noticed: bool) -> None:
-    """Closing the old iterator once took the new reader's stream away: a KeyError for one, or no end for the other."""
+    """Regression: closing the old iterator removed the new reader's stream."""
     engine, runner = make_engine()
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
@@ -231,7 +231,7 @@ async def test_closing_a_stream_frees_its_blocks(running: tuple[AsyncEngine, Sha
 
 
 class Client:
-    """Sends random requests and leaves, aborts or ends some of them in the middle."""
+    """Sends random requests, and disconnects from, aborts or ends some of them in the middle."""
 
     def __init__(self, engine: AsyncEngine, rng: random.Random) -> None:
         self.engine = engine
@@ -282,7 +282,7 @@ class Client:
 
 
 def check_answers(client: Client, runner: ShadowRunner) -> None:
-    """Compare what came with what an undisturbed engine answers. Best of several are compared elsewhere."""
+    """Compare the answers with those of an undisturbed engine; other tests compare ``best_of``."""
     for prompt, params, answers in client.undisturbed:
         assert sorted(answers) == list(range(params.n))
         stops = params.stop_token_ids or ()
@@ -299,7 +299,7 @@ def check_answers(client: Client, runner: ShadowRunner) -> None:
 
 
 def memory_of_the_engine() -> int:
-    """Return the bytes that code of the engine and of asyncio holds, the tests' own left out."""
+    """Return the bytes that the code of the engine and of asyncio has allocated, without the tests' own."""
     gc.collect()
     of_engine = Path(async_engine_module.__file__).parent / "*"
     filters = [tracemalloc.Filter(True, str(of_engine)), tracemalloc.Filter(True, f"{Path(asyncio.__file__).parent}/*")]

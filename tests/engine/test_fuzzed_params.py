@@ -1,4 +1,4 @@
-"""Whatever parameters a request has, it is refused by name or it ends; those beside it never notice."""
+"""With any parameters, a request is rejected with the parameter's name or ends, and disturbs no other request."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.errors import RequestError
 from engine.llm import LLM
 from engine.outputs import EngineOutput
@@ -33,7 +34,7 @@ REFERENCES: list[dict[str, Any]] = [
 
 
 def token_ids(rng: random.Random, longest: int) -> list[int]:
-    """Now and then one outside the vocabulary."""
+    """Draw ids, a few of them outside the vocabulary."""
     highest = VOCAB_SIZE + (rng.random() < 0.05)
     return [rng.randrange(highest) for _ in range(rng.randint(1, longest))]
 
@@ -74,7 +75,7 @@ FIELDS: dict[str, Callable[[random.Random], Any]] = {
 
 
 def fuzzed(rng: random.Random) -> dict[str, Any]:
-    """Few fields at a time, or nearly everything would be refused."""
+    """Draw few fields at a time: with more, nearly every request would be rejected."""
     names = rng.sample(list(FIELDS), rng.randint(1, 6))
     values = {"max_tokens": rng.randint(1, 30)} | {name: FIELDS[name](rng) for name in names}
     if values.get("beam_width") is not None and rng.random() < 0.9:
@@ -101,7 +102,7 @@ def references(path: str) -> tuple[list[list[int]], list[SamplingParams], list[l
 
 
 class Collected:
-    """What a request's outputs say, one by one."""
+    """Check a request's outputs one by one."""
 
     def __init__(self, count: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(count)]
@@ -117,7 +118,7 @@ class Collected:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_fuzzed_requests_end_or_are_refused_and_harm_nobody(qwen3: SavedModel, seed: int) -> None:
+def test_fuzzed_requests_end_or_are_rejected_and_harm_no_other(qwen3: SavedModel, seed: int) -> None:
     prompts, params, expected = references(qwen3.path)
     rng = random.Random(seed)
     llm = make_llm(
@@ -180,7 +181,7 @@ async def test_fuzzed_requests_of_the_async_engine_all_end(qwen3: SavedModel) ->
         swap_space_gib=0.0005,
         speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
     )
-    engine = AsyncEngine.from_config(config)
+    engine = AsyncEngine(Engine.from_config(config))
 
     async def ask(request_id: str, prompt: list[int], one: SamplingParams) -> list[list[int]]:
         tokens: list[list[int]] = [[] for _ in range(one.n)]
@@ -201,7 +202,7 @@ async def test_fuzzed_requests_of_the_async_engine_all_end(qwen3: SavedModel) ->
         asking = [ask(f"reference {i}", *one) for i, one in enumerate(zip(prompts, params, strict=True))]
         results = await asyncio.gather(*fuzzing[:100], *asking, *fuzzing[100:])
         assert results[100 : 100 + len(asking)] == expected
-        while engine.stats().num_used_blocks:  # the last step's are told after its tokens
+        while engine.stats().num_used_blocks:  # the stats are updated after the last step's tokens
             engine.check_health()
             await asyncio.sleep(0.005)
     assert refused < {*FIELDS, "prompt"}
@@ -252,7 +253,7 @@ def test_a_search_that_finds_too_few_answers_says_so(llm: LLM) -> None:
 
 async def test_beams_without_a_token_to_go_on_with_do_not_end_the_step_loop(qwen3: SavedModel) -> None:
     config = EngineConfig(model=qwen3.path, dtype="float32", device="cpu", skip_tokenizer_init=True, num_blocks=40)
-    engine = AsyncEngine.from_config(config)
+    engine = AsyncEngine(Engine.from_config(config))
     params = SamplingParams(**NOTHING_LEFT["the same with beams"], max_tokens=10)
     async with asyncio.timeout(10):
         batches = [batch async for batch in engine.generate(EngineRequest("a", [5, 6], params))]
@@ -262,7 +263,7 @@ async def test_beams_without_a_token_to_go_on_with_do_not_end_the_step_loop(qwen
 
 
 def test_a_nan_in_one_beam_ends_its_search_and_nothing_else(llm: LLM) -> None:
-    """As a broken kernel would give it; what the search has found before is still told."""
+    """A broken kernel could produce it. The hypotheses that the search has found before are still returned."""
     free = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     beams = SamplingParams(temperature=0.0, max_tokens=10, beam_width=4, n=4, ignore_eos=True, length_penalty=0.0)
     expected = answers(run(llm, [[5, 6, 7]], free))
@@ -285,9 +286,9 @@ def test_a_nan_in_one_beam_ends_its_search_and_nothing_else(llm: LLM) -> None:
         del workers.execute
     ended = outputs[0].outputs
     assert outputs[0].finished
-    told = [one for one in ended if one.token_ids]
-    assert [one.finish_reason for one in ended] == ["stop"] * len(told) + ["abort"] * (4 - len(told))
-    assert 0 < len(told) < 4
+    found = [one for one in ended if one.token_ids]
+    assert [one.finish_reason for one in ended] == ["stop"] * len(found) + ["abort"] * (4 - len(found))
+    assert 0 < len(found) < 4
     assert "NaN" in str(ended[-1].stop_reason)
     assert answers(outputs[1:]) == expected
 
@@ -302,8 +303,8 @@ def test_many_stop_ids_do_not_multiply_the_work_of_many_beams(llm: LLM) -> None:
         assert set(sampler._batch.num_beam_tokens) == {108}
 
 
-def test_beams_that_become_few_and_many_again_find_their_places(qwen3: SavedModel) -> None:
-    """With two tokens to choose from, one beam becomes 2, 4, 8: others must not have taken the places meanwhile."""
+def test_beams_that_become_few_and_many_again_find_their_slots(qwen3: SavedModel) -> None:
+    """With two tokens to choose from, one beam becomes 2, 4, 8: other requests must not have taken their slots."""
     llm = make_llm(qwen3.path, max_num_seqs=12, max_num_batched_tokens=12)
     did = Activity(llm)  # checks before each step how many run
     beams = SamplingParams(

@@ -104,7 +104,7 @@ def test_a_stop_string_ends_the_text_and_the_sequence(llm: LLM) -> None:
     assert llm.engine.stats().num_used_blocks == 0
 
 
-def test_what_a_right_draft_gives_behind_a_stop_string_is_not_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_draft_tokens_after_a_stop_string_are_dropped(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in which the text stops has computed more tokens; the answer is the one without drafts."""
     gained: list[int] = []
     accept = Drafter.accept

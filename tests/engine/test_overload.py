@@ -1,4 +1,4 @@
-"""AsyncEngine under more than it can take: refusals, requests that give way, stuck steps, and the load it reports."""
+"""AsyncEngine under overload: rejected requests, stuck steps, and load reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMS = SamplingParams(max_tokens=4)
 
 
 class Held:
-    """An AsyncEngine of one place whose only request runs and is held in its second step."""
+    """An AsyncEngine with one slot, whose only request is held in its second step."""
 
     def __init__(self, **options: object) -> None:
         self.inner, self.runner = make_engine(max_num_seqs=1, **options)  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ class Held:
         self.readers: dict[str, asyncio.Future[list[int]]] = {}
 
     async def arrive(self, name: str, prompt: list[int], priority: int = 0, **options: list[int]) -> None:
-        """Begin to read; the step thread hears of it in the order of these calls."""
+        """Start a reader; the step thread gets the requests in the order of these calls."""
         answer = collect(self.engine.generate(EngineRequest(name, prompt, PARAMS, priority=priority, **options)))  # type: ignore[arg-type]
         self.readers[name] = asyncio.ensure_future(answer)
         await asyncio.sleep(0)
@@ -53,7 +53,7 @@ class Held:
         return dict(zip(self.readers, results, strict=True))
 
 
-async def test_a_burst_that_arrives_in_one_step_is_taken_up_to_the_bound_and_the_rest_refused_at_once() -> None:
+async def test_a_burst_within_one_step_fills_the_queue_and_the_rest_is_rejected_at_once() -> None:
     held = Held(max_queued_requests=3)
     await anext(held.first)
     for i in range(1000):
@@ -66,7 +66,7 @@ async def test_a_burst_that_arrives_in_one_step_is_taken_up_to_the_bound_and_the
     assert len(set(map(id, refused))) == 997, "two readers share an error, and so its traceback"
 
 
-async def test_the_reader_of_a_request_that_gives_way_is_told_and_others_are_not_disturbed() -> None:
+async def test_a_request_that_is_rejected_to_make_room_fails_and_disturbs_no_other() -> None:
     held = Held(max_queued_requests=2)
     await anext(held.first)
     await held.arrive("low", [2], -1)
@@ -80,7 +80,7 @@ async def test_the_reader_of_a_request_that_gives_way_is_told_and_others_are_not
     assert results["resumed"] == held.runner.answer([3, 7], 3)
 
 
-async def test_who_leaves_the_queue_makes_room_in_it() -> None:
+async def test_a_request_that_leaves_the_queue_makes_room_in_it() -> None:
     held = Held(max_queued_requests=1)
     await anext(held.first)
     await held.arrive("leaves", [2])
@@ -94,7 +94,7 @@ async def test_who_leaves_the_queue_makes_room_in_it() -> None:
     assert results["stays"] == held.runner.answer([3], 4)
 
 
-async def test_a_full_queue_refuses_the_same_way_by_tokens() -> None:
+async def test_a_queue_that_is_full_by_tokens_rejects_in_the_same_way() -> None:
     held = Held(max_queued_prefill_tokens=40, block_size=4)
     await anext(held.first)
     await held.arrive("a", [2] * 30)
@@ -152,14 +152,14 @@ async def test_a_command_that_does_not_end_is_noticed_too(monkeypatch: pytest.Mo
 
 
 class Listener:
-    """Hears an engine's load from its step thread."""
+    """Records the load reports of an engine."""
 
     def __init__(self) -> None:
-        self.heard: list[EngineLoad] = []
+        self.reports: list[EngineLoad] = []
         self.threads: set[str] = set()
 
     def __call__(self, load: EngineLoad) -> None:
-        self.heard.append(load)
+        self.reports.append(load)
         self.threads.add(threading.current_thread().name)
 
 
@@ -172,7 +172,7 @@ async def listening() -> AsyncIterator[tuple[AsyncEngine, ShadowRunner, Engine, 
     await engine.shutdown()
 
 
-async def test_arrivals_and_the_return_to_idleness_are_told(
+async def test_arrivals_and_the_return_to_idleness_are_reported(
     listening: tuple[AsyncEngine, ShadowRunner, Engine, Listener],
 ) -> None:
     engine, runner, inner, listener = listening
@@ -184,13 +184,13 @@ async def test_arrivals_and_the_return_to_idleness_are_told(
     gate.opened.set()
     await asyncio.gather(*others, collect(stream))
     async with asyncio.timeout(10):
-        while not listener.heard or listener.heard[-1] != inner.load() or engine.load().num_running:
+        while not listener.reports or listener.reports[-1] != inner.load() or engine.load().num_running:
             await asyncio.sleep(0.005)
-    last = listener.heard[-1]
+    last = listener.reports[-1]
     assert (last.num_running, last.num_waiting, last.queued_prefill_tokens) == (0, 0, 0)
     assert last == engine.load()
     assert last.num_steps > 0
-    assert max(load.num_waiting for load in listener.heard) >= 1
+    assert max(load.num_waiting for load in listener.reports) >= 1
     assert listener.threads == {"engine-step-loop"}
 
 

@@ -45,11 +45,11 @@ def test_steps_are_reported_now_and_then_while_a_full_batch_decodes_and_others_w
     for num_steps in range(1000):
         reported.reporter.update(replace(waiting, num_steps=num_steps), 1, is_idle=False)
         reported.clock.now += 0.01
-    num_steps = [load.num_steps for load in reported.reports]
-    assert 30 <= len(num_steps) <= 41
-    assert all(later - sooner <= 30 for sooner, later in pairwise(num_steps))
+    steps = [load.num_steps for load in reported.reports]
+    assert 30 <= len(steps) <= 41
+    assert all(later - sooner <= 30 for sooner, later in pairwise(steps))
     assert reported.reporter.update(reported.reports[-1], 1, is_idle=False) is None
-    assert len(reported.reports) == len(num_steps), "nothing has moved"
+    assert len(reported.reports) == len(steps), "nothing has moved"
 
 
 def test_a_change_within_the_interval_is_reported_after_it() -> None:

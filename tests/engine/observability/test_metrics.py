@@ -165,7 +165,7 @@ def test_blocks_and_sequences_by_state() -> None:
     engine.step()
     assert sink.gauges[m.REQUESTS_RUNNING] == 2
     assert sink.gauges[m.REQUESTS_WAITING] == 1
-    assert sink.gauges[m.KV_BLOCKS, "used"] == 4  # two shared full ones, one partial each
+    assert sink.gauges[m.KV_BLOCKS, "used"] == 4  # two shared full ones, one that is not full each
     assert sink.gauges[m.KV_BLOCKS, "shared"] == 2
     assert sink.gauges[m.KV_USAGE] == 0.4
     run_to_end(engine)
@@ -181,13 +181,13 @@ def test_guessed_tokens_and_those_gained_by_them() -> None:
     assert engine.scheduler.drafter is not None
     engine.scheduler.drafter.proposer = ShadowProposer(engine.runner.ids)  # type: ignore[attr-defined]
     steps = len(sink.histograms[m.STEP_TOKENS])
-    told = 0
+    num_tokens = 0
     engine.add_request(EngineRequest("b", [1], SamplingParams(temperature=0, max_tokens=100)))
     while engine.has_unfinished:
-        told += sum(len(output.token_ids) for output in engine.step())
+        num_tokens += sum(len(output.token_ids) for output in engine.step())
     steps = len(sink.histograms[m.STEP_TOKENS]) - steps
-    assert told == 100
-    assert sink.counters[m.ACCEPTED_TOKENS] == told - steps > 10
+    assert num_tokens == 100
+    assert sink.counters[m.ACCEPTED_TOKENS] == num_tokens - steps > 10
     assert sink.counters[m.DRAFT_TOKENS] > sink.counters[m.ACCEPTED_TOKENS]
     assert sink.counters[m.GENERATION_TOKENS] == 109
     names = {f"pagoda_{metric.name}_total" for metric in (m.DRAFT_TOKENS, m.ACCEPTED_TOKENS)}

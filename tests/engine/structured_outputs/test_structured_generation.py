@@ -76,7 +76,7 @@ def params_for(llm: LLM, kind: str, seed: int, **options: Any) -> SamplingParams
 
 
 def mixed(llm: LLM, seeds: range, **options: Any) -> tuple[list[str], list[SamplingParams], list[str]]:
-    """Constrained requests, with an unconstrained one behind every second of them."""
+    """Constrained requests, with an unconstrained one after every second of them."""
     kinds, params, prompts = [], [], []
     for seed in seeds:
         for i, kind in enumerate(KINDS):
@@ -164,7 +164,7 @@ def test_an_answer_cut_off_says_length(llm: LLM) -> None:
 
 
 def test_a_dead_end_ends_its_own_request_alone(llm: LLM) -> None:
-    """What the grammar wants is forbidden by the request itself: nothing can come, and only its reader hears of it."""
+    """The request itself forbids every token that its grammar allows: only this request ends with an error."""
     assert llm.tokenizer is not None
     free = SamplingParams(temperature=1.0, seed=4, max_tokens=20, ignore_eos=True)
     expected = texts(llm.generate("Tell me.", free, use_tqdm=False))[0]
@@ -184,7 +184,7 @@ def test_a_dead_end_ends_its_own_request_alone(llm: LLM) -> None:
     check_idle(llm)
 
 
-def test_a_grammar_error_is_refused_and_harms_nobody(llm: LLM) -> None:
+def test_a_grammar_error_is_rejected_and_harms_no_other_request(llm: LLM) -> None:
     engine = llm.engine
     rng = random.Random(1)
     prompt = [rng.randrange(3, 3000) for _ in range(20)]
@@ -251,21 +251,6 @@ def test_a_mask_that_cannot_be_computed_is_no_normal_stop(llm: LLM, monkeypatch:
         assert (output.finish_reason, output.stop_reason) == ("abort", "a limit of the automaton")
         assert len(output.token_ids) == 4
     check_idle(llm)
-
-
-async def test_a_cached_grammar_waits_for_no_thread(llm: LLM) -> None:
-    grammars = llm.engine.grammars
-    fresh = StructuredOutputsParams(choice=["sun", "moon"])
-    assert grammars.cached(None) is None
-    grammars.compile(params_for(llm, "regex", 0).structured_outputs)
-    assert grammars.cached(fresh) is None
-    assert await grammars.compile_async(fresh) is not None
-    assert await grammars.compile_async(None) is None
-    grammar = grammars.cached(fresh)
-    assert grammar is not None
-    assert grammar is not grammars.cached(fresh)
-    with pytest.raises(RequestError, match="do not fit"):
-        grammars.cached(fresh, [5])
 
 
 def test_an_engine_that_is_closed_leaves_no_process_that_tries_grammars_out() -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.errors import EngineDeadError, ModelLoadError
 from engine.llm import LLM
 from engine.request import EngineRequest
@@ -140,7 +141,7 @@ def test_a_rank_killed_while_idle_shows_at_once_and_ends_the_engine_at_the_next_
 async def test_the_async_engine_reports_a_dead_rank(checkpoint: Callable[[str], str]) -> None:
     before = set(rank_processes().values())
     config = EngineConfig.from_options(checkpoint("llama"), OPTIONS | {"tensor_parallel_size": 2})
-    engine = AsyncEngine.from_config(config)
+    engine = AsyncEngine(Engine.from_config(config))
     (pid,) = set(rank_processes().values()) - before
 
     async def kill_at_first_token() -> None:
