@@ -203,11 +203,11 @@ def test_forks_share_every_block_and_each_freed_one_gives_back_its_share_only() 
 def test_a_write_into_a_shared_block_copies_it_and_the_last_user_writes_in_place() -> None:
     manager = BlockManager(8, 4)
     sequences = start_forks(manager, list(range(6)), n=3)
-    full, partial = sequences[0].block_table
+    full, half_full = sequences[0].block_table
     assert manager.num_blocks_to_grow([Growth(one, 7) for one in sequences]) == 2
     copies = [manager.allocate(one, 7) for one in sequences]
-    assert copies == [(partial, sequences[0].block_table[1]), (partial, sequences[1].block_table[1]), None]
-    assert sequences[2].block_table == [full, partial]
+    assert copies == [(half_full, sequences[0].block_table[1]), (half_full, sequences[1].block_table[1]), None]
+    assert sequences[2].block_table == [full, half_full]
     assert len({sequence.block_table[1] for sequence in sequences}) == 3
     assert {sequence.block_table[0] for sequence in sequences} == {full}
     manager.check_integrity(sequences)

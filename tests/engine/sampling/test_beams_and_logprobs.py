@@ -128,7 +128,7 @@ def test_beams_end_at_every_eos_id_of_the_checkpoint_but_not_before_min_tokens(f
 
 
 def check_position(got: TokenLogprobs, expected: torch.Tensor, token_id: int, count: int) -> None:
-    """Compare one position's entry, the token's own first and then the ``count`` likeliest, with the oracle's row."""
+    """Compare one position's entry, the token's own and the ``count`` most likely, with the oracle's logprobs."""
     ids = list(got)
     top = expected.topk(count)
     assert ids[0] == token_id

@@ -103,12 +103,12 @@ def test_equal_logits_are_told_apart_by_id() -> None:
     assert set(drawn) == {0, 1, 2}
 
 
-# --- rows that cannot be sampled ------------------------------------------------------------------------------------
+# --- sequences that cannot be sampled -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 2, "min_p": 0.1}])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, "all forbidden"])
-def test_an_impossible_row_is_flagged_and_disturbs_no_other(params: dict[str, Any], wrong: Any) -> None:
+def test_an_impossible_choice_is_flagged_and_affects_no_other(params: dict[str, Any], wrong: Any) -> None:
     sequences = [make_sequence(seed=row, **params) for row in range(5)]
     logits = random_logits(5, 4)
     expected = sample(logits, sequences)
@@ -139,7 +139,7 @@ def test_a_nan_behind_a_mask_and_one_in_a_beam_are_flagged() -> None:
     assert output.token_ids[:2] == [0, -1]
 
 
-def test_no_rows_no_tokens() -> None:
+def test_no_sequences_no_tokens() -> None:
     assert Sampler(VOCAB_SIZE, CPU).sample(torch.zeros(0, VOCAB_SIZE), []).token_ids == []
 
 

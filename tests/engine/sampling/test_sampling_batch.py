@@ -45,7 +45,7 @@ def one_of_each(rows: int) -> list[Sequence]:
 
 
 @pytest.mark.parametrize("num_candidates", [4, NUM_CANDIDATES])
-def test_a_row_does_not_depend_on_its_neighbours(num_candidates: int) -> None:
+def test_a_sequence_does_not_depend_on_its_neighbours(num_candidates: int) -> None:
     rows = 32
     sequences = one_of_each(rows)
     together = Sampler(VOCAB_SIZE, CPU, num_candidates=num_candidates)
@@ -137,8 +137,8 @@ def test_columns_are_kept_while_drafts_give_greedy_sequences_several_tokens(monk
     sampler = Sampler(VOCAB_SIZE, CPU)
     for step, (row, count, num_built) in enumerate([(0, 1, 1), (0, 4, 1), (0, 2, 1), (1, 2, 2), (1, 2, 2), (2, 2, 3)]):
         logits = random_logits(len(sequences), step)
-        for place, sequence in enumerate(sequences):
-            sequence.token_ids += [step + 20] * (count if place == row else 1)
+        for index, sequence in enumerate(sequences):
+            sequence.token_ids += [step + 20] * (count if index == row else 1)
         got = sampler.sample(logits.clone(), sequences)
         assert got.token_ids == sample(logits, sequences)
         assert len(built) - step - 1 == num_built, f"step {step}"  # the comparison builds one too

@@ -86,13 +86,13 @@ def test_ranks_that_compute_prompt_logits_in_slices_stay_in_step(checkpoint: Cal
     """Each slice is a collective of all ranks, also in steps that sample nothing."""
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in make_prompts()]
     params = [SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=(None, 0, 3)[i % 3]) for i in range(16)]
-    told = []
+    logprobs = []
     for size in (1, 2):
         options = OPTIONS | {"max_num_batched_tokens": 200, "tensor_parallel_size": size}
         llm = LLM(checkpoint("llama"), **options)
-        told.append([one.prompt_logprobs for one in llm.generate(prompts, params, use_tqdm=False)])
+        logprobs.append([one.prompt_logprobs for one in llm.generate(prompts, params, use_tqdm=False)])
         llm.engine.close()
-    for got, expected in zip(*told, strict=True):
+    for got, expected in zip(*logprobs, strict=True):
         for one, other in zip(got or [], expected or [], strict=True):
             assert list(one or {}) == list(other or {})
             values = [found.logprob for found in (other or {}).values()]
