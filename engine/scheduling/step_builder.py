@@ -1,7 +1,7 @@
 """StepBuilder: the batch of one step while it is put together.
 
-It owns the token budget and the lists that run parallel to the running batch, so that admission, preemption and the
-drafter only say which sequence computes how much. ``build`` turns it into the SchedulerOutput. It decides nothing.
+It owns the token budget and what each running sequence computes. The scheduler, admission, preemption and the drafter
+decide; ``build`` returns the SchedulerOutput.
 """
 
 from __future__ import annotations
@@ -33,6 +33,17 @@ class StepBuilder:
         not_sampling: indices of the running sequences that get no token in this step.
         output: copies, swaps and changes of the queues so far.
     """
+
+    __slots__ = (
+        "_blocks",
+        "_queues",
+        "chunk_limit",
+        "not_sampling",
+        "num_new_tokens",
+        "output",
+        "running",
+        "token_budget",
+    )
 
     def __init__(self, queues: RequestQueues, max_tokens: int, chunk_limit: int) -> None:
         self.running = queues.running
