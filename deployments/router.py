@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from deployments.observability.ingress_metrics import ROUTING_DECISION_SECONDS, ROUTING_DECISIONS, ingress_recorder
 from deployments.routing.cluster_view import cluster_view
 from deployments.routing.options import RoutingOptions
+from engine.request import EngineRequest
 
 __all__ = ["PrefixRouter"]
 
@@ -38,10 +40,10 @@ class PrefixRouter(RequestRouter):
         if pending_request is not None:
             # When all replicas are full Serve calls again; without a backoff that is a busy loop.
             pending_request.routing_context.should_backoff = True
-        hashes, num_tokens, avoid = _prompt(pending_request)
+        call = _Call.read(pending_request)
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        decision = self.view.choose(list(replicas), hashes, num_tokens, avoid, _request_id(pending_request))
-        if num_tokens:  # else the call is not for tokens
+        decision = self.view.choose(list(replicas), call.block_hashes, call.num_tokens, call.avoid, call.request_id)
+        if call.num_tokens:
             ingress_recorder().increment(ROUTING_DECISIONS, outcome=decision.outcome)
             ingress_recorder().observe(ROUTING_DECISION_SECONDS, perf_counter() - started)
         return [[replicas[name]] for name in decision.order]
@@ -65,9 +67,9 @@ class PrefixRouter(RequestRouter):
         raise AssertionError("the ranks never end")
 
     def _record_choice(self, pending_request: PendingRequest, replica_id: ReplicaID) -> None:
-        if request_id := _request_id(pending_request):  # else the call is not for tokens
-            hashes, num_tokens, _ = _prompt(pending_request)
-            self.view.dispatch(request_id, replica_id.unique_id, hashes, num_tokens)
+        call = _Call.read(pending_request)
+        if call.request_id:
+            self.view.dispatch(call.request_id, replica_id.unique_id, call.block_hashes, call.num_tokens)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Remove a dead replica at once."""
@@ -85,16 +87,22 @@ class PrefixRouter(RequestRouter):
         )
 
 
-def _prompt(pending_request: PendingRequest | None) -> tuple[Sequence[int], int, Sequence[str]]:
-    """Return a request's block hashes, its number of tokens and the replicas to avoid; none for other calls."""
-    if pending_request is None:
-        return (), 0, ()
-    kwargs, args = pending_request.kwargs, pending_request.args
-    num_tokens = args[0].num_tokens if args and hasattr(args[0], "num_tokens") else 0
-    return kwargs.get("block_hashes") or (), num_tokens, kwargs.get("avoid") or ()
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What routing needs of a handle's call; a call that is not for tokens has no id and no tokens."""
 
+    request_id: str = ""
+    num_tokens: int = 0
+    block_hashes: Sequence[int] = ()
+    avoid: Sequence[str] = ()
 
-def _request_id(pending_request: PendingRequest | None) -> str:
-    """Return the id of a request for tokens; none for other calls."""
-    args = () if pending_request is None else pending_request.args
-    return str(getattr(args[0], "request_id", "")) if args else ""
+    @classmethod
+    def read(cls, pending_request: PendingRequest | None) -> _Call:
+        """Read the arguments of ``EngineReplica.generate``."""
+        request = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if pending_request is None or not isinstance(request, EngineRequest):
+            return cls()
+        options = pending_request.kwargs
+        return cls(
+            request.request_id, request.num_tokens, options.get("block_hashes") or (), options.get("avoid") or ()
+        )

@@ -30,3 +30,8 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str = ""
     output_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far: those whose KV the engine needs to continue."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
