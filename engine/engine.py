@@ -24,8 +24,7 @@ from engine.observability.observer import EngineObservers
 from engine.observability.sharing_log import SharingLog
 from engine.outputs import EngineOutput, FinishReason
 from engine.prefix_hash import root_hash
-from engine.request import EngineRequest
-from engine.request_validator import RequestValidator
+from engine.request import EngineRequest, RequestValidator
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.ngram_proposer import NgramProposer
 from engine.scheduling.prefill_backlog import PrefillBacklog

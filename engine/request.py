@@ -1,12 +1,19 @@
-"""EngineRequest: one prompt and its parameters, the same object from the ingress to ``SequenceGroup``."""
+"""EngineRequest, a prompt and its parameters on the way from the ingress to ``SequenceGroup``; and which are accepted.
+
+A request that can never run is refused with an error that states the limit, so the scheduler can finish every request
+that it holds. The validators read only constants, so any thread may call them. The ingress checks a prompt with the
+same code, before the request travels to an engine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.errors import PromptTooLongError, RequestError, shown
 from engine.sampling_params import SamplingParams
 
-__all__ = ["EngineRequest"]
+__all__ = ["EngineRequest", "PromptValidator", "RequestValidator"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +42,140 @@ class EngineRequest:
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the answer so far: those whose KV the engine needs to continue."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptValidator:
+    """The rules for token ids and for the length of a prompt.
+
+    Args:
+        model: name of the model, for messages.
+        vocab_size: token ids are less than this.
+        max_model_len: maximum tokens of a sequence, prompt and output together.
+        num_blocks: blocks of the KV pool.
+        block_size: tokens per block.
+    """
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+    @property
+    def capacity(self) -> int:
+        """Maximum tokens, prompt and output together, of one sequence."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
+
+    def check_prompt(self, token_ids: Sequence[int], param: str = "prompt") -> None:
+        """Check the token ids of a prompt.
+
+        Args:
+            token_ids: the prompt.
+            param: the parameter that the error names.
+
+        Raises:
+            RequestError: if the prompt is empty, or an id is not in the vocabulary.
+            PromptTooLongError: if the prompt leaves no space for an output token in the context or the KV pool.
+        """
+        self.check_token_ids(param, token_ids)
+        self._check_length(len(token_ids), 0, param)
+
+    def check_token_ids(self, param: str, token_ids: Sequence[int]) -> None:
+        """Raise RequestError unless all ``token_ids`` are in the vocabulary."""
+        # Three passes in C: prompts of 100,000 tokens are checked on the event loop.
+        is_integral = set(map(type, token_ids)) <= {int}
+        if is_integral and (not token_ids or 0 <= min(token_ids) <= max(token_ids) < self.vocab_size):
+            return
+        wrong = next(i for i in token_ids if type(i) is not int or not 0 <= i < self.vocab_size)
+        remedy = f"give ids in the vocabulary, 0..{self.vocab_size - 1}"
+        raise RequestError(f"has the id {shown(wrong)}", param=param, remedy=remedy)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise RequestError unless all token ids that ``params`` name are in the vocabulary."""
+        for name, token_ids in params.ids_by_parameter():
+            self.check_token_ids(name, token_ids)
+
+    def check_cache_salt(self, cache_salt: str) -> None:
+        """Raise RequestError unless ``cache_salt`` is printable text."""
+        if not isinstance(cache_salt, str) or not cache_salt.isprintable():
+            raise RequestError("must be printable text", param="cache_salt", value=cache_salt)
+
+    def _check_length(self, num_prompt_tokens: int, num_output_tokens: int, param: str = "prompt") -> None:
+        if num_prompt_tokens == 0:
+            raise RequestError("is empty", param=param, value=[], remedy="give at least one token")
+        length = num_prompt_tokens + num_output_tokens
+        if length >= self.capacity:
+            limit = "context" if self.capacity == self.max_model_len else "KV cache"
+            raise PromptTooLongError(
+                f"has {length} tokens, but the {limit} of '{self.model}' holds {self.capacity} with the answer",
+                param=param,
+                remedy=f"shorten it by at least {length - self.capacity + 1}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestValidator(PromptValidator):
+    """The rules of one engine for a whole request.
+
+    Args:
+        max_num_seqs: maximum sequences that run at once.
+        shares_prefixes: whether the sequences of one prompt share its blocks even after a recomputation.
+    """
+
+    max_num_seqs: int
+    shares_prefixes: bool
+
+    def max_total_tokens(self, num_prompt_tokens: int, num_sequences: int) -> int:
+        """Return the length at which ``num_sequences`` of one prompt, with no other request, fill the KV pool."""
+        shared = num_prompt_tokens // self.block_size if self.shares_prefixes and num_sequences > 1 else 0
+        return min(self.capacity, (shared + (self.num_blocks - shared) // num_sequences) * self.block_size)
+
+    def check(self, request: EngineRequest) -> None:
+        """Refuse a request that can never run.
+
+        Raises:
+            RequestError: if the prompt is empty, an id is not in the vocabulary, a field has a wrong type, or the
+                request needs more sequences than can ever run together.
+            PromptTooLongError: if the prompt leaves no space for an output token in the context or the KV pool.
+        """
+        params, priority = request.params, request.priority
+        num_prompt_tokens, num_output_tokens = len(request.prompt_token_ids), len(request.output_token_ids)
+        self.check_token_ids("prompt", request.prompt_token_ids)
+        self.check_token_ids("output", request.output_token_ids)
+        self.check_params(params)
+        self._check_length(num_prompt_tokens, num_output_tokens)
+        self._check_num_sequences(num_prompt_tokens, params)
+        if num_output_tokens:
+            _check_output(num_output_tokens, params)
+        if params.bad_words and params.bad_words_token_ids is None:
+            raise RequestError("need a tokenizer here", param="bad_words", remedy="give bad_words_token_ids")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError("must be an integer", param="priority", value=priority)
+        self.check_cache_salt(request.cache_salt)
+
+    def _check_num_sequences(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        """Refuse a request whose sequences can never run together."""
+        width = params.num_sequences
+        name = "beam_width" if params.uses_beam_search else "best_of" if params.best_of else "n"
+        if width > self.max_num_seqs:
+            limit = f"exceeds the {self.max_num_seqs} sequences that run at once"
+            raise RequestError(limit, param=name, value=width, remedy="lower it")
+        if (fitting := self.max_total_tokens(num_prompt_tokens, width)) <= num_prompt_tokens:
+            raise RequestError(
+                f"answers to a prompt of {num_prompt_tokens} tokens do not fit the KV cache, which holds {fitting} "
+                "tokens of each",
+                param=name,
+                value=width,
+                remedy="request fewer",
+            )
+
+
+def _check_output(num_output_tokens: int, params: SamplingParams) -> None:
+    """Refuse to continue an output that these parameters cannot have produced."""
+    if params.num_sequences > 1:
+        problem = "answers cannot continue tokens that were generated earlier"
+        raise RequestError(problem, param="n", value=params.num_sequences, remedy="request one answer")
+    if params.max_tokens is not None and num_output_tokens >= params.max_tokens:
+        problem = f"is reached: {num_output_tokens} tokens were generated earlier"
+        raise RequestError(problem, param="max_tokens", value=params.max_tokens, remedy="raise it")

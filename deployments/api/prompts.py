@@ -20,7 +20,7 @@ from deployments.requests.prompt import Prompt
 from engine.config import EngineInfo
 from engine.errors import PromptTooLongError, RequestError
 from engine.prefix_hash import hash_blocks, root_hash
-from engine.request_validator import PromptValidator
+from engine.request import PromptValidator
 from engine.sampling_params import SamplingParams
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer

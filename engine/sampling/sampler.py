@@ -112,6 +112,10 @@ class Sampler:
         found: list[int] = token_ids.masked_fill_(~best.isfinite(), NO_TOKEN).tolist()
         return found
 
+    def warm_up_prompt_logprobs(self, logits: torch.Tensor) -> None:
+        """Compute as many log-probabilities from ``logits`` [n, vocab_size] as requests can ask for."""
+        self.prompt_logprobs(logits, [0] * len(logits), [MAX_LOGPROBS] * len(logits))
+
     def warm_up(self, num_sequences: int) -> None:
         """Sample ``num_sequences`` sequences once, with every parameter that takes memory."""
         # Equal logits, and more allowed tokens than top-p has candidates, so that it sorts the vocabulary.

@@ -21,7 +21,6 @@ from engine.models.decoder import Decoder, ForwardContext
 from engine.models.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.sampling.sampler import Sampler
-from engine.sampling_params import MAX_LOGPROBS
 from engine.worker.device import resolve_device, set_rank_threads, use_device
 from engine.worker.memory import blocks_that_fit, gpu_memory_for_cache, host_memory_for_cache
 from engine.worker.step_plan import ModelInput, StepPlan
@@ -240,12 +239,9 @@ class ModelWorker:
         num_sampled = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         sampler = Sampler(self.model_config.vocab_size, self.device)
 
-        def on_prompt_logits(logits: torch.Tensor) -> None:
-            sampler.prompt_logprobs(logits, [0] * len(logits), [MAX_LOGPROBS] * len(logits))
-
         torch.cuda.reset_peak_memory_stats(self.device)
         hidden = self._forward(model_input, self._make_cache(model_input.metadata.block_tables.shape[1]))
-        self._compute_prompt_logits(hidden, model_input.prompt_logit_indices, on_prompt_logits)
+        self._compute_prompt_logits(hidden, model_input.prompt_logit_indices, sampler.warm_up_prompt_logprobs)
         if (logits := self.model.compute_logits(hidden, model_input.logit_indices)) is not None:
             after_drafts = logits[num_sampled:].clone()  # stays in memory while the other logits are sampled from
             del logits

@@ -28,7 +28,7 @@ from engine.kv.block_pool import Block
 from engine.kv.host_pool import HostPool
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.prefix_hash import packed_block_hash
-from engine.request_validator import RequestValidator
+from engine.request import RequestValidator
 from engine.scheduling import drafter as drafter_module
 from engine.scheduling.drafter import Drafter, accepted_tokens
 from engine.scheduling.preemption import Preemption

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from engine.errors import PromptTooLongError, RequestError
-from engine.request import EngineRequest
-from engine.request_validator import PromptValidator, RequestValidator
+from engine.request import EngineRequest, PromptValidator, RequestValidator
 from engine.sampling_params import SamplingParams
 
 SIZES: dict[str, Any] = {"model": "m", "vocab_size": 64, "max_model_len": 32, "num_blocks": 4, "block_size": 4}
