@@ -13,9 +13,21 @@ from typing import Any
 from engine.errors import InvalidValueError, shown
 
 __all__ = [
-    "Rule", "RuleError", "apply_rules", "choice", "flag", "integer", "is_integer", "is_number", "items", "memory_size",
-    "name_or_null", "number", "optional", "strings",
-]  # fmt: skip
+    "Rule",
+    "RuleError",
+    "apply_rules",
+    "choice",
+    "flag",
+    "integer",
+    "is_integer",
+    "is_number",
+    "items",
+    "memory_size",
+    "name_or_null",
+    "number",
+    "optional",
+    "strings",
+]
 
 Rule = Callable[[Any], Any]
 
