@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
+from engine.scheduling.preemption import Preemption
+from engine.scheduling.step_builder import StepBuilder
+from engine.sequence import SequenceGroup, SequenceStatus
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.conftest import SavedModel
 
@@ -85,18 +88,16 @@ class PreemptionCounter:
     """Counts the preemptions of every engine that is created after it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from engine.scheduling.scheduler import Scheduler
-
         self.count = self.num_swaps = 0
-        original = Scheduler._preempt
+        original = Preemption.preempt_last
 
-        def counting(scheduler: Scheduler, *args: Any) -> None:
-            before = scheduler.num_swapped
-            original(scheduler, *args)
+        def counting(preemption: Preemption, step: StepBuilder) -> SequenceGroup:
+            group = original(preemption, step)
             self.count += 1
-            self.num_swaps += scheduler.num_swapped - before
+            self.num_swaps += group.status is SequenceStatus.SWAPPED
+            return group
 
-        monkeypatch.setattr(Scheduler, "_preempt", counting)
+        monkeypatch.setattr(Preemption, "preempt_last", counting)
 
 
 def check_against_oracle(
