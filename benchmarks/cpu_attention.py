@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe
-from kernels.attention import AttentionInputs, AttentionMetadata
+from kernels.attention.base import AttentionInputs
 from kernels.attention.cpu_backend import CpuBackend
+from kernels.attention_metadata import AttentionMetadata
 from kernels.cpu.library import library, set_num_threads
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16

@@ -29,6 +29,7 @@ from engine.rules import (
     number,
     optional,
 )
+from kernels.attention.registry import BACKENDS
 
 __all__ = ["EngineConfig", "SpeculativeConfig"]
 
@@ -158,6 +159,7 @@ _ENGINE_RULES: dict[str, Rule] = {
     "seed": integer(),
     "speculative_config": optional(_speculative),
     "num_threads": optional(integer(1)),
+    "attention_backend": choice("auto", *BACKENDS),
 }
 
 
@@ -205,7 +207,8 @@ class EngineConfig:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         num_threads: threads that compute on a CPU, for all ranks together; None takes OMP_NUM_THREADS, else one for
             each core. Engines of one process share them.
-        attention_backend: ``auto``, ``cpu``, ``triton`` or ``flash_attn``.
+        attention_backend: a name in the table of kernels/attention/registry.py, such as ``triton``; ``auto`` takes the
+            fastest that computes the dtype on the device.
 
     Raises:
         ConfigError: for any value out of range.

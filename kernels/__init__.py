@@ -1,7 +1,8 @@
 """Everything that touches the device below torch's own operators: KV cache writes, attention, C kernels for CPUs.
 
 These modules know tensors, slots and block tables. They know nothing about models, sequences, schedulers or requests.
-Importing them imports neither Triton nor flash-attn; a backend imports its own library when it is first used.
+Importing them imports neither Triton nor flash-attn; a backend imports its own library when it is first used. The table
+of attention backends does not need torch either, so this file imports nothing of ours.
 
 Hugging Face has a distribution that is called `kernels` too, which transformers imports from when it is installed. So
 that both work in one environment, with ours first on the path, this package also finds that one's modules and names.
@@ -12,10 +13,6 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import extend_path
 from types import ModuleType
-
-from kernels.store_kvcache import store_kvcache
-
-__all__ = ["store_kvcache"]
 
 __path__ = extend_path(__path__, __name__)
 

@@ -10,7 +10,9 @@ import torch
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.machine import median_seconds
 from kernels import reference
-from kernels.attention import AttentionBackend, select_backend
+from kernels.attention.base import AttentionBackend
+from kernels.attention.registry import BACKENDS
+from kernels.attention.select import select_backend
 from kernels.store_kvcache import store_kvcache
 from tests.kernels.attention.paged_batches import BATCHES, SHAPES, TOLERANCES, Shape, make_batch
 
@@ -45,9 +47,9 @@ def check_attention(device: torch.device) -> dict[str, Any]:
 
 def _backends(device: torch.device) -> dict[str, AttentionBackend]:
     backends = {}
-    for name in ("cpu",) if device.type == "cpu" else ("triton", "flash_attn"):
+    for name in (name for name, entry in BACKENDS.items() if device.type in entry.devices):
         try:
-            backends[name] = select_backend(device, name)
+            backends[name] = select_backend(device, torch.bfloat16, name)
         except ValueError as error:
             print(f"attention backend left out: {error}")
     return backends
@@ -58,9 +60,9 @@ def _check_backend(backend: AttentionBackend, device: torch.device) -> dict[str,
     worst: dict[str, float] = {}
     failed: list[str] = []
     cases = 0
-    dtypes = [dtype for dtype in TOLERANCES if backend.name != "flash_attn" or dtype != torch.float32]
+    dtypes = [dtype for dtype in TOLERANCES if str(dtype).removeprefix("torch.") in BACKENDS[backend.name].dtypes]
     for dtype, (shape_name, shape), (name, lengths) in product(dtypes, SHAPES.items(), BATCHES.items()):
-        block_size = shape.block_size if backend.name != "flash_attn" else 256
+        block_size = _block_size(backend, shape)
         for window in (None, 5, 100):
             batch = make_batch(lengths, _with(shape, dtype, block_size), seed=cases, device=device)
             error = _error(batch.run(backend, window), batch.expected(window))
@@ -69,6 +71,15 @@ def _check_backend(backend: AttentionBackend, device: torch.device) -> dict[str,
             if not error <= 1.0:
                 failed.append(f"{dtype}, {shape_name}, {name}, window {window}: {error:.2f} x tolerance")
     return {"passed": not failed, "cases": cases, "worst_share_of_tolerance": worst, "failed": failed[:10]}
+
+
+def _block_size(backend: AttentionBackend, shape: Shape) -> int:
+    """Return the shape's block size, or the backend's default if it cannot read blocks of that size."""
+    try:
+        backend.check_block_size(shape.block_size)
+    except ValueError:
+        return backend.default_block_size
+    return shape.block_size
 
 
 def _with(shape: Shape, dtype: torch.dtype, block_size: int) -> Shape:

@@ -18,7 +18,8 @@ from engine.models.config import ModelConfig
 from engine.models.rope import apply_rope
 from engine.models.sharding import vocab_range
 from engine.models.tensor_parallel import TensorParallel
-from kernels.attention import AttentionBackend, AttentionInputs, AttentionMetadata
+from kernels.attention.base import AttentionBackend, AttentionInputs
+from kernels.attention_metadata import AttentionMetadata
 from kernels.store_kvcache import store_kvcache
 
 __all__ = ["Decoder", "ForwardContext", "RowParallelLinear", "VocabParallelEmbedding"]

@@ -25,7 +25,7 @@ from engine.worker.device import resolve_device, set_rank_threads, use_device
 from engine.worker.memory import blocks_that_fit, gpu_memory_for_cache, host_memory_for_cache
 from engine.worker.step_plan import ModelInput, StepPlan
 from engine.worker.warm_up import warm_up_input
-from kernels.attention import select_backend
+from kernels.attention.select import select_backend
 
 __all__ = ["ModelWorker"]
 
@@ -64,7 +64,7 @@ class ModelWorker:
             )
         self.max_model_len = self._context_length()
         try:
-            self.backend = select_backend(self.device, self._backend_name())
+            self.backend = select_backend(self.device, self.dtype, config.attention_backend)
             self.block_size = config.block_size or self.backend.default_block_size
             self.backend.check_block_size(self.block_size)
         except ValueError as error:
@@ -86,7 +86,7 @@ class ModelWorker:
         """
         use_device(self.device)
         if self.device.type == "cpu":
-            set_rank_threads(self.config, self.rank, has_cpu_kernels=self.backend.name == "cpu")
+            set_rank_threads(self.config, self.rank, has_cpu_kernels=self.backend.uses_cpu_kernels)
         self.parallel = TensorParallel.join(self.rank, self.config.tensor_parallel_size, self.device, rendezvous)
         self.model = load_decoder(
             self.config.model,
@@ -96,7 +96,7 @@ class ModelWorker:
             max_model_len=self.max_model_len,
             parallel=self.parallel,
             quantization=self.config.quantization,
-            use_cpu_kernels=self.backend.name == "cpu",
+            use_cpu_kernels=self.backend.uses_cpu_kernels,
             show_progress=self.config.use_tqdm_on_load and self.rank == 0,
         )
 
@@ -110,12 +110,6 @@ class ModelWorker:
         if requested is not None and requested > longest:
             raise ConfigError(f"max_model_len={requested} exceeds the model's {longest} positions; lower it")
         return requested or longest
-
-    def _backend_name(self) -> str:
-        """Return the configured attention backend; ``auto`` is Triton for float32 on a GPU: flash-attn has none."""
-        if self.config.attention_backend == "auto" and self.device.type == "cuda" and self.dtype == torch.float32:
-            return "triton"
-        return self.config.attention_backend
 
     # --- a step -------------------------------------------------------------------------------------------------
 

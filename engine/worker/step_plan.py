@@ -11,7 +11,7 @@ import torch
 
 from engine.kv.block_manager import BlockPair
 from engine.scheduling.step import SchedulerOutput
-from kernels.attention import AttentionMetadata
+from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["ModelInput", "StepPlan", "build_step_plan"]
 

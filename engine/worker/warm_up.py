@@ -6,7 +6,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.worker.step_plan import ModelInput
-from kernels.attention import AttentionMetadata
+from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["warm_up_input"]
 

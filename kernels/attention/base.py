@@ -1,4 +1,7 @@
-"""What every attention backend takes and returns: AttentionInputs, AttentionBackend. This module computes nothing."""
+"""What every attention backend takes and returns: AttentionInputs, AttentionBackend. This module computes nothing.
+
+registry.py lists the backends and says how to add one.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from kernels.attention.registry import BACKENDS
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["AttentionBackend", "AttentionInputs"]
@@ -55,10 +59,26 @@ class AttentionInputs:
 
 
 class AttentionBackend(ABC):
-    """Causal attention with grouped queries over the paged cache, after this step's keys and values were stored."""
+    """Causal attention with grouped queries over the paged cache, after this step's keys and values were stored.
+
+    Attributes:
+        name: its key in the table of registry.py.
+        default_block_size: tokens.
+        uses_cpu_kernels: whether the model's layers run in the C kernels of kernels/cpu too.
+    """
 
     name: ClassVar[str]
     default_block_size: ClassVar[int]
+    uses_cpu_kernels: ClassVar[bool] = False
+
+    @classmethod
+    def why_unusable(cls, device: torch.device) -> str | None:
+        """Return why the backend cannot run on `device`; None if it can.
+
+        An ImportError of the module or the constructor is another reason, which `select_backend` reports.
+        """
+        devices = BACKENDS[cls.name].devices
+        return None if device.type in devices else f"it needs a {' or '.join(devices)} device"
 
     @abstractmethod
     def check_block_size(self, block_size: int) -> None:

@@ -21,6 +21,7 @@ class CpuBackend(AttentionBackend):
 
     name: ClassVar[str] = "cpu"
     default_block_size: ClassVar[int] = 16
+    uses_cpu_kernels: ClassVar[bool] = True
 
     def __init__(self, *, use_c_kernel: bool = True) -> None:
         self._use_c_kernel = use_c_kernel

@@ -16,6 +16,7 @@ import torch
 from kernels.attention.base import AttentionBackend, AttentionInputs
 from kernels.attention_metadata import AttentionMetadata
 
+_FIRST_CAPABILITY = (8, 0)  # Ampere: FlashAttention-2 supports nothing older
 _PAGE_SIZE = 256  # tokens: flash-attn's pages are a multiple of this
 _NO_WINDOW = (-1, -1)
 
@@ -40,6 +41,14 @@ class FlashAttnBackend(AttentionBackend):
         self._varlen: Callable[..., torch.Tensor] = flash_attn_varlen_func
         self._with_kvcache: Callable[..., torch.Tensor] = flash_attn_with_kvcache
         self._steps: WeakKeyDictionary[AttentionMetadata, dict[bool, _StepArguments]] = WeakKeyDictionary()
+
+    @classmethod
+    def why_unusable(cls, device: torch.device) -> str | None:
+        if reason := super().why_unusable(device):
+            return reason
+        if torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+            return "it needs a GPU of compute capability 8.0 or newer"
+        return None
 
     def check_block_size(self, block_size: int) -> None:
         if block_size < 1 or block_size % _PAGE_SIZE:

@@ -1,85 +1,88 @@
-"""select_backend: chooses an engine's attention backend once, at start, from the device and the configured name.
+"""select_backend: chooses an engine's attention backend once, at start, from its device, its dtype and its config.
 
-Backends are imported only when they are chosen, so a CPU needs neither Triton nor flash-attn.
+registry.py lists the backends and says how to add one. A backend is imported only when it is chosen, so a CPU needs
+neither Triton nor flash-attn.
 """
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterable
+from importlib import import_module
 
 import torch
 
 from kernels.attention.base import AttentionBackend
+from kernels.attention.registry import BACKENDS
 
-_FIRST_CAPABILITY_OF_FLASH_ATTN = (8, 0)  # Ampere: FlashAttention-2 supports nothing older
+__all__ = ["select_backend"]
 
 
-def select_backend(device: torch.device, name: str = "auto") -> AttentionBackend:
-    """Return the backend called `name` ("cpu", "triton", "flash_attn"), or with "auto" the fastest usable on `device`.
+def select_backend(device: torch.device, dtype: torch.dtype, name: str = "auto") -> AttentionBackend:
+    """Return the backend called `name`, or with "auto" the fastest that can compute `dtype` on `device`.
 
-    Raises ValueError for an unknown name, and for a backend that cannot run on this device or this installation.
+    Raises ValueError for an unknown name, and for a backend that cannot run on this device, with this dtype or on this
+    installation.
     """
-    chosen = _fastest_backend(device) if name == "auto" else name
-    match chosen:
-        case "cpu":
-            return _cpu_backend(device)
-        case "triton":
-            return _triton_backend(device)
-        case "flash_attn":
-            return _flash_attn_backend(device)
-        case _:
-            raise ValueError(f"unknown attention backend {name!r}; choose auto, cpu, triton or flash_attn")
-
-
-def _fastest_backend(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    if device.type != "cuda":
-        raise ValueError(f"no attention backend runs on device {str(device)!r}; use a cpu or cuda device")
-    return "triton" if _why_no_flash_attn(device) else "flash_attn"
-
-
-def _cpu_backend(device: torch.device) -> AttentionBackend:
-    if device.type != "cpu":
-        raise ValueError(
-            f"attention backend 'cpu' cannot run on device {str(device)!r}; use auto, triton or flash_attn"
-        )
-    from kernels.attention.cpu_backend import CpuBackend
-
-    return CpuBackend()
-
-
-def _triton_backend(device: torch.device) -> AttentionBackend:
-    if importlib.util.find_spec("triton") is None:
-        raise ValueError("attention backend 'triton' needs the triton package; install it, or use auto or cpu")
-    from triton import knobs
-
-    if device.type != "cuda" and not knobs.runtime.interpret:
-        raise ValueError(
-            f"attention backend 'triton' cannot run on device {str(device)!r}; "
-            "use auto or cpu, or set TRITON_INTERPRET=1 to test its kernels"
-        )
-    from kernels.attention.triton_backend import TritonBackend
-
-    return TritonBackend()
-
-
-def _flash_attn_backend(device: torch.device) -> AttentionBackend:
-    if reason := _why_no_flash_attn(device):
-        remedy = "auto or cpu" if device.type == "cpu" else "auto or triton"
-        raise ValueError(f"attention backend 'flash_attn' cannot run on device {str(device)!r}: {reason}; use {remedy}")
-    from kernels.attention.flash_attn_backend import FlashAttnBackend
-
-    return FlashAttnBackend()
-
-
-def _why_no_flash_attn(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return "it needs a CUDA device"
-    if torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY_OF_FLASH_ATTN:
-        return "it needs a GPU of compute capability 8.0 or newer"
+    if name == "auto":
+        return _fastest_backend(device, dtype)
+    if name not in BACKENDS:
+        raise ValueError(f"unknown attention backend {name!r}; choose {_listed(['auto', *BACKENDS])}")
     try:
-        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
+        return _create(name, device, dtype)
+    except _UnusableError as error:
+        choices = _listed(["auto", *(other for other in _candidates(device, dtype) if other != name)])
+        problem = f"attention backend {name!r} cannot run on device {str(device)!r}: {error}"
+        raise ValueError(f"{problem}; use {choices}") from error
+
+
+class _UnusableError(Exception):
+    """A backend cannot run here; the message is the reason."""
+
+
+def _fastest_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    reasons = []
+    for name in _candidates(device, dtype):
+        try:
+            return _create(name, device, dtype)
+        except _UnusableError as error:
+            reasons.append(f"{name}: {error}")
+    details = "; ".join(reasons) or _remedy(device)
+    raise ValueError(f"no attention backend computes {_dtype_name(dtype)} on device {str(device)!r}; {details}")
+
+
+def _remedy(device: torch.device) -> str:
+    """Return what to change if no line of the table has the device and the dtype."""
+    if dtypes := {name: None for entry in BACKENDS.values() if device.type in entry.devices for name in entry.dtypes}:
+        return f"choose the dtype {_listed(dtypes)}"
+    return f"use a {_listed({name: None for entry in BACKENDS.values() for name in entry.devices})} device"
+
+
+def _candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return the backends whose line of the table has this device and this dtype."""
+    return [
+        name for name, entry in BACKENDS.items() if device.type in entry.devices and _dtype_name(dtype) in entry.dtypes
+    ]
+
+
+def _create(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    entry = BACKENDS[name]
+    try:
+        module = import_module(f"kernels.attention.{entry.module}")
+        backend_class: type[AttentionBackend] = getattr(module, entry.class_name)
+        if reason := backend_class.why_unusable(device):
+            raise _UnusableError(reason)
+        if _dtype_name(dtype) not in entry.dtypes:
+            raise _UnusableError(f"it computes {_listed(entry.dtypes)}, not {_dtype_name(dtype)}")
+        return backend_class()
     except ImportError as error:  # also raised by a wheel built against another torch: installed, yet unusable
-        return f"flash-attn cannot be imported ({error})"
-    return None
+        raise _UnusableError(f"a library that it needs cannot be imported ({error})") from error
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return "a, b or c"."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+from triton import knobs
 
 from kernels.attention.base import AttentionBackend, AttentionInputs
 from kernels.attention.triton_kernels import mixed_kernel, reduce_splits_kernel, split_decode_kernel
@@ -27,6 +28,13 @@ class TritonBackend(AttentionBackend):
 
     name: ClassVar[str] = "triton"
     default_block_size: ClassVar[int] = 16
+
+    @classmethod
+    def why_unusable(cls, device: torch.device) -> str | None:
+        if knobs.runtime.interpret:
+            return None
+        reason = super().why_unusable(device)
+        return reason and f"{reason}, or TRITON_INTERPRET=1 to test its kernels"
 
     def check_block_size(self, block_size: int) -> None:
         if block_size < 1 or block_size & (block_size - 1):

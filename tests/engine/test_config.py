@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from kernels.attention.registry import BACKENDS
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -22,6 +25,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
         ({"block_size": -1}, "block_size=-1"),
         ({"dtype": "int3"}, "dtype='int3'.*choose one of"),
         ({"device": "tpu"}, "device='tpu'.*choose auto, cpu"),
+        ({"attention_backend": "trition"}, "attention_backend='trition' is unknown; choose .* auto, cpu, .*triton"),
+        ({"attention_backend": None}, "attention_backend=None is unknown; choose"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization=1.5 .*in \(0, 1\]"),
         ({"kv_cache_memory": "lots"}, "kv_cache_memory='lots'.*'512MiB'"),
         ({"kv_cache_memory": 0}, "kv_cache_memory=0"),
@@ -80,6 +85,19 @@ def test_a_bad_option_is_refused(options: dict[Any, Any], message: str) -> None:
 )
 def test_memory_sizes(text: int | str, size: int) -> None:
     assert EngineConfig(model="m", kv_cache_memory=text).kv_cache_memory == size
+
+
+@pytest.mark.parametrize("name", ["auto", *BACKENDS])
+def test_every_attention_backend_of_the_table_can_be_configured(name: str) -> None:
+    assert EngineConfig(model="m", attention_backend=name).attention_backend == name
+
+
+def test_a_config_is_checked_without_torch() -> None:
+    program = (
+        "import sys; from engine.config import EngineConfig; EngineConfig(model='m', attention_backend='triton'); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_config_is_frozen() -> None:

@@ -64,7 +64,7 @@ def site(tmp_path: Path) -> Path:
 def test_alone_our_package_is_not_taken_for_the_other_one() -> None:
     program = (
         "from transformers.utils.import_utils import is_kernels_available\n"
-        "import transformers.models.qwen3.modeling_qwen3, kernels.attention\n"
+        "import transformers.models.qwen3.modeling_qwen3, kernels.attention.select\n"
         "print(is_kernels_available(), hasattr(kernels, 'get_kernel'))"
     )
     assert run(program).split() == ["False", "False"]
@@ -74,8 +74,9 @@ def test_both_work_in_one_environment(site: Path) -> None:
     program = (
         "from transformers.utils.import_utils import is_kernels_available\n"
         "import transformers.models.qwen3.modeling_qwen3\n"
-        "import kernels, kernels.attention, kernels.layer\n"
-        "from kernels import store_kvcache, get_kernel\n"
+        "import kernels, kernels.attention.select, kernels.layer\n"
+        "from kernels import get_kernel\n"
+        "from kernels.store_kvcache import store_kvcache\n"
         "print(is_kernels_available(), get_kernel is kernels.layer.get_kernel, kernels.__file__)"
     )
     available, same, file = run(program, site).split()

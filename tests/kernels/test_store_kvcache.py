@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import kernels
 from kernels import reference
+from kernels.store_kvcache import store_kvcache
 
 Store = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 NUM_BLOCKS = 5
@@ -25,7 +25,7 @@ SLOTS = {
 @pytest.fixture(params=["torch", "triton"])
 def store(request: pytest.FixtureRequest) -> Store:
     if request.param == "torch":
-        return kernels.store_kvcache
+        return store_kvcache
     request.getfixturevalue("kernel_device")
     from kernels.store_kvcache_triton import store_kvcache_triton
 

@@ -27,9 +27,9 @@ def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 def test_nothing_on_the_cpu_path_imports_triton_or_flash_attn() -> None:
     script = (
-        "import sys, torch, kernels, kernels.reference; from kernels.attention import select_backend; "
+        "import sys, torch, kernels, kernels.reference; from kernels.attention.select import select_backend; "
         "import kernels.attention.flash_attn_backend, kernels.attention.reference; "
-        "select_backend(torch.device('cpu')); "
+        "select_backend(torch.device('cpu'), torch.float32); "
         "print([name for name in ('triton', 'flash_attn') if name in sys.modules])"
     )
     result = _python("-c", script)

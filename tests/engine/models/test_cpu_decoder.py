@@ -15,7 +15,8 @@ from engine.models.config import load_hf_config
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.decoder import Decoder, ForwardContext
 from engine.models.tensor_parallel import TensorParallel
-from kernels.attention import AttentionMetadata, select_backend
+from kernels.attention.select import select_backend
+from kernels.attention_metadata import AttentionMetadata
 from kernels.cpu.library import library, set_num_threads
 from kernels.cpu.linear import has_int8
 from tests.engine.checkpoints import FAMILIES, build_model, save_checkpoint
@@ -69,7 +70,7 @@ def logits_of_two_steps(model: Any, dtype: torch.dtype) -> torch.Tensor:
         dtype=dtype,
         device=CPU,
     )
-    backend = select_backend(CPU)
+    backend = select_backend(CPU, dtype)
     tables = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:60].view(3, 20).int()
 
     def step(parts: list[tuple[int, int, int]]) -> torch.Tensor:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.attention import AttentionBackend, AttentionInputs, AttentionMetadata, reference
+from kernels.attention import reference
+from kernels.attention.base import AttentionBackend, AttentionInputs
+from kernels.attention_metadata import AttentionMetadata
 
 TOLERANCES = {  # (absolute, relative), against the float64 reference of the same inputs
     torch.float32: (2e-5, 1e-5),

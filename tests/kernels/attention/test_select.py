@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import pytest
 import torch
 
-from kernels.attention import AttentionBackend, select_backend
+from kernels.attention.base import AttentionBackend
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention.flash_attn_backend import FlashAttnBackend
+from kernels.attention.registry import BACKENDS, BackendEntry
+from kernels.attention.select import select_backend
 from tests.kernels.attention import fake_flash_attn
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
@@ -20,15 +24,26 @@ def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -
 
 
 def test_a_cpu_gets_the_cpu_backend() -> None:
-    assert select_backend(CPU).name == "cpu"
-    assert select_backend(CPU, "cpu").default_block_size == 16
+    assert select_backend(CPU, FP32).name == "cpu"
+    assert select_backend(CPU, BF16, "cpu").default_block_size == 16
+    assert select_backend(CPU, BF16).uses_cpu_kernels
 
 
 def test_a_gpu_gets_flash_attn_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpu(monkeypatch, (9, 0))
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
-    backend = select_backend(CUDA)
+    backend = select_backend(CUDA, BF16)
     assert (backend.name, backend.default_block_size) == ("flash_attn", 256)
+    assert not backend.uses_cpu_kernels
+
+
+def test_float32_on_a_gpu_gets_triton_because_flash_attn_does_not_compute_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    _pretend_gpu(monkeypatch, (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    assert select_backend(CUDA, FP32).name == "triton"
+    with pytest.raises(ValueError, match="'flash_attn' .*it computes bfloat16 or float16, not float32; use auto or"):
+        select_backend(CUDA, FP32, "flash_attn")
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (7, 5)])
@@ -39,39 +54,63 @@ def test_a_gpu_gets_triton_where_flash_attn_is_missing_or_the_gpu_too_old(
     _pretend_gpu(monkeypatch, capability)
     # None makes the import fail, as a wheel that was built against another torch does.
     monkeypatch.setitem(sys.modules, "flash_attn", None if capability >= (8, 0) else fake_flash_attn)
-    backend = select_backend(CUDA)
+    backend = select_backend(CUDA, BF16)
     assert (backend.name, backend.default_block_size) == ("triton", 16)
 
 
 @pytest.mark.parametrize(
     ("device", "name", "message"),
     [
-        (CPU, "flashinfer", "unknown attention backend 'flashinfer'; choose auto, cpu, triton or flash_attn"),
-        (CPU, "flash_attn", "'flash_attn' cannot run on device 'cpu': it needs a CUDA device; use auto or cpu"),
-        (CUDA, "cpu", "'cpu' cannot run on device 'cuda'; use auto, triton or flash_attn"),
-        (torch.device("mps"), "auto", "no attention backend runs on device 'mps'; use a cpu or cuda device"),
+        (CPU, "flashinfer", "unknown attention backend 'flashinfer'; choose auto, cpu, flash_attn or triton"),
+        (CPU, "flash_attn", "'flash_attn' cannot run on device 'cpu': it needs a cuda device; use auto or cpu"),
+        (CUDA, "cpu", "'cpu' cannot run on device 'cuda': it needs a cpu device; use auto, flash_attn or triton"),
+        (torch.device("mps"), "auto", "computes bfloat16 on device 'mps'; use a cpu or cuda device"),
     ],
 )
 def test_an_error_names_the_choices(device: torch.device, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        select_backend(device, name)
+        select_backend(device, BF16, name)
+
+
+def test_a_dtype_that_no_backend_computes_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="float64 on device 'cpu'; choose the dtype float32, bfloat16 or float16"):
+        select_backend(CPU, torch.float64)
 
 
 def test_triton_on_a_cpu_is_for_its_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match=r"'triton' cannot run on device 'cpu'; use auto or cpu, or set TRITON_INTERP"):
-        select_backend(CPU, "triton")
+    with pytest.raises(ValueError, match=r"'triton' cannot run .*, or TRITON_INTERPRET=1 .*; use auto or cpu"):
+        select_backend(CPU, FP32, "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert select_backend(CPU, FP32, "triton").name == "triton"
 
 
 def test_an_error_says_why_flash_attn_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     _pretend_gpu(monkeypatch, (9, 0))
-    with pytest.raises(ValueError, match=r"flash-attn cannot be imported .*; use auto or triton"):
-        select_backend(CUDA, "flash_attn")
+    with pytest.raises(ValueError, match=r"cannot be imported \(.*flash_attn.*\); use auto or triton"):
+        select_backend(CUDA, BF16, "flash_attn")
     _pretend_gpu(monkeypatch, (7, 5))
     with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer; use auto or triton"):
-        select_backend(CUDA, "flash_attn")
+        select_backend(CUDA, BF16, "flash_attn")
+
+
+def test_an_error_says_why_no_backend_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "kernels.attention.triton_backend", None)
+    _pretend_gpu(monkeypatch, (9, 0))
+    with pytest.raises(ValueError, match=r"bfloat16 on device 'cuda'; flash_attn: .*imported.*; triton: .*imported"):
+        select_backend(CUDA, BF16)
+
+
+@pytest.mark.parametrize(("name", "entry"), BACKENDS.items())
+def test_every_line_of_the_table_leads_to_its_backend(name: str, entry: BackendEntry) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    backend_class = getattr(import_module(f"kernels.attention.{entry.module}"), entry.class_name)
+    assert issubclass(backend_class, AttentionBackend)
+    assert backend_class.name == name
 
 
 def _backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, AttentionBackend]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.attention import AttentionInputs, AttentionMetadata
 from kernels.attention import reference as attention_reference
+from kernels.attention.base import AttentionInputs
+from kernels.attention_metadata import AttentionMetadata
 from kernels.cpu import reference
 from kernels.cpu.layer import LayerShape, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind

@@ -1,0 +1,40 @@
+"""The table of attention backends. It imports no torch, so that an engine's config can be checked without it.
+
+To add a backend: implement `AttentionBackend` (base.py) in a new module of this folder, and add its line to BACKENDS.
+The names that `EngineConfig` accepts, the choice of "auto", the lists in error messages and the GPU checks of
+benchmarks/gpu/kernel_checks.py follow from the table. Copy the tests of tests/kernels/attention/test_triton_backend.py,
+which compare a backend with reference.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["BACKENDS", "BackendEntry"]
+
+HALF = ("bfloat16", "float16")
+ANY = ("float32", *HALF)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendEntry:
+    """Where a backend is implemented, and what it computes.
+
+    Attributes:
+        module: name in this folder; imported when the backend is chosen, with the libraries that it needs.
+        class_name: the subclass of `AttentionBackend`.
+        devices: types of devices, as torch names them.
+        dtypes: of queries and cache, as torch names them.
+    """
+
+    module: str
+    class_name: str
+    devices: tuple[str, ...]
+    dtypes: tuple[str, ...]
+
+
+BACKENDS: dict[str, BackendEntry] = {  # "auto" takes the first that can run, so the fastest of a device comes first
+    "cpu":        BackendEntry("cpu_backend",        "CpuBackend",       devices=("cpu",),  dtypes=ANY),
+    "flash_attn": BackendEntry("flash_attn_backend", "FlashAttnBackend", devices=("cuda",), dtypes=HALF),
+    "triton":     BackendEntry("triton_backend",     "TritonBackend",    devices=("cuda",), dtypes=ANY),
+}  # fmt: skip
