@@ -1,7 +1,11 @@
 """Every metric of the ingress, defined once, and the recorder that keeps their values.
 
-To add one: define it here, and pass it to ``increment``, ``set`` or ``observe`` of ``ingress_recorder()`` where it
-happens. Metrics of the engine are defined in engine/observability/metrics.py.
+Metrics of the engine are defined in engine/observability/metrics.py. To add a metric of the ingress:
+
+1. Define it below as a module constant and name it in ``__all__``; INGRESS_METRICS and the exporters find it.
+2. Record it where it happens, with ``increment``, ``set`` or ``observe`` of ``ingress_recorder()``.
+3. Run ``python -m k8s.monitoring.metrics_table``, which writes the table of k8s/monitoring/README.md.
+4. Optional: add a panel to a row of k8s/monitoring/rows and run ``python -m k8s.monitoring.dashboard``.
 """
 
 from __future__ import annotations

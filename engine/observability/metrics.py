@@ -1,7 +1,13 @@
 """Every metric of the engine, defined once, and the interface of the sinks that the numbers go to.
 
 Names and meanings follow vLLM's. A deployment's sink writes to Prometheus and to Ray's metrics agent; the offline API
-has none. engine_metrics.py computes the numbers.
+has none. To add a metric:
+
+1. Define it below as a module constant; METRICS and the exporters find it.
+2. Record it in engine_metrics.py, in the method of the event that it belongs to, with ``self._sink.increment``, ``set``
+   or ``observe``. Only if no event fits, add one to both classes of observer.py and call it in engine/engine.py.
+3. Run ``python -m k8s.monitoring.metrics_table``, which writes the table of k8s/monitoring/README.md.
+4. Optional: add a panel to a row of k8s/monitoring/rows and run ``python -m k8s.monitoring.dashboard``.
 """
 
 from __future__ import annotations
