@@ -29,7 +29,7 @@ from ray._common.formatters import JSONFormatter
 from ray.serve._private.logging_utils import ServeFormatter
 
 from benchmarks.machine import describe
-from deployments.api.asgi import RecordRequests
+from deployments.api.middleware import RecordRequests
 from deployments.config import LoggingOptions, TracingOptions
 from deployments.requests.attempt import Attempt
 from deployments.requests.log import RequestLog

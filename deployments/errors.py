@@ -15,12 +15,20 @@ from starlette.requests import ClientDisconnect
 
 from engine.errors import EngineDeadError, OverloadedError, PagodaError, RequestError
 
-__all__ = ["ApiError", "ReplicaStalledError", "RequestTimeoutError", "as_api_error", "is_replica_loss", "unwrap"]
+__all__ = [
+    "ApiError",
+    "ReplicaStalledError",
+    "ReplicasLostError",
+    "RequestTimeoutError",
+    "as_api_error",
+    "is_replica_loss",
+    "unwrap",
+]
 
 logger = logging.getLogger("ray.serve")
 
 MAX_MESSAGE_LENGTH = 400
-_RETRY_OVERLOADED_S = 5  # a grammar that takes longer to compile is refused by then
+_RETRY_OVERLOADED_S = 5  # a grammar that takes longer to compile is rejected by then
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -85,6 +93,13 @@ class ReplicaStalledError(PagodaError):
         self.replica = replica
 
 
+class ReplicasLostError(PagodaError):
+    """More replicas were lost while they served one answer than it survives."""
+
+    def __init__(self, num_lost: int) -> None:
+        super().__init__(f"{num_lost} replicas were lost while they served this request; try again")
+
+
 class RequestTimeoutError(PagodaError):
     """A request took longer than request_timeout_s."""
 
@@ -99,20 +114,20 @@ _LOSSES = (
 )
 
 
-def unwrap(error: BaseException) -> BaseException:
+def unwrap(error: Exception) -> Exception:
     """Return the exception that a replica raised, without Ray's wrapper."""
     cause = getattr(error, "cause", None)
-    return cause if isinstance(error, RayTaskError) and isinstance(cause, BaseException) else error
+    return cause if isinstance(error, RayTaskError) and isinstance(cause, Exception) else error
 
 
-def is_replica_loss(error: BaseException) -> bool:
+def is_replica_loss(error: Exception) -> bool:
     """Whether the replica failed, not the request: the same request may succeed on another replica."""
     error = unwrap(error)
     # Over gRPC a dead replica sometimes raises grpc.aio.AioRpcError; compared by name, so that grpc stays optional.
     return isinstance(error, _LOSSES) or type(error).__name__ == "AioRpcError"
 
 
-def as_api_error(error: BaseException) -> ApiError:
+def as_api_error(error: Exception) -> ApiError:
     """Return the answer for any exception. The text of an unexpected one is logged, not sent."""
     error = unwrap(error)
     if isinstance(error, ApiError):
@@ -129,6 +144,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(
             503, "all replicas are busy and the queue is full; try again shortly", code="overloaded", retry_after_s=1
         )
+    if isinstance(error, ReplicasLostError):
+        return ApiError(503, str(error), code="replica_lost", retry_after_s=1)
     if is_replica_loss(error):
         logger.warning("a replica was lost: %s", type(error).__name__)
         return ApiError(

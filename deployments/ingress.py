@@ -19,10 +19,10 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from deployments.api.api_keys import ApiKeys, RequireKey
-from deployments.api.asgi import CountRequests, RecordRequests, read_body
+from deployments.api.body import parse_body, read_body
 from deployments.api.error_responses import add_error_handlers, with_error_responses
-from deployments.api.parsing import parse_body
-from deployments.api.prompt_loader import PromptLoader
+from deployments.api.lazy_prompt_builder import LazyPromptBuilder
+from deployments.api.middleware import CountRequests, RecordRequests
 from deployments.api.protocol import ChatRequest, CompletionRequest
 from deployments.api.serving import Serving
 from deployments.broadcast import all_ingresses, broadcast
@@ -37,7 +37,7 @@ from deployments.requests.log import RequestLog
 from deployments.requests.record import RequestRecord
 from deployments.requests.tracing import open_tracer
 from deployments.routing.cluster_view import cluster_view
-from deployments.routing.log import RoutedRequest
+from deployments.routing.recently_routed import RoutedRequest
 from deployments.version import pagoda_version
 from deployments.web.live_view import LiveView
 from deployments.web.page import WebPage
@@ -68,7 +68,7 @@ class Ingress:
         self._view = cluster_view(engines.deployment_name)
         self._log = RequestLog(config.logging)
         self._tracer = open_tracer(config.tracing, config.served_name)
-        self._prompts = PromptLoader(self._engines.info.remote, config.model_path, config.served_name)
+        self._prompts = LazyPromptBuilder(self._engines.info.remote, config.model_path, config.served_name)
         client = EngineClient(
             self._engines.options(stream=True).generate.remote,
             self._view,
@@ -83,7 +83,7 @@ class Ingress:
         """Return the HTTP application; Serve calls this after the constructor."""
         api = FastAPI(title="Pagoda", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
         if self._keys:
-            api.add_middleware(RequireKey, keys=self._keys, asks_browsers=self._config.web)
+            api.add_middleware(RequireKey, keys=self._keys, prompts_browser=self._config.web)
         api.add_middleware(CountRequests)
         api.add_middleware(RecordRequests, on_end=self._finish)
         add_error_handlers(api)

@@ -60,9 +60,9 @@ def measure(num_replicas: int, repeats: int, seed: int = 0) -> dict[str, Any]:
             between = thread_time()
             state.dispatched(decision.order[0], hashes, PROMPT_TOKENS, now=now, request_id=f"{kind}{number}")
             ended = thread_time()
-            state.completed(decision.order[0], f"{kind}{number}")
+            state.ended(decision.order[0], f"{kind}{number}")
             # Its events confirm the blocks and later evict them, so that the size of the index stays constant.
-            computed = hashes[decision.predicted_blocks :]
+            computed = hashes[decision.num_cached_blocks :]
             state.stored(decision.order[0], computed)
             state.removed(decision.order[0], computed)
             chosen.append(between - started)

@@ -67,7 +67,7 @@ class _Ingress:
                 feed.held = set() if entry.cleared else (feed.held | set(entry.stored)) - set(entry.removed)
                 if self.rng.random() < loss and feed.resync_at < 0:  # the next batch shows the gap; a snapshot follows
                     feed.resync_at = now + 2 * self.cluster.settings.network_s + 0.1
-                    self.state.lost(name)
+                    self.state.events_lost(name)
             if feed.resync_at >= 0:
                 continue
             if entry.cleared:
@@ -103,7 +103,7 @@ class ProductionPolicy:
         ingress, request = self._ingresses[job.ingress], job.request
         ingress.listen(now)
         decision = ingress.state.choose(self._names, request.hashes, request.input_tokens, now=now, avoid=avoid)
-        job.predicted_blocks = decision.predicted_blocks
+        job.predicted_blocks = decision.num_cached_blocks
         return decision.order[0]
 
     def dispatched(self, job: Job, now: float) -> None:
@@ -115,7 +115,7 @@ class ProductionPolicy:
 
     def completed(self, job: Job, now: float) -> None:
         """Report it to the router of the job's ingress."""
-        self._ingresses[job.ingress].state.completed(job.replica, str(job.number))
+        self._ingresses[job.ingress].state.ended(job.replica, str(job.number))
 
     def replicas_changed(self, names: Sequence[str]) -> None:
         """Report it to the routers of all ingresses."""

@@ -7,7 +7,7 @@ compared in constant time.
 Clients send ``Authorization: Bearer KEY``. A browser cannot do that when it opens a page, so HTTP Basic with the key as
 password (and any user name) is accepted too: the browser prompts its user for the key and then sends it with every
 request. It also sends it for a script or form of another site. A request with Basic and a method other than GET or HEAD
-is therefore refused unless it comes from Pagoda's own page. No cookie and no script holds the key.
+is therefore rejected unless it comes from Pagoda's own page. No cookie and no script holds the key.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.api.asgi import path_of
+from deployments.api.middleware import path_of
 from deployments.errors import ApiError
-from deployments.requests.record import note_error
+from deployments.requests.record import record_error
 from engine.errors import ConfigError
 
 __all__ = ["ApiKeys", "RequireKey"]
@@ -104,47 +104,51 @@ def _checked(found: list[str], source: str) -> list[str]:
 
 
 class RequireKey:
-    """Middleware that refuses requests without a valid key.
+    """Middleware that rejects requests without a valid key.
 
     Args:
         app: the application to protect.
         keys: at least one key.
-        asks_browsers: whether there is a web page, so that a browser that opens it should prompt for the key.
+        prompts_browser: whether there is a web page, so that a browser that opens it should prompt for the key.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, *, asks_browsers: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, *, prompts_browser: bool) -> None:
         self._app = app
         self._keys = keys
-        self._asks_browsers = asks_browsers
+        self._prompts_browser = prompts_browser
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on, or refuse it."""
+        """Pass one request on, or reject it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008, "reason": "not offered"})
-        elif path_of(scope) in OPEN_PATHS or (refusal := self._refusal(scope)) is None:
+        elif path_of(scope) in OPEN_PATHS or (rejection := self._rejection(scope)) is None:
             await self._app(scope, receive, send)
         else:
-            await refusal(scope, receive, send)
+            await rejection(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
-        """Return the refusal of a request, or None if it has a valid key."""
+    def _rejection(self, scope: Scope) -> JSONResponse | None:
+        """Return the response that rejects a request, or None if it has a valid key."""
         headers = Headers(scope=scope)
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         scheme, key = scheme.lower(), _key(scheme.lower(), credentials.strip())
         if key is None or not self._keys.accept(key):
             return self._unauthorized(scope, headers, was_given=bool(scheme))
         if scheme == "basic" and scope["method"] not in ("GET", "HEAD") and not _is_from_our_page(headers):
-            return _answer(ApiError(403, "a request from another site; send Authorization: Bearer KEY"))
+            return _answer(ApiError(403, "requests from another site need Authorization: Bearer KEY"))
         return None
 
     def _unauthorized(self, scope: Scope, headers: Headers, *, was_given: bool) -> JSONResponse:
-        asks = self._asks_browsers and path_of(scope) == "/" and "text/html" in headers.get("accept", "")
+        prompt_browser = self._prompts_browser and path_of(scope) == "/" and "text/html" in headers.get("accept", "")
         problem = "the API key is wrong" if was_given else "an API key is needed"
-        how = "reload and give it as the password, with any user name" if asks else "send Authorization: Bearer KEY"
+        how = (
+            "reload and give it as the password, with any user name"
+            if prompt_browser
+            else "send Authorization: Bearer KEY"
+        )
         answer = _answer(ApiError(401, f"{problem}; {how}", code="invalid_api_key"))
-        answer.headers["WWW-Authenticate"] = 'Basic realm="Pagoda", charset="UTF-8"' if asks else "Bearer"
+        answer.headers["WWW-Authenticate"] = 'Basic realm="Pagoda", charset="UTF-8"' if prompt_browser else "Bearer"
         return answer
 
 
@@ -169,5 +173,5 @@ def _is_from_our_page(headers: Headers) -> bool:
 
 
 def _answer(error: ApiError) -> JSONResponse:
-    note_error(error)
+    record_error(error)
     return JSONResponse(error.body, error.status, headers=error.headers | {"Cache-Control": "no-store"})

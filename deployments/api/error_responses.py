@@ -1,4 +1,4 @@
-"""Error responses: an exception becomes the OpenAI error body, and is noted in the request's record."""
+"""Error responses: an exception becomes the OpenAI error body and is put into the request's record."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from deployments.errors import ApiError, as_api_error
-from deployments.requests.record import note_error
+from deployments.requests.record import record_error
 
-__all__ = ["add_error_handlers", "error_response", "noted_api_error", "with_error_responses"]
+__all__ = ["add_error_handlers", "error_response", "record_api_error", "with_error_responses"]
 
 
-def noted_api_error(error: Exception) -> ApiError:
-    """Return the error that the client gets for ``error``, noted in the request's record."""
+def record_api_error(error: Exception) -> ApiError:
+    """Return the error that the client gets for ``error``; put it into the request's record."""
     api_error = as_api_error(error)
-    note_error(api_error)
+    record_error(api_error)
     return api_error
 
 
 def error_response(error: Exception) -> Response:
     """Return the response to a request that failed with ``error``."""
-    api_error = noted_api_error(error)
+    api_error = record_api_error(error)
     return JSONResponse(api_error.body, api_error.status, headers=api_error.headers)
 
 
@@ -55,5 +55,5 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:80]
-    reasons = {404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
+    reasons = {404: f"{path} does not exist", 405: f"{path} does not accept {request.method}"}
     return error_response(ApiError(error.status_code, reasons.get(error.status_code, str(error.detail))))

@@ -1,7 +1,7 @@
 """PromptBuilder: turns a request's body into token ids, block hashes and sampling parameters.
 
 It owns the ingress's tokenizers, and checks prompts and parameters with the engine's own rules, so that the ingress
-refuses a request before it travels. It knows nothing of HTTP or replicas.
+rejects an invalid request before it is sent to an engine. It knows nothing of HTTP or replicas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from deployments.api.sampling import for_prompt, sampling_params, with_bad_words
+from deployments.api.sampling import params_for_prompt, sampling_params, with_bad_words
 from deployments.requests.prompt import Prompt
 from engine.config import EngineInfo
 from engine.errors import PromptTooLongError, RequestError
@@ -27,8 +27,8 @@ from engine.text.tokenizer import Tokenizer
 
 __all__ = ["PromptBuilder"]
 
-CHARACTERS_PER_MESSAGE = 32  # what rendering and masking a message costs, in characters of tokenising
-INLINE_CHARACTERS = 4096  # about a millisecond of tokenising; more would hold up every stream of this process
+COST_PER_MESSAGE = 32  # of rendering and masking one message
+MAX_INLINE_COST = 4096  # about a millisecond; more would delay every stream of this process
 
 
 class PromptBuilder:
@@ -55,7 +55,7 @@ class PromptBuilder:
         )
 
     @property
-    def context_length(self) -> int:
+    def max_total_tokens(self) -> int:
         """Maximum tokens of prompt and answer together."""
         return self._validator.capacity
 
@@ -63,9 +63,9 @@ class PromptBuilder:
         """Render and tokenise a conversation."""
         messages = [message.for_template() for message in request.messages]
         size = sum(len(message["content"]) for message in messages)
-        self._require_plausible_length(size, "messages")
-        size += CHARACTERS_PER_MESSAGE * len(messages)
-        token_ids = await self.run(size, lambda tokenizer: tokenizer.encode_chat(messages))
+        self._check_length(size, "messages")
+        cost = size + COST_PER_MESSAGE * len(messages)
+        token_ids = await self.run_with_tokenizer(lambda tokenizer: tokenizer.encode_chat(messages), cost=cost)
         return [self._build(token_ids, request.cache_salt, "messages")]
 
     async def completion(self, request: CompletionRequest, max_prompts: int) -> list[Prompt]:
@@ -79,9 +79,8 @@ class PromptBuilder:
             raise RequestError(f"has {len(prompts)} prompts", param="prompt", remedy=f"give at most {max_prompts}")
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
-            self._require_plausible_length(len(text), "prompt")
-        size = sum(map(len, texts))
-        encoded = iter(await self.run(size, lambda tokenizer: [tokenizer.encode(t) if t else [] for t in texts]))
+            self._check_length(len(text), "prompt")
+        encoded = iter(await self.run_with_tokenizer(partial(_encode, texts), cost=sum(map(len, texts))))
         ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
         built = [self._build(token_ids, request.cache_salt, "prompt") for token_ids in ids]
         return await self._with_texts(built, request) if request.echo else built
@@ -93,9 +92,11 @@ class PromptBuilder:
             skip = request.skip_special_tokens
             return sent if isinstance(sent, str) else tokenizer.decode(sent, skip_special_tokens=skip)
 
-        size = sum(len(prompt.token_ids) for prompt in built)
-        texts = await self.run(size, lambda tokenizer: [text(tokenizer, sent) for sent in request.prompt])
-        return [replace(prompt, text=text) for prompt, text in zip(built, texts, strict=True)]
+        cost = sum(len(prompt.token_ids) for prompt in built)
+        texts = await self.run_with_tokenizer(
+            lambda tokenizer: [text(tokenizer, sent) for sent in request.prompt], cost=cost
+        )
+        return [replace(prompt, echo_text=text) for prompt, text in zip(built, texts, strict=True)]
 
     async def params(self, request: GenerationRequest, prompts: Sequence[Prompt]) -> list[SamplingParams]:
         """Return each prompt's sampling parameters.
@@ -105,29 +106,32 @@ class PromptBuilder:
         """
         common = sampling_params(request, self._info.default_sampling)
         if common.bad_words:
-            size = sum(map(len, common.bad_words))
-            common = await self.run(size, partial(with_bad_words, common, vocab_size=self._info.vocab_size))
+            work = partial(with_bad_words, common, vocab_size=self._info.vocab_size)
+            common = await self.run_with_tokenizer(work, cost=sum(map(len, common.bad_words)))
         self._validator.check_params(common)
-        return [for_prompt(common, self.context_length - len(prompt.token_ids)) for prompt in prompts]
+        return [params_for_prompt(common, self.max_total_tokens - len(prompt.token_ids)) for prompt in prompts]
 
     def text_stream(self, prompt: Prompt, params: SamplingParams) -> TextStream:
         """Return the stream that turns the output tokens of ``prompt`` into text."""
         return TextStream(self.tokenizer, prompt.token_ids, params)
 
-    async def run(self, characters: int, work: Callable[[Tokenizer], Any]) -> Any:
-        """Run ``work``, in the background if it costs as much as tokenising more than INLINE_CHARACTERS."""
-        if characters <= INLINE_CHARACTERS:
+    async def run_with_tokenizer(self, work: Callable[[Tokenizer], Any], *, cost: int) -> Any:
+        """Run ``work`` with a tokenizer, in the background if ``cost`` exceeds MAX_INLINE_COST.
+
+        Costs are in units of tokenising one character.
+        """
+        if cost <= MAX_INLINE_COST:
             return work(self.tokenizer)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._background, work, self._background_tokenizer)
 
-    def _require_plausible_length(self, characters: int, param: str) -> None:
-        """Refuse a text that is certainly too long before it is tokenised, which could take minutes."""
+    def _check_length(self, characters: int, param: str) -> None:
+        """Reject a text that is certainly too long before it is tokenised, which could take minutes."""
         least = characters // self.tokenizer.longest_token
-        if least > self.context_length:
+        if least > self.max_total_tokens:
             raise PromptTooLongError(
                 f"has {characters} characters, at least {least} tokens, but the context of "
-                f"'{self._validator.model}' holds {self.context_length} with the answer",
+                f"'{self._validator.model}' holds {self.max_total_tokens} with the answer",
                 param=param,
                 remedy="shorten it",
             )
@@ -137,3 +141,7 @@ class PromptBuilder:
         self._validator.check_cache_salt(cache_salt or "")
         root = root_hash(self._info.model, "", cache_salt or "")
         return Prompt(token_ids, hash_blocks(token_ids, self._info.block_size, root))
+
+
+def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    return [tokenizer.encode(text) if text else [] for text in texts]

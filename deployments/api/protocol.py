@@ -1,9 +1,9 @@
 """The OpenAI requests that Pagoda understands: their fields, and which fields can be combined.
 
-Pydantic checks the types, and the sizes that protect the event loop; ``check`` refuses combinations of fields that only
-the API has. Ranges of sampling parameters are checked once, when sampling.py builds SamplingParams. Unknown fields are
-ignored, since clients send many. Parameters of the API that Pagoda does not offer are refused unless they have their
-neutral value. This module does not know how a request is served.
+Pydantic checks types and size limits, so that parsing a large body does not block the event loop. ``check`` rejects
+combinations of fields that only the API has. Ranges of sampling parameters are checked once, when sampling.py builds
+SamplingParams. Unknown fields are ignored, since clients send many. Parameters of the API that Pagoda does not offer
+are rejected unless they have their neutral value. This module does not know how a request is served.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from deployments.api.structured import refuse_old_names
+from deployments.api.structured import reject_old_names
 from deployments.errors import ApiError
 from engine.errors import RequestError, shown
 
@@ -97,7 +97,7 @@ class GenerationRequest(_Body):
     structured_outputs: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Refuse invalid combinations of fields, and parameters that are not offered.
+        """Reject invalid combinations of fields, and parameters that are not offered.
 
         Raises:
             RequestError: for an invalid combination.
@@ -116,7 +116,7 @@ class GenerationRequest(_Body):
         for name in ("chat_template", "chat_template_kwargs"):
             if extra.get(name):
                 raise RequestError("cannot be set by a request", param=name, remedy="leave it out")
-        refuse_old_names(extra)
+        reject_old_names(extra)
         self._check_offered(extra)
 
     def _check_offered(self, extra: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class GenerationRequest(_Body):
         return 1 if self.n is None else self.n
 
     @property
-    def num_draws(self) -> int:
+    def num_generated(self) -> int:
         """Answers generated for each prompt; the best ``num_answers`` are returned."""
         return self.num_answers
 
@@ -198,9 +198,9 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
 
     def check(self) -> None:
-        """Refuse what the base class refuses, and invalid combinations of fields that only completions have."""
+        """Reject what the base class rejects, and invalid combinations of fields that only completions have."""
         super().check()
-        if self.stream and self.num_draws > self.num_answers:
+        if self.stream and self.num_generated > self.num_answers:
             problem = f"with n={self.num_answers} cannot be streamed"
             raise RequestError(problem, param="best_of", value=self.best_of, remedy="leave out stream")
 
@@ -215,7 +215,7 @@ class CompletionRequest(GenerationRequest):
         return self.max_tokens == 0 and self.echo
 
     @property
-    def num_draws(self) -> int:
+    def num_generated(self) -> int:
         """``best_of``, if it is given."""
         return self.num_answers if self.best_of is None else self.best_of
 

@@ -15,7 +15,7 @@ from deployments.api.protocol import CompletionRequest, GenerationRequest
 from deployments.requests.generation import Delta, Generation
 from engine.text.tokenizer import Tokenizer
 
-__all__ = ["Answer", "ChatFormat", "CompletionFormat", "Format", "best_answers", "usage"]
+__all__ = ["Answer", "ChatWriter", "CompletionWriter", "ResponseWriter", "best_answers", "usage"]
 
 
 @dataclass(slots=True)
@@ -38,19 +38,19 @@ class Answer:
         return "".join(self.pieces)
 
 
-def best_answers(answers: Sequence[Answer], draws: int, n: int) -> list[Answer]:
-    """Return the ``n`` best of each prompt's ``draws`` answers by mean log-probability, the best first."""
-    if draws == n:
+def best_answers(answers: Sequence[Answer], num_generated: int, n: int) -> list[Answer]:
+    """Return the ``n`` best of each prompt's ``num_generated`` answers by mean log-probability, the best first."""
+    if num_generated == n:
         return list(answers)
     best: list[Answer] = []
-    for start in range(0, len(answers), draws):
-        of_prompt = answers[start : start + draws]
+    for start in range(0, len(answers), num_generated):
+        of_prompt = answers[start : start + num_generated]
         best += sorted(of_prompt, key=lambda answer: answer.generation.mean_logprob, reverse=True)[:n]
     return best
 
 
-class Format(ABC):
-    """Writes the answers to one request in the shape of one endpoint.
+class ResponseWriter(ABC):
+    """Writes the answers to one request as the response bodies of one endpoint.
 
     Args:
         response_id: shared by all chunks of a response.
@@ -95,8 +95,8 @@ class Format(ABC):
         """Return the last chunk of a stream that includes usage."""
         return self._head(self.chunk) | {"choices": [], "usage": tokens}
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+    def _head(self, object_name: str) -> dict[str, Any]:
+        return {"id": self._id, "object": object_name, "created": self._created, "model": self._model}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         generation = answer.generation
@@ -133,7 +133,7 @@ class Format(ABC):
         """Return the log-probabilities of a delta's tokens in this endpoint's shape; None if not requested."""
 
 
-class ChatFormat(Format):
+class ChatWriter(ResponseWriter):
     """POST /v1/chat/completions."""
 
     id_prefix = "chatcmpl"
@@ -156,7 +156,7 @@ class ChatFormat(Format):
         return extras | ({"prompt_token_ids": generation.prompt.token_ids} if self._request.return_token_ids else {})
 
 
-class CompletionFormat(Format):
+class CompletionWriter(ResponseWriter):
     """POST /v1/completions."""
 
     id_prefix = "cmpl"
@@ -168,40 +168,42 @@ class CompletionFormat(Format):
     ) -> None:
         super().__init__(response_id, created, model, request, tokenizer)
         self._echoes = isinstance(request, CompletionRequest) and request.echo
-        self._writers: dict[int, CompletionLogprobs] = {}  # by choice
+        self._logprobs_of: dict[int, CompletionLogprobs] = {}  # by choice
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         return super()._choice(index, answer) | self._prompt_logprobs(answer.generation)
 
     def _message(self, text: str, generation: Generation) -> dict[str, Any]:
-        return {"text": generation.prompt.text + text}
+        return {"text": generation.prompt.echo_text + text}
 
     def _delta(self, text: str, generation: Generation, *, first: bool) -> dict[str, Any]:
-        return {"text": generation.prompt.text + text if first else text}
+        return {"text": generation.prompt.echo_text + text if first else text}
 
     def _logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
         top = self._request.num_logprobs
         if top is None:
             return None
-        writer = self._writers.get(delta.index)
-        if writer is None:
+        logprobs = self._logprobs_of.get(delta.index)
+        if logprobs is None:
             skip = self._request.skip_special_tokens
-            writer = self._writers[delta.index] = CompletionLogprobs(self._tokenizer, top, skip_special_tokens=skip)
+            logprobs = self._logprobs_of[delta.index] = CompletionLogprobs(
+                self._tokenizer, top, skip_special_tokens=skip
+            )
         if not (first and self._echoes):
-            return writer.add(delta.token_ids, delta.logprobs or ())
+            return logprobs.add(delta.token_ids, delta.logprobs or ())
         prompt = generation.prompt
         of_prompt = generation.prompt_logprobs or [None] * len(prompt.token_ids)  # none if the answer failed at once
-        parts = [writer.add(prompt.token_ids, of_prompt)]
-        writer.skip_to(len(prompt.text))
-        parts.append(writer.add(delta.token_ids, delta.logprobs or ()))
+        parts = [logprobs.add(prompt.token_ids, of_prompt)]
+        logprobs.skip_to(len(prompt.echo_text))
+        parts.append(logprobs.add(delta.token_ids, delta.logprobs or ()))
         return {name: parts[0][name] + parts[1][name] for name in parts[0]}
 
 
-def usage(generations: Sequence[Generation], draws: int) -> dict[str, Any]:
-    """Return the token counts so far. A prompt counts once, however many answers (``draws``) it has."""
-    prompt = sum(len(generation.prompt.token_ids) for generation in generations[::draws])
+def usage(generations: Sequence[Generation], num_generated: int) -> dict[str, Any]:
+    """Return the token counts so far. A prompt counts once, however many answers (``num_generated``) it has."""
+    prompt = sum(len(generation.prompt.token_ids) for generation in generations[::num_generated])
     completion = sum(len(generation.token_ids) for generation in generations)
-    cached = sum(generation.num_cached_tokens for generation in generations[::draws])
+    cached = sum(generation.num_cached_tokens for generation in generations[::num_generated])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -1,4 +1,4 @@
-"""Builds SamplingParams: of a request, then of each of its prompts, then of each answer."""
+"""Builds SamplingParams: for a request, then for each of its prompts, then for each answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
-__all__ = ["for_answers", "for_prompt", "require_few_answers", "sampling_params", "with_bad_words"]
+__all__ = ["check_num_answers", "params_for_answers", "params_for_prompt", "sampling_params", "with_bad_words"]
 
 _NAMES = (
     "n",
@@ -38,21 +38,21 @@ _NAMES = (
 )
 
 
-def require_few_answers(request: GenerationRequest, num_prompts: int, limits: LimitOptions) -> None:
-    """Refuse a request for more answers than the server's limits.
+def check_num_answers(request: GenerationRequest, num_prompts: int, limits: LimitOptions) -> None:
+    """Reject a request for more answers than the server's limits allow.
 
     Raises:
         RequestError: with the number and the limit.
     """
-    n, draws = request.num_answers, request.num_draws
+    n, best_of = request.num_answers, request.num_generated
     if n > limits.max_n:
         raise RequestError(f"exceeds this server's limit of {limits.max_n}", param="n", value=n, remedy="lower it")
-    if draws > max(n, limits.max_best_of):
+    if best_of > max(n, limits.max_best_of):
         limit = limits.max_best_of
-        raise RequestError(f"exceeds this server's limit of {limit}", param="best_of", value=draws, remedy="lower it")
-    if draws > 1 and num_prompts * draws > limits.max_prompts_per_request:
+        raise RequestError(f"exceeds this server's limit of {limit}", param="best_of", value=best_of, remedy="lower it")
+    if best_of > 1 and num_prompts * best_of > limits.max_prompts_per_request:
         limit = limits.max_prompts_per_request
-        problem = f"has {num_prompts} prompts with {draws} answers each, which exceed the limit of {limit} answers"
+        problem = f"has {num_prompts} prompts with {best_of} answers each, which exceed the limit of {limit} answers"
         raise RequestError(problem, param="prompt", remedy="send fewer prompts")
 
 
@@ -64,13 +64,13 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> 
     """
     fields = {name: getattr(request, name) for name in _NAMES}
     given = {name: value for name, value in fields.items() if value is not None}
-    is_ranked = request.num_draws > request.num_answers
+    is_ranked = request.num_generated > request.num_answers
     if request.prompt_only and request.min_tokens:
         raise RequestError("exceeds max_tokens=0", param="min_tokens", value=request.min_tokens, remedy="lower it")
     try:
         return SamplingParams(
             **{**defaults, **given},
-            best_of=None if request.num_draws == request.num_answers else request.num_draws,
+            best_of=None if request.num_generated == request.num_answers else request.num_generated,
             # An engine generates at least one token; Generation drops it.
             max_tokens=1 if request.prompt_only else request.requested_tokens,
             logprobs=0 if is_ranked and request.num_logprobs is None else request.num_logprobs,
@@ -95,7 +95,7 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: 
         raise error.renamed("bad_words") from None
 
 
-def for_prompt(params: SamplingParams, room: int) -> SamplingParams:
+def params_for_prompt(params: SamplingParams, room: int) -> SamplingParams:
     """Return ``params`` with at most ``room`` tokens, and with a seed of its own if the request has none."""
     # Always a seed: a stream that continues on another replica then samples the same tokens there.
     seed = secrets.randbits(62) if params.seed is None else params.seed
@@ -104,7 +104,7 @@ def for_prompt(params: SamplingParams, room: int) -> SamplingParams:
     return replace(params, seed=seed, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
-def for_answers(params: SamplingParams) -> list[SamplingParams]:
+def params_for_answers(params: SamplingParams) -> list[SamplingParams]:
     """Return the parameters of each answer: answer ``i`` has the seed plus ``i``, as in an engine."""
     if params.num_sequences == 1:
         return [params]

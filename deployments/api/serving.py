@@ -1,7 +1,7 @@
 """Serving: from the checked body of a chat or completion request to its response, whole or streamed.
 
-A body becomes prompts, a prompt one Generation for each of its answers, and their text a response in the endpoint's
-format. How HTTP bodies are read, how a replica is chosen and what an engine does is not known here.
+A body becomes prompts, a prompt becomes one Generation for each of its answers, and the endpoint's ResponseWriter makes
+the response. This module does not know how HTTP bodies are read, how a replica is chosen or what an engine does.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 
-from deployments.api.asgi import EventStream
-from deployments.api.overload import require_room
-from deployments.api.prompt_loader import PromptLoader
+from deployments.api.lazy_prompt_builder import LazyPromptBuilder
 from deployments.api.prompts import PromptBuilder
 from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from deployments.api.responses import Answer, ChatFormat, CompletionFormat, Format, best_answers, usage
-from deployments.api.sampling import for_answers, require_few_answers
-from deployments.api.sse import stream_events
+from deployments.api.queue_limits import check_queue_limits
+from deployments.api.responses import Answer, ChatWriter, CompletionWriter, ResponseWriter, best_answers, usage
+from deployments.api.sampling import check_num_answers, params_for_answers
+from deployments.api.sse import EventStream, stream_events
 from deployments.config import AppConfig
-from deployments.errors import ApiError, unwrap
+from deployments.errors import ApiError
 from deployments.requests.engine_client import EngineClient
 from deployments.requests.generation import Generation
 from deployments.requests.log import RequestLog
@@ -39,7 +38,7 @@ from engine.text.tokenizer import Tokenizer
 
 __all__ = ["Serving"]
 
-CHARACTERS_PER_LOGPROB = 16  # what writing a log-probability costs, in characters of tokenising
+COST_PER_LOGPROB = 16  # of writing one log-probability, in units of tokenising one character
 
 
 class Serving:
@@ -54,7 +53,7 @@ class Serving:
     """
 
     def __init__(
-        self, config: AppConfig, engines: EngineClient, view: ClusterView, prompts: PromptLoader, log: RequestLog
+        self, config: AppConfig, engines: EngineClient, view: ClusterView, prompts: LazyPromptBuilder, log: RequestLog
     ) -> None:
         self._model = config.served_name
         self._limits = config.limits
@@ -68,14 +67,14 @@ class Serving:
         """Answer a conversation."""
         self._admit(body)
         builder = await self._prompts.get()
-        return await self._respond(body, await builder.chat(body), builder, ChatFormat)
+        return await self._respond(body, await builder.chat(body), builder, ChatWriter)
 
     async def completions(self, body: CompletionRequest) -> Response:
         """Continue one or several prompts."""
         self._admit(body)
         builder = await self._prompts.get()
         prompts = await builder.completion(body, self._limits.max_prompts_per_request)
-        return await self._respond(body, prompts, builder, CompletionFormat)
+        return await self._respond(body, prompts, builder, CompletionWriter)
 
     async def models(self) -> Response:
         """List the served models."""
@@ -93,13 +92,13 @@ class Serving:
             "object": "model",
             "created": self._started,
             "owned_by": "pagoda",
-            "max_model_len": builder.context_length,
+            "max_model_len": builder.max_total_tokens,
         }
 
     def _admit(self, body: GenerationRequest) -> None:
-        """Refuse a request for another model, or while too much is queued."""
+        """Reject a request for another model, or while too much is queued."""
         self._require_model(body.model)
-        require_room(self._view, self._limits, body.priority)
+        check_queue_limits(self._view, self._limits, body.priority)
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
@@ -108,23 +107,24 @@ class Serving:
             )
 
     async def _respond(
-        self, body: GenerationRequest, prompts: Sequence[Prompt], builder: PromptBuilder, kind: type[Format]
+        self,
+        body: GenerationRequest,
+        prompts: Sequence[Prompt],
+        builder: PromptBuilder,
+        writer_class: type[ResponseWriter],
     ) -> Response:
         """Send the prompts to the engines; returns the whole response, or the stream once its first event exists."""
-        require_few_answers(body, len(prompts), self._limits)
+        check_num_answers(body, len(prompts), self._limits)
         generations = await self._generations(body, prompts, builder)
-        response_id = f"{kind.id_prefix}-{body.request_id or current_record().request_id}"
-        self._note(body, generations, response_id, self._log.prompt(builder.tokenizer, prompts[0].token_ids))
-        form = partial(kind, response_id, int(time.time()), self._model, body)
+        response_id = f"{writer_class.id_prefix}-{body.request_id or current_record().request_id}"
+        self._fill_record(body, generations, response_id, self._log.prompt(builder.tokenizer, prompts[0].token_ids))
+        new_writer = partial(writer_class, response_id, int(time.time()), self._model, body)
         try:
             if body.stream:
-                return await _streamed(form(builder.tokenizer), generations, body)
-            return await _whole(form, generations, body, builder)
-        except Exception as error:
-            cause = unwrap(error)
-            if isinstance(cause, RequestError):  # it names the engine's parameter, not the body's
-                raise body.renamed(cause) from None
-            raise
+                return await _streamed(new_writer(builder.tokenizer), generations, body)
+            return await _whole(new_writer, generations, body, builder)
+        except RequestError as error:  # it names the engine's parameter, not the body's
+            raise body.renamed(error) from None
 
     async def _generations(
         self, body: GenerationRequest, prompts: Sequence[Prompt], builder: PromptBuilder
@@ -136,7 +136,7 @@ class Serving:
         """
         generations: list[Generation] = []
         for prompt, params in zip(prompts, await builder.params(body, prompts), strict=True):
-            for one in for_answers(params):
+            for one in params_for_answers(params):
                 generations.append(self._generation(len(generations), body, prompt, one, builder))
         return generations
 
@@ -156,24 +156,24 @@ class Serving:
             max_migrations=self._limits.max_migrations,
         )
 
-    def _note(
+    def _fill_record(
         self, body: GenerationRequest, generations: Sequence[Generation], response_id: str, prompt: str | None
     ) -> None:
         """Put into the request's record what its log line and its spans need."""
         record = current_record()
         record.response_id, record.prompt, record.generations = response_id, prompt, generations
         record.stream, record.seed = bool(body.stream), body.seed
-        record.num_answers, record.num_draws = body.num_answers, body.num_draws
+        record.num_answers, record.num_generated = body.num_answers, body.num_generated
 
 
-async def _streamed(form: Format, generations: Sequence[Generation], body: GenerationRequest) -> Response:
-    events = stream_events(form, generations, body)
+async def _streamed(writer: ResponseWriter, generations: Sequence[Generation], body: GenerationRequest) -> Response:
+    events = stream_events(writer, generations, body)
     first = await anext(events)  # an error before the first byte still has a status of its own
     return EventStream(first, events, _headers(generations))
 
 
 async def _whole(
-    form: Callable[[Tokenizer], Format],
+    new_writer: Callable[[Tokenizer], ResponseWriter],
     generations: Sequence[Generation],
     body: GenerationRequest,
     builder: PromptBuilder,
@@ -182,14 +182,14 @@ async def _whole(
     async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
         async for delta in deltas:
             answers[delta.index].add(delta)
-    best = best_answers(answers, body.num_draws, body.num_answers)
-    tokens = usage(generations, body.num_draws)
+    best = best_answers(answers, body.num_generated, body.num_answers)
+    tokens = usage(generations, body.num_generated)
 
     def respond(tokenizer: Tokenizer) -> Response:
-        return JSONResponse(form(tokenizer).response(best, tokens), headers=_headers(generations))
+        return JSONResponse(new_writer(tokenizer).response(best, tokens), headers=_headers(generations))
 
     num_logprobs = sum(generation.num_logprobs for generation in generations)
-    response: Response = await builder.run(CHARACTERS_PER_LOGPROB * num_logprobs, respond)
+    response: Response = await builder.run_with_tokenizer(respond, cost=COST_PER_LOGPROB * num_logprobs)
     return response
 
 

@@ -11,29 +11,29 @@ from typing import Any
 from engine.errors import RequestError, shown
 from engine.structured_outputs.params import KINDS, StructuredOutputsParams
 
-__all__ = ["refuse_old_names", "structured_outputs"]
+__all__ = ["reject_old_names", "structured_outputs"]
 
 
 def structured_outputs(
-    response_format: Mapping[str, Any] | None, asked: Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None, requested: Mapping[str, Any] | None
 ) -> StructuredOutputsParams | None:
     """Return the structured outputs of a request, or None.
 
     Raises:
-        RequestError: for an incomplete or unknown form, or if both fields are given.
+        RequestError: for an incomplete or unknown format, or if both fields are given.
     """
     from_format = None if response_format is None else _from_response_format(response_format)
-    if asked is None:
+    if requested is None:
         return from_format
     if from_format is not None:
         raise RequestError(
             "and response_format are both given", param="structured_outputs", remedy="choose one of them"
         )
-    unknown = next((name for name in asked if name not in KINDS), None)
+    unknown = next((name for name in requested if name not in KINDS), None)
     if unknown is not None:
         problem, remedy = f"has the unknown key {shown(unknown)}", f"give one of {', '.join(KINDS)}"
         raise RequestError(problem, param="structured_outputs", remedy=remedy)
-    return StructuredOutputsParams(**asked)
+    return StructuredOutputsParams(**requested)
 
 
 def _from_response_format(response_format: Mapping[str, Any]) -> StructuredOutputsParams | None:
@@ -52,14 +52,14 @@ def _from_response_format(response_format: Mapping[str, Any]) -> StructuredOutpu
     return StructuredOutputsParams(json=described["schema"])
 
 
-def refuse_old_names(names: Mapping[str, Any]) -> None:
-    """Refuse vLLM's former ``guided_*`` parameters, which would be dangerous to ignore.
+def reject_old_names(names: Mapping[str, Any]) -> None:
+    """Reject vLLM's former ``guided_*`` parameters, which would be dangerous to ignore.
 
     Raises:
         RequestError: the remedy is the parameter to send instead.
     """
     for name, value in names.items():
         if name.startswith("guided_") and value is not None:
-            form = name.removeprefix("guided_")
-            remedy = f'send structured_outputs: {{"{form}": ...}}' if form in KINDS else "leave it out"
+            kind = name.removeprefix("guided_")
+            remedy = f'send structured_outputs: {{"{kind}": ...}}' if kind in KINDS else "leave it out"
             raise RequestError("is an old name that structured_outputs replaces", param=name, remedy=remedy)

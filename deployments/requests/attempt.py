@@ -30,7 +30,7 @@ class Attempt:
     error: str = ""  # the type of the error that ended it
 
     def receive(self, output: EngineOutput) -> None:
-        """Note the arrival of tokens."""
+        """Record the arrival of tokens."""
         now = monotonic()
         self.replica = output.replica
         if output.timing is not None:
@@ -44,7 +44,7 @@ class Attempt:
         self.num_tokens += len(output.token_ids)
 
     def end(self, replica: str, chosen: float | None) -> None:
-        """Note the end, with the router's choice and its time."""
+        """Record the end, with the router's choice and its time."""
         self.ended = monotonic()
         self.replica = self.replica or replica
         self.chosen = chosen

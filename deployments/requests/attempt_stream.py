@@ -16,10 +16,10 @@ __all__ = ["AttemptError", "AttemptStream"]
 
 
 class AttemptError(PagodaError):
-    """A replica was lost, refused the request, or failed while it served it.
+    """A replica was lost, was full, rejected the request, or failed while it served it.
 
     Attributes:
-        cause: the error.
+        cause: the error, without Ray's wrapper.
         replica: where it happened; empty if no replica was reached.
     """
 
@@ -64,13 +64,13 @@ class AttemptStream:
 
         Raises:
             AttemptError: whatever goes wrong. Its cause is ReplicaStalledError if the replica sends nothing for too
-                long without a reason, RequestTimeoutError at the deadline, EngineDeadError if the stream ends before
-                the caller has closed it, or what the replica raised.
+                long and has no queue that explains it, RequestTimeoutError at the deadline, EngineDeadError if the
+                stream ends before the caller has closed it, or what the replica raised.
         """
         try:
             output = await self._watch.wait_for(anext(self._outputs, None))
             if output is None:
-                raise EngineDeadError("the replica ended the stream without a reason")
+                raise EngineDeadError("the replica ended the stream before a finish_reason")
         except Exception as error:
             raise self._fail(error) from error
         self._attempt.receive(output)
@@ -88,9 +88,9 @@ class AttemptStream:
         self._view.end(self._request_id)
 
     def _fail(self, error: Exception) -> AttemptError:
-        """Close the stream; returns what to raise."""
+        """Close the stream; return the error to raise."""
         cause = unwrap(error)
         replica = getattr(cause, "replica", "") or self._attempt.replica or self._view.replica_of(self._request_id)
         self.close()
         self._attempt.replica, self._attempt.error = replica, type(cause).__name__
-        return AttemptError(error, replica)
+        return AttemptError(cause, replica)

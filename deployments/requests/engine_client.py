@@ -1,6 +1,6 @@
 """EngineClient: sends requests to the engine replicas, through Serve's handle and its router.
 
-It makes one attempt and reports how that ends. Retries and migrations are Generation's business.
+It makes one attempt and reports how that ends. Generation retries and migrates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EngineClient:
 
     Args:
         dispatch: makes the call.
-        view: where each request is, and whether its replica has a reason to send nothing.
+        view: where each request runs, and whether a queue at its replica explains that no token arrives.
         stall_timeout_s: seconds without an output after which a replica counts as lost.
         request_timeout_s: seconds that a request may take from its arrival to its last token.
     """

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from deployments.errors import ApiError, is_replica_loss, unwrap
+from deployments.errors import ReplicasLostError, is_replica_loss
 from deployments.observability.ingress_metrics import REQUEST_MIGRATIONS, ingress_recorder
 from deployments.requests.attempt import Attempt
 from deployments.requests.attempt_stream import AttemptError, AttemptStream
@@ -29,7 +29,7 @@ __all__ = ["Delta", "Generation"]
 
 logger = logging.getLogger("ray.serve")
 
-MAX_REFUSALS = 1  # full replicas that one answer tries in vain before the client gets the error
+MAX_OVERLOAD_RETRIES = 1  # how often an answer is sent to another replica because one is full
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Generation:
         text: turns tokens into text and finds stop strings.
         index: of this answer within its HTTP request.
         prompt_only: drop the one token that the engine must generate; the client wants the prompt's log-probabilities.
-        max_migrations: lost replicas after which the request fails.
+        max_migrations: how many lost replicas the answer survives.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Generation:
         self._prompt_only = prompt_only
         self._max_migrations = max_migrations
         self._avoid: list[str] = []  # replicas that failed this answer
-        self._num_refusals = 0
+        self._num_overload_retries = 0
         self.num_migrations = 0
         self.attempts: list[Attempt] = []
         self.index = index
@@ -108,10 +108,10 @@ class Generation:
         """Yield the answer piece by piece; the last delta has a finish_reason. Closing the generator aborts the answer.
 
         Raises:
-            ApiError: 503 after more than ``max_migrations`` lost replicas.
+            ReplicasLostError: after more than ``max_migrations`` lost replicas.
             OverloadedError: if the replicas that were tried are full.
             RequestTimeoutError: if the answer takes too long.
-            RequestError: if an engine refuses the request.
+            RequestError: if an engine rejects the request as invalid.
         """
         deadline = asyncio.get_running_loop().time() + self._engines.request_timeout_s
         while True:
@@ -140,7 +140,7 @@ class Generation:
 
     def _remaining_request(self) -> EngineRequest:
         """Return the request with the tokens received so far, after which the engine goes on."""
-        retries = self._num_refusals + self.num_migrations
+        retries = self._num_overload_retries + self.num_migrations
         if not retries:
             return self._request
         params = self._request.params
@@ -182,10 +182,10 @@ class Generation:
 
     def _prepare_retry(self, error: Exception, replica: str) -> None:
         """Avoid ``replica`` from now on; raises if another replica cannot do better."""
-        if isinstance(unwrap(error), OverloadedError):
-            self._num_refusals += 1
-            if not replica or replica in self._avoid or self._num_refusals > MAX_REFUSALS:
+        if isinstance(error, OverloadedError):
+            if not replica or replica in self._avoid or self._num_overload_retries >= MAX_OVERLOAD_RETRIES:
                 raise error
+            self._num_overload_retries += 1
         elif is_replica_loss(error):
             self._migrate(error, replica)
         else:
@@ -196,12 +196,12 @@ class Generation:
     def _migrate(self, error: Exception, replica: str) -> None:
         """Count a migration; raises if there were too many."""
         if self.num_migrations >= self._max_migrations:
-            raise ApiError(
-                503,
-                f"{self.num_migrations + 1} replicas were lost while they served this request; try again",
-                code="replica_lost",
-                retry_after_s=1,
-            ) from error
+            raise ReplicasLostError(self.num_migrations + 1) from error
         self.num_migrations += 1
         ingress_recorder().increment(REQUEST_MIGRATIONS)
-        logger.warning("replica %s was lost (%s); its request goes on elsewhere", replica or "(unknown)", error)
+        logger.warning(
+            "replica %s was lost (%s); its request goes on elsewhere, request_id=%s",
+            replica or "(unknown)",
+            error,
+            self._request.request_id,
+        )

@@ -14,9 +14,9 @@ class Prompt:
     Attributes:
         token_ids: at least one token id.
         block_hashes: the chained hashes of its full blocks.
-        text: what a completion with ``echo`` returns before the answer; empty otherwise.
+        echo_text: the text that a completion with ``echo`` returns before the answer; empty otherwise.
     """
 
     token_ids: list[int]
     block_hashes: list[int]
-    text: str = ""
+    echo_text: str = ""

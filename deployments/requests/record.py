@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deployments.errors import ApiError
     from deployments.requests.generation import Generation
 
-__all__ = ["OPERATIONS", "RequestRecord", "current_record", "note_error", "set_current_record"]
+__all__ = ["OPERATIONS", "RequestRecord", "current_record", "record_error", "set_current_record"]
 
 CLIENT_CLOSED = 499  # the status that is logged; the client has disconnected and gets none
 # The paths whose requests are logged and traced, and OpenTelemetry's names for their operations.
@@ -40,7 +40,7 @@ class RequestRecord:
     stream: bool = False
     seed: int | None = None  # as the client sent it
     num_answers: int = 1  # to each prompt
-    num_draws: int = 1  # answers generated for each prompt, of which the best ``num_answers`` are returned
+    num_generated: int = 1  # answers generated for each prompt, of which the best ``num_answers`` are returned
     generations: Sequence[Generation] = ()
     response_id: str = ""
     prompt: str | None = None  # the text to log, if prompts are logged
@@ -99,7 +99,7 @@ class RequestRecord:
 
     @property
     def num_migrations(self) -> int:
-        """Number of lost replicas."""
+        """Number of migrations to another replica."""
         return sum(one.num_migrations for one in self.generations)
 
     @property
@@ -111,7 +111,7 @@ class RequestRecord:
     @property
     def _first_answers(self) -> Sequence[Generation]:
         """The first answer to each prompt."""
-        return self.generations[:: self.num_draws]
+        return self.generations[:: self.num_generated]
 
 
 _current: ContextVar[RequestRecord | None] = ContextVar("pagoda_request_record", default=None)
@@ -129,8 +129,8 @@ def current_record() -> RequestRecord:
     return record
 
 
-def note_error(error: ApiError) -> None:
-    """Note the error that the client gets, instead of the response or at the end of a stream."""
+def record_error(error: ApiError) -> None:
+    """Put the error that the client gets, as the response or at the end of a stream, into the current record."""
     record = _current.get()
     if record is not None:
         record.error = error

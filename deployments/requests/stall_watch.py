@@ -21,7 +21,7 @@ class StallWatch:
     waits, in which the client reads, does not count.
 
     Args:
-        view: says whether a replica has a reason to send nothing.
+        view: knows whether a replica has a queue that explains a long wait.
         request_id: the request that waits.
         stall_timeout_s: seconds without an output after which a replica counts as stalled.
         deadline: when the request times out, on the event loop's clock.
@@ -42,7 +42,7 @@ class StallWatch:
         """Return the awaited item.
 
         Raises:
-            ReplicaStalledError: if it does not arrive within the stall timeout and the replica has no reason for it.
+            ReplicaStalledError: if it does not arrive within the stall timeout and no queue explains the wait.
             RequestTimeoutError: at the deadline.
         """
         self._verdict = None

@@ -221,7 +221,7 @@ class _RateLimitedHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if (now := time.monotonic()) >= self._quiet_until:
             self._quiet_until = now + WARNING_INTERVAL_S
-            logger.warning("spans could not be sent (said once a minute): %s", record.getMessage())
+            logger.warning("spans could not be sent (logged at most once a minute): %s", record.getMessage())
 
 
 def _forward_sdk_warnings() -> None:

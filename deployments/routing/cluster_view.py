@@ -1,8 +1,8 @@
-"""ClusterView: what one ingress process knows of a deployment's engine replicas and of its own requests there.
+"""ClusterView: the replicas that Serve lists, and the replica at which each request of this process runs.
 
-Shared by Serve's router, the thread that receives KV events, and the requests of this process. ``routing`` holds the
-replicas' caches and loads; this class adds which replicas exist and at which of them each request is. It knows neither
-Serve nor HTTP. Every method may be called from any thread.
+Serve's router, the thread that receives KV events, and the requests of this process share it. ``routing`` holds the
+replicas' caches and loads, and ranks the replicas. It knows neither Serve nor HTTP. Every method may be called from any
+thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from deployments.observability.ingress_metrics import (
     ROUTING_PREDICTED_HIT_TOKENS,
     ingress_recorder,
 )
-from deployments.routing.log import RoutedRequest, RoutingLog
 from deployments.routing.policy import Decision
+from deployments.routing.recently_routed import RecentlyRouted, RoutedRequest
 from deployments.routing.state import RoutingState
 from deployments.wire.replica_metadata import BLOCK_SIZE, ENDPOINT
 from deployments.wire.subscriber import KVEventSubscriber
@@ -39,7 +39,7 @@ class ClusterView:
         self._lock = threading.Lock()
         self._replica_of: dict[str, str] = {}  # by request id; "" until the request is dispatched
         self._dispatched_at: dict[str, float] = {}  # by request id
-        self._log = RoutingLog()
+        self._recently_routed = RecentlyRouted()
         self._listed: dict[str, Mapping[str, Any]] = {}  # metadata of the replicas that take requests
         self._observed: dict[str, Mapping[str, Any]] = {}  # of those, and of draining ones that still run our requests
 
@@ -92,13 +92,13 @@ class ClusterView:
         decision = self.routing.choose(candidates, hashes, num_tokens, now=time.monotonic(), avoid=avoid)
         with self._lock:
             if request_id in self._replica_of:
-                self._log.record_decision(request_id, decision)
-        for metric, blocks in (
-            (ROUTING_PREDICTED_HIT_TOKENS, decision.predicted_blocks),
-            (ROUTING_BEST_HIT_TOKENS, decision.best_blocks),
+                self._recently_routed.record_decision(request_id, decision)
+        for metric, num_blocks in (
+            (ROUTING_PREDICTED_HIT_TOKENS, decision.num_cached_blocks),
+            (ROUTING_BEST_HIT_TOKENS, decision.max_cached_blocks),
         ):
-            if blocks:
-                self._recorder.increment(metric, blocks * self.routing.block_size)
+            if num_blocks:
+                self._recorder.increment(metric, num_blocks * self.routing.block_size)
         return decision
 
     def dispatch(self, request_id: str, replica: str, hashes: Sequence[int], num_tokens: int) -> None:
@@ -109,9 +109,9 @@ class ClusterView:
             before, now = self._replica_of[request_id], time.monotonic()
             self._replica_of[request_id], self._dispatched_at[request_id] = replica, now
             if before:
-                self.routing.completed(before, request_id)
-            held = self.routing.dispatched(replica, hashes, num_tokens, now=now, request_id=request_id)
-            self._log.record_dispatch(request_id, replica, num_tokens, held, self.routing.block_size)
+                self.routing.ended(before, request_id)
+            num_cached = self.routing.dispatched(replica, hashes, num_tokens, now=now, request_id=request_id)
+            self._recently_routed.record_dispatch(request_id, replica, num_tokens, num_cached, self.routing.block_size)
 
     # --- for the requests -----------------------------------------------------------------------------------------
 
@@ -125,9 +125,9 @@ class ClusterView:
         with self._lock:
             replica = self._replica_of.pop(request_id, "")
             self._dispatched_at.pop(request_id, None)
-            self._log.end(request_id)
+            self._recently_routed.ended(request_id)
             if replica:
-                self.routing.completed(replica, request_id)
+                self.routing.ended(replica, request_id)
             if replica in self._observed and replica not in self._listed:
                 self._update_observed()
 
@@ -140,10 +140,10 @@ class ClusterView:
         return self._dispatched_at.get(request_id)
 
     def stall_allowance(self, request_id: str, stall_timeout_s: float) -> float:
-        """Return for how many more seconds a request without tokens for ``stall_timeout_s`` is not considered stalled.
+        """Return the seconds until a request without tokens must be checked again; 0: its replica has stalled.
 
         A request that has no replica yet, or whose replica has a queue, is checked again after a quarter of the
-        timeout. Otherwise the replica gets ``stall_timeout_s`` seconds from the dispatch; 0 means that it is stalled.
+        timeout. Otherwise its replica has ``stall_timeout_s`` seconds from the dispatch to the first token.
         """
         replica, now = self.replica_of(request_id), time.monotonic()
         if not replica or self.routing.is_busy(replica, now=now, within_s=stall_timeout_s):
@@ -160,7 +160,7 @@ class ClusterView:
     def recently_routed(self) -> list[RoutedRequest]:
         """Return the last routed requests of this process, the latest last."""
         with self._lock:
-            return self._log.recent()
+            return self._recently_routed.requests()
 
     def report_state(self) -> None:
         """Set the gauges."""

@@ -23,7 +23,7 @@ __all__ = ["PromptBlocks", "ReplicaCost", "prompt_costs"]
 
 
 class PromptBlocks(NamedTuple):
-    """What the router knows of a prompt."""
+    """A prompt as the router sees it: its length and block hashes."""
 
     num_tokens: int
     hashes: Sequence[int]  # of its full blocks, in order
@@ -51,7 +51,7 @@ def prompt_costs(
     candidates: Sequence[str],
     replicas: Mapping[str, ReplicaCost],
     prompt: PromptBlocks,
-    cached_blocks: Mapping[str, int],
+    num_cached_blocks: Mapping[str, int],
     miss_weight: float,
 ) -> dict[str, float]:
     """Return the cost of ``prompt`` on each candidate.
@@ -60,16 +60,16 @@ def prompt_costs(
         candidates: names of replicas.
         replicas: at least the candidates.
         prompt: the prompt.
-        cached_blocks: how many leading blocks of the prompt each replica holds; replicas that hold none may be absent.
+        num_cached_blocks: how many leading blocks of the prompt each replica has cached; absent means none.
         miss_weight: w.
     """
     weight = 1 + miss_weight
     all_tokens = weight * max(1, prompt.num_tokens)
-    if not cached_blocks:
+    if not num_cached_blocks:
         return {name: (one := replicas[name]).queue_s + one.seconds_per_token * all_tokens for name in candidates}
     # The last token is computed even if its block is cached: its logits are needed.
     max_saved, saved_per_block = weight * max(0, prompt.num_tokens - 1), weight * prompt.block_size
-    costs, blocks_of = {}, cached_blocks.get
+    costs, blocks_of = {}, num_cached_blocks.get
     for name in candidates:
         replica = replicas[name]
         saved = blocks_of(name, 0) * saved_per_block

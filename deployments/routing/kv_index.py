@@ -7,9 +7,9 @@ A block is *confirmed* if an event of the replica reported it; only another even
     _holdings   replica    -> its bit, its confirmed blocks and its assumed blocks
 
 A hash identifies a whole prefix, and engines evict suffixes before prefixes, so the blocks that a replica holds of a
-prompt are an unbroken run from its first block. ``depths`` relies on that: it searches for the ends of the runs instead
-of looking at every block. If a lost event leaves a hole in a run, a depth is wrong and the routing decision is worse;
-nothing else depends on it.
+prompt are an unbroken run from its first block. ``num_cached_blocks`` relies on that: it searches for the ends of the
+runs instead of looking at every block. If a lost event leaves a hole in a run, a number is wrong and the routing
+decision is worse; nothing else depends on it.
 
 It knows neither Ray nor clocks, and takes no lock: RoutingState holds one.
 """
@@ -24,7 +24,7 @@ from math import inf
 
 __all__ = ["KVIndex"]
 
-_MAX_NAMED_MASKS = 4096
+_MAX_CACHED_MASKS = 4096
 
 
 @dataclass(slots=True)
@@ -42,10 +42,10 @@ class KVIndex:
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
         self._holdings: dict[str, _Holdings] = {}
-        self._slots: list[str | None] = []  # bit number -> replica; None is free for reuse
-        self._named: dict[int, tuple[str, ...]] = {}  # mask -> replicas: a cache, since few masks are frequent
+        self._names_by_bit: list[str | None] = []  # bit number -> replica; None is free for reuse
+        self._names_by_mask: dict[int, tuple[str, ...]] = {}  # mask -> replicas: a cache, since few masks are frequent
         self._expiries: list[tuple[float, int, str, Sequence[int]]] = []  # a heap; the int breaks ties
-        self._numbers = count()
+        self._tie_breaker = count()
 
     def __len__(self) -> int:
         return len(self._masks)
@@ -54,26 +54,26 @@ class KVIndex:
         """Add a replica that holds nothing yet."""
         if name in self._holdings:
             return
-        if None not in self._slots:
-            self._slots.append(None)
-        slot = self._slots.index(None)
-        self._slots[slot] = name
-        self._holdings[name] = _Holdings(1 << slot)
-        self._named.clear()
+        if None not in self._names_by_bit:
+            self._names_by_bit.append(None)
+        number = self._names_by_bit.index(None)
+        self._names_by_bit[number] = name
+        self._holdings[name] = _Holdings(1 << number)
+        self._names_by_mask.clear()
 
     def remove_replica(self, name: str) -> None:
         """Remove a replica and all its blocks."""
         self.cleared(name)
         if self._holdings.pop(name, None) is not None:
-            self._slots[self._slots.index(name)] = None
-            self._named.clear()
+            self._names_by_bit[self._names_by_bit.index(name)] = None
+            self._names_by_mask.clear()
 
     # --- confirmed blocks, from events; events of unknown replicas are late and ignored ------------------------------
 
     def stored(self, replica: str, hashes: Iterable[int]) -> None:
         """Record that ``replica`` holds ``hashes``."""
         if (holdings := self._holdings.get(replica)) is not None:
-            self._hold(holdings, hashes)
+            self._confirm(holdings, hashes)
 
     def removed(self, replica: str, hashes: Iterable[int]) -> None:
         """Record that ``replica`` has evicted ``hashes``."""
@@ -107,8 +107,8 @@ class KVIndex:
         """
         if (holdings := self._holdings.get(replica)) is None:
             return
-        tail = hashes[_run(hashes, lambda block: block in holdings.confirmed) :]
-        known = _run(tail, lambda block: block in self._masks)
+        tail = hashes[_num_leading(hashes, lambda block: block in holdings.confirmed) :]
+        known = _num_leading(tail, lambda block: block in self._masks)
         if not self._masks.keys().isdisjoint(tail[known:]):
             known = len(tail)
         new = tail[known:]  # held by no replica, as most of a long prompt is: no look-up for each block
@@ -120,7 +120,7 @@ class KVIndex:
                 holdings.assumed[block] = expires_at
                 self._masks[block] = self._masks.get(block, 0) | holdings.bit
         if tail and expires_at != inf:
-            heappush(self._expiries, (expires_at, next(self._numbers), replica, tail))
+            heappush(self._expiries, (expires_at, next(self._tie_breaker), replica, tail))
 
     def expire(self, now: float) -> None:
         """Remove the assumed blocks that have expired."""
@@ -149,13 +149,13 @@ class KVIndex:
 
     # --- look-ups ----------------------------------------------------------------------------------------------------
 
-    def depths(self, hashes: Sequence[int]) -> dict[str, int]:
+    def num_cached_blocks(self, hashes: Sequence[int]) -> dict[str, int]:
         """Return how many leading blocks of a prompt each replica holds; replicas that hold none are absent.
 
         A binary search finds the first block that not all holders hold, and is repeated from there with the remaining
-        holders: about log2(len(hashes)) look-ups for each distinct depth.
+        holders: about log2(len(hashes)) look-ups for each distinct result.
         """
-        depths: dict[str, int] = {}
+        found: dict[str, int] = {}
         get, size = self._masks.get, len(hashes)
         holders = get(hashes[0], 0) if hashes else 0
         low = 0
@@ -168,26 +168,26 @@ class KVIndex:
                 else:
                     high = middle
             staying = get(hashes[high], 0) & holders if high < size else 0
-            depths.update(dict.fromkeys(self._names(holders ^ staying), high))
+            found.update(dict.fromkeys(self._names(holders ^ staying), high))
             holders, low = staying, high
-        return depths
+        return found
 
-    def depth(self, replica: str, hashes: Sequence[int]) -> int:
+    def num_cached_blocks_on(self, replica: str, hashes: Sequence[int]) -> int:
         """Return how many leading blocks of a prompt one replica holds."""
         if (holdings := self._holdings.get(replica)) is None:
             return 0
-        return _run(hashes, lambda block: self._masks.get(block, 0) & holdings.bit != 0)
+        return _num_leading(hashes, lambda block: self._masks.get(block, 0) & holdings.bit != 0)
 
     def _names(self, mask: int) -> tuple[str, ...]:
-        names = self._named.get(mask)
+        names = self._names_by_mask.get(mask)
         if names is None:
-            if len(self._named) >= _MAX_NAMED_MASKS:
-                self._named.clear()
-            names = tuple(name for slot, name in enumerate(self._slots) if name is not None and mask >> slot & 1)
-            self._named[mask] = names
+            if len(self._names_by_mask) >= _MAX_CACHED_MASKS:
+                self._names_by_mask.clear()
+            names = tuple(name for bit, name in enumerate(self._names_by_bit) if name is not None and mask >> bit & 1)
+            self._names_by_mask[mask] = names
         return names
 
-    def _hold(self, holdings: _Holdings, hashes: Iterable[int]) -> None:
+    def _confirm(self, holdings: _Holdings, hashes: Iterable[int]) -> None:
         confirmed, assumed, masks, bit = holdings.confirmed, holdings.assumed, self._masks, holdings.bit
         for block in hashes:
             confirmed[block] = None
@@ -202,7 +202,7 @@ class KVIndex:
             self._masks.pop(block, None)
 
 
-def _run(hashes: Sequence[int], holds: Callable[[int], bool]) -> int:
+def _num_leading(hashes: Sequence[int], holds: Callable[[int], bool]) -> int:
     """Return for how many leading blocks ``holds`` is true, by binary search."""
     low, high = 0, len(hashes)
     while low < high:

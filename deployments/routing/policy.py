@@ -8,7 +8,8 @@
    loads (Mirrokni et al., 2018).
 4. Prompts without a full block have no hashes: equally cheap replicas take turns.
 
-It reads costs and cached depths, and changes nothing but whose turn it is. It knows neither Ray nor sockets nor clocks.
+It reads costs and numbers of cached blocks; its only state is a round-robin counter. It knows neither Ray nor sockets
+nor clocks.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Decision:
 
     order: list[str]  # all candidates, best first
     outcome: str  # hit | cold | balanced | fallback | retry
-    predicted_blocks: int  # leading blocks of the prompt that order[0] is predicted to hold
-    best_blocks: int  # the most that any replica is predicted to hold
+    num_cached_blocks: int  # leading blocks of the prompt that order[0] is predicted to have cached
+    max_cached_blocks: int  # the most that any replica is predicted to have cached
 
 
 class RoutingPolicy:
@@ -45,34 +46,40 @@ class RoutingPolicy:
         self._turn = 0
 
     def choose(
-        self, candidates: Sequence[str], prompt: PromptBlocks, cached_blocks: Mapping[str, int], avoid: Collection[str]
+        self,
+        candidates: Sequence[str],
+        prompt: PromptBlocks,
+        num_cached_blocks: Mapping[str, int],
+        avoid: Collection[str],
     ) -> Decision:
         """Rank ``candidates``, at least one and all in the table.
 
         Args:
             candidates: names of replicas.
             prompt: the prompt to send.
-            cached_blocks: how many leading blocks of the prompt each replica holds; absent means none.
+            num_cached_blocks: how many leading blocks of the prompt each replica has cached; absent means none.
             avoid: replicas that have just failed this request.
         """
-        costs = prompt_costs(candidates, self._table.by_name, prompt, cached_blocks, self._table.options.miss_weight)
+        costs = prompt_costs(
+            candidates, self._table.by_name, prompt, num_cached_blocks, self._table.options.miss_weight
+        )
         tiers = self._tiers(candidates, avoid)
         order = self._cheapest_first(candidates, costs, tiers)
-        best = max(cached_blocks.values(), default=0)
+        best = max(num_cached_blocks.values(), default=0)
         if hashes := prompt.hashes:
             first_uncached = hashes[min(best, len(hashes) - 1)]
-            preferred = self._by_rendezvous_hash(self._tied(order, costs, cached_blocks, tiers), first_uncached)
+            preferred = self._by_rendezvous_hash(self._tied(order, costs, num_cached_blocks, tiers), first_uncached)
             order.remove(preferred)
             order.insert(0, preferred)
-        predicted = cached_blocks.get(order[0], 0)
+        predicted = num_cached_blocks.get(order[0], 0)
         return Decision(order, _outcome(bool(hashes), bool(avoid), predicted, best), predicted, best)
 
     def _tiers(self, candidates: Sequence[str], avoid: Collection[str]) -> dict[str, int]:
-        """Return 0 for usual candidates, 1 for stale ones, 2 for those to avoid; empty if all are usual."""
-        if not avoid and not self._table.has_stale:
+        """Return 0 for usual candidates, 1 for those that rank last, 2 for those to avoid; empty if all are usual."""
+        if not avoid and not self._table.any_ranks_last:
             return {}
         replicas = self._table.by_name
-        return {name: 2 if name in avoid else int(replicas[name].is_stale) for name in candidates}
+        return {name: 2 if name in avoid else int(replicas[name].ranks_last) for name in candidates}
 
     def _cheapest_first(
         self, candidates: Sequence[str], costs: Mapping[str, float], tiers: Mapping[str, int]
@@ -87,19 +94,20 @@ class RoutingPolicy:
         self,
         order: Sequence[str],
         costs: Mapping[str, float],
-        cached_blocks: Mapping[str, int],
+        num_cached_blocks: Mapping[str, int],
         tiers: Mapping[str, int],
     ) -> list[str]:
         """Return the candidates that are about as cheap as the first one and hold as much of the prompt."""
         first = order[0]
-        limit, cached, tier = costs[first] * self._table.options.load_bound, cached_blocks.get(first), tiers.get(first)
+        limit = costs[first] * self._table.options.load_bound
+        num_cached, tier = num_cached_blocks.get(first), tiers.get(first)
         if len(order) > 1 and costs[order[1]] > limit:
             return [first]
         tied = []
         for name in order:
             if costs[name] > limit or tiers.get(name) != tier:
                 break
-            if cached_blocks.get(name) == cached:
+            if num_cached_blocks.get(name) == num_cached:
                 tied.append(name)
         return tied
 

@@ -54,7 +54,7 @@ class ReplicaLoad:
         self._in_flight_tokens += tokens
         self._unreported_tokens += tokens
 
-    def completed(self, request_id: str) -> None:
+    def ended(self, request_id: str) -> None:
         """Remove a request, the oldest if ``request_id`` is empty; an unknown one was removed before."""
         for index, dispatch in enumerate(self._in_flight):
             if not request_id or dispatch.request_id == request_id:

@@ -24,7 +24,7 @@ _RATES_INTERVAL_S = 0.1  # between two updates of the mean prefill rate
 class Replica(ReplicaCost):
     """One replica: its load, its cost and whether its reports are up to date."""
 
-    __slots__ = ("fresh_until", "has_events", "is_fresh", "is_stale", "load", "seed")
+    __slots__ = ("fresh_until", "has_events", "is_fresh", "load", "ranks_last", "seed")
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Replica(ReplicaCost):
         self.has_events = False  # KV events confirm what it holds; without them the index is a guess
         self.fresh_until = -inf  # its last report expires then
         self.is_fresh = False  # its last report has not expired
-        self.is_stale = False  # its last report has expired, while other replicas still report
+        self.ranks_last = False  # its last report has expired, while other replicas still report
 
 
 class ReplicaTable:
@@ -42,8 +42,8 @@ class ReplicaTable:
     def __init__(self, options: RoutingOptions) -> None:
         self.options = options
         self.by_name: dict[str, Replica] = {}
-        self.has_stale = False
-        self._fresh_until = inf  # no replica becomes stale before then without a report
+        self.any_ranks_last = False
+        self._fresh_until = inf  # no report expires before then
         self._mean_rate = 1.0  # prefill tokens/s; for replicas that have not measured theirs
         self._next_rates_update = -inf
 
@@ -69,7 +69,7 @@ class ReplicaTable:
         if replica.is_fresh:
             self._update_cost(replica)
         else:
-            self._update_staleness(now)
+            self._update_freshness(now)
 
     def dispatched(self, name: str, request_id: str, num_tokens: int, now: float) -> None:
         """Add a request to the load of a known replica, which has to compute ``num_tokens`` of its prompt."""
@@ -77,16 +77,16 @@ class ReplicaTable:
         replica.load.dispatched(request_id, num_tokens, now)
         self._update_cost(replica)
 
-    def completed(self, name: str, request_id: str) -> None:
+    def ended(self, name: str, request_id: str) -> None:
         """Remove a request from the load of a known replica; without an id, its oldest one."""
         replica = self.by_name[name]
-        replica.load.completed(request_id)
+        replica.load.ended(request_id)
         self._update_cost(replica)
 
     def expire_reports(self, now: float) -> None:
-        """Recompute which replicas are stale, if a report may have expired since the last call."""
+        """Recompute which replicas rank last, if a report may have expired since the last call."""
         if now > self._fresh_until:
-            self._update_staleness(now)
+            self._update_freshness(now)
 
     def total_queued(self, now: float) -> tuple[int, int]:
         """Return (waiting requests, queued prefill tokens) of all replicas, unreported dispatches included."""
@@ -105,15 +105,15 @@ class ReplicaTable:
         has_queue = report.num_waiting > 0 or report.queued_prefill_tokens > 0
         return has_queue and replica.load.has_stepped_since(now - within_s)
 
-    def _update_staleness(self, now: float) -> None:
+    def _update_freshness(self, now: float) -> None:
         replicas = self.by_name.values()
         for replica in replicas:
             replica.is_fresh = now <= replica.fresh_until
-        has_fresh = any(replica.is_fresh for replica in replicas)
+        any_is_fresh = any(replica.is_fresh for replica in replicas)
         for replica in replicas:
-            replica.is_stale = has_fresh and not replica.is_fresh and replica.load.report is not None
+            replica.ranks_last = any_is_fresh and not replica.is_fresh and replica.load.report is not None
             self._update_cost(replica)
-        self.has_stale = any(replica.is_stale for replica in replicas)
+        self.any_ranks_last = any(replica.ranks_last for replica in replicas)
         self._fresh_until = min((replica.fresh_until for replica in replicas if replica.is_fresh), default=inf)
 
     def _update_rates(self) -> None:

@@ -1,4 +1,4 @@
-"""RoutingState: what one ingress process knows of a deployment's replicas, and the routing decisions based on it.
+"""RoutingState: the caches and loads of a deployment's replicas, and the routing decisions based on them.
 
     KV events, snapshots --> KVIndex       which replica holds which blocks
     load reports         --> ReplicaTable  how busy each replica is
@@ -84,9 +84,9 @@ class RoutingState:
             if not self._table.by_name.keys() >= set(candidates):  # Serve may offer a replica before it lists it
                 self._add_unknown(candidates)
             self._table.expire_reports(now)
-            cached_blocks = self.index.depths(hashes)
+            num_cached_blocks = self.index.num_cached_blocks(hashes)
             return self._policy.choose(
-                candidates, PromptBlocks(num_tokens, hashes, self.block_size), cached_blocks, avoid
+                candidates, PromptBlocks(num_tokens, hashes, self.block_size), num_cached_blocks, avoid
             )
 
     def dispatched(
@@ -95,22 +95,22 @@ class RoutingState:
         """Add a request to a replica's load, and assume that the replica will hold its blocks.
 
         Returns:
-            How many of its leading blocks the replica was predicted to hold already.
+            How many leading blocks of the prompt the replica was predicted to have cached already.
         """
         with self._lock:
             self.index.expire(now)
             if replica not in self._table.by_name:
                 return 0
-            depth = self.index.depth(replica, hashes)
-            self._table.dispatched(replica, request_id, max(1, num_tokens - depth * self.block_size), now)
+            num_cached = self.index.num_cached_blocks_on(replica, hashes)
+            self._table.dispatched(replica, request_id, max(1, num_tokens - num_cached * self.block_size), now)
             self._assume(replica, hashes, now)
-        return depth
+        return num_cached
 
-    def completed(self, replica: str, request_id: str = "") -> None:
+    def ended(self, replica: str, request_id: str = "") -> None:
         """Remove a request that has ended, for any reason, from a replica's load; without an id, its oldest one."""
         with self._lock:
             if replica in self._table.by_name:
-                self._table.completed(replica, request_id)
+                self._table.ended(replica, request_id)
 
     def total_queued(self, *, now: float) -> tuple[int, int]:
         """Return (waiting requests, queued prefill tokens) of all replicas, unreported dispatches included."""
@@ -157,7 +157,7 @@ class RoutingState:
                 with self._lock:
                     change(replica, blocks[start : start + _SLICE])
 
-    def lost(self, replica: str) -> None:
+    def events_lost(self, replica: str) -> None:
         """Record that a replica's events are missing: until a snapshot comes, model its cache as an LRU cache."""
         with self._lock:
             if (known := self._table.by_name.get(replica)) is not None:
@@ -167,8 +167,8 @@ class RoutingState:
     def awaited(self, replica: str, hashes: Sequence[int], *, now: float) -> None:
         """Assume that a replica will hold ``hashes``: a request that needs them has joined its queue.
 
-        Announced for requests of all ingresses, so that a burst of one new prompt through many ingresses lands on one
-        replica. Without it an ingress would learn of the blocks only once they are computed.
+        Replicas announce the requests of all ingresses, so that a burst of one new prompt through many ingresses lands
+        on one replica. Without the announcement an ingress would see the blocks only once they are computed.
         """
         with self._lock:
             self._assume(replica, hashes, now)

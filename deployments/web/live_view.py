@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deployments.observability.recorder import Series
-from deployments.routing.log import LENGTH, RoutedRequest
+from deployments.routing.recently_routed import LENGTH, RoutedRequest
 from engine.kv.block_map import BlockMap
 from engine.observability.load import EngineStats
 from engine.observability.metrics import (

@@ -73,7 +73,7 @@ class WebPage:
     async def file(self, request: Request, name: str) -> Response:
         """Return one of the page's files."""
         if name not in self._files:
-            raise ApiError(404, f"there is no /web/{name[:80]}")
+            raise ApiError(404, f"/web/{name[:80]} does not exist")
         return self._files[name].answer(request)
 
     async def live(self) -> Response:

@@ -69,7 +69,7 @@ def decode_awaited(data: bytes) -> AwaitedMessage:
 def decode_events(data: bytes) -> EventsMessage:
     """Return the events in ``data``; raises KVMessageError if it is anything else."""
     message = _decode(_events_decoder, data, MAX_MESSAGE_BYTES)
-    for kind, packed in message.runs:
+    for kind, packed in message.groups:
         _check_packed(packed)
         if bool(packed) == (kind == CLEARED):
             raise KVMessageError(f"a run of kind {kind} comes with {len(packed)} bytes of hashes")

@@ -3,12 +3,12 @@
 A ZeroMQ message has two frames: the topic (topics.py) and a msgpack array with these fields in this order:
 
     message         fields                                              sent
-    EventsMessage   generation, number, sent_at, [[kind, hashes], ...]  after a step that changed the prefix cache
-    AwaitedMessage  hashes                                              when a request joins the queue
-    LoadMessage     generation, number, load or nil                     when the load changes, and every heartbeat
-    Snapshot        generation, number, hashes                          on request, to one subscriber
+    EventsMessage   run_id, number, sent_at, [[kind, hashes], ...]  after a step that changed the prefix cache
+    AwaitedMessage  hashes                                          when a request joins the queue
+    LoadMessage     run_id, number, load or nil                     when the load changes, and every heartbeat
+    Snapshot        run_id, number, hashes                          on request, to one subscriber
 
-    generation  identifies one run of the engine; 0 until it publishes its first batch
+    run_id      identifies one run of the engine, from its start to its end; 0 until it publishes its first batch
     number      consecutive number of the batch of events; in the other messages, of the last batch sent before them.
                 A subscriber that finds a number missing has a gap: it ignores events until it gets a snapshot (feed.py)
     sent_at     Unix seconds of the sender
@@ -33,7 +33,7 @@ from engine.observability.load import EngineLoad
 
 __all__ = [
     "CLEARED",
-    "MAX_RUNS",
+    "MAX_EVENT_GROUPS",
     "MAX_SNAPSHOT_BYTES",
     "REMOVED",
     "STORED",
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 MAX_SNAPSHOT_BYTES = 64 * 2**20  # 8M blocks
-MAX_RUNS = 2**16  # of one step's events
+MAX_EVENT_GROUPS = 2**16  # of one step's events
 
 STORED: Final = 0
 REMOVED: Final = 1
@@ -57,7 +57,7 @@ _Count: TypeAlias = Annotated[int, Meta(ge=0)]  # at most 64 bits in msgpack
 _Number: TypeAlias = Annotated[int, Meta(ge=-1)]  # -1: no batch yet
 _Measure: TypeAlias = Annotated[float, Meta(ge=0, le=1e15)]  # excludes NaN and infinity
 _Packed: TypeAlias = Annotated[bytes, Meta(max_length=MAX_SNAPSHOT_BYTES)]
-_Run: TypeAlias = tuple[_Kind, _Packed]  # consecutive events of one kind
+_EventGroup: TypeAlias = tuple[_Kind, _Packed]  # consecutive events of one kind
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -67,14 +67,14 @@ class _Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 class EventsMessage(_Message, frozen=True):
     """The changes of the prefix cache in one step."""
 
-    generation: _Count
+    run_id: _Count
     number: _Count
     sent_at: _Measure
-    runs: Annotated[list[_Run], Meta(max_length=MAX_RUNS)]
+    groups: Annotated[list[_EventGroup], Meta(max_length=MAX_EVENT_GROUPS)]
 
     def changes(self) -> Iterator[tuple[_Kind, Sequence[int]]]:
         """Yield (kind, hashes) in the order of the events."""
-        for kind, packed in self.runs:
+        for kind, packed in self.groups:
             yield kind, unpack_hashes(packed)
 
 
@@ -92,7 +92,7 @@ class AwaitedMessage(_Message, frozen=True):
 class Snapshot(_Message, frozen=True):
     """All cached blocks after batch ``number``."""
 
-    generation: _Count
+    run_id: _Count
     number: _Number
     packed: _Packed
 
@@ -118,7 +118,7 @@ class _Load(_Message, frozen=True):
 class LoadMessage(_Message, frozen=True):
     """A load report. Its ``number`` reveals the loss of the last batch, which no later batch would show."""
 
-    generation: _Count
+    run_id: _Count
     number: _Number
     fields: _Load | None  # None: the engine has not reported a load yet
 
@@ -130,14 +130,15 @@ class LoadMessage(_Message, frozen=True):
 
 def events_message(batch: KVEventBatch, sent_at: float) -> EventsMessage:
     """Return the message of a batch: its events in order, without token ids."""
-    runs: list[tuple[_Kind, list[int]]] = []
+    groups: list[tuple[_Kind, list[int]]] = []
     for event in batch.events:
         kind = _kind(event)
-        if not runs or runs[-1][0] != kind:
-            runs.append((kind, []))
+        if not groups or groups[-1][0] != kind:
+            groups.append((kind, []))
         if not isinstance(event, AllBlocksCleared):
-            runs[-1][1].append(event.block_hash)
-    return EventsMessage(batch.generation, batch.number, sent_at, [(kind, pack_hashes(run)) for kind, run in runs])
+            groups[-1][1].append(event.block_hash)
+    packed = [(kind, pack_hashes(hashes)) for kind, hashes in groups]
+    return EventsMessage(batch.generation, batch.number, sent_at, packed)
 
 
 def _kind(event: KVEvent) -> _Kind:
@@ -146,10 +147,10 @@ def _kind(event: KVEvent) -> _Kind:
     return STORED if isinstance(event, BlockStored) else REMOVED
 
 
-def load_message(generation: int, number: int, load: EngineLoad | None) -> LoadMessage:
+def load_message(run_id: int, number: int, load: EngineLoad | None) -> LoadMessage:
     """Return the message of a load report."""
     if load is None:
-        return LoadMessage(generation, number, None)
+        return LoadMessage(run_id, number, None)
     fields = _Load(
         load.num_running,
         load.num_waiting,
@@ -160,4 +161,4 @@ def load_message(generation: int, number: int, load: EngineLoad | None) -> LoadM
         load.decode_step_s,
         load.num_steps,
     )
-    return LoadMessage(generation, number, fields)
+    return LoadMessage(run_id, number, fields)

@@ -55,14 +55,14 @@ class KVMirror:
     """The block hashes that an engine holds after its last batch."""
 
     def __init__(self) -> None:
-        self.generation = 0
+        self.run_id = 0
         self.number = -1  # of the last batch; -1: no batch yet
         self._hashes = PackedSet()
         self._snapshot: bytes | None = None  # of the current state, once it was requested
 
     def apply(self, message: EventsMessage) -> None:
         """Apply a batch. If batches before it are missing, forget everything older: they may have removed it."""
-        if message.generation != self.generation or message.number != self.number + 1:
+        if message.run_id != self.run_id or message.number != self.number + 1:
             self._hashes.clear()
         for kind, hashes in message.changes():
             if kind == STORED:
@@ -71,7 +71,7 @@ class KVMirror:
                 self._hashes.difference_update(hashes)
             else:
                 self._hashes.clear()
-        self.generation, self.number, self._snapshot = message.generation, message.number, None
+        self.run_id, self.number, self._snapshot = message.run_id, message.number, None
 
     @property
     def has_snapshot(self) -> bool:
@@ -81,5 +81,5 @@ class KVMirror:
     def snapshot(self) -> bytes:
         """Return the encoded snapshot of the current state; it is built once."""
         if self._snapshot is None:
-            self._snapshot = encode(Snapshot(self.generation, self.number, pack_hashes(self._hashes.words)))
+            self._snapshot = encode(Snapshot(self.run_id, self.number, pack_hashes(self._hashes.words)))
         return self._snapshot

@@ -22,7 +22,7 @@ import zmq
 
 from deployments.wire.codec import MAX_MESSAGE_BYTES, encode
 from deployments.wire.hashes import pack_hashes
-from deployments.wire.messages import MAX_RUNS, MAX_SNAPSHOT_BYTES, AwaitedMessage, events_message, load_message
+from deployments.wire.messages import MAX_EVENT_GROUPS, MAX_SNAPSHOT_BYTES, AwaitedMessage, events_message, load_message
 from deployments.wire.mirror import KVMirror
 from deployments.wire.sockets import Wakeup, bind_publisher
 from deployments.wire.topics import Topics
@@ -158,7 +158,7 @@ class KVEventPublisher:
                 continue
             self._mirror.apply(message)
             data = encode(message)
-            if len(data) <= MAX_MESSAGE_BYTES and len(message.runs) <= MAX_RUNS:  # else it is a gap
+            if len(data) <= MAX_MESSAGE_BYTES and len(message.groups) <= MAX_EVENT_GROUPS:  # else it is a gap
                 self._send(self._topics.events, data)
 
     def _send_load(self) -> None:
@@ -167,7 +167,7 @@ class KVEventPublisher:
             return
         self._has_new_load = False  # before the load is read, so that a newer one is sent again
         self._next_load_at = now + self._heartbeat_s
-        self._send(self._topics.load, encode(load_message(self._mirror.generation, self._mirror.number, self._load)))
+        self._send(self._topics.load, encode(load_message(self._mirror.run_id, self._mirror.number, self._load)))
 
     def _receive_subscriptions(self) -> None:
         for _ in range(MAX_SUBSCRIPTIONS_PER_TURN):

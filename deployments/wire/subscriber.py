@@ -41,7 +41,7 @@ class KVEventSubscriber:
     Args:
         listener: called from the subscriber's thread; an exception that it raises is logged, and the feed resyncs.
         sink: where metrics are reported.
-        silence_s: a replica without a message for so many seconds counts as lost until the next one.
+        silence_s: the events of a replica count as lost after so many seconds without a message, until the next one.
         resync_s: a snapshot that does not arrive within so many seconds is requested again.
         renew_s: the socket of a replica that is silent for so long is replaced: ZeroMQ reconnects to a peer that was
             gone, but never to one that has violated its protocol.
@@ -124,7 +124,7 @@ class KVEventSubscriber:
         except Exception:
             logger.exception("the KV subscriber has ended; this ingress will route without events")
             for link in self._links.values():
-                self._listener.lost(link.target.replica)
+                self._listener.events_lost(link.target.replica)
         finally:
             self._is_closed = True
             for link in self._links.values():

@@ -47,8 +47,8 @@ class Known:
         self.reports[replica].append((load, now))
         self._note("report", replica)
 
-    def lost(self, replica: str) -> None:
-        self._note("lost", replica)
+    def events_lost(self, replica: str) -> None:
+        self._note("events_lost", replica)
 
     def count(self, what: str, replica: str) -> int:
         """Return how often a method was called for a replica."""
@@ -88,8 +88,8 @@ def removed(*hashes: int) -> tuple[KVEvent, ...]:
 CLEARED: tuple[KVEvent, ...] = (AllBlocksCleared(),)
 
 
-def batch(number: int, events: tuple[KVEvent, ...], generation: int = 1) -> KVEventBatch:
-    return KVEventBatch(generation, number, events)
+def batch(number: int, events: tuple[KVEvent, ...], run_id: int = 1) -> KVEventBatch:
+    return KVEventBatch(run_id, number, events)
 
 
 def load(num_steps: int = 0) -> EngineLoad:

@@ -19,6 +19,7 @@ from deployments.api.protocol import NOT_OFFERED
 from deployments.errors import RequestTimeoutError
 from deployments.routing.cluster_view import cluster_view
 from engine.observability.load import EngineLoad
+from engine.text.tokenizer import Tokenizer
 from tests.deployments.fakes import INFO, FakeEngines, Script, events, output, waiting
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}
@@ -94,7 +95,11 @@ def test_a_body_over_the_limit_is_refused_with_and_without_content_length(client
 
 def test_long_prompts_are_tokenised_in_a_thread(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = PromptBuilder(tokenizer_path, INFO, "tiny")
-    seen = [asyncio.run(builder.run(size, lambda tokenizer: threading.current_thread().name)) for size in (10, 10**6)]
+
+    def thread(tokenizer: Tokenizer) -> str:
+        return threading.current_thread().name
+
+    seen = [asyncio.run(builder.run_with_tokenizer(thread, cost=cost)) for cost in (10, 10**6)]
     assert seen[0] == threading.current_thread().name
     assert seen[1].startswith("tokenise")
 

@@ -235,7 +235,7 @@ async def _answer(scope: Scope) -> list[Message]:
     async def receive() -> Message:
         return {"type": "http.request"}
 
-    await RequireKey(application, ApiKeys([KEY]), asks_browsers=True)(scope, receive, send)
+    await RequireKey(application, ApiKeys([KEY]), prompts_browser=True)(scope, receive, send)
     return sent
 
 

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from deployments.api.logprobs import LOWEST, CompletionLogprobs, chat_logprobs, prompt_logprobs
-from deployments.api.prompts import INLINE_CHARACTERS, PromptBuilder
+from deployments.api.prompts import MAX_INLINE_COST, PromptBuilder
 from engine.outputs import Logprob, TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.fakes import FakeEngines, events, output
@@ -132,16 +132,16 @@ def test_an_answer_that_failed_at_once_has_no_logprobs(client: TestClient, engin
 def test_many_logprobs_are_written_in_a_thread(
     client: TestClient, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
-    run = PromptBuilder.run
+    costs: list[int] = []
+    run = PromptBuilder.run_with_tokenizer
 
-    async def recorded(builder: PromptBuilder, characters: int, work: Any) -> Any:
-        sizes.append(characters)
-        return await run(builder, characters, work)
+    async def recorded(builder: PromptBuilder, work: Any, *, cost: int) -> Any:
+        costs.append(cost)
+        return await run(builder, work, cost=cost)
 
-    monkeypatch.setattr(PromptBuilder, "run", recorded)
+    monkeypatch.setattr(PromptBuilder, "run_with_tokenizer", recorded)
     known = [None, *[_position(*((token_id, -float(token_id)) for token_id in range(5, 26)))] * 99]
     engines.scripts = [[output([70], "stop", prompt_logprobs=known)]]
     answer = client.post("/v1/completions", json={"prompt": [5] * 100, "prompt_logprobs": 20})
     assert len(answer.json()["choices"][0]["prompt_logprobs"][99]) == 21
-    assert sizes[-1] > INLINE_CHARACTERS
+    assert costs[-1] > MAX_INLINE_COST

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from deployments.api.protocol import CompletionRequest
-from deployments.api.sampling import require_few_answers
+from deployments.api.sampling import check_num_answers
 from deployments.config import LimitOptions
 from deployments.errors import as_api_error
 from engine.errors import RequestError
@@ -151,10 +151,10 @@ def test_an_error_names_the_field_of_the_chat_request(
 
 def test_answers_are_limited_by_the_servers_options() -> None:
     limits = LimitOptions(max_n=4, max_best_of=2, max_prompts_per_request=8)
-    require_few_answers(CompletionRequest(prompt=["a", "b"], n=4), 2, limits)  # best_of was not asked for
+    check_num_answers(CompletionRequest(prompt=["a", "b"], n=4), 2, limits)  # best_of was not asked for
     for body, prompts, param in (({"n": 5}, 1, "n"), ({"n": 1, "best_of": 3}, 1, "best_of"), ({"n": 4}, 3, "prompt")):
         with pytest.raises(RequestError) as caught:
-            require_few_answers(CompletionRequest(prompt=["a"], **body), prompts, limits)
+            check_num_answers(CompletionRequest(prompt=["a"], **body), prompts, limits)
         assert (as_api_error(caught.value).status, caught.value.param) == (400, param)
 
 

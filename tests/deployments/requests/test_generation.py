@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, TaskCancelledError
 from ray.serve.exceptions import RequestCancelledError
 
-from deployments.errors import ApiError
+from deployments.errors import ReplicasLostError, as_api_error
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.prompt import Prompt
 from engine.errors import EngineDeadError, OverloadedError, RequestError
@@ -120,9 +120,11 @@ async def test_prompt_only_drops_the_token_that_the_engine_generates() -> None:
 
 async def test_too_many_losses_are_an_error() -> None:
     generation, engines = _generation([[output([5]), ActorDiedError()]], max_tokens=100)
-    with pytest.raises(ApiError, match="4 replicas were lost") as caught:
+    with pytest.raises(ReplicasLostError, match="4 replicas were lost") as caught:
         await _all(generation)
-    assert (caught.value.status, caught.value.code) == (503, "replica_lost")
+    answer = as_api_error(caught.value)
+    assert (answer.status, answer.code, answer.retry_after_s) == (503, "replica_lost", 1)
+    assert answer.message == "4 replicas were lost while they served this request; try again"
     assert len(engines.calls) == 4
 
 

@@ -14,7 +14,7 @@ from ray._common.formatters import JSONFormatter
 from ray.exceptions import ActorDiedError
 from starlette.testclient import TestClient
 
-from deployments.api.asgi import RecordRequests
+from deployments.api.middleware import RecordRequests
 from deployments.config import LoggingOptions
 from deployments.requests.log import RequestLog
 from deployments.requests.record import RequestRecord

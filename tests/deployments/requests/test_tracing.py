@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from deployments.api.asgi import RecordRequests
+from deployments.api.middleware import RecordRequests
 from deployments.config import AppConfig, TracingOptions
 from deployments.requests.tracing import NullTracer, open_tracer, require_exporter, spans_wanted, traces_url
 from engine.errors import ConfigError

@@ -68,7 +68,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=names, length=st.integers(0, 8), expires_at=st.one_of(times, st.just(inf)))
     def assume(self, name: str, length: int, expires_at: float) -> None:
-        # Confirmed blocks are skipped by halving, so a run must be unbroken: see `depths`.
+        # Confirmed blocks are skipped by halving, so a run must be unbroken: see `num_cached_blocks`.
         hashes = list(range(length))
         run = next((block for block in hashes if block not in self.confirmed.get(name, ())), length)
         if any(block in self.confirmed.get(name, ()) for block in hashes[run:]):
@@ -107,7 +107,9 @@ class IndexMachine(RuleBasedStateMachine):
         held = {name: self.confirmed[name] | set(self.assumed[name]) for name in self.confirmed}
         assert len(self.index) == len(set().union(*held.values(), set()))
         for block in range(12):
-            assert self.index.depths([block]) == {name: 1 for name, blocks in held.items() if block in blocks}
+            assert self.index.num_cached_blocks([block]) == {
+                name: 1 for name, blocks in held.items() if block in blocks
+            }
         for name in "abcd":
             assert self.index.blocks(name) == self.confirmed.get(name, set())
 
@@ -130,7 +132,7 @@ def test_depths_are_those_of_a_walk_along_the_prompt(held: list[int], length: in
         index.stored(str(number), [1000 + block for block in range(run)])
         if min(run, length):
             expected[str(number)] = min(run, length)
-    assert index.depths(prompt) == expected
+    assert index.num_cached_blocks(prompt) == expected
 
 
 @given(st.lists(st.sets(st.integers(0, 20)), max_size=5))
@@ -139,18 +141,18 @@ def test_after_a_hole_a_depth_ends_at_a_held_block(held: list[set[int]]) -> None
     for number, blocks in enumerate(held):
         index.add_replica(str(number))
         index.stored(str(number), blocks)
-    for name, depth in index.depths(range(21)).items():
-        assert {0, depth - 1} <= held[int(name)]
+    for name, number in index.num_cached_blocks(range(21)).items():
+        assert {0, number - 1} <= held[int(name)]
 
 
 def test_a_reused_bit_has_no_blocks_of_its_last_replica() -> None:
     index = KVIndex()
     for life in range(100):
         index.add_replica(f"replica-{life}")
-        assert index.depths([1, 2]) == {}
+        assert index.num_cached_blocks([1, 2]) == {}
         index.stored(f"replica-{life}", [1, 2])
         index.assume(f"replica-{life}", [1, 2, 3], expires_at=5.0)
-        assert index.depths([1, 2, 3]) == {f"replica-{life}": 3}
+        assert index.num_cached_blocks([1, 2, 3]) == {f"replica-{life}": 3}
         index.remove_replica(f"replica-{life}")
     assert len(index) == 0
 
@@ -162,9 +164,9 @@ def test_events_confirm_assumed_blocks_and_later_assumptions_extend_them() -> No
     index.stored("a", [1])
     index.assume("a", [1, 2], expires_at=7.0)
     index.expire(5.0)
-    assert index.depths([1, 2, 3]) == {"a": 2}
+    assert index.num_cached_blocks([1, 2, 3]) == {"a": 2}
     index.expire(7.0)
-    assert index.depths([1, 2, 3]) == {"a": 1}
+    assert index.num_cached_blocks([1, 2, 3]) == {"a": 1}
 
 
 def test_trim_removes_the_suffixes_of_the_least_recent_prompts() -> None:
@@ -173,8 +175,8 @@ def test_trim_removes_the_suffixes_of_the_least_recent_prompts() -> None:
     index.assume("a", [1, 2, 3], inf)
     index.assume("a", [1, 7], inf)
     index.trim("a", 3)
-    assert index.depths([1, 2, 3]) == {"a": 2}
-    assert index.depths([1, 7]) == {"a": 2}
+    assert index.num_cached_blocks([1, 2, 3]) == {"a": 2}
+    assert index.num_cached_blocks([1, 7]) == {"a": 2}
 
 
 def test_unconfirmed_blocks_are_older_than_assumed_ones() -> None:
@@ -186,5 +188,5 @@ def test_unconfirmed_blocks_are_older_than_assumed_ones() -> None:
     index.expire(2.0)
     assert (index.blocks("a"), len(index)) == (frozenset(), 5)
     index.trim("a", 2)
-    assert index.depths([5, 6]) == {"a": 2}
-    assert index.depths([1, 2, 3]) == {}
+    assert index.num_cached_blocks([5, 6]) == {"a": 2}
+    assert index.num_cached_blocks([1, 2, 3]) == {}

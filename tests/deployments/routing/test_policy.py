@@ -51,7 +51,7 @@ def test_the_longest_prefix_wins() -> None:
     state.stored("c", [1, 2, 3])
     decision = state.choose(list("abcd"), [1, 2, 3, 4], 64, now=0.0)
     assert decision.order[:2] == ["c", "a"]
-    assert (decision.outcome, decision.predicted_blocks, decision.best_blocks) == ("hit", 3, 3)
+    assert (decision.outcome, decision.num_cached_blocks, decision.max_cached_blocks) == ("hit", 3, 3)
 
 
 def test_a_long_queue_outweighs_a_cached_prefix() -> None:
@@ -64,7 +64,7 @@ def test_a_long_queue_outweighs_a_cached_prefix() -> None:
     queue(state, "a", miss + 20)
     decision = state.choose(["a", "b"], [1, 2, 3, 4], 64, now=0.0)
     assert (decision.order, decision.outcome) == (["b", "a"], "balanced")
-    assert (decision.predicted_blocks, decision.best_blocks) == (0, 4)
+    assert (decision.num_cached_blocks, decision.max_cached_blocks) == (0, 4)
 
 
 def test_a_crowded_batch_outweighs_a_short_prefix() -> None:
@@ -215,8 +215,8 @@ def test_without_reports_the_fewest_dispatched_tokens_win() -> None:
     assert state.choose(list("abc"), [], 50, now=0.0).order == ["b", "c", "a"]
     assert state.total_queued(now=0.0) == (3, 600)
     for _ in range(2):  # completion may be reported twice
-        state.completed("a", "0")
-    state.completed("c")
+        state.ended("a", "0")
+    state.ended("c")
     assert state.choose(list("abc"), [], 50, now=9.0).order[-1] == "b"
     assert state.total_queued(now=9.0) == (1, 100)
 
@@ -232,7 +232,7 @@ def test_a_report_includes_dispatches_from_well_before_it() -> None:
     assert state.total_queued(now=1.1) == (1, 90)
     state.dispatched("a", [], 10, now=1.2, request_id="y")
     assert state.total_queued(now=1.2) == (2, 100)
-    state.completed("a", "y")
+    state.ended("a", "y")
     assert state.total_queued(now=1.2) == (1, 90)
 
 
@@ -260,10 +260,10 @@ def test_a_removed_replica_is_forgotten_and_late_messages_are_ignored() -> None:
     state.removed("a", [1])
     state.replaced("a", [1])
     state.cleared("a")
-    state.lost("a")
+    state.events_lost("a")
     state.report("a", IDLE, now=0.0)
     state.dispatched("a", [1, 2, 3], 48, now=0.0, request_id="y")
-    state.completed("a", "x")
+    state.ended("a", "x")
     assert (len(state.index), state.total_queued(now=0.0)) == (0, (0, 0))
 
 
@@ -273,22 +273,22 @@ def test_a_removed_replica_is_forgotten_and_late_messages_are_ignored() -> None:
 def test_dispatched_blocks_are_assumed_until_they_expire() -> None:
     state = make_state()
     state.dispatched("c", [1, 2, 3], 48, now=0.0, request_id="x")
-    state.completed("c", "x")
+    state.ended("c", "x")
     assert first(state, [1, 2, 3], now=1.0) == "c"
     later = 1.0 + state.options.assume_s
     state.report("c", IDLE, now=later)
-    assert state.choose(list("abcd"), [1, 2, 3], 48, now=later).best_blocks == 0
+    assert state.choose(list("abcd"), [1, 2, 3], 48, now=later).max_cached_blocks == 0
 
 
 def test_awaited_blocks_count_as_cached() -> None:
     state = make_state()
     state.awaited("c", [1, 2, 3], now=0.0)
     decision = state.choose(list("abcd"), [1, 2, 3], 48, now=0.0)
-    assert (decision.order[0], decision.predicted_blocks) == ("c", 3)
+    assert (decision.order[0], decision.num_cached_blocks) == ("c", 3)
     state.awaited("gone", [1], now=0.0)
     state.stored("c", [1])
     state.report("a", IDLE, now=1.0 + state.options.assume_s)
-    assert state.index.depths([1, 2, 3]) == {"c": 1}
+    assert state.index.num_cached_blocks([1, 2, 3]) == {"c": 1}
 
 
 def test_an_unlisted_candidate_counts_like_one_without_a_report() -> None:
@@ -312,10 +312,10 @@ def test_without_events_a_replica_is_modelled_as_an_lru_cache_of_its_reported_si
     state = make_state("a")
     state.report("a", replace(IDLE, num_blocks=4), now=0.0)
     state.stored("a", [1, 2])
-    state.lost("a")
+    state.events_lost("a")
     state.dispatched("a", [5, 6, 7], 48, now=0.0)
     assert len(state.index) == 4
-    assert state.choose(["a"], [5, 6, 7], 48, now=1e6).best_blocks == 3  # a guess does not expire
+    assert state.choose(["a"], [5, 6, 7], 48, now=1e6).max_cached_blocks == 3  # a guess does not expire
     state.replaced("a", [8])
     assert state.index.blocks("a") == {8}
     assert len(state.index) == 1
@@ -326,7 +326,7 @@ def test_a_replica_without_any_events_is_modelled_as_an_lru_cache() -> None:
     state.set_replicas("ab")
     home = first(state, prompt(1), "ab")
     state.dispatched(home, prompt(1), 128, now=0.0)
-    assert state.choose(["a", "b"], prompt(1), 128, now=1e6).predicted_blocks == 8
+    assert state.choose(["a", "b"], prompt(1), 128, now=1e6).num_cached_blocks == 8
 
 
 def test_the_options_are_plain_numbers() -> None:

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from deployments.config import AppConfig
 from deployments.ingress import Ingress
 from deployments.observability.recorder import Recorder
-from deployments.routing.log import RoutedRequest
+from deployments.routing.recently_routed import RoutedRequest
 from deployments.web.live_view import EngineSnapshot, LiveView
 from deployments.web.page import FOLDER
 from engine.kv.block_map import BlockMap
@@ -101,7 +101,7 @@ def test_web_false_disables_it(tokenizer_path: Path, engines: FakeEngines, monke
     with TestClient(ingress.__serve_build_asgi_app__()) as client:
         for path in ("/", "/live", "/web/app.js"):
             assert client.get(path).status_code == 404
-            assert client.get(path).json()["error"]["message"] == f"there is no {path}"
+            assert client.get(path).json()["error"]["message"] == f"{path} does not exist"
         assert client.get("/version").status_code == 200
 
 

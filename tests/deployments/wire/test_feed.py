@@ -20,16 +20,16 @@ class Feed:
         self.known, self.recorder, self.now = Known(), Recorder(), 100.0
         self.feed = ReplicaFeed("r", self.known, self.recorder, now=self.now, silence_s=2.0, resync_s=1.0)
 
-    def events(self, number: int, events: tuple[KVEvent, ...], generation: int = 1) -> None:
-        self.feed.events(events_message(batch(number, events, generation), 0.0), self.now)
+    def events(self, number: int, events: tuple[KVEvent, ...], run_id: int = 1) -> None:
+        self.feed.events(events_message(batch(number, events, run_id), 0.0), self.now)
 
-    def load(self, number: int, generation: int = 1) -> None:
-        self.feed.load(load_message(generation, number, load()), self.now)
+    def load(self, number: int, run_id: int = 1) -> None:
+        self.feed.load(load_message(run_id, number, load()), self.now)
 
-    def snapshot(self, number: int, *hashes: int, generation: int = 1, nonce: str | None = None) -> None:
+    def snapshot(self, number: int, *hashes: int, run_id: int = 1, nonce: str | None = None) -> None:
         nonce = nonce or self.feed.nonce
         assert nonce is not None, "no snapshot is requested"
-        self.feed.snapshot(nonce, Snapshot(generation, number, pack_hashes(hashes)), self.now)
+        self.feed.snapshot(nonce, Snapshot(run_id, number, pack_hashes(hashes)), self.now)
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
@@ -91,30 +91,30 @@ def test_a_load_report_reveals_the_loss_of_the_last_batch(joined: Feed) -> None:
 
 @pytest.mark.parametrize("number", [0, 3])
 def test_another_generation_clears_at_once(joined: Feed, number: int) -> None:
-    joined.events(number, stored(5), generation=2)
+    joined.events(number, stored(5), run_id=2)
     assert not joined.blocks
     assert joined.known.count("cleared", "r") == 1
-    joined.events(number + 1, stored(6), generation=2)
+    joined.events(number + 1, stored(6), run_id=2)
     assert not joined.blocks
     assert joined.known.count("cleared", "r") == 1
-    joined.snapshot(number + 1, 5, 6, generation=2)
+    joined.snapshot(number + 1, 5, 6, run_id=2)
     assert joined.blocks == {5, 6}
 
 
 def test_another_generation_is_noticed_before_its_first_events(joined: Feed) -> None:
-    joined.load(-1, generation=0)
+    joined.load(-1, run_id=0)
     assert not joined.blocks
-    joined.snapshot(-1, generation=0)
-    joined.events(0, stored(5), generation=3)
+    joined.snapshot(-1, run_id=0)
+    joined.events(0, stored(5), run_id=3)
     assert joined.blocks == {5}
     assert joined.known.count("cleared", "r") == 1
 
 
 def test_the_first_batch_of_an_engine_needs_no_snapshot() -> None:
     feed = Feed()
-    feed.snapshot(-1, generation=0)
-    feed.events(0, stored(5), generation=77)
-    feed.events(1, stored(6), generation=77)
+    feed.snapshot(-1, run_id=0)
+    feed.events(0, stored(5), run_id=77)
+    feed.events(1, stored(6), run_id=77)
     assert feed.blocks == {5, 6}
     assert feed.feed.nonce is None
 
@@ -139,7 +139,7 @@ def test_a_replica_is_lost_while_its_resync_fails(joined: Feed) -> None:
         nonces.add(joined.feed.nonce)
         joined.load(7)
         joined.tick(0.5)
-    assert joined.known.count("lost", "r") == 1
+    assert joined.known.count("events_lost", "r") == 1
     assert 4 <= len(nonces) <= 7, "no exponential back-off"
     joined.snapshot(9, 7)
     assert joined.known.calls[-1] == ("replaced", "r")
@@ -148,23 +148,23 @@ def test_a_replica_is_lost_while_its_resync_fails(joined: Feed) -> None:
 
 def test_silence_is_a_loss_and_the_next_message_requests_a_snapshot(joined: Feed) -> None:
     joined.tick(1.9)
-    assert not joined.known.count("lost", "r")
+    assert not joined.known.count("events_lost", "r")
     joined.tick(0.2)
     joined.tick(5)
-    assert joined.known.count("lost", "r") == 1
+    assert joined.known.count("events_lost", "r") == 1
     assert joined.feed.nonce is None, "it requests a snapshot from a silent replica"
     joined.events(5, stored(5))
     assert joined.blocks == {1, 2}
     joined.snapshot(5, 5)
     assert joined.blocks == {5}
     joined.tick(2.1)
-    assert joined.known.count("lost", "r") == 2
+    assert joined.known.count("events_lost", "r") == 2
 
 
 def test_a_replica_that_never_sends_is_lost() -> None:
     feed = Feed()
     feed.tick(2.1)
-    assert feed.known.calls == [("lost", "r")]
+    assert feed.known.calls == [("events_lost", "r")]
 
 
 def test_restart_requests_a_snapshot_after_a_delay(joined: Feed) -> None:

@@ -96,7 +96,7 @@ def test_a_silent_replica_is_lost_until_it_sends_again(transport: Transport, los
     lossy.publish_events(batch(0, stored(1)))
     ingress.join(lossy)
     lossy.loses = lambda topic: True
-    ingress.known.wait_count("lost", "r1")
+    ingress.known.wait_count("events_lost", "r1")
     lossy.publish_events(batch(1, stored(2)))
     lossy.loses = lambda topic: False
     ingress.known.wait_count("replaced", "r1", 2)

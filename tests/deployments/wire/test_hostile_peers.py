@@ -68,7 +68,7 @@ def test_a_message_over_the_socket_limit_closes_the_connection(
             while sender.recv() != sign + topics.load:
                 pass
         eventually(lambda: _receives_reports(sender, topics, ingress))
-    assert ingress.known.count("lost", "r1") == 1
+    assert ingress.known.count("events_lost", "r1") == 1
 
 
 def _receives_reports(sender: zmq.Socket[bytes], topics: Topics, ingress: Ingress) -> bool:

@@ -24,10 +24,10 @@ def test_a_restart_at_the_same_endpoint_is_another_generation(
     first.close()
     reuse_port(first.endpoint, monkeypatch)
     second = transport.publisher()
-    second.publish_events(batch(0, stored(7), generation=2))
+    second.publish_events(batch(0, stored(7), run_id=2))
     ingress.wait_for_blocks("r1", 7)
     assert ingress.known.count("cleared", "r1") == 1
-    second.publish_events(batch(1, stored(8), generation=2))
+    second.publish_events(batch(1, stored(8), run_id=2))
     ingress.wait_for_blocks("r1", 7, 8)
 
 
@@ -35,8 +35,8 @@ def test_an_engine_restart_clears_at_once(transport: Transport) -> None:
     publisher, ingress = transport.publisher(), transport.ingress()
     publisher.publish_events(batch(0, stored(1, 2)))
     ingress.join(publisher)
-    publisher.publish_events(batch(0, stored(5), generation=2))
-    publisher.publish_events(batch(1, stored(6), generation=2))
+    publisher.publish_events(batch(0, stored(5), run_id=2))
+    publisher.publish_events(batch(1, stored(6), run_id=2))
     ingress.wait_for_blocks("r1", 5, 6)
     assert ingress.known.count("cleared", "r1") == 1
 
@@ -54,7 +54,7 @@ def test_a_replica_on_a_reused_port_is_not_mistaken_for_the_old_one(
     second.publish_load(load(66))
     other = transport.ingress()
     other.join(second, names=["r2"])
-    ingress.known.wait_count("lost", "r1")
+    ingress.known.wait_count("events_lost", "r1")
     assert ingress.known.blocks["r1"] == {1}
     assert not ingress.known.reports["r1"]
     ingress.set_endpoints({"r2": second.endpoint})
@@ -110,7 +110,7 @@ def test_an_invalid_endpoint_is_ignored(transport: Transport, endpoint: str) -> 
         ingress.set_endpoints({"bad": endpoint, "r1": publisher.endpoint})
     ingress.known.wait_count("replaced", "r1")
     assert ingress.metric(KV_INDEX_DROPPED, "malformed") == 1
-    assert not ingress.known.count("lost", "bad")
+    assert not ingress.known.count("events_lost", "bad")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from deployments.wire.codec import (
 from deployments.wire.hashes import pack_hashes, unpack_hashes
 from deployments.wire.messages import (
     CLEARED,
-    MAX_RUNS,
+    MAX_EVENT_GROUPS,
     MAX_SNAPSHOT_BYTES,
     REMOVED,
     STORED,
@@ -57,8 +57,8 @@ VALID = [
 
 def test_the_order_within_a_step_is_kept() -> None:
     events = (*stored(1, BIG), *removed(1), *stored(1), *kv_listener.CLEARED, *kv_listener.CLEARED, *removed(0))
-    message = decode_events(encode(events_message(batch(5, events, generation=BIG), 12.5)))
-    assert (message.generation, message.number, message.sent_at) == (BIG, 5, 12.5)
+    message = decode_events(encode(events_message(batch(5, events, run_id=BIG), 12.5)))
+    assert (message.run_id, message.number, message.sent_at) == (BIG, 5, 12.5)
     changes = [(kind, list(hashes)) for kind, hashes in message.changes()]
     assert changes == [(STORED, [1, BIG]), (REMOVED, [1]), (STORED, [1]), (CLEARED, []), (REMOVED, [0])]
 
@@ -81,13 +81,13 @@ def test_hashes_are_little_endian_words() -> None:
 def test_a_load_round_trips() -> None:
     sent = EngineLoad(*range(1, len(fields(EngineLoad)) + 1))
     received = decode_load(encode(load_message(9, 8, sent)))
-    assert (received.generation, received.number, received.load) == (9, 8, sent)
+    assert (received.run_id, received.number, received.load) == (9, 8, sent)
     assert decode_load(encode(load_message(0, -1, None))).load is None
 
 
 def test_a_snapshot_round_trips() -> None:
     message = decode_snapshot(encode(Snapshot(2, -1, pack_hashes([3, 4]))))
-    assert (message.generation, message.number, list(message.hashes)) == (2, -1, [3, 4])
+    assert (message.run_id, message.number, list(message.hashes)) == (2, -1, [3, 4])
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 1e300])
@@ -117,8 +117,8 @@ def test_numbers_are_finite_and_not_negative(value: float) -> None:
         [1, 1, 1.0, [[STORED, "12345678"]]],
         [1, 1, 1.0, [[STORED, [1, 2]]]],
         [1, 1, 1.0, [[STORED, b"12345678", b""]]],
-        [1, 1, 1.0, [[CLEARED, b""]] * (MAX_RUNS + 1)],
-        {"generation": 1, "number": 1, "sent_at": 1.0, "runs": []},
+        [1, 1, 1.0, [[CLEARED, b""]] * (MAX_EVENT_GROUPS + 1)],
+        {"run_id": 1, "number": 1, "sent_at": 1.0, "groups": []},
         None,
         [],
     ],
@@ -181,7 +181,7 @@ def check(decode: Decode, data: bytes) -> None:
         return
     match message:
         case EventsMessage():
-            assert message.generation >= 0
+            assert message.run_id >= 0
             assert message.number >= 0
             assert math.isfinite(message.sent_at)
             assert all(0 <= one <= BIG for _, hashes in message.changes() for one in hashes)

@@ -1,4 +1,4 @@
-"""The limits on the waiting requests of all engines together, checked before a request is tokenised.
+"""The limits on what waits at all engines together, checked before a request is tokenised.
 
 Each engine also limits its own queue, where a request of higher priority replaces one of lower priority. The limits
 here reject a flood of requests at the ingress.
@@ -11,13 +11,13 @@ from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import INGRESS_REJECTIONS, ingress_recorder
 from deployments.routing.cluster_view import ClusterView
 
-__all__ = ["require_room"]
+__all__ = ["check_queue_limits"]
 
 RETRY_AFTER_S = 1
 DEFAULT_PRIORITY = 0
 
 
-def require_room(view: ClusterView, limits: LimitOptions, priority: int) -> None:
+def check_queue_limits(view: ClusterView, limits: LimitOptions, priority: int) -> None:
     """Reject a request while too many requests or prompt tokens wait.
 
     A request of higher priority than the default is accepted: the engine rejects another one to make room.

@@ -1,4 +1,4 @@
-"""RoutingLog: the last routed requests of an ingress process, with the reason for each choice.
+"""RecentlyRouted: the last routed requests of an ingress process, for its web page.
 
 A decision is kept until its request is sent to a replica, which need not be the first choice: that one may be full.
 If a replica rejects the request and another one gets it, the new entry replaces the old one. It takes no lock:
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from deployments.routing.policy import Decision
 
-__all__ = ["RoutedRequest", "RoutingLog"]
+__all__ = ["RecentlyRouted", "RoutedRequest"]
 
 LENGTH = 50
 
@@ -31,7 +31,7 @@ class RoutedRequest:
     best_tokens: int  # the most predicted to be cached on any replica
 
 
-class RoutingLog:
+class RecentlyRouted:
     """The last ``LENGTH`` routed requests of one process.
 
     Args:
@@ -49,26 +49,36 @@ class RoutingLog:
         self._decisions[request_id] = decision
 
     def record_dispatch(
-        self, request_id: str, replica: str, num_tokens: int, held_blocks: int, block_size: int
+        self, request_id: str, replica: str, num_tokens: int, num_cached_blocks: int, block_size: int
     ) -> None:
-        """Add an entry: a request is sent to a replica that is predicted to hold ``held_blocks`` of its prompt."""
+        """Add an entry: a request is sent to a replica.
+
+        Args:
+            request_id: of the request.
+            replica: its name.
+            num_tokens: of the prompt.
+            num_cached_blocks: leading blocks of the prompt that this replica is predicted to have cached.
+            block_size: tokens per block.
+        """
         if (decision := self._decisions.pop(request_id, None)) is None:
             return
-        is_other = decision.outcome == "hit" and held_blocks < decision.best_blocks  # the first choice was full
+        most = max(num_cached_blocks, decision.max_cached_blocks)
+        is_other = decision.outcome == "hit" and num_cached_blocks < most  # the first choice was full
         outcome = "balanced" if is_other else decision.outcome
-        held, best = held_blocks * block_size, max(held_blocks, decision.best_blocks) * block_size
         rejected = self._sent.get(request_id)
         if rejected is not None and rejected in self._routed:
             self._routed.remove(rejected)
-        routed = RoutedRequest(self._clock(), replica, outcome, num_tokens, held, best)
+        routed = RoutedRequest(
+            self._clock(), replica, outcome, num_tokens, num_cached_blocks * block_size, most * block_size
+        )
         self._routed.append(routed)
         self._sent[request_id] = routed
 
-    def end(self, request_id: str) -> None:
-        """Forget a request that has ended, sent or not; its entry stays."""
+    def ended(self, request_id: str) -> None:
+        """Remove the decision for a request that has ended, sent or not; its entry stays."""
         self._decisions.pop(request_id, None)
         self._sent.pop(request_id, None)
 
-    def recent(self) -> list[RoutedRequest]:
-        """Return the entries, the latest last."""
+    def requests(self) -> list[RoutedRequest]:
+        """Return the last routed requests, the latest last."""
         return list(self._routed)

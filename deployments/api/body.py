@@ -1,4 +1,4 @@
-"""Parses a request's bytes to its typed body, and turns a validation error to one line that names the parameter."""
+"""A request's body: read up to a size limit, parsed into its type; an error is one line that names the parameter."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from deployments.errors import ApiError
 from engine.errors import shown
 
-__all__ = ["parse_body"]
+__all__ = ["parse_body", "read_body"]
 
 
 class Body(Protocol):
@@ -24,6 +25,30 @@ class Body(Protocol):
 BodyType = TypeVar("BodyType", bound=Body)
 
 
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return a JSON body of at most ``limit`` bytes.
+
+    Raises:
+        ApiError: 400 for another content type, 413 for a longer body, before it is read to its end.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(400, f"content-type '{kind[:80]}' is not supported; send application/json")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise _too_large(limit)
+    return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body exceeds {limit} bytes; send less, or raise limits.max_body_bytes")
+
+
 def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
     """Return the request in ``body``.
 
@@ -33,7 +58,7 @@ def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
     """
     assert issubclass(kind, BaseModel)
     try:
-        fields = json.loads(body, parse_constant=_refuse_constant)
+        fields = json.loads(body, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
@@ -46,7 +71,7 @@ def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
     return request
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
@@ -54,7 +79,7 @@ def _as_api_error(error: ValidationError, fields: Mapping[str, Any]) -> ApiError
     """Return one line for the first wrong field."""
     errors = error.errors(include_url=False)
     if not errors[0]["loc"]:  # the error is in a key
-        return ApiError(400, f"the body is refused: {errors[0]['msg'].lower()}", code="invalid_json")
+        return ApiError(400, f"the body is invalid: {errors[0]['msg'].lower()}", code="invalid_json")
     name = str(errors[0]["loc"][0])
     if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
         return ApiError(400, f"{name} is missing; give it", param=name)
@@ -62,4 +87,4 @@ def _as_api_error(error: ValidationError, fields: Mapping[str, Any]) -> ApiError
     first = max((item for item in errors if item["loc"][0] == name), key=lambda item: len(item["loc"]))
     where = name + "".join(f"[{part}]" for part in first["loc"][1:] if isinstance(part, int))
     value = first["input"] if first["type"] != "missing" else fields[name]
-    return ApiError(400, f"{where}={shown(value)} is refused: {first['msg'][0].lower()}{first['msg'][1:]}", param=name)
+    return ApiError(400, f"{where}={shown(value)} is invalid: {first['msg'][0].lower()}{first['msg'][1:]}", param=name)

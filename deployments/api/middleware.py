@@ -1,7 +1,6 @@
-"""ASGI helpers: a body of bounded size, an event stream that always closes its source, and two middlewares.
+"""ASGI middleware: counts responses, and gives each request an id and a record.
 
-The middlewares count responses, and give each request an id and a record. Of the OpenAI API this module knows only the
-paths.
+Of the OpenAI API this module knows only the paths.
 """
 
 from __future__ import annotations
@@ -9,19 +8,16 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable
 from time import monotonic
 
-from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import HTTP_REQUESTS, ingress_recorder
 from deployments.requests.record import OPERATIONS, RequestRecord, set_current_record
 
-__all__ = ["CountRequests", "EventStream", "RecordRequests", "path_of", "read_body"]
+__all__ = ["CountRequests", "RecordRequests", "path_of"]
 
 logger = logging.getLogger("ray.serve")
 
@@ -37,64 +33,6 @@ def path_of(scope: Scope) -> str:
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     below = path.removeprefix(root)
     return below if below.startswith("/") else path
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Return a JSON body of at most ``limit`` bytes.
-
-    Raises:
-        ApiError: 400 for another content type, 413 for a longer body, before it is read to its end.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(400, f"content-type '{kind[:80]}' is not taken; send application/json")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise _too_large(limit)
-    return bytes(body)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body exceeds {limit} bytes; send less, or raise limits.max_body_bytes")
-
-
-class EventStream(StreamingResponse):
-    """A response of server-sent events. Their source is closed at its end, also if the client disconnects.
-
-    Args:
-        first: the first event. It exists before the response starts, so that an error until then has its own status.
-        rest: yields the other events.
-        headers: besides those of an event stream.
-    """
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
-        super().__init__(
-            rest,
-            media_type="text/event-stream",
-            headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
-        self._first = first
-        self._rest = rest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._rest.aclose()
-
-    async def stream_response(self, send: Send) -> None:
-        """Send the head, the events and the end."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._rest:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class CountRequests:

@@ -1,4 +1,4 @@
-"""PromptLoader: the ingress's PromptBuilder, made once an engine has described itself."""
+"""LazyPromptBuilder: the ingress's PromptBuilder, built once an engine has described itself."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from deployments.errors import ApiError
 from engine.config import EngineInfo
 from engine.text.tokenizer import import_tokenizers
 
-__all__ = ["PromptLoader"]
+__all__ = ["LazyPromptBuilder"]
 
 TIMEOUT_S = 5.0  # while engines load: a probe or a client must get an answer, not wait
 
 
-class PromptLoader:
-    """Loads the PromptBuilder in one task, for which all requests wait; a load that failed is started again.
+class LazyPromptBuilder:
+    """Builds the PromptBuilder in one task, for which all requests wait; a build that failed is started again.
 
     Args:
         fetch_info: calls an engine for its description; waits while there is no engine.
@@ -34,8 +34,8 @@ class PromptLoader:
         self._task: asyncio.Future[PromptBuilder] | None = None
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait for the end of the load, successful or not, but not longer than ``timeout_s``."""
-        await asyncio.wait([self._loading()], timeout=timeout_s)
+        """Wait for the end of the build, successful or not, but not longer than ``timeout_s``."""
+        await asyncio.wait([self._build_task()], timeout=timeout_s)
 
     async def get(self) -> PromptBuilder:
         """Return the PromptBuilder.
@@ -43,22 +43,22 @@ class PromptLoader:
         Raises:
             ApiError: 503 if no engine has answered in time.
         """
-        loading = self._loading()
-        if loading.done() and not _has_failed(loading):
-            return loading.result()
+        build = self._build_task()
+        if build.done() and not _has_failed(build):
+            return build.result()
         try:
-            return await asyncio.wait_for(asyncio.shield(loading), TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.shield(build), TIMEOUT_S)
         except TimeoutError:
             raise ApiError(503, "the engines are still loading", code="loading", retry_after_s=5) from None
 
-    def _loading(self) -> asyncio.Future[PromptBuilder]:
-        """Return the task that loads or has loaded; starts one if there is none or it failed."""
+    def _build_task(self) -> asyncio.Future[PromptBuilder]:
+        """Return the task that builds; start one if there is none or it failed."""
         if self._task is None or (self._task.done() and _has_failed(self._task)):
             # In a context of its own: Serve cancels the tasks of a request whose client disconnects.
-            self._task = asyncio.get_running_loop().create_task(self._load(), context=contextvars.Context())
+            self._task = asyncio.get_running_loop().create_task(self._build(), context=contextvars.Context())
         return self._task
 
-    async def _load(self) -> PromptBuilder:
+    async def _build(self) -> PromptBuilder:
         importing = asyncio.create_task(asyncio.to_thread(import_tokenizers))  # while the engines load
         info = await self._fetch_info()
         await importing
