@@ -26,7 +26,7 @@ from engine.prefix_hash import root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import SampledTokens
+from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import SequenceGroup
 
 VOCAB_SIZE = 150_000

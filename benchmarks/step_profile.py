@@ -31,7 +31,7 @@ from benchmarks.throughput import load_engine
 from benchmarks.workloads import load as load_workload
 from engine.engine import Engine
 from engine.sampling.sampler import Sampler
-from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.worker.model_runner import ModelRunner
 from kernels.cpu.step import all_layers, logits
 

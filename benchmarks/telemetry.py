@@ -41,7 +41,7 @@ from engine.observability.engine_metrics import EngineMetrics
 from engine.observability.metrics import METRICS, MetricSink, NullSink
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
 
 __all__ = ["main"]

@@ -1,4 +1,4 @@
-"""Engine: the lifecycle of requests, and the step that schedules, computes and records one batch.
+"""Engine: the lifecycle of requests, and the step that schedules, computes and samples one batch.
 
 It ties the scheduler to the model runner. It is synchronous and single-threaded, except that any thread may check
 requests and compile grammars. AsyncEngine drives one from a thread of its own, LLM from the caller's thread.
@@ -31,7 +31,7 @@ from engine.scheduling.prefill_backlog import PrefillBacklog
 from engine.scheduling.prefill_pace import PrefillPace
 from engine.scheduling.queue_limits import QueueLimits
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import StepTimes
+from engine.scheduling.scheduler_output import StepTimes
 from engine.scheduling.step_outputs import step_outputs
 from engine.sequence import SequenceGroup
 from engine.structured_outputs.compiler import GrammarCompiler
@@ -124,7 +124,7 @@ class Engine:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def check_request(self, request: EngineRequest) -> None:
-        """Reject a request that could never run. It reads only constants, so any thread may call it.
+        """Reject a request that can never run. The method reads only constants, so any thread may call it.
 
         Raises:
             RequestError, PromptTooLongError: as ``RequestValidator.check``.
@@ -162,7 +162,7 @@ class Engine:
             request: the request.
             grammar: of its structured outputs, in the state after its output tokens.
             on_rejected: receives the id of each waiting request that is rejected to make room for this one, and the
-                error for its caller. Without it, and for a request that is resumed, the queue has no limits.
+                error for its caller. If it is None, or the request is resumed, the limits of the queue do not apply.
 
         Raises:
             OverloadedError: if the queue is full and holds no request of lower priority.
@@ -181,12 +181,12 @@ class Engine:
     def _new_group_within_limits(
         self, request: EngineRequest, grammar: Grammar | None, on_rejected: Callable[[str, OverloadedError], None]
     ) -> SequenceGroup:
-        """Reject the request, or the waiting ones that the limits of the queue leave no room for beside it."""
+        """Create the group if the queue limits allow it; this may reject waiting requests of lower priority."""
         limits, waiting, num_free_slots = self._queue_limits, self.scheduler.waiting, self.scheduler.num_free_slots
         try:
             limits.reject_early(waiting, num_free_slots, request.priority)
             group = self._new_group(request, grammar)
-            rejected = limits.make_room(group, waiting, num_free_slots, self.backlog)
+            rejected = limits.choose_rejected(group, waiting, num_free_slots, self.backlog)
         except OverloadedError as error:
             self.observers.request_rejected(error)
             raise
@@ -227,11 +227,11 @@ class Engine:
     def end_sequence(self, request_id: str, index: int, reason: FinishReason = FinishReason.STOP) -> bool:
         """End one answer of a request, when a stop string was found in its text for example.
 
-        Answers that are output only at the end (beams, ``best_of``), and those of a prompt that is still being
-        computed, cannot be ended: no caller has seen their text.
+        Answers that are output only at the end (beams, ``best_of``) cannot be ended, nor can answers whose prompt is
+        still being computed: no caller has seen their text.
 
         Returns:
-            Whether the answer was ended; the request leaves with its last one.
+            Whether the answer was ended; the request leaves the engine with its last answer.
         """
         group = self._groups.get(request_id)
         found = [one for one in group.unfinished if one.index == index] if group is not None else []
@@ -256,7 +256,7 @@ class Engine:
     # --- the step -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[EngineOutput]:
-        """Schedule, compute and record one batch; return the new tokens of each answer."""
+        """Schedule, compute and sample one batch; return the sampled tokens of each answer."""
         times = StepTimes()
         self.observers.step_started()
         started = perf_counter()
@@ -266,20 +266,20 @@ class Engine:
         if output.is_empty:
             return []
         sampled = self.runner.run(output, times)
-        got_token = self.scheduler.update(output, sampled)
-        self.observers.step_finished(output, got_token, times)
-        for sequence in got_token:
+        updated = self.scheduler.update(output, sampled)
+        self.observers.step_finished(output, updated, times)
+        for sequence in updated:
             if sequence.is_finished and sequence.group.is_finished and sequence.request_id in self._groups:
                 self._remove(sequence.group)
-        return step_outputs(got_token, output.num_accepted)
+        return step_outputs(updated, output.num_accepted)
 
     def reset_prefix_cache(self) -> None:
-        """Drop every cached prefix, after the weights have changed for example. Running requests go on."""
+        """Drop every cached prefix, after the weights have changed for example. Running requests continue."""
         self.block_manager.prefix_cache.reset()
         self.observers.state_changed()
 
     def close(self) -> None:
-        """End the processes of the runner and of the grammars. The engine cannot be used afterwards."""
+        """End the processes of the runner and of the grammar compiler. The engine cannot be used afterwards."""
         self.grammars.close()
         self.runner.close()
 

@@ -5,7 +5,7 @@ name of the parameter, the value, the problem and the remedy as fields, and comp
 pickle, since they travel from a replica to the ingress.
 
     PagodaError
-    ├── InvalidValueError        a value is refused
+    ├── InvalidValueError        a value is invalid
     │   ├── ConfigError          an option of the engine or of the deployment
     │   └── RequestError         one request; other requests are not affected
     │       ├── PromptTooLongError
@@ -52,14 +52,14 @@ class PagodaError(Exception):
 
 
 class InvalidValueError(PagodaError, ValueError):
-    """A value is refused. The message reads ``param.part=value problem; remedy``, without the fields that are absent.
+    """A value is invalid. The message reads ``param.part=value problem; remedy``, without the fields that are absent.
 
     Args:
         problem: what is wrong: a predicate whose subject is the parameter ("is out of range"), or a clause of its own
             if there is no parameter.
         param: name of the parameter, as in the OpenAI error body.
         part: the part of the parameter that is wrong, such as ``json`` of ``structured_outputs``.
-        value: the refused value; the error keeps it as short text.
+        value: the invalid value; the error keeps it as short text.
         remedy: what to do instead, in the imperative.
     """
 

@@ -1,6 +1,6 @@
-"""EngineRequest, a prompt and its parameters on the way from the ingress to ``SequenceGroup``; and which are accepted.
+"""EngineRequest, a prompt and its parameters on the way from the ingress to ``SequenceGroup``, and its validation.
 
-A request that can never run is refused with an error that states the limit, so the scheduler can finish every request
+A request that can never run is rejected with an error that states the limit, so the scheduler can finish every request
 that it holds. The validators read only constants, so any thread may call them. The ingress checks a prompt with the
 same code, before the request travels to an engine.
 """
@@ -132,7 +132,7 @@ class RequestValidator(PromptValidator):
         return min(self.capacity, (shared + (self.num_blocks - shared) // num_sequences) * self.block_size)
 
     def check(self, request: EngineRequest) -> None:
-        """Refuse a request that can never run.
+        """Reject a request that can never run.
 
         Raises:
             RequestError: if the prompt is empty, an id is not in the vocabulary, a field has a wrong type, or the
@@ -155,7 +155,7 @@ class RequestValidator(PromptValidator):
         self.check_cache_salt(request.cache_salt)
 
     def _check_num_sequences(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Refuse a request whose sequences can never run together."""
+        """Reject a request whose sequences can never run together."""
         width = params.num_sequences
         name = "beam_width" if params.uses_beam_search else "best_of" if params.best_of else "n"
         if width > self.max_num_seqs:
@@ -172,7 +172,7 @@ class RequestValidator(PromptValidator):
 
 
 def _check_output(num_output_tokens: int, params: SamplingParams) -> None:
-    """Refuse to continue an output that these parameters cannot have produced."""
+    """Reject continuing an output that these parameters cannot have produced."""
     if params.num_sequences > 1:
         problem = "answers cannot continue tokens that were generated earlier"
         raise RequestError(problem, param="n", value=params.num_sequences, remedy="request one answer")

@@ -142,9 +142,9 @@ _RULES: dict[str, Rule] = {
     "structured_outputs": optional(_structured_outputs),
 }
 
-# Beams are sorted by the model's own probabilities, so parameters that change, cut or report those are refused unless
+# Beams are sorted by the model's own probabilities, so parameters that change, cut or report those are rejected unless
 # they have one of these neutral values.
-_REFUSED_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
+_REJECTED_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "best_of": (None,),
     "temperature": (0.0,),
     "top_p": (1.0,),
@@ -256,7 +256,7 @@ class SamplingParams:
             raise RequestError(
                 f"exceeds beam_width={beam_width}", param="n", value=self.n, remedy="lower n or raise beam_width"
             )
-        for name, neutral in _REFUSED_WITH_BEAMS.items():
+        for name, neutral in _REJECTED_WITH_BEAMS.items():
             value = getattr(self, name)
             if value not in neutral:
                 remedy = "set temperature to 0" if name == "temperature" else f"leave out {name} or beam_width"

@@ -1,8 +1,8 @@
 """Sequence and SequenceGroup: the tokens of one request and how many of them are computed.
 
 One rule drives the engine: a sequence has ``num_computed_tokens``, and a step computes some of the tokens that follow.
-There is no prefill mode and no decode mode; a sequence whose last token is computed samples a new one. A request is a
-group of sequences. It has one, unless it wants several answers or beams: these fork when the prompt is computed.
+There is no prefill mode and no decode mode: a sequence whose last token is computed samples the next one. A request is
+a group of sequences. It has one, or several for several answers or beams, which fork when the prompt is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Sequence", "SequenceGroup", "SequenceStatus"]
 
 
 class SequenceStatus(enum.Enum):
-    """A sequence waits without blocks, waits with its blocks in the host pool, runs, or is finished."""
+    """Waiting sequences have no blocks, swapped ones wait with their blocks in the host pool."""
 
     WAITING = enum.auto()
     SWAPPED = enum.auto()
@@ -85,7 +85,7 @@ class Sequence:
         self.max_total_tokens = group.max_total_tokens
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None  # the id of stop_token_ids that ended it; None for the model's EOS
+        self.stop_reason: int | str | None = None  # the stop token that ended it (None for EOS), or why it failed
         self.has_failed = False  # it ended because it had no token to continue with
         self.grammar: Grammar | None = None
         self.logprobs: list[TokenLogprobs] = []  # of the generated tokens, if the request wants them
@@ -98,7 +98,7 @@ class Sequence:
         self.block_hashes: list[int] = []  # of the leading full blocks, computed on demand
         self.content_ids: list[int] = []  # content id of each published or matched block
         self.cache_epoch = 0  # of the prefix cache when the sequence started; it publishes its blocks there only
-        # The block manager must allocate when num_computed_tokens reaches this; see BlockManager.
+        # BlockManager.allocate must be called when num_computed_tokens reaches this.
         self.next_block_boundary = 0
 
     @property
@@ -133,7 +133,7 @@ class Sequence:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether each further token is simply the most likely one: greedy, and no stop token is masked any more."""
+        """Whether each further token is simply the most likely one: sampling is greedy, and no stop token is masked."""
         params = self.params
         return params.is_plain_greedy and (not self.stop_token_ids or self.num_output_tokens >= params.min_tokens)
 
@@ -171,7 +171,7 @@ class Sequence:
         """End the sequence if ``token_id``, just appended, was the last one."""
         if self.grammar is not None and not self.grammar.accept(token_id):
             self._remove_last_token()
-            self.fail("the grammar refused the token")
+            self.fail("the grammar does not accept the token")
         elif token_id in self.stop_token_ids and self.num_output_tokens > self.params.min_tokens:
             assert self.params.stop_token_ids is not None
             self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
@@ -184,8 +184,8 @@ class Sequence:
     def fail(self, why: str) -> None:
         """End the sequence because it has no token to continue with.
 
-        If its grammar is complete, the answer ends with reason ``stop``. A grammar that failed has ended as well, but
-        its text is a fragment: the reason is ``abort``, and ``stop_reason`` says why.
+        If its grammar is complete, the answer ends with reason ``stop``. Otherwise, also if the grammar itself failed,
+        the text is a fragment: the reason is ``abort``, and ``stop_reason`` says why.
         """
         self.has_failed = True
         error = None if self.grammar is None else self.grammar.error
@@ -220,6 +220,7 @@ class SequenceGroup:
     """
 
     __slots__ = (
+        "__weakref__",
         "arrival",
         "beams",
         "is_forked",
@@ -229,14 +230,12 @@ class SequenceGroup:
         "num_preemptions",
         "num_resumed_tokens",
         "num_slots",
-        "num_stalls",
         "params",
         "prompt_logprobs",
         "request",
         "root",
         "seed",
         "sequences",
-        "stalled_at",
         "stop_token_ids",
         "timing",
     )
@@ -261,12 +260,11 @@ class SequenceGroup:
         self.seed = seed
         self.num_preemptions = 0
         self.num_resumed_tokens = len(output)
-        self.num_blocks_saved = 0  # by sharing, at an answer's end: blocks of all tables less distinct blocks
-        self.num_blocks_held = 0  # blocks of all tables at that time
-        self.num_stalls = 0  # times that it was preempted while it ran alone, at the length ``stalled_at``
-        self.stalled_at = 0
+        # When sharing saved the most blocks: the blocks of all tables minus the distinct ones, and those of all tables.
+        self.num_blocks_saved = 0
+        self.num_blocks_held = 0
         self.timing: RequestTiming | None = None
-        self.num_slots = params.num_sequences  # of the batch, for its sequences now and after it forks
+        self.num_slots = params.num_sequences  # slots of the batch, for its sequences now and after it forks
         self.is_forked = self.num_slots == 1
         # Of the prompt tokens computed so far; the first token has none.
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
@@ -298,7 +296,7 @@ class SequenceGroup:
 
     @property
     def has_started(self) -> bool:
-        """Whether it ever ran, here or on another replica: the client may have seen tokens of it."""
+        """Whether it ever ran, here or on another replica; the client may have seen some of its tokens."""
         return self.status is SequenceStatus.RUNNING or self.num_preemptions > 0 or self.num_resumed_tokens > 0
 
     @property
@@ -316,8 +314,8 @@ class SequenceGroup:
         """Whether no further token will come."""
         return all(sequence.is_finished for sequence in self.sequences)
 
-    def note_sharing(self) -> None:
-        """Record how many blocks the unfinished answers save by sharing, if these are more than ever before."""
+    def record_sharing(self) -> None:
+        """Record how many blocks the unfinished answers save by sharing, if they save more than ever before."""
         tables = [sequence.block_table for sequence in self.sequences if sequence.block_table]
         held = sum(map(len, tables))
         if (saved := held - len(set().union(*tables))) > self.num_blocks_saved:

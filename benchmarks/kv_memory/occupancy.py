@@ -18,7 +18,7 @@ from engine.kv.block_manager import BlockManager
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import SampledTokens
+from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import SequenceGroup
 
 __all__ = ["Occupancy", "next_power_of_two", "simulate_contiguous", "simulate_paged"]

@@ -138,7 +138,7 @@ def events_message(batch: KVEventBatch, sent_at: float) -> EventsMessage:
         if not isinstance(event, AllBlocksCleared):
             groups[-1][1].append(event.block_hash)
     packed = [(kind, pack_hashes(hashes)) for kind, hashes in groups]
-    return EventsMessage(batch.generation, batch.number, sent_at, packed)
+    return EventsMessage(batch.run_id, batch.number, sent_at, packed)
 
 
 def _kind(event: KVEvent) -> _Kind:

@@ -6,7 +6,7 @@ grows block by block, and gives every block back when it ends or is preempted.
 
 Forked sequences share all blocks. A sequence that writes into a shared block first gets a copy of it (copy-on-write).
 
-A decode needs the block manager once a block only: ``Sequence.next_block_boundary`` says when.
+A decode calls the block manager only once per block: when it reaches ``Sequence.next_block_boundary``.
 
 Block tables and forks follow vLLM's PagedAttention (Kwon et al., 2023). This module knows ids and numbers only: no
 tensors, no scheduling policy.
@@ -27,14 +27,14 @@ __all__ = ["BlockManager", "BlockPair", "Growth"]
 
 BlockPair = tuple[int, int]  # a copy's source and destination
 
-# Decodes publish this many full blocks at a time, which costs a third of publishing them one by one. Another request
-# can hardly hit them earlier: it would have to contain an answer that is still being generated.
+# Decodes publish this many full blocks at a time, which costs a third of publishing them one by one. Earlier hits are
+# rare: another prompt would have to contain an answer that is still being generated.
 PUBLISHED_TOGETHER = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A sequence that is to compute its tokens up to ``end``; one that starts does so after its prefix ``match``."""
+    """A plan to compute a sequence's tokens up to ``end``; ``match`` is its cached prefix if it has no blocks yet."""
 
     sequence: Sequence
     end: int
@@ -42,7 +42,7 @@ class Growth:
 
 
 class BlockManager:
-    """Allocates blocks to sequences and takes them back.
+    """Allocates blocks to sequences and frees them.
 
     Args:
         num_blocks: blocks in the pool.
@@ -85,12 +85,12 @@ class BlockManager:
         return self.prefix_cache.match(sequence)
 
     def awaited_hash(self, sequence: Sequence) -> int | None:
-        """Return the block hash whose publication would lengthen the sequence's match, if there is one."""
+        """Return the hash of the first full block after the sequence's match: a block that would lengthen the match."""
         index = len(self.match_prefix(sequence).blocks)
         return sequence.block_hash(index, self.block_size) if index < sequence.num_tokens // self.block_size else None
 
     def take_prefix(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Start the sequence's empty block table with the matched blocks."""
+        """Put the matched blocks into the sequence's block table, which is empty."""
         assert not sequence.block_table
         sequence.cache_epoch = self.prefix_cache.epoch
         for block in match.blocks:
@@ -118,7 +118,7 @@ class BlockManager:
             elif (index := self._first_written(growth.sequence)) < min(held, self.num_blocks_for(growth.end)):
                 writers[table[index]] += 1
             needed += max(0, self.num_blocks_for(growth.end) - held)
-        for block_id, count in writers.items():  # the last user of a shared block writes in place, the others copy it
+        for block_id, count in writers.items():  # all users of a shared block copy it, except the last
             needed += min(count, self.pool.blocks[block_id].ref_count - 1)
         return needed
 
@@ -139,14 +139,14 @@ class BlockManager:
             # By the block's number, so that sequences which started together publish in different steps.
             if not is_decode or num_tokens // size % PUBLISHED_TOGETHER == 0:
                 self.prefix_cache.publish(sequence, num_tokens)
-        # A decode needs nothing until its block is full; each chunk of a prefill comes here.
+        # A decode needs nothing until its last block is full. A prefill needs blocks for each chunk.
         sequence.next_block_boundary = len(table) * size if num_tokens >= len(sequence.token_ids) else 0
         return copy
 
     def extend(self, sequence: Sequence, num_tokens: int) -> int:
         """Grow the block table of a decoding sequence to hold draft tokens too; return the number of blocks added.
 
-        Blocks with draft tokens are not published. The caller must call ``take_back`` before the next step.
+        Blocks with draft tokens are not published. The caller must call ``free_draft_blocks`` after the step.
         """
         table = sequence.block_table
         missing = self.num_blocks_for(num_tokens) - len(table)
@@ -154,11 +154,11 @@ class BlockManager:
             table.append(self._take_block().block_id)
         return max(0, missing)
 
-    def take_back(self, sequence: Sequence) -> None:
-        """Take back the blocks that ``extend`` added and that the sequence's computed tokens do not reach."""
+    def free_draft_blocks(self, sequence: Sequence) -> None:
+        """Free the blocks that ``extend`` added and that hold none of the sequence's computed tokens."""
         table = sequence.block_table
         while len(table) > self.num_blocks_for(sequence.num_computed_tokens):
-            self.pool.untake(self.pool.blocks[table.pop()])
+            self.pool.return_unused(self.pool.blocks[table.pop()])
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child``, which has the same computed tokens, share all blocks of ``parent``."""
@@ -170,10 +170,10 @@ class BlockManager:
         child.cache_epoch = parent.cache_epoch
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_matched_tokens = parent.num_matched_tokens
-        child.next_block_boundary = parent.next_block_boundary = 0  # the first of them to write must copy
+        child.next_block_boundary = parent.next_block_boundary = 0  # the first that writes copies the block
 
     def free(self, sequence: Sequence) -> None:
-        """Release the sequence's blocks, the last one first, so that its end is evicted before its beginning."""
+        """Release the sequence's blocks, the last block first, so that its end is evicted before its beginning."""
         if sequence.host_table:
             self.host_pool.release(sequence.host_table)
             sequence.host_table = []
@@ -188,7 +188,7 @@ class BlockManager:
         sequence.next_block_boundary = 0
 
     def _take_block(self) -> Block:
-        """Return a free block, now used by one sequence; evict if all free blocks are cached."""
+        """Allocate a block; if all free blocks are cached, one of them is evicted."""
         if self.pool.must_evict:
             self.prefix_cache.evict()
         return self.pool.take()
@@ -232,12 +232,12 @@ class BlockManager:
         return list(host_ids.items())
 
     def num_blocks_to_swap_in(self, sequences: Collection[Sequence]) -> int:
-        """Return how many free blocks these sequences need to come back and compute their remaining tokens."""
+        """Return how many free blocks these sequences need to be swapped in and compute their remaining tokens."""
         needed = len({host_id for sequence in sequences for host_id in sequence.host_table})
         writers: Counter[int] = Counter()
         for sequence in sequences:
             held = len(sequence.host_table)
-            if held:  # a sequence without host blocks has not started yet, and does so in a later step
+            if held:  # a sequence without host blocks starts in a later step
                 needed += max(0, self.num_blocks_for(sequence.num_tokens) - held)
             if (index := self._first_written(sequence)) < held:
                 writers[sequence.host_table[index]] += 1

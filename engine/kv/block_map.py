@@ -1,8 +1,8 @@
 """BlockMap: a summary of the block pool's states, small enough to be read every second.
 
-Any thread may read it while the engine's thread changes the blocks, without a lock: the list of blocks is constant,
+Any thread may read the blocks while the engine's thread changes them, without a lock: the list of blocks is constant,
 and a block that changes at that moment appears in its old or its new state. Large pools are read slice by slice, so
-that the reader never holds the interpreter's lock for long.
+that the reader never holds the GIL for long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.kv.block_pool import Block, BlockCounts
 __all__ = ["BlockMap", "cell_size", "cells_by_slice"]
 
 _FREE, _CACHED, _USED, _SHARED = range(4)
-_MOST_PER_CELL = 255  # what a byte can count
+_MOST_PER_CELL = 255  # the largest count that fits a byte
 _SLICE = 4096  # blocks
 
 
@@ -39,7 +39,7 @@ class BlockMap:
 
 
 def cell_size(num_blocks: int, max_cells: int) -> int:
-    """Return the blocks per cell for at most ``max_cells`` cells; a large pool has more, as a cell counts to 255."""
+    """Return the blocks per cell for at most ``max_cells`` cells; large pools need more, as a cell counts to 255."""
     return min(-(-num_blocks // max_cells), _MOST_PER_CELL)
 
 

@@ -6,9 +6,9 @@ A block holds the K and V of ``block_size`` tokens for all layers. It is in exac
     free, cached  no sequence uses it, but its prefix can still be hit       -> ``_cached``, least recently used first
     used          the block tables of ``ref_count`` sequences list it
 
-The pool knows blocks and numbers. Which prefix a block holds is the prefix cache's business, and which sequence lists a
-block is the block manager's. The prefix cache publishes a block by setting ``Block.block_hash``; a published block goes
-to the cached ones when its last user releases it.
+The pool knows blocks and numbers. PrefixCache records which prefix a block holds; BlockManager records which sequences
+use it. PrefixCache publishes a block by setting ``Block.block_hash``. A published block becomes a cached one when its
+last user releases it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BlockPool:
 
     Attributes:
         blocks: every block; the index is its id.
-        num_released: how often room was made; while it stays the same, a request that did not fit still does not fit.
+        num_released: counts releases. While it is unchanged, a request that did not fit need not be checked again.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -74,7 +74,7 @@ class BlockPool:
 
     @property
     def must_evict(self) -> bool:
-        """Whether every free block is a cached one, so that ``take`` needs an eviction first."""
+        """Whether all free blocks are cached ones, so that a block must be evicted before ``take``."""
         return not self._free
 
     @property
@@ -88,17 +88,17 @@ class BlockPool:
         return BlockCounts(free, cached, len(self.blocks) - free - cached, self._num_shared)
 
     def take(self) -> Block:
-        """Return a free block that is not cached, now with one user."""
+        """Give a free block that is not cached to one user, and return it."""
         block = self.blocks[self._free.popleft()]
         block.ref_count = 1
         return block
 
-    def untake(self, block: Block) -> None:
-        """Undo ``take`` of a block that nothing was published from; it is the next one to be taken."""
+    def return_unused(self, block: Block) -> None:
+        """Undo ``take`` of a block that was not published. It is the next block to be taken."""
         assert block.ref_count == 1
         assert block.block_hash is None
         block.ref_count = 0
-        self._free.appendleft(block.block_id)  # num_released stays: there is no more room than before the take
+        self._free.appendleft(block.block_id)  # num_released is unchanged: no more blocks are free than before ``take``
 
     def retain(self, block: Block) -> None:
         """Add a user to a cached or used block."""
@@ -109,7 +109,7 @@ class BlockPool:
         block.ref_count += 1
 
     def release(self, block: Block) -> None:
-        """Remove a user; a block without users is free, and cached as the most recently used one if it is published."""
+        """Remove a user. A block without users is free; if published, it is the most recently used cached one."""
         block.ref_count -= 1
         if block.ref_count == 1:
             self._num_shared -= 1
@@ -121,7 +121,7 @@ class BlockPool:
                 self._cached[block.block_id] = None
 
     def uncache(self, block: Block) -> None:
-        """Move a cached block, whose content is not published any more, to the free ones."""
+        """Move a cached block, whose content is no longer published, to the free blocks."""
         del self._cached[block.block_id]
         self._free.append(block.block_id)
 

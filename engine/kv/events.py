@@ -1,9 +1,9 @@
-"""KV events: changes of the prefix cache, from which a router learns which replica has which prefix.
+"""KV events: changes of the prefix cache, from which a router builds its index of the prefixes on each replica.
 
 Hashes are the chained ones of ``prefix_hash``, so equal hashes on two replicas mean equal prefixes. The events of a
-step are one batch. Batches are numbered within a generation (one start of an engine), so that the router notices a gap
-or a restart. All events in order give exactly the published blocks. The parent of a stored block is nearly always
-stored too, but this is not guaranteed: see ``prefix_cache``.
+step are one batch. Batches are numbered within a run of the engine, so that the router detects a gap or a restart. All
+events in order give exactly the published blocks. The parent of a stored block is nearly always stored too, but this
+is not guaranteed: see ``prefix_cache``.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 class KVEventBatch:
     """The events of one step. It can be pickled."""
 
-    generation: int  # of the engine: a new one means that the cache started empty
-    number: int  # within the generation, from 0, without gaps
+    run_id: int  # of the engine's run: another id means that the engine was restarted with an empty cache
+    number: int  # within the run, from 0, without gaps
     events: tuple[KVEvent, ...]

@@ -12,7 +12,7 @@ __all__ = ["HostPool"]
 
 
 class HostPool:
-    """Hands out host blocks to swapped-out sequences; blocks that the sequences share stay shared.
+    """Allocates host blocks to swapped-out sequences; blocks that the sequences share stay shared.
 
     Args:
         num_blocks: size of the pool; 0 turns swapping off.

@@ -7,10 +7,10 @@ decodes fill are published later, at the latest when their sequence is freed.
 A hit is verified against the block's token ids and the identity of its parent block, so a hash collision never serves
 another prompt's KV.
 
-A chain is evicted from its end, because the block manager releases a sequence's last block first. One case is
-different: two sequences compute the same prefix side by side, and only one of them publishes it. When that one is
-freed, its blocks may be evicted before the later blocks of the other. Those later blocks cannot be hit then, but they
-stay published until they are evicted or replaced. In the tests' random load this is one block in a thousand.
+A chain of blocks is evicted from its end, because the block manager releases a sequence's last block first. There is
+one exception: if two sequences compute the same prefix side by side, only one of them publishes it. When that sequence
+is freed, its blocks may be evicted before the later blocks of the other. The later blocks then stay published until
+they are evicted or replaced, but cannot be hit. In the tests' random load this happens to one block in a thousand.
 
 The LRU prefix cache follows vLLM's PagedAttention (Kwon et al., 2023).
 """
@@ -37,7 +37,7 @@ class PrefixMatch:
 
     @property
     def num_evictable(self) -> int:
-        """Blocks of the match that are free now, and that a sequence which takes the match would use."""
+        """Blocks of the match that are free now: those that are no longer free when a sequence uses the match."""
         return sum(block.ref_count == 0 for block in self.blocks)
 
 
@@ -51,7 +51,7 @@ class PrefixCache:
 
     Attributes:
         epoch: how often the cache was reset; what a sequence of an earlier epoch computes is not published.
-        num_evicted: blocks that lost their content because a sequence needed room.
+        num_evicted: cached blocks that were unpublished because a sequence needed a block.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, *, record_events: bool = False) -> None:
@@ -92,7 +92,7 @@ class PrefixCache:
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Publish the blocks that the sequence's first ``num_tokens`` tokens fill and that are not published yet.
 
-        A block stays anonymous if another used block is published with the same content.
+        A block stays unpublished if another used block is published with the same content.
         """
         size, contents, hashes = self._block_size, sequence.content_ids, sequence.block_hashes
         first, last = len(contents), num_tokens // size
@@ -107,7 +107,7 @@ class PrefixCache:
                 hashes.append(packed_block_hash(parent_hash, token_bytes))
             holder = self._by_hash.get(hashes[index])
             if holder is not None and holder.ref_count == 0 and holder.holds(token_bytes, parent):
-                holder = self._replace_twin(holder, self._pool.blocks[sequence.block_table[index]])
+                holder = self._publish_instead(self._pool.blocks[sequence.block_table[index]], unused=holder)
             elif holder is None or not holder.holds(token_bytes, parent):
                 if holder is not None:  # a hash collision, or a chain with a new parent: the newest content wins
                     self._unpublish(holder)
@@ -117,14 +117,14 @@ class PrefixCache:
             contents.append(parent)
 
     def evict(self) -> None:
-        """Unpublish the least recently used cached block, so that the pool can hand it out."""
+        """Unpublish the least recently used cached block, so that the pool can allocate it."""
         self._unpublish(self._pool.least_recently_used)
         self.num_evicted += 1
 
     def reset(self) -> None:
         """Unpublish every block; blocks in use stay with their sequences.
 
-        Neither those blocks nor what their sequences compute afterwards is published any more, swapped out or not.
+        Those blocks and the blocks that their sequences compute later are never published again, also after a swap.
         """
         self.epoch += 1
         for block in self._by_hash.values():
@@ -151,17 +151,18 @@ class PrefixCache:
         if self._events is not None:
             self._events.append(BlockStored(block_hash, parent_hash, tuple(array("I", token_bytes))))
 
-    def _replace_twin(self, twin: Block, block: Block) -> Block:
-        """Publish a used block instead of its free twin, which could be evicted before the blocks after the used one.
+    def _publish_instead(self, block: Block, unused: Block) -> Block:
+        """Publish a block in use instead of an unused one with the same content; return it.
 
-        The same content stays published, so this is no event.
+        The unused block could be evicted before the blocks after the one in use. The same content stays published, so
+        this is no event.
         """
-        assert twin.block_hash is not None
-        block.block_hash, block.token_bytes, block.parent = twin.block_hash, twin.token_bytes, twin.parent
-        block.content_id = twin.content_id
-        self._by_hash[twin.block_hash] = block
-        twin.forget_content()
-        self._pool.uncache(twin)
+        assert unused.block_hash is not None
+        block.block_hash, block.token_bytes, block.parent = unused.block_hash, unused.token_bytes, unused.parent
+        block.content_id = unused.content_id
+        self._by_hash[unused.block_hash] = block
+        unused.forget_content()
+        self._pool.uncache(unused)
         self._pool.num_released += 1  # a request that begins with this block now needs one free block less
         return block
 

@@ -1,4 +1,4 @@
 """What observes an engine: metrics, load, KV events, log lines.
 
-Knows what each event of the engine means for each report. Does not know where the reports go.
+Knows how each event of the engine changes these reports. Does not know where the reports are sent.
 """

@@ -1,6 +1,6 @@
-"""EngineMetrics: turns the events of an engine into values of its metrics.
+"""EngineMetrics: computes the values of the metrics from the events of an engine.
 
-metrics.py defines the metrics; a sink stores the values.
+metrics.py defines the metrics; a MetricSink stores the values.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from engine.observability.metrics import (
 from engine.observability.observer import EngineObserver
 from engine.outputs import FinishReason, RequestTiming
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 __all__ = ["EngineMetrics"]
@@ -68,7 +68,7 @@ class _RequestTimes:
 
 
 class EngineMetrics(EngineObserver):
-    """Follows the requests of one engine, reports to a sink, and sets each request's ``timing``.
+    """Measures the requests and steps of one engine, reports to a sink, and sets each request's ``timing``.
 
     Times are monotonic seconds.
     """
@@ -109,10 +109,10 @@ class EngineMetrics(EngineObserver):
             kind = "swap" if group.status is SequenceStatus.SWAPPED else "recompute"
             self._sink.increment(PREEMPTIONS, kind=kind)
 
-    def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
+    def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
         now = monotonic()
-        intervals: Counter[float] = Counter()  # few values: most streams got their last token in the same step
-        for sequence in got_token:
+        intervals: Counter[float] = Counter()  # few values: most sequences sampled their last token in the same step
+        for sequence in updated:
             self._token_generated(sequence, now, intervals)
         for seconds, count in intervals.items():
             self._sink.observe(INTER_TOKEN, seconds, count)
@@ -144,7 +144,7 @@ class EngineMetrics(EngineObserver):
             group.timing = times.timing
 
     def state_changed(self) -> None:
-        """Report the gauges, sequences and blocks by state, and the evictions since the last report."""
+        """Report the gauges (sequences and blocks by state), and the evictions since the last report."""
         counts = self._block_manager.pool.counts()
         total = len(self._block_manager.pool.blocks)
         self._sink.set(REQUESTS_RUNNING, len(self._scheduler.running))

@@ -8,27 +8,27 @@ from collections.abc import Callable, Iterable
 from engine.kv.block_manager import BlockManager
 from engine.kv.events import KVEventBatch
 from engine.observability.observer import EngineObserver
-from engine.scheduling.step import SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.sequence import Sequence
 
 __all__ = ["KVEventReporter"]
 
 
 class KVEventReporter(EngineObserver):
-    """Takes the block manager's events and passes them to a callback.
+    """Passes the events of the prefix cache to a callback.
 
     Args:
-        block_manager: records the events.
+        block_manager: its prefix cache records the events.
         callback: called from the step thread with every batch that is not empty.
     """
 
     def __init__(self, block_manager: BlockManager, callback: Callable[[KVEventBatch], None]) -> None:
         self._block_manager = block_manager
         self._callback = callback
-        self._generation = time.time_ns()
+        self._run_id = time.time_ns()
         self._num_batches = 0
 
-    def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
+    def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
         self._report()
 
     def state_changed(self) -> None:
@@ -36,5 +36,5 @@ class KVEventReporter(EngineObserver):
 
     def _report(self) -> None:
         if events := self._block_manager.prefix_cache.take_events():
-            self._callback(KVEventBatch(self._generation, self._num_batches, events))
+            self._callback(KVEventBatch(self._run_id, self._num_batches, events))
             self._num_batches += 1

@@ -9,7 +9,7 @@ __all__ = ["EngineLoad", "EngineStats"]
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What routers and the autoscaler need to know of an engine's queue, batch and speed. It pickles."""
+    """The state of an engine's queue and batch and its speed, for routers and the autoscaler. It can be pickled."""
 
     num_running: int  # sequences in the batch
     num_waiting: int  # requests in the queue, preempted ones included
@@ -18,12 +18,12 @@ class EngineLoad:
     num_free_blocks: int  # including those that hold a cached prefix
     prefill_tokens_per_s: float  # measured; 0 before the first prefill
     decode_step_s: float  # measured time of a step that only decodes; 0 before the first one
-    num_steps: int  # since the engine started: a busy engine whose number stands still is stuck
+    num_steps: int  # since the engine started; if a busy engine does not increase it, the engine is stuck
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Sequences and KV blocks by state. It pickles."""
+    """Sequences and KV blocks by state. It can be pickled."""
 
     num_running: int
     num_waiting: int

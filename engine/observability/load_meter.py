@@ -1,4 +1,4 @@
-"""LoadMeter: measures an engine's speed and its prefill backlog."""
+"""LoadMeter: measures how fast an engine computes, and how much it has to compute."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from engine.observability.load import EngineLoad, EngineStats
 from engine.observability.observer import EngineObserver
 from engine.scheduling.prefill_backlog import PrefillBacklog
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
 
 __all__ = ["LoadMeter"]
 
 # Prefill tokens after which the weight of a measurement has halved: 16 full steps of 2048 tokens.
 HALF_LIFE_TOKENS = 32_768
-# Fewest prefill tokens of a step that is measured. Every step has a fixed cost, which makes a few tokens look slow.
+# Minimum prefill tokens of a step that is measured. With fewer, the fixed cost of a step makes prefill look slow.
 MIN_PREFILL_TOKENS = 128
 # Weight of the latest step in the mean of decode steps.
 DECODE_WEIGHT = 0.05
@@ -31,14 +31,14 @@ class LoadMeter(EngineObserver):
     """Measures how fast an engine computes, counts its steps and requests, and keeps its prefill backlog.
 
     ``prefill_tokens_per_s`` comes from steps with many prefill tokens, at least half of all: the ratio of two decayed
-    sums, tokens over seconds. Each step is weighted by its tokens, because a queue is computed in full steps, and a
-    hundred short prompts on an idle engine say little about those. ``decode_step_s`` is an exponentially weighted mean
-    over steps in which every sequence computes one token. Mixed steps with little prefill count for neither.
+    sums, tokens over seconds. Each step is weighted by its tokens, because a long queue is computed in full steps, and
+    the steps of short prompts on an idle engine are slower per token. ``decode_step_s`` is an exponentially weighted
+    mean over steps in which every sequence computes one token. Other steps are not measured.
 
     Args:
-        scheduler: holds the queue and the batch.
-        block_manager: the KV pool.
-        backlog: follows the requests whose prompts are still to be computed.
+        scheduler: has the queue and the batch.
+        block_manager: has the KV pool.
+        backlog: the prefill tokens still to be computed; the meter keeps it up to date.
         clock: monotonic seconds.
     """
 
@@ -92,31 +92,31 @@ class LoadMeter(EngineObserver):
 
     def request_added(self, group: SequenceGroup) -> None:
         self.num_changes += 1
-        self._backlog.add(group)
+        self._backlog.add_group(group)
 
     def step_started(self) -> None:
         self._started = self._clock()
 
     def step_scheduled(self, output: SchedulerOutput) -> None:
         for group in output.preempted:
-            self._backlog.add(group)
+            self._backlog.add_group(group)
         for group in output.admitted:
-            self._backlog.begin(group)
+            self._backlog.start_group(group)
 
-    def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
+    def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
         self._backlog.advance()
         self.num_steps += 1
         self._measure(output.num_tokens - output.num_draft_tokens, len(output.sequences))
 
     def sequence_ended(self, sequence: Sequence) -> None:
-        self._backlog.end(sequence)
+        self._backlog.remove_sequence(sequence)
 
     def request_left(self, group: SequenceGroup, rejection: OverloadedError | None) -> None:
         self.num_changes += 1
-        self._backlog.remove(group)
+        self._backlog.remove_group(group)
 
     def _measure(self, num_tokens: int, num_sequences: int) -> None:
-        """Add the time since ``step_started`` to the means; ``num_tokens`` are those computed, without draft tokens."""
+        """Add the time since ``step_started`` to a mean; ``num_tokens`` were computed, draft tokens excluded."""
         seconds = self._clock() - self._started
         num_prefill_tokens = num_tokens - num_sequences  # the last token of each sequence costs as much as a decode
         if seconds <= 0 or not num_sequences:

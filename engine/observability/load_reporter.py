@@ -8,8 +8,8 @@ from engine.observability.load import EngineLoad
 
 __all__ = ["LoadReporter"]
 
-# Seconds after which a change that only decoding makes is reported too. Routers take a replica that has waiting
-# requests and reports no new steps for stuck.
+# Seconds after which a new number of steps or of free blocks is reported although nothing else has changed. Routers
+# regard a replica as stuck if it has waiting requests and reports no new steps.
 DECODE_INTERVAL_S = 0.25
 
 
@@ -36,12 +36,12 @@ class LoadReporter:
         """Report the load now if it has changed and the interval has passed.
 
         Args:
-            load: the latest.
-            num_changes: requests that have arrived or left so far.
-            is_idle: the engine has nothing to compute, so any difference is reported.
+            load: the load now.
+            num_changes: requests that have arrived so far, plus those that have left.
+            is_idle: whether the engine has nothing to compute; if so, any difference is reported.
 
         Returns:
-            Seconds after which to call again, if the interval holds a report back; None otherwise.
+            Seconds after which to call again, if a report must wait for the interval to pass; None otherwise.
         """
         now = self._clock()
         any_change_counts = is_idle or now - self._reported_at >= DECODE_INTERVAL_S

@@ -1,8 +1,8 @@
 """Default logging of the packages engine and kernels, for programs that have not configured logging.
 
-Without configuration, Python shows warnings and errors only, so the start of an engine would be silent: what it loads
-and how many tokens its KV cache holds. The environment variable PAGODA_LOGGING_LEVEL sets how much is shown: DEBUG,
-INFO (the default), WARNING, ERROR, CRITICAL, or OFF to change nothing.
+Without configuration, Python shows only warnings and errors. The start of an engine would be silent, although its log
+lines report what it loads and how many tokens its KV cache holds. The environment variable PAGODA_LOGGING_LEVEL sets
+how much is shown: DEBUG, INFO (the default), WARNING, ERROR, CRITICAL, or OFF to change nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def forward_logs(target: logging.Logger) -> None:
 
 
 class _Forwarder(logging.Handler):
-    """Passes records to another logger, which may get its handlers later."""
+    """Passes log records to another logger, whose handlers may be added later."""
 
     def __init__(self, target: logging.Logger) -> None:
         super().__init__()

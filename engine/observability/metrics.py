@@ -67,7 +67,7 @@ class Metric:
 
 
 REQUESTS_RUNNING = Metric("num_requests_running", "gauge", "Sequences in the running batch.")
-REQUESTS_WAITING = Metric("num_requests_waiting", "gauge", "Sequences waiting for a slot in the batch.")
+REQUESTS_WAITING = Metric("num_requests_waiting", "gauge", "Requests waiting for a slot in the batch.")
 REQUESTS_SWAPPED = Metric("num_requests_swapped", "gauge", "Requests preempted to the host pool.")
 KV_USAGE = Metric("kv_cache_usage_ratio", "gauge", "Share of KV blocks in use by sequences, 0 to 1.")
 KV_CACHED = Metric("kv_cache_cached_ratio", "gauge", "Share of KV blocks free but still holding a cached prefix.")
@@ -88,7 +88,7 @@ ENGINE_START_TIME = Metric(
 PREEMPTIONS = Metric(
     "preemptions",
     "counter",
-    "Sequences preempted because no KV block was free.",
+    "Requests preempted because no KV block was free.",
     ("kind",),
     known=(("swap",), ("recompute",)),
 )

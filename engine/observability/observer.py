@@ -1,4 +1,4 @@
-"""EngineObserver: the events of an engine, for metrics, load reports, KV events and logs.
+"""EngineObserver: the interface that metrics, load reports, KV events and logs implement to receive engine events.
 
 Knows when each event happens. Does not know what an observer does with it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.errors import OverloadedError, RequestError
-from engine.scheduling.step import SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
 
 __all__ = ["EngineObserver", "EngineObservers"]
@@ -33,18 +33,18 @@ class EngineObserver:
     def step_scheduled(self, output: SchedulerOutput) -> None:
         """The scheduler has chosen a batch. An empty one is not computed, and no ``step_finished`` follows."""
 
-    def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
-        """A batch was computed and recorded.
+    def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
+        """A batch was computed and its tokens were sampled.
 
         Args:
             output: the batch.
-            got_token: the sequences that have new tokens, or have ended without one. Requests that ended in this step
-                leave after this event.
+            updated: the sequences that sampled a token, or ended without one. ``request_left`` follows for the requests
+                that ended in this step.
             times: seconds of each phase.
         """
 
     def sequence_ended(self, sequence: Sequence) -> None:
-        """One answer of a request was ended between two steps, by a stop string for example."""
+        """One answer of a request was ended between two steps, because of a stop string for example."""
 
     def request_left(self, group: SequenceGroup, rejection: OverloadedError | None) -> None:
         """A request has left the engine: it has finished, was aborted, or was rejected to make room in the queue.
@@ -55,7 +55,7 @@ class EngineObserver:
         """
 
     def state_changed(self) -> None:
-        """Requests or blocks have changed between two steps, by an abort or a reset of the prefix cache."""
+        """Requests or blocks have changed between two steps: an abort, or a reset of the prefix cache."""
 
 
 class EngineObservers(EngineObserver):
@@ -80,9 +80,9 @@ class EngineObservers(EngineObserver):
         for observer in self.members:
             observer.step_scheduled(output)
 
-    def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
+    def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
         for observer in self.members:
-            observer.step_finished(output, got_token, times)
+            observer.step_finished(output, updated, times)
 
     def sequence_ended(self, sequence: Sequence) -> None:
         for observer in self.members:

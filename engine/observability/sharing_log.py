@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharingLog(EngineObserver):
-    """Logs a line for each request whose answers shared blocks; the numbers are those of the highest saving."""
+    """Logs a line for each request whose answers shared blocks; its numbers are from when sharing saved the most."""
 
     def request_left(self, group: SequenceGroup, rejection: OverloadedError | None) -> None:
         if group.num_blocks_saved:

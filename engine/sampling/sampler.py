@@ -17,7 +17,7 @@ from engine.request import EngineRequest
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.ranking import gather_logprobs, top_tokens
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from engine.scheduling.step import SampledTokens
+from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence, SequenceGroup
 from engine.structured_outputs.bitmask import apply_bitmask
 from kernels.argmax import argmax_rows

@@ -1,4 +1,4 @@
-"""Which sequences compute how many tokens in the next step, and what becomes of what they sampled.
+"""Chooses which sequences compute how many tokens in the next step, and updates them with what the step sampled.
 
 Knows sequences, blocks and budgets. Does not know tensors, models or text, and imports no torch.
 """

@@ -1,7 +1,7 @@
 """Admission: which waiting requests start in a step.
 
 They start in order of priority and arrival, while tokens, slots and blocks last. A request starts only if the pool has
-room for all its known tokens, not just its first chunk; otherwise prefills would start only to be preempted.
+room for all its known tokens. With room for its first chunk alone, it would soon be preempted again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["Admission"]
 WATERMARK = 0.01
 
 
-class _Refusal(NamedTuple):
-    """A group that the pool had no room for, and what must change before it is worth another look."""
+class _Blocked(NamedTuple):
+    """A waiting group that the pool had no room for, and what must change before it is checked again."""
 
     group: SequenceGroup
     num_released: int  # BlockManager.num_released at that time
@@ -36,15 +36,15 @@ class Admission:
         self._queues = queues
         self._blocks = queues.block_manager
         self._watermark = int(WATERMARK * len(queues.block_manager.pool.blocks))
-        self._refusal: _Refusal | None = None
+        self._blocked: _Blocked | None = None
 
     def start_waiting(self, step: StepBuilder, withheld_tokens: int) -> None:
         """Start waiting groups while tokens, slots and blocks last.
 
         Args:
             step: the step that they join.
-            withheld_tokens: tokens by which the prefill pace reduces the budget. They count when the slots of a group
-                are compared with the budget: otherwise a request for many answers might never start.
+            withheld_tokens: tokens by which PrefillPace lowered the budget. They count when the method checks that each
+                sequence of the group gets a token. Otherwise a request with a large ``n`` might never start.
         """
         blocks, reserve = self._blocks, _BlockReserve(step)
         while self._queues.waiting and step.token_budget >= 1:
@@ -56,58 +56,62 @@ class Admission:
                 step.output.swap_in += blocks.swap_in(group.unfinished)
             growths = plan_group(group.unfinished, step.max_chunk(group.num_slots), blocks)
             if blocks.num_blocks_to_grow(growths) > blocks.num_free_blocks:
-                # Colliding hashes hid what it takes; alone it has room for the one sequence that starts.
+                # Colliding hashes made blocks_to_start() too small. The group waits until it runs alone: then its first
+                # sequence fits.
                 assert self._queues.running, "add() accepted a request that cannot fit"
                 assert group.status is SequenceStatus.WAITING, "a swapped request found no room"
                 return
             reserve.add(step.start(group, growths))
 
     def forget(self) -> None:
-        """Release the group that was refused last, which may have ended."""
-        self._refusal = None
+        """Release the blocked group, which may have ended."""
+        self._blocked = None
 
     def _has_blocks(self, group: SequenceGroup, reserve: _BlockReserve) -> bool:
-        """Whether the pool has room for all known tokens of a group; a request that runs alone always has."""
+        """Whether the pool has room for all known tokens of a group; it always has if no other request runs."""
         if not self._queues.running:
             return True
-        if self._is_still_refused(group):
+        if self._is_still_blocked(group):
             return False
-        if reserve.leaves(blocks_to_start(group, self._blocks) + self._watermark, self._blocks.num_free_blocks):
+        if reserve.fits(blocks_to_start(group, self._blocks) + self._watermark, self._blocks.num_free_blocks):
             return True
         awaited_hash = self._blocks.awaited_hash(group.unfinished[0])
-        self._refusal = _Refusal(group, self._blocks.pool.num_released, awaited_hash)
+        self._blocked = _Blocked(group, self._blocks.pool.num_released, awaited_hash)
         return False
 
-    def _is_still_refused(self, group: SequenceGroup) -> bool:
-        """Whether nothing has changed since the group found no room: saves a look-up in each step of a long wait."""
-        refusal = self._refusal
-        if refusal is None or refusal.group is not group or refusal.num_released != self._blocks.pool.num_released:
+    def _is_still_blocked(self, group: SequenceGroup) -> bool:
+        """Whether the pool had no room for the group and nothing has changed since.
+
+        This saves matching the group's prefix again in each step of a long wait.
+        """
+        blocked = self._blocked
+        if blocked is None or blocked.group is not group or blocked.num_released != self._blocks.pool.num_released:
             return False
-        return not self._blocks.prefix_cache.is_published(refusal.awaited_hash)
+        return not self._blocks.prefix_cache.is_published(blocked.awaited_hash)
 
 
 class _BlockReserve:
-    """The blocks that the batch of a step still needs: an upper bound first, the exact number when that matters."""
+    """The blocks that the batch of a step still needs: an upper bound, replaced by the exact number if it matters."""
 
     def __init__(self, step: StepBuilder) -> None:
         self._step = step
         self._num_blocks = step.max_blocks_needed()
         self._is_exact = False
 
-    def leaves(self, num_blocks: int, num_free: int) -> bool:
-        """Whether so many blocks are left of the free ones."""
+    def fits(self, num_blocks: int, num_free: int) -> bool:
+        """Whether ``num_blocks`` fit into the free blocks beside what the batch still needs."""
         if not self._is_exact and num_blocks + self._num_blocks > num_free:
             self._num_blocks = self._step.num_blocks_needed(range(len(self._step.running)))
             self._is_exact = True
         return num_blocks + self._num_blocks <= num_free
 
     def add(self, indices: range) -> None:
-        """Reserve what the sequences that have just started need."""
+        """Reserve blocks for the sequences at these indices of the batch, which have just started."""
         self._num_blocks += self._step.num_blocks_needed(indices)
 
 
 def blocks_to_start(group: SequenceGroup, block_manager: BlockManager) -> int:
-    """Return the free blocks that all known tokens of a group take; blocks that its sequences share count once."""
+    """Return how many free blocks all known tokens of a group need; blocks that its sequences share count once."""
     members, size = group.unfinished, block_manager.block_size
     if group.status is SequenceStatus.SWAPPED:
         return block_manager.num_blocks_to_swap_in(members)

@@ -1,6 +1,6 @@
-"""Beam search's part of a step: the beams that a search chooses replace the ones before in the running batch.
+"""Beam search within a step: the beams that a search keeps replace its previous beams in the running batch.
 
-BeamSearch compares tokens and scores; this module moves the sequences and their blocks accordingly.
+BeamSearch compares tokens and scores. This module moves the sequences and their blocks accordingly.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from engine.beam_search import Candidates, Continuation
 from engine.kv.block_manager import BlockManager
 from engine.outputs import FinishReason
 from engine.scheduling.request_queues import RequestQueues
-from engine.scheduling.step import SampledTokens
+from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence
 
 __all__ = ["advance_searches", "fail_searches"]
 
 
 def fail_searches(sampling: list[Sequence], sampled: SampledTokens) -> None:
-    """Fail a search as a whole if one of its beams has no token to sample."""
+    """Fail all beams of a search if one of them has no token to sample."""
     reasons = {sampling[position].group: reason for position, reason in sampled.failed.items()}
     for position in list(sampled.beams):
         if reason := reasons.get(sampling[position].group):
@@ -37,18 +37,18 @@ def advance_searches(
     Returns:
         ``sampling`` with one sequence, the first, for each search.
     """
-    got_token: dict[int, Sequence] = {}
+    updated: dict[int, Sequence] = {}
     beams_by_group: dict[int, list[tuple[Sequence, Candidates]]] = {}
     for position, sequence in enumerate(sampling):
         if position in candidates:
             beams_by_group.setdefault(id(sequence.group), []).append((sequence, candidates[position]))
         else:
-            got_token[id(sequence)] = sequence
+            updated[id(sequence)] = sequence
     for pairs in beams_by_group.values():
         group = pairs[0][0].group
         _advance([beam for beam, _ in pairs], [one for _, one in pairs], queues)
-        got_token[id(group)] = group.sequences[0]
-    return list(got_token.values())
+        updated[id(group)] = group.sequences[0]
+    return list(updated.values())
 
 
 def _advance(beams: list[Sequence], candidates: list[Candidates], queues: RequestQueues) -> None:
@@ -61,7 +61,7 @@ def _advance(beams: list[Sequence], candidates: list[Candidates], queues: Reques
         stop_token_ids=group.stop_token_ids,
         max_total_tokens=group.max_total_tokens,
     )
-    if group.beams.is_done:  # the search has the answers
+    if group.beams.is_done:  # no continuation can beat the answers found
         for beam in beams:
             queues.end_running(beam)
             beam.finish(FinishReason.STOP)
@@ -74,9 +74,9 @@ def _advance(beams: list[Sequence], candidates: list[Candidates], queues: Reques
 
 
 def _extend(beams: list[Sequence], continuations: list[Continuation], block_manager: BlockManager) -> list[Sequence]:
-    """Return one sequence for each continuation, and free the beams that none continues.
+    """Return one sequence for each continuation, and free the beams that have no continuation.
 
-    The first continuation of a beam takes over its sequence; further ones are forks.
+    The first continuation of a beam reuses its sequence; further continuations are forks of it.
     """
     successors = []
     reused_parents: set[int] = set()

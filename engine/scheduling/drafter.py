@@ -6,13 +6,13 @@ model then gives its own most likely token after each of them:
     known, last   | draft                    the most likely token after each
     ... t         | a    b    c    d         t -> a,  a -> b,  b -> x,  c -> ?,  d -> ?
 
-The model agrees with ``a`` and ``b``, and ``x`` follows them: this step gives the sequence a, b and x. The slots of c
-and d hold K and V of tokens that are not the sequence's. Its next tokens overwrite them, and no block is published
-before its tokens are known. Only sequences that take the most likely token get drafts, so their answers are the same as
-without. This is speculative decoding (Leviathan et al., 2023) at temperature 0.
+The model agrees with ``a`` and ``b``, and ``x`` follows them: the sequence gets a, b and x in this step. The slots of c
+and d hold K and V of rejected tokens. The next tokens of the sequence overwrite them, and no block is published before
+its tokens are known. Only greedy sequences get drafts, so their answers are the same as without. This is speculative
+decoding (Leviathan et al., 2023) at temperature 0.
 
-Drafts take what the batch leaves: tokens of the budget, and blocks that no sequence of the batch needs for its next
-step. The blocks that a draft has not filled are freed at the end of the step. This module knows no tensors.
+Drafts use what the batch leaves of the token budget, and blocks that no sequence of the batch needs for its next step.
+Blocks that only rejected draft tokens use are freed at the end of the step. This module knows no tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence as Sequence_
 from typing import Protocol
 
 from engine.kv.block_manager import BlockManager
-from engine.scheduling.step import SampledTokens, SchedulerOutput
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence
 
@@ -40,7 +40,7 @@ class Drafter:
     """Adds drafts to the batches of one scheduler.
 
     Args:
-        block_manager: the pool that drafts take blocks from.
+        block_manager: allocates the blocks of drafts.
         proposer: guesses the tokens.
         num_tokens: draft tokens of one sequence in a step, at most.
     """
@@ -51,7 +51,7 @@ class Drafter:
         self._blocks = block_manager
 
     def add_drafts(self, step: StepBuilder) -> None:
-        """Add drafts, with their blocks allocated, to a batch that is complete otherwise."""
+        """Add drafts to a batch that is otherwise complete, and allocate their blocks."""
         if step.token_budget < 1:
             return
         num_blocks = self._blocks.num_free_blocks - step.max_blocks_needed()
@@ -65,7 +65,7 @@ class Drafter:
 
     def _propose(self, sequence: Sequence, step: StepBuilder, num_blocks: int) -> list[int]:
         """Return a draft that fits the rest of the step and this many further blocks."""
-        # The step gives a token more than the draft has, and the last token of an answer is never computed.
+        # The step samples one token more than the draft has, and the last token of an answer is never computed.
         before_end = sequence.max_total_tokens - sequence.num_tokens - 1
         limit = min(self.num_tokens, step.token_budget, step.chunk_limit - 1, before_end)
         if limit < 1:
@@ -85,7 +85,7 @@ class Drafter:
             num_accepted = 0 if was_finished else _append_accepted(sequence, draft, sampled.after_drafts[sequence])
             output.num_accepted[sequence] = num_accepted
             sequence.num_computed_tokens -= len(draft) - num_accepted
-            self._blocks.take_back(sequence)
+            self._blocks.free_draft_blocks(sequence)
             if sequence.is_finished and not was_finished:
                 ended.append(sequence)
         return ended

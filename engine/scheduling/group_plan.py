@@ -16,31 +16,32 @@ __all__ = ["plan_group"]
 def plan_group(members: list[Sequence], max_chunk: int, block_manager: BlockManager) -> list[Growth]:
     """Return up to which token each of a group's unfinished sequences computes in this step.
 
-    At most one of them, the first that lags, computes more than its last token. Beams are compared by the logits of
-    one step: none of them computes its last token before all can.
+    At most one sequence computes several tokens: the first with more than its last token to compute, here ``prefill``.
+    The others decode or wait. The beams of a search wait until all of them can compute their last token in the same
+    step, because the search compares their logits.
 
     Args:
         members: the sequences, in order.
-        max_chunk: tokens that the lagging sequence may compute, at most.
-        block_manager: the pool that matches the prefix of a sequence that starts.
+        max_chunk: tokens that the first sequence with a prefill may compute, at most.
+        block_manager: matches the prefix of that sequence if it has no blocks yet.
     """
-    lagging = next((one for one in members if not _can_decode(one)), None)
-    if lagging is None:
+    prefill = next((one for one in members if not _can_decode(one)), None)
+    if prefill is None:
         return [Growth(one, one.num_tokens) for one in members]
-    others_can_decode = all(one is lagging or _can_decode(one) for one in members)
-    is_search = lagging.group.beams is not None
-    match = None if lagging.block_table else block_manager.match_prefix(lagging)
-    start = lagging.num_computed_tokens if match is None else min(match.num_tokens, lagging.num_tokens - 1)
-    wanted = lagging.num_tokens - start - (is_search and not others_can_decode)
-    end = start + min(wanted, max_chunk)
-    others_wait = is_search and end < lagging.num_tokens
+    others_can_decode = all(one is prefill or _can_decode(one) for one in members)
+    is_search = prefill.group.beams is not None
+    match = None if prefill.block_table else block_manager.match_prefix(prefill)
+    start = prefill.num_computed_tokens if match is None else min(match.num_tokens, prefill.num_tokens - 1)
+    target = prefill.num_tokens - (is_search and not others_can_decode)  # a beam's last token waits for other prefills
+    end = min(target, start + max_chunk)
+    others_wait = is_search and end < prefill.num_tokens
     growths = []
     for one in members:
-        if one is lagging:
+        if one is prefill:
             growths.append(Growth(one, end, match))
         else:
-            computes = _can_decode(one) and not others_wait
-            growths.append(Growth(one, one.num_computed_tokens + computes))
+            decodes = _can_decode(one) and not others_wait
+            growths.append(Growth(one, one.num_computed_tokens + decodes))
     return growths
 
 

@@ -1,7 +1,8 @@
 """NgramProposer: draft tokens that followed an earlier occurrence of the last tokens of a sequence.
 
-It guesses well where a text copies: a quoted passage, edited code, a list that repeats its keys. The method is prompt
-lookup decoding (A. Saxena, 2023), which needs no draft model. This module knows neither the scheduler nor the model.
+It guesses well where a text repeats an earlier part: a quotation, edited code, a list that repeats its keys. The method
+is prompt lookup decoding (A. Saxena, 2023), which needs no draft model. This module knows neither the scheduler nor the
+model.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ class NgramIndex:
 
     def __init__(self, shortest: int, longest: int) -> None:
         # By length, the longest first: an n-gram's hash -> the index after its latest occurrence. Tuples would take a
-        # third more memory than hashes; comparing the tokens finds out a hash that collides.
+        # third more memory than hashes. A comparison of the tokens detects colliding hashes.
         self._ends: dict[int, dict[int, int]] = {length: {} for length in range(longest, shortest - 1, -1)}
-        self._num_indexed = 0  # the n-grams that end within so many tokens are indexed
+        self._num_indexed = 0  # the n-grams that end within this many leading tokens are indexed
 
     def continuation(self, token_ids: list[int], limit: int) -> list[int]:
         """Return the up to ``limit`` tokens that followed the latest earlier occurrence of the last tokens.
 
-        The longest n-gram that occurred before counts. Where its occurrence overlaps the last tokens or ends where they
-        begin, the sequence repeats itself, and the continuation repeats it further.
+        It searches for the longest n-gram first. If the occurrence overlaps the last tokens or ends where they begin,
+        the sequence repeats itself, and the continuation repeats it further.
         """
         self._extend(token_ids)
         for length, ends in self._ends.items():
@@ -50,7 +51,7 @@ class NgramIndex:
         return []
 
     def _extend(self, token_ids: list[int]) -> None:
-        """Index the n-grams that end before the last token; those that end with it are what is searched for.
+        """Index the n-grams that end before the last token; those that end with it are the ones to search for.
 
         A long prompt is indexed over several steps, so that no step takes long; meanwhile only its start is searched.
         """

@@ -7,15 +7,17 @@ until they are evicted.
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 __all__ = ["Preemption"]
 
-# How often a request that runs alone may be preempted without progress before it loses one of its answers. Once is
-# normal when the prefix cache was reset in between.
-MAX_STALLS = 8
+# How often a request that runs alone may be preempted without having sampled a token in between; then it loses one of
+# its answers. Once is normal after a reset of the prefix cache.
+MAX_FUTILE_PREEMPTIONS = 8
 
 
 class Preemption:
@@ -24,9 +26,11 @@ class Preemption:
     def __init__(self, queues: RequestQueues) -> None:
         self._queues = queues
         self._blocks = queues.block_manager
+        # Of the groups that were preempted while they ran alone: their length then, and the preemptions at that length.
+        self._futile: WeakKeyDictionary[SequenceGroup, tuple[int, int]] = WeakKeyDictionary()
 
     def make_room(self, num_blocks: int, group: SequenceGroup, step: StepBuilder) -> bool:
-        """Preempt until ``num_blocks`` blocks are free; False if ``group`` itself had to be preempted."""
+        """Preempt requests until ``num_blocks`` blocks are free; False if ``group`` itself was preempted."""
         while num_blocks > self._blocks.num_free_blocks:
             if not self.preempt_for(group, step):
                 return False
@@ -63,13 +67,14 @@ class Preemption:
     def _is_stuck(self, group: SequenceGroup) -> bool:
         """Count the preemption of a group that runs alone; True if it makes no progress, however often it starts.
 
-        The engine accepts only requests that fit, on the condition that their answers share the blocks of the prompt.
-        Colliding hashes can prevent that.
+        The engine accepts only requests whose answers fit if they share the blocks of the prompt. Colliding hashes can
+        prevent this sharing.
         """
         length = sum(sequence.num_tokens for sequence in group.unfinished)
-        group.num_stalls = group.num_stalls + 1 if group.stalled_at == length else 1
-        group.stalled_at = length
-        return group.num_stalls > MAX_STALLS
+        last_length, num_futile = self._futile.get(group, (length, 0))
+        num_futile = num_futile + 1 if length == last_length else 1
+        self._futile[group] = length, num_futile
+        return num_futile > MAX_FUTILE_PREEMPTIONS
 
     def _drop(self, members: list[Sequence], step: StepBuilder) -> list[Sequence]:
         """End the last sequence of a group, or all beams of a search, so that the others fit; return the others."""
@@ -78,7 +83,7 @@ class Preemption:
         dropped = members[num_kept:]
         for sequence in dropped:
             self._blocks.free(sequence)
-            sequence.fail("the KV cache cannot hold all answers; ask for fewer")
+            sequence.fail("the KV cache cannot hold all answers; lower n, best_of or beam_width")
         group.num_slots -= len(dropped)
         step.output.dropped += dropped[:1]
         return members[:num_kept]

@@ -1,12 +1,15 @@
 """PrefillBacklog: tokens that waiting and running requests must still compute before they decode.
 
 Tokens that the prefix cache holds when a request arrives do not count. A block that several requests have in common
-counts once, since the first to compute it publishes it for the others.
+counts once, because the first request that computes it publishes it for the others.
 
     prompt of A   [ cached ][ awaited ][ awaited ][ tail ]      awaited blocks are counted by hash,
     prompt of B   [ cached ][ awaited ][ awaited, not A's ]     tails, which are never shared, by length
 
-A request costs work here when it arrives, leaves or computes a chunk of its prompt, and none while it waits or decodes.
+``add_group`` counts the awaited blocks and the tail of each sequence. While a started group computes its prompt,
+``advance`` moves the end of its cached part to the right and shortens its tail. ``remove_sequence`` and
+``remove_group`` subtract what is left. Nothing runs for requests that wait or decode.
+
 The number is not exact if blocks are evicted while a request waits.
 """
 
@@ -20,17 +23,17 @@ from engine.sequence import Sequence, SequenceGroup
 __all__ = ["PrefillBacklog"]
 
 
-class _Part:
-    """What one sequence adds to the backlog: blocks ``first`` to ``last`` of its hashes, and the tail after them."""
+class _SequenceBacklog:
+    """What one sequence adds to the backlog: the awaited blocks ``first`` to ``last`` (excluded), and the tail."""
 
     __slots__ = ("end", "first", "hashes", "last", "tail")
 
     def __init__(self, hashes: list[int], first: int, last: int, end: int, tail: int) -> None:
-        self.hashes = hashes  # the sequence's own list, which only grows
+        self.hashes = hashes  # block hashes: the sequence's own list, which only grows
         self.first = first
         self.last = last
-        self.end = end  # known tokens: these are computed before the next one is sampled
-        self.tail = tail
+        self.end = end  # number of known tokens, all of which are computed before the next one is sampled
+        self.tail = tail  # tokens after the last full block that are not computed yet
 
 
 class PrefillBacklog:
@@ -40,8 +43,8 @@ class PrefillBacklog:
         self._blocks = block_manager
         self._awaited: Counter[int] = Counter()  # hash of a block to compute -> sequences that contain it
         self._num_tail_tokens = 0
-        self._parts: dict[SequenceGroup, dict[Sequence, _Part]] = {}
-        self._started: dict[SequenceGroup, None] = {}  # the running groups among them
+        self._backlogs: dict[SequenceGroup, dict[Sequence, _SequenceBacklog]] = {}
+        self._started: dict[SequenceGroup, None] = {}  # the running groups among them; an ordered set
 
     @property
     def num_tokens(self) -> int:
@@ -49,9 +52,10 @@ class PrefillBacklog:
         return len(self._awaited) * self._blocks.block_size + self._num_tail_tokens
 
     def tokens_of(self, sequence: Sequence) -> int:
-        """Return how many tokens a sequence that is not counted yet would add; at most, if blocks were evicted.
+        """Return how many tokens a sequence that is not counted yet would add, or an upper bound.
 
-        It hashes no further than the first block that is neither cached nor awaited.
+        It hashes no further than the first block that is neither cached nor awaited. After evictions, later blocks may
+        still be cached: then the result is an upper bound.
         """
         size = self._blocks.block_size
         shared = 0
@@ -63,44 +67,44 @@ class PrefillBacklog:
                 shared += size
         return sequence.num_tokens - shared
 
-    def add(self, group: SequenceGroup) -> None:
-        """Count a request that waits because it is new or was preempted; replaces what it counted before."""
-        self.remove(group)
-        self._parts[group] = {one: self._counted(one) for one in group.unfinished}
+    def add_group(self, group: SequenceGroup) -> None:
+        """Count a waiting request, which is new or was preempted; what it counted before is replaced."""
+        self.remove_group(group)
+        self._backlogs[group] = {one: self._count(one) for one in group.unfinished}
 
-    def begin(self, group: SequenceGroup) -> None:
-        """Follow a waiting request that starts to run."""
+    def start_group(self, group: SequenceGroup) -> None:
+        """Follow the prefill of a request that starts to run."""
         self._started[group] = None
 
     def advance(self) -> None:
         """Subtract the prompt tokens that a step has computed."""
         for group in list(self._started):
-            parts = self._parts[group]
-            for sequence, part in list(parts.items()):
-                if _is_done(sequence, part):
-                    self._release(parts.pop(sequence))
+            backlogs = self._backlogs[group]
+            for sequence, backlog in list(backlogs.items()):
+                if _is_done(sequence, backlog):
+                    self._subtract_rest(backlogs.pop(sequence))
                 elif sequence.num_computed_tokens:
-                    self._compute(part, sequence.num_computed_tokens)
-            if not parts:
-                del self._parts[group], self._started[group]
+                    self._subtract_computed(backlog, sequence.num_computed_tokens)
+            if not backlogs:
+                del self._backlogs[group], self._started[group]
 
-    def end(self, sequence: Sequence) -> None:
-        """Subtract one sequence of a request, which was ended from outside."""
-        part = self._parts.get(sequence.group, {}).pop(sequence, None)
-        if part is not None:
-            self._release(part)
+    def remove_sequence(self, sequence: Sequence) -> None:
+        """Subtract one sequence of a request, which was ended between two steps."""
+        backlog = self._backlogs.get(sequence.group, {}).pop(sequence, None)
+        if backlog is not None:
+            self._subtract_rest(backlog)
 
-    def remove(self, group: SequenceGroup) -> None:
+    def remove_group(self, group: SequenceGroup) -> None:
         """Subtract a request that has ended or is counted anew."""
-        for part in self._parts.pop(group, {}).values():
-            self._release(part)
+        for backlog in self._backlogs.pop(group, {}).values():
+            self._subtract_rest(backlog)
         self._started.pop(group, None)
 
     def _shares_blocks(self, sequence: Sequence) -> bool:
         return self._blocks.enable_prefix_caching and not sequence.group.wants_prompt_logprobs
 
-    def _counted(self, sequence: Sequence) -> _Part:
-        """Add a sequence; a swapped one computes no block again."""
+    def _count(self, sequence: Sequence) -> _SequenceBacklog:
+        """Count one sequence. A swapped one has no awaited blocks: it computes none of its blocks again."""
         size, end = self._blocks.block_size, sequence.num_tokens
         first = last = 0
         if self._shares_blocks(sequence) and not sequence.host_table:
@@ -112,33 +116,33 @@ class PrefillBacklog:
             self._awaited.update(sequence.block_hashes[first:last])
         tail = end - max(sequence.num_computed_tokens, last * size)
         self._num_tail_tokens += tail
-        return _Part(sequence.block_hashes, first, last, end, tail)
+        return _SequenceBacklog(sequence.block_hashes, first, last, end, tail)
 
-    def _compute(self, part: _Part, num_computed: int) -> None:
-        """Subtract what was computed: its blocks are published, so they no longer count for other requests either."""
+    def _subtract_computed(self, backlog: _SequenceBacklog, num_computed: int) -> None:
+        """Subtract what was computed. Its blocks are published, so they no longer count for other requests either."""
         size = self._blocks.block_size
-        done = min(num_computed // size, part.last)
-        for block_hash in part.hashes[part.first : done]:
+        done = min(num_computed // size, backlog.last)
+        for block_hash in backlog.hashes[backlog.first : done]:
             self._awaited.pop(block_hash, None)
-        part.first = max(part.first, done)
-        tail = max(0, part.end - max(num_computed, part.last * size))
-        self._num_tail_tokens += tail - part.tail
-        part.tail = tail
+        backlog.first = max(backlog.first, done)
+        tail = max(0, backlog.end - max(num_computed, backlog.last * size))
+        self._num_tail_tokens += tail - backlog.tail
+        backlog.tail = tail
 
-    def _release(self, part: _Part) -> None:
-        """Subtract what is left of a sequence; blocks that others contain too count until one is published."""
+    def _subtract_rest(self, backlog: _SequenceBacklog) -> None:
+        """Subtract what a sequence still counts. A block counts on while other sequences wait for it."""
         awaited = self._awaited
-        for block_hash in part.hashes[part.first : part.last]:
-            count = awaited.get(block_hash, 0)  # 0 if another sequence has computed it meanwhile
+        for block_hash in backlog.hashes[backlog.first : backlog.last]:
+            count = awaited.get(block_hash, 0)  # 0 if another sequence has computed the block meanwhile
             if count > 1 and not self._blocks.prefix_cache.is_published(block_hash):
                 awaited[block_hash] = count - 1
             elif count:
                 del awaited[block_hash]
-        self._num_tail_tokens -= part.tail
+        self._num_tail_tokens -= backlog.tail
 
 
-def _is_done(sequence: Sequence, part: _Part) -> bool:
-    """Whether a sequence that ran has its next token, or gets none: it has ended, or its beam was not continued."""
-    if sequence.num_tokens > part.end or sequence.is_finished:
+def _is_done(sequence: Sequence, backlog: _SequenceBacklog) -> bool:
+    """Whether a sequence of a started group has sampled, has ended, or is a beam that was not continued."""
+    if sequence.num_tokens > backlog.end or sequence.is_finished:
         return True
     return sequence not in sequence.group.sequences

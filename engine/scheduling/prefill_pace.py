@@ -1,10 +1,10 @@
 """PrefillPace: how many prefill tokens a step may compute beside decodes, so that these are hardly slowed down.
 
-A step reads all weights, however few tokens it computes. As long as that takes longer than the computation, further
-tokens are nearly free; beyond that point, which ``free_tokens`` gives, the time of a step grows with its tokens. A step
-thus takes time in proportion to max(free_tokens, tokens), and a limit on tokens is a limit on time. The point lies at
-hundreds of tokens on a GPU, and at about ten on a CPU, where a prompt of 2,048 tokens in one step would delay every
-stream by seconds. Small chunks waste nothing there: beyond the point a token costs the same in any step.
+A step reads all weights, however few tokens it computes. Up to ``free_tokens`` tokens, reading takes longer than
+computing, and further tokens are nearly free. Beyond that, the time of a step grows with its tokens. So a step takes
+time in proportion to max(free_tokens, tokens), and a limit on tokens is a limit on time. ``free_tokens`` is hundreds of
+tokens on a GPU, and about ten on a CPU, where a prompt of 2,048 tokens in one step would delay every stream by seconds.
+Small chunks waste nothing there: beyond ``free_tokens`` a token costs the same in any step.
 
 The idea of a budget that bounds the time between tokens is Sarathi-Serve's (Agrawal et al., 2024).
 """
@@ -33,8 +33,8 @@ class PrefillPace:
 
         Args:
             num_decodes: sequences that decode, at least one.
-            num_prefills: requests whose prompts are computed or could start. If they are more than the decodes, there
-                is no limit: it would delay many prompts by several times as much as it saves the few decodes.
+            num_prefills: requests whose prompts are computed or could start. If they outnumber the decodes, there is
+                no limit: it would delay the many prompts several times as long as it saves for the few decodes.
         """
         if num_prefills > num_decodes:
             return None

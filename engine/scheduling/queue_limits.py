@@ -37,7 +37,7 @@ class QueueLimits:
     max_prefill_tokens: int | None = None
 
     def reject_early(self, waiting: list[SequenceGroup], num_free_slots: int, priority: int) -> None:
-        """Reject a new request at no cost if the number of waiting requests alone excludes it.
+        """Reject a new request if the number of waiting requests excludes it, before its sequence is created.
 
         Args:
             waiting: the queue, the request that starts last first.
@@ -51,42 +51,42 @@ class QueueLimits:
             return
         raise OverloadedError(self._too_many(len(waiting)))
 
-    def make_room(
-        self, newcomer: SequenceGroup, waiting: list[SequenceGroup], num_free_slots: int, backlog: PrefillBacklog
+    def choose_rejected(
+        self, new_request: SequenceGroup, waiting: list[SequenceGroup], num_free_slots: int, backlog: PrefillBacklog
     ) -> list[SequenceGroup]:
-        """Return the waiting requests to reject so that ``newcomer`` fits, usually none; removes them from the backlog.
+        """Return the waiting requests to reject so that the new one fits, usually none; removes them from the backlog.
 
         Args:
-            newcomer: the new request, neither in the queue nor in the backlog.
+            new_request: a request that is neither in the queue nor in the backlog.
             waiting: the queue, the request that starts last first.
             num_free_slots: free slots of the batch.
             backlog: the backlog of the same queue.
 
         Raises:
-            OverloadedError: if the newcomer itself must be rejected. Then nothing has changed.
+            OverloadedError: if the new request itself must be rejected. Then nothing has changed.
         """
         rejected: list[SequenceGroup] = []
-        victims = _victims(newcomer, waiting)
-        refusal = self._why_not(newcomer, len(waiting), num_free_slots, backlog)
-        error = OverloadedError(refusal or "")
-        while refusal is not None:
+        victims = _victims(new_request, waiting)
+        exceeded = self._exceeded_limit(new_request, len(waiting), num_free_slots, backlog)
+        error = OverloadedError(exceeded or "")  # states the queue as the new request found it
+        while exceeded is not None:
             victim = next(victims, None)
             if victim is None:
                 for group in rejected:
-                    backlog.add(group)
+                    backlog.add_group(group)
                 raise error
-            backlog.remove(victim)
+            backlog.remove_group(victim)
             rejected.append(victim)
-            refusal = self._why_not(newcomer, len(waiting) - len(rejected), num_free_slots, backlog)
+            exceeded = self._exceeded_limit(new_request, len(waiting) - len(rejected), num_free_slots, backlog)
         return rejected
 
-    def rejection(self, victim: SequenceGroup, newcomer: SequenceGroup) -> OverloadedError:
-        """Return the error for the client of ``victim``, which was rejected to make room for ``newcomer``."""
+    def rejection(self, victim: SequenceGroup, new_request: SequenceGroup) -> OverloadedError:
+        """Return the error for the client of ``victim``, which was rejected to make room for ``new_request``."""
         limits = {"max_queued_requests": self.max_requests, "max_queued_prefill_tokens": self.max_prefill_tokens}
         options = ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
         return OverloadedError(
             f"the queue is full ({options}), and this request of priority {victim.priority} made room for one of "
-            f"priority {newcomer.priority}; {_LATER}"
+            f"priority {new_request.priority}; {_LATER}"
         )
 
     def _has_room(self, num_waiting: int, num_free_slots: int) -> bool:
@@ -95,13 +95,13 @@ class QueueLimits:
     def _too_many(self, num_waiting: int) -> str:
         return f"{num_waiting} requests wait already, and max_queued_requests={self.max_requests}; {_LATER}"
 
-    def _why_not(
-        self, newcomer: SequenceGroup, num_waiting: int, num_free_slots: int, backlog: PrefillBacklog
+    def _exceeded_limit(
+        self, new_request: SequenceGroup, num_waiting: int, num_free_slots: int, backlog: PrefillBacklog
     ) -> str | None:
-        """Return which limit the newcomer exceeds, as an error message; None if it fits."""
+        """Return an error message with the limit that the new request exceeds; None if it fits."""
         if not self._has_room(num_waiting, num_free_slots):
             return self._too_many(num_waiting)
-        limit, sequence = self.max_prefill_tokens, newcomer.sequences[0]
+        limit, sequence = self.max_prefill_tokens, new_request.sequences[0]
         if limit is None or not num_waiting or backlog.num_tokens + sequence.num_tokens <= limit:
             return None
         needed = backlog.tokens_of(sequence)
@@ -113,10 +113,10 @@ class QueueLimits:
         )
 
 
-def _victims(newcomer: SequenceGroup, waiting: list[SequenceGroup]) -> Iterator[SequenceGroup]:
-    """Yield the requests that may be rejected for the newcomer, the one that starts last first."""
+def _victims(new_request: SequenceGroup, waiting: list[SequenceGroup]) -> Iterator[SequenceGroup]:
+    """Yield the waiting requests that may be rejected for the new one, the request that starts last first."""
     for group in waiting:
-        if group.priority >= newcomer.priority:
+        if group.priority >= new_request.priority:
             return
         if not group.has_started:
             yield group

@@ -1,7 +1,7 @@
 """RequestQueues: the waiting queue and the running batch of one engine.
 
-Both are ordered by (priority, arrival). The sequences of a request run, are preempted and resume together. A request
-takes one slot of the batch for each of its sequences from the start on, also for those that fork later.
+Both are ordered by (priority, arrival). The sequences of a request run, are preempted and resume together. A running
+request has one slot of the batch for each of its sequences, also for those that fork later.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class RequestQueues:
     """Moves requests between the waiting queue and the running batch.
 
     Args:
-        block_manager: the pool to which sequences that end return their blocks.
-        max_num_running: slots of the batch: sequences that run at once, at most.
+        block_manager: frees the blocks of sequences that end.
+        max_num_running: slots of the batch, which is the maximum number of sequences that run at once.
     """
 
     def __init__(self, block_manager: BlockManager, max_num_running: int) -> None:
@@ -33,7 +33,7 @@ class RequestQueues:
 
     @property
     def num_free_slots(self) -> int:
-        """Sequences that the batch has room for."""
+        """Slots that no running request has."""
         return self.max_num_running - self.num_used_slots
 
     def add(self, group: SequenceGroup) -> None:
@@ -77,10 +77,10 @@ class RequestQueues:
         """Remove a sequence from the batch and free its blocks and its slot."""
         group = sequence.group
         if not sequence.is_single:
-            group.note_sharing()
+            group.record_sharing()
         self.running.remove(sequence)
         self.block_manager.free(sequence)
-        if group.beams is not None:  # a search may narrow and widen again, so it keeps its slots to the end
+        if group.beams is not None:  # keeps its slots to the end, as its beams may become fewer and more again
             num_slots = 0 if any(one.group is group for one in self.running) else group.num_slots
         else:
             num_slots = 1 if group.is_forked else group.num_slots

@@ -2,12 +2,12 @@
 
 Requests are ordered by (priority, arrival). Running ones are scheduled first, then waiting ones as far as the token
 budget, the slots of the batch and the blocks allow. At most ``min(max_num_seqs, max_num_batched_tokens)`` sequences run
-at once, and each of them has one token of every step reserved; the rest of the budget goes to prefill chunks in order
-of priority. So neither a long prompt nor a crowd of decodes starves the others. When a running sequence needs a block
+at once. Every step reserves one token for each of them, and prefill chunks get the rest of the budget in order of
+priority. So neither a long prompt nor many decodes starve the others. When a running sequence needs a block
 and none is free, the request of the lowest priority is preempted (preemption.py).
 
 The sequences of a request run, are preempted and resume together. After a recomputation they start one after the other
-(group_plan.py). Tokens and blocks that are left at the end may go to draft tokens (drafter.py).
+(group_plan.py). Draft tokens may use the tokens and blocks that are left at the end (drafter.py).
 
 Continuous batching is Orca's (Yu et al., 2022), chunked prefill Sarathi-Serve's (Agrawal et al., 2024). This module
 knows no tensors and no clock.
@@ -23,9 +23,9 @@ from engine.scheduling.drafter import Drafter
 from engine.scheduling.group_plan import plan_group
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.prefill_pace import PrefillPace
-from engine.scheduling.recording import record_sampled
 from engine.scheduling.request_queues import RequestQueues
-from engine.scheduling.step import SampledTokens, SchedulerOutput
+from engine.scheduling.sampled_results import apply_sampled
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -36,7 +36,7 @@ class Scheduler:
     """Keeps the waiting queue and the running batch of one engine.
 
     Args:
-        block_manager: the pool that scheduled sequences take blocks from.
+        block_manager: allocates the blocks of scheduled sequences.
         max_num_seqs: sequences in one step, at most.
         max_num_batched_tokens: tokens in one step, at most.
         long_prefill_threshold: tokens of one sequence in one step, at most; 0 sets no such limit.
@@ -89,7 +89,7 @@ class Scheduler:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def add(self, group: SequenceGroup) -> None:
-        """Queue a request that fits the pool (the engine has checked that it does)."""
+        """Queue a request. The engine has checked that it fits the pool."""
         self.queues.add(group)
 
     def abort(self, group: SequenceGroup, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -121,32 +121,32 @@ class Scheduler:
         return step.build()
 
     def update(self, output: SchedulerOutput, sampled: SampledTokens) -> list[Sequence]:
-        """Record a computed step and what it sampled.
+        """Update the sequences and queues after a step was computed.
 
         Returns:
-            The sequences that got a token or ended without one, the finished ones with their blocks freed. The first
-            sequence of a beam search represents all of its beams.
+            The sequences that sampled a token or ended without one; the blocks of those that ended are freed. The first
+            sequence of a beam search represents all its beams.
         """
         self._advance_computed(output)
         for fork in output.forks:
             self.queues.add_fork(fork.group.sequences[0], fork)
         if sampled.failed and sampled.beams:
             fail_searches(output.sampling, sampled)
-        ended = record_sampled(output.sampling, sampled)
+        ended = apply_sampled(output.sampling, sampled)
         if self.drafter is not None and output.drafts:
             ended += self.drafter.accept(output, sampled)
         for sequence in ended:
             self.queues.end_running(sequence)
-        got_token = output.sampling
+        updated = output.sampling
         if sampled.beams:
-            got_token = advance_searches(output.sampling, sampled.beams, self.queues)
+            updated = advance_searches(output.sampling, sampled.beams, self.queues)
         self._forget_ended()
-        return got_token + output.dropped if output.dropped else got_token
+        return updated + output.dropped if output.dropped else updated
 
     # --- running sequences --------------------------------------------------------------------------------------
 
     def _max_step_tokens(self) -> int:
-        """Return the most tokens of the next step: fewer than the budget if prefills would slow decodes down."""
+        """Return the token limit of the next step: lower than the budget if prefills would slow decodes down."""
         budget, num_running = self.max_num_batched_tokens, len(self.running)
         if self._pace is None:
             return budget
@@ -160,7 +160,7 @@ class Scheduler:
     def _schedule_running(self, step: StepBuilder) -> None:
         """Schedule the running sequences, the highest priority first.
 
-        Most of them decode within their last block: the one token that the step holds for them already is all.
+        Most decode within their last block. They need nothing here: StepBuilder has reserved one token for each.
         """
         blocks, planned = self.block_manager, None
         for sequence in self._sequences_to_schedule():
@@ -177,10 +177,9 @@ class Scheduler:
                 self._schedule_group(sequence, step)
 
     def _schedule_group(self, first: Sequence, step: StepBuilder) -> None:
-        """Schedule the sequences of the group that ``first`` leads, unless the group itself is preempted.
+        """Schedule the sequences of the group whose first sequence is ``first``, unless the group is preempted.
 
-        A preempted group frees blocks that the plan matched, or publishes its own instead of them: then the group is
-        planned again.
+        Preempting another group can change which blocks match, so the plan is made again afterwards.
         """
         group, blocks = first.group, self.block_manager
         members = [first] if first.is_single else [one for one in self.running if one.group is group]
@@ -194,7 +193,8 @@ class Scheduler:
     def _sequences_to_schedule(self) -> list[Sequence]:
         """Return the running sequences that need blocks or a plan, the highest priority first.
 
-        The last update has collected them in passing, but groups of several sequences change in other ways, too.
+        ``_advance_computed`` collects them. With groups of several sequences the list is rebuilt, because forks and
+        beams change the batch too.
         """
         if self.queues.may_have_groups:
             self._needs_scheduling = [one for one in self.running if one.num_computed_tokens >= one.next_block_boundary]
@@ -210,7 +210,7 @@ class Scheduler:
                 needs_scheduling.append(sequence)
 
     def _forget_ended(self) -> None:
-        """Release references that would keep ended requests in memory while the engine is idle."""
+        """Release references to ended requests, which would stay in memory while the engine is idle."""
         if not self.running:
             self._needs_scheduling = []
         if not self.waiting:

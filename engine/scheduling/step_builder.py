@@ -1,7 +1,7 @@
 """StepBuilder: the batch of one step while it is put together.
 
-It owns the token budget and what each running sequence computes. The scheduler, admission, preemption and the drafter
-decide; ``build`` returns the SchedulerOutput.
+It owns the token budget and the number of tokens that each running sequence computes. The scheduler, admission,
+preemption and the drafter change them; ``build`` returns the SchedulerOutput.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from engine.kv.block_manager import Growth
 from engine.kv.prefix_cache import PrefixMatch
 from engine.scheduling.request_queues import RequestQueues
-from engine.scheduling.step import SchedulerOutput
+from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence, SequenceGroup
 
 __all__ = ["StepBuilder"]
@@ -30,7 +30,7 @@ class StepBuilder:
     Attributes:
         token_budget: tokens left, beyond the one that is reserved for every used slot of the batch.
         num_new_tokens: tokens that each running sequence computes.
-        not_sampling: indices of the running sequences that get no token in this step.
+        not_sampling: indices of the running sequences that sample no token in this step.
         output: copies, swaps and changes of the queues so far.
     """
 
@@ -56,11 +56,11 @@ class StepBuilder:
         self._blocks = queues.block_manager
 
     def max_chunk(self, num_slots: int = 0) -> int:
-        """Return how many tokens one sequence may compute, when this many further slots are taken."""
+        """Return how many tokens one sequence may compute if ``num_slots`` further slots are reserved."""
         return min(1 + max(0, self.token_budget - num_slots), self.chunk_limit)
 
     def start(self, group: SequenceGroup, growths: list[Growth]) -> range:
-        """Move a waiting group to the batch, with the tokens that were planned for it; return its indices."""
+        """Move a waiting group to the batch and allocate what was planned for it; return its indices in the batch."""
         self.token_budget -= group.num_slots
         first = self._queues.start(group)
         num_members = len(growths)
@@ -71,7 +71,7 @@ class StepBuilder:
         return range(first, first + num_members)
 
     def compute(self, growths: list[Growth], first: int) -> None:
-        """Allocate what was planned for a group whose sequences are in the batch from index ``first`` on."""
+        """Allocate blocks for the plan of a group whose sequences are in the batch from index ``first`` on."""
         for growth in growths:
             if growth.match is not None:  # before another sequence's allocation evicts the matched blocks
                 self._take_prefix(growth.sequence, growth.match)
@@ -102,11 +102,11 @@ class StepBuilder:
         self.output.preempted.append(group)
 
     def max_blocks_needed(self) -> int:
-        """Return an upper bound of ``num_blocks_needed`` for the whole batch: a decode needs one block at most."""
+        """Return an upper bound of ``num_blocks_needed`` for the whole batch: a decode needs at most one block."""
         return len(self.running) + self.num_blocks_needed(self.not_sampling)
 
     def num_blocks_needed(self, indices: Iterable[int]) -> int:
-        """Return the blocks that these sequences need after this step for their known tokens and the next one."""
+        """Return how many blocks these sequences still need for all their known tokens and the next one."""
         needed = 0
         for index in indices:
             sequence = self.running[index]
@@ -115,7 +115,7 @@ class StepBuilder:
         return needed
 
     def build(self) -> SchedulerOutput:
-        """Return the step; groups whose prompt is complete with it are forked."""
+        """Return the step. Groups whose prompt it completes are forked."""
         output = self.output
         output.sequences, output.num_new_tokens = self.running.copy(), self.num_new_tokens
         output.sampling, output.logit_indices = output.sequences, range(len(output.sequences))
@@ -130,7 +130,7 @@ class StepBuilder:
         return output
 
     def _leave_out_not_sampling(self) -> None:
-        """Remove the sequences without a new token from those that sample: two copies are faster than a loop."""
+        """Remove the sequences that sample no token. Copying the lists and deleting from them is faster than a loop."""
         sampling, logit_indices = self.running.copy(), list(range(len(self.running)))
         for index in sorted(self.not_sampling, reverse=True):
             del sampling[index], logit_indices[index]
@@ -153,7 +153,7 @@ class StepBuilder:
         output.sampling, output.logit_indices = sampling, logit_indices
 
     def _leave_out_idle(self) -> None:
-        """Remove the sequences that compute nothing in this step, since they wait for others of their group."""
+        """Remove the sequences that compute nothing in this step, because they wait for others of their group."""
         pairs = [pair for pair in zip(self.running, self.num_new_tokens, strict=True) if pair[1]]
         self.output.sequences = [sequence for sequence, _ in pairs]
         self.output.num_new_tokens = [num_new for _, num_new in pairs]

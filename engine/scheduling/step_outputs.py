@@ -11,22 +11,20 @@ from engine.sequence import Sequence, SequenceGroup
 __all__ = ["step_outputs"]
 
 
-def step_outputs(
-    got_token: Iterable[Sequence], num_accepted: Mapping[Sequence, int] | None = None
-) -> list[EngineOutput]:
+def step_outputs(updated: Iterable[Sequence], num_accepted: Mapping[Sequence, int] | None = None) -> list[EngineOutput]:
     """Return the outputs of a step.
 
     Args:
-        got_token: the sequences that got a token in the step, or ended without one.
-        num_accepted: further tokens that some of them got from a draft.
+        updated: the sequences that sampled a token in the step, or ended without one.
+        num_accepted: accepted draft tokens that some of them got besides.
     """
     outputs: list[EngineOutput] = []
     last: dict[SequenceGroup, int] = {}  # index of the last output of each group that has ended
-    for sequence in got_token:
+    for sequence in updated:
         group = sequence.group
         has_ended = sequence.is_finished and group.is_finished
         if not group.outputs_at_end:
-            outputs.append(_new_tokens(sequence, 1 + num_accepted.get(sequence, 0) if num_accepted else 1))
+            outputs.append(_sampled_output(sequence, 1 + num_accepted.get(sequence, 0) if num_accepted else 1))
         elif has_ended and group not in last:
             outputs += _best_answers(group)
         if has_ended:
@@ -36,7 +34,8 @@ def step_outputs(
     return outputs
 
 
-def _new_tokens(sequence: Sequence, count: int) -> EngineOutput:
+def _sampled_output(sequence: Sequence, count: int) -> EngineOutput:
+    """Return the output with the last ``count`` tokens of a sequence; without tokens if it ended without one."""
     params = sequence.params
     num_generated = sequence.num_output_tokens - sequence.group.num_resumed_tokens
     is_first = num_generated == (0 if sequence.has_failed else count)
@@ -77,14 +76,14 @@ def _best_answers(group: SequenceGroup) -> list[EngineOutput]:
 
 
 def _mean_logprob(answer: Sequence) -> float:
-    """Return the log-probability per token, by which the OpenAI API ranks answers; a failed answer comes last."""
+    """Return the log-probability per token, by which the OpenAI API ranks answers; failed answers come last."""
     if answer.finish_reason is FinishReason.ABORT or not answer.num_output_tokens:
         return float("-inf")
     return answer.cumulative_logprob / answer.num_output_tokens
 
 
 def _hypotheses(group: SequenceGroup) -> list[EngineOutput]:
-    """Return the ``n`` best hypotheses; a missing one becomes an aborted answer that says why."""
+    """Return the ``n`` best hypotheses of a search; an aborted answer with the reason replaces each missing one."""
     assert group.beams is not None
     first = group.sequences[0]
     outputs: list[EngineOutput] = []

@@ -52,7 +52,7 @@ class StructuredOutputsParams:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
             got = f"sets {' and '.join(given)}" if given else "sets nothing"
-            _refuse(got, f"give exactly one of {', '.join(KINDS)}")
+            _reject(got, f"give exactly one of {', '.join(KINDS)}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         elif self.choice is not None:
@@ -62,7 +62,7 @@ class StructuredOutputsParams:
         elif self.grammar is not None:
             _check_text("grammar", self.grammar, MAX_GRAMMAR_CHARACTERS)
         elif self.json_object is not True:
-            _refuse(f"is {_short(self.json_object)}", "give true, or leave it out", "json_object")
+            _reject(f"is {_short(self.json_object)}", "give true, or leave it out", "json_object")
 
     @property
     def kind(self) -> str:
@@ -70,7 +70,7 @@ class StructuredOutputsParams:
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
-def _refuse(problem: str, remedy: str, kind: str | None = None) -> NoReturn:
+def _reject(problem: str, remedy: str, kind: str | None = None) -> NoReturn:
     raise RequestError(problem, param=_PARAM, part=kind, remedy=remedy) from None
 
 
@@ -81,24 +81,24 @@ def _short(value: object) -> str:
 
 def _check_text(name: str, text: object, longest: int) -> None:
     if not isinstance(text, str) or not text.strip():
-        _refuse(f"is {_short(text)}", "give text that is not empty", name)
+        _reject(f"is {_short(text)}", "give text that is not empty", name)
     if len(text) > longest:
-        _refuse(f"has {len(text)} characters", f"give at most {longest}", name)
+        _reject(f"has {len(text)} characters", f"give at most {longest}", name)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        _refuse(f"has {text[error.start]!r}, which is half a character", "give valid text", name)
+        _reject(f"has {text[error.start]!r}, which is half a character", "give valid text", name)
 
 
 def _checked_choices(choices: object) -> tuple[str, ...]:
     if not isinstance(choices, list | tuple) or not choices:
-        _refuse(f"is {_short(choices)}", "give a list of strings that is not empty", "choice")
+        _reject(f"is {_short(choices)}", "give a list of strings that is not empty", "choice")
     if len(choices) > MAX_CHOICES:
-        _refuse(f"has {len(choices)} strings", f"give at most {MAX_CHOICES}", "choice")
+        _reject(f"has {len(choices)} strings", f"give at most {MAX_CHOICES}", "choice")
     for choice in choices:
         _check_text("choice", choice, MAX_CHOICE_CHARACTERS)
     if (length := sum(map(len, choices))) > MAX_CHOICE_CHARACTERS:
-        _refuse(f"has {length} characters", f"give at most {MAX_CHOICE_CHARACTERS} in all", "choice")
+        _reject(f"has {length} characters", f"give at most {MAX_CHOICE_CHARACTERS} in all", "choice")
     return tuple(choices)
 
 
@@ -110,17 +110,17 @@ def _schema_text(schema: object) -> str:
     else:
         text = None
     if not isinstance(schema, dict):
-        _refuse(f"is {_short(schema)}", "give a JSON schema that is an object", "json")
+        _reject(f"is {_short(schema)}", "give a JSON schema that is an object", "json")
     for number, depth in enumerate(_depths(schema)):
         if depth > MAX_SCHEMA_DEPTH:
-            _refuse(f"is nested deeper than {MAX_SCHEMA_DEPTH}", "use a flatter schema", "json")
+            _reject(f"is nested deeper than {MAX_SCHEMA_DEPTH}", "use a flatter schema", "json")
         if number > MAX_SCHEMA_CHARACTERS:  # before json.dumps: shared parts may expand without end
-            _refuse(f"has more than {MAX_SCHEMA_CHARACTERS} values", "give a smaller schema", "json")
+            _reject(f"has more than {MAX_SCHEMA_CHARACTERS} values", "give a smaller schema", "json")
     if text is None:
         try:
             text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
         except (TypeError, ValueError) as error:
-            _refuse(f"is no JSON: {str(error)[:100]}", "give plain JSON values", "json")
+            _reject(f"is no JSON: {str(error)[:100]}", "give plain JSON values", "json")
         _check_text("json", text, MAX_SCHEMA_CHARACTERS)
     return text
 
@@ -132,9 +132,9 @@ def _parsed(text: str) -> object:
     try:
         return json.loads(text, parse_constant=no_constant)
     except RecursionError:
-        _refuse(f"is nested deeper than {MAX_SCHEMA_DEPTH}", "use a flatter schema", "json")
+        _reject(f"is nested deeper than {MAX_SCHEMA_DEPTH}", "use a flatter schema", "json")
     except ValueError as error:
-        _refuse(f"is no JSON: {str(error)[:100]}", "give a JSON schema", "json")
+        _reject(f"is no JSON: {str(error)[:100]}", "give a JSON schema", "json")
 
 
 def _depths(value: object) -> Iterator[int]:

@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.models.config import GenerationDefaults
 from engine.outputs import TokenLogprobs
 from engine.sampling.sampler import NO_TOKEN, Sampler
-from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import SequenceGroup
 from engine.worker.memory import host_blocks_for
 from engine.worker.step_plan import build_step_plan

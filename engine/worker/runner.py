@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from engine.config import EngineInfo
-from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 
 __all__ = ["Runner"]
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from engine.kv.block_manager import BlockPair
-from engine.scheduling.step import SchedulerOutput
+from engine.scheduling.scheduler_output import SchedulerOutput
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["ModelInput", "StepPlan", "build_step_plan"]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.llm import LLM, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SchedulerOutput
+from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import SequenceStatus
 from tests.engine.shadow import check_integrity
 

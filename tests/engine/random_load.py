@@ -14,7 +14,7 @@ from collections.abc import Callable
 from engine.errors import RequestError
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
-from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence
 from tests.engine.answer_checks import NO_CHOICE, AnswerChecks, Expected
 from tests.engine.random_requests import Arrival, random_arrival, random_options
@@ -48,7 +48,7 @@ class RandomLoad:
         self.engine.runner = self
 
     def add(self, arrival: Arrival) -> None:
-        """Send a request; the engine must refuse one that can never run."""
+        """Send a request; the engine must reject one that can never run."""
         head = [] if arrival.extends is None else self._texts[arrival.extends % len(self._texts)]
         prompt = (head + arrival.tokens)[: self.engine.validator.capacity + 2]
         request_id = str(self.counts["requests"])
@@ -58,9 +58,9 @@ class RandomLoad:
                 EngineRequest(request_id, prompt, arrival.params, priority=arrival.priority, cache_salt=arrival.salt)
             )
         except RequestError:
-            self.counts["refused"] += 1
+            self.counts["rejected"] += 1
             assert len(prompt) >= self.engine.validator.capacity or arrival.params.num_sequences > 1, (
-                "a small one is refused"
+                "a small one is rejected"
             )
             return
         self.requests[request_id] = Expected(prompt, arrival.salt, group, self._answers.undisturbed(prompt, group))

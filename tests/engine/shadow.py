@@ -19,7 +19,7 @@ from engine.observability.engine_metrics import EngineMetrics
 from engine.observability.metrics import MetricSink
 from engine.outputs import Logprob, TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 VOCAB_SIZE = 64

@@ -11,7 +11,7 @@ from collections import Counter
 from engine.engine import Engine
 from engine.kv import prefix_cache as prefix_cache_module
 from engine.prefix_hash import pack_tokens, root_hash
-from engine.scheduling.step import SchedulerOutput
+from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
 from tests.engine.shadow import ShadowRunner
 

@@ -22,7 +22,7 @@ from engine.output_streams import OutputStream
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
 from tests.engine.shadow import ShadowRunner, make_engine
 

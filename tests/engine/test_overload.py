@@ -61,9 +61,9 @@ async def test_a_burst_within_one_step_fills_the_queue_and_the_rest_is_rejected_
     results = await held.finish()
     answers = {name: one for name, one in results.items() if isinstance(one, list)}
     assert answers == {str(i): held.runner.answer([i], 4) for i in range(3)}
-    refused = [one for one in results.values() if isinstance(one, OverloadedError)]
-    assert len(refused) == 997
-    assert len(set(map(id, refused))) == 997, "two readers share an error, and so its traceback"
+    rejected = [one for one in results.values() if isinstance(one, OverloadedError)]
+    assert len(rejected) == 997
+    assert len(set(map(id, rejected))) == 997, "two readers share an error, and so its traceback"
 
 
 async def test_a_request_that_is_rejected_to_make_room_fails_and_disturbs_no_other() -> None:

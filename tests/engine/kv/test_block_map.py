@@ -15,7 +15,7 @@ from engine.kv.block_map import BlockMap, cell_size, cells_by_slice
 from engine.kv.block_pool import Block, BlockCounts
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from tests.engine.random_load import RandomLoad
 from tests.engine.random_requests import random_arrival
 from tests.engine.shadow import make_engine

@@ -28,7 +28,7 @@ class Replica:
     def apply(self, batch: KVEventBatch) -> None:
         assert batch.events, "an empty batch is sent"
         assert batch.number == len(self.batches), "a number is missing"
-        assert not self.batches or batch.generation == self.batches[0].generation
+        assert not self.batches or batch.run_id == self.batches[0].run_id
         self.batches.append(batch)
         for event in batch.events:
             match event:
@@ -120,14 +120,14 @@ def test_eviction_is_an_event() -> None:
     assert any(isinstance(event, BlockRemoved) for batch in replica.batches for event in batch.events)
 
 
-def test_a_restarted_engine_has_another_generation() -> None:
+def test_a_restarted_engine_has_another_run_id() -> None:
     replicas = [Replica(), Replica()]
     for replica in replicas:
         engine, _ = make_engine(on_kv_events=replica.apply)
         engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=1)))
         run_to_end(engine)
     first, second = (replica.batches[0] for replica in replicas)
-    assert first.generation != second.generation
+    assert first.run_id != second.run_id
     assert first.events == second.events
 
 

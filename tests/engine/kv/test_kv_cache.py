@@ -106,7 +106,7 @@ OPERATIONS = st.one_of(
     operations=st.lists(OPERATIONS, max_size=12),
     seed=st.integers(0, 99),
 )
-def test_any_sequence_of_moves_leaves_every_bit_where_it_belongs(
+def test_random_copies_and_swaps_preserve_content(
     device: str, dtype: torch.dtype, shape: tuple[int, int], operations: list[tuple[str, int | Pairs]], seed: int
 ) -> None:
     cache = make_cache(dtype, block_size=shape[0], head_dim=shape[1], host=HOST_BLOCKS, device=device)

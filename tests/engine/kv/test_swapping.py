@@ -12,7 +12,7 @@ from engine.kv.kv_cache import KVCache
 from engine.llm import LLM
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceStatus
 from tests.engine.conftest import SavedModel
 from tests.engine.oracle import Activity, answers, make_llm, random_tokens, run

@@ -10,7 +10,7 @@ from engine.kv.block_manager import BlockManager
 from engine.observability.load_meter import LoadMeter
 from engine.scheduling.prefill_backlog import PrefillBacklog
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from tests.engine.observability.clock import Clock
 
 

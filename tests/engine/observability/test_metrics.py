@@ -17,7 +17,7 @@ from engine.observability.metrics import METRICS, Metric
 from engine.outputs import FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens
+from engine.scheduling.scheduler_output import SampledTokens
 from tests.engine.shadow import ShadowProposer, make_engine, run_to_end
 
 

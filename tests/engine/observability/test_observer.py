@@ -11,7 +11,7 @@ from engine.errors import OverloadedError, RequestError
 from engine.observability.observer import EngineObserver
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
 from tests.engine.shadow import make_engine, run_to_end
 
@@ -34,7 +34,7 @@ class Recorder(EngineObserver):
     def step_scheduled(self, output: SchedulerOutput) -> None:
         self.events.append("scheduled")
 
-    def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
+    def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
         self.events.append("finished")
 
     def sequence_ended(self, sequence: Sequence) -> None:

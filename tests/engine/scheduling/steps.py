@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SchedulerOutput
+from engine.scheduling.scheduler_output import SchedulerOutput
 from tests.engine.shadow import check_integrity
 
 

@@ -1,4 +1,4 @@
-"""Admission: which waiting requests start, and which requests the engine refuses at once."""
+"""Admission: which waiting requests start, and which requests the engine rejects at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_group_starts_only_when_there_is_a_slot_for_each_of_its_sequences() ->
     assert make_step(engine)[0] == ["group"] * 4
 
 
-def test_a_refused_request_is_tried_again_when_the_blocks_that_it_shares_are_computed() -> None:
+def test_a_blocked_request_is_tried_again_when_the_blocks_that_it_shares_are_computed() -> None:
     engine, _ = make_engine(num_blocks=14, block_size=4, long_prefill_threshold=20)
     for name in ("first", "second"):
         engine.add_request(EngineRequest(name, [i % 64 for i in range(38)], SamplingParams(max_tokens=10)))
@@ -43,7 +43,7 @@ def test_a_refused_request_is_tried_again_when_the_blocks_that_it_shares_are_com
     assert steps == 2
 
 
-def test_a_prompt_larger_than_the_pool_is_refused_and_the_engine_lives() -> None:
+def test_a_prompt_larger_than_the_pool_is_rejected_and_the_engine_lives() -> None:
     engine, runner = make_engine(num_blocks=4, block_size=4, max_model_len=100)
     with pytest.raises(PromptTooLongError, match="17 tokens.*holds 16.*at least 2"):
         add(engine, "big", 17)
@@ -55,14 +55,14 @@ def test_a_prompt_larger_than_the_pool_is_refused_and_the_engine_lives() -> None
     ("prompt", "message"),
     [([], "empty"), ([64], "64.*0..63"), ([-1], "-1"), ([True], "True"), (["a"], "'a'")],
 )
-def test_bad_prompts_are_refused(prompt: list[int], message: str) -> None:
+def test_bad_prompts_are_rejected(prompt: list[int], message: str) -> None:
     engine, _ = make_engine()
     with pytest.raises(RequestError, match=message):
         engine.add_request(EngineRequest("bad", prompt, SamplingParams()))
     assert not engine.has_unfinished
 
 
-def test_a_request_id_in_use_is_refused() -> None:
+def test_a_request_id_in_use_is_rejected() -> None:
     engine, _ = make_engine()
     add(engine, "a", 3)
     with pytest.raises(RequestError, match="'a' is in use"):
@@ -79,7 +79,7 @@ def test_a_request_id_in_use_is_refused() -> None:
         (SamplingParams(temperature=0, beam_width=5), "beam_width"),
     ],
 )
-def test_a_group_that_can_never_run_is_refused_by_the_parameter_that_makes_it_wide(
+def test_a_group_that_can_never_run_is_rejected_by_the_parameter_that_makes_it_wide(
     params: SamplingParams, name: str
 ) -> None:
     engine, _ = make_engine(max_num_seqs=4)
@@ -100,7 +100,7 @@ def test_a_group_that_can_never_run_is_refused_by_the_parameter_that_makes_it_wi
 def test_a_group_alone_in_a_small_pool_fills_it_and_ends(
     width: int, with_beams: bool, caching: bool, num_host_blocks: int
 ) -> None:
-    """Every small pool and prompt: the request is refused, or runs to its limit without a preemption."""
+    """Every small pool and prompt: the request is rejected, or runs to its limit without a preemption."""
     params = (
         SamplingParams(temperature=0, beam_width=width, n=width, max_tokens=None)
         if with_beams

@@ -7,7 +7,7 @@ import pytest
 from engine.outputs import FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SampledTokens, SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from tests.engine.scheduling.steps import add
 from tests.engine.shadow import check_integrity, make_engine, run_all_to_end, run_to_end
 
@@ -57,7 +57,7 @@ def test_answers_that_come_at_the_end_cannot_be_ended_from_outside(params: Sampl
     assert len(run_to_end(engine)["a"]) == 9
 
 
-def test_ending_an_answer_before_there_are_several_ends_none_of_them() -> None:
+def test_end_sequence_before_the_fork_is_ignored() -> None:
     """Ending answer 0 ended all without a last output; ending another did nothing."""
     engine, _ = make_engine(max_num_batched_tokens=4)
     group = engine.add_request(EngineRequest("a", list(range(6)), SamplingParams(n=3, max_tokens=5)))

@@ -12,7 +12,7 @@ from engine.outputs import EngineOutput, FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.drafter import accepted_tokens
-from engine.scheduling.step import SchedulerOutput
+from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence
 from tests.engine.shadow import ShadowRunner, check_integrity, make_engine, next_token, run_to_end
 

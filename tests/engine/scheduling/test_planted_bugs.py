@@ -1,8 +1,8 @@
-"""Each bug that nano-vllm had, and a few that this engine could have, is planted, and the random load must find it.
+"""The random load detects planted bugs: those that nano-vllm had, and some that this engine could have.
 
-Every test is named after what goes wrong. First the same runs pass on the code as it is; then the bug is put in, and
-some run must fail in the way that the test expects. This shows that the machine is able to see such a bug at all.
-The bugs of the list in the design that are none of scheduling have their tests where they belong:
+Every test is named after the bug that is detected. First the runs pass with the code as it is. Then the test plants the
+bug, and a run must fail with the symptom that the test expects. This shows that the checks of the random load work.
+The bugs of nano-vllm that do not concern scheduling are tested elsewhere:
 
 - only one EOS id is read: ``test_generation.test_every_eos_id_of_generation_config_ends_the_answer``
 - temperature 0 is refused: ``test_sampling_params.test_temperature_zero_is_greedy_and_not_refused``
@@ -33,7 +33,7 @@ from engine.scheduling import drafter as drafter_module
 from engine.scheduling.drafter import Drafter, accepted_tokens
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step import SchedulerOutput
+from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence, SequenceGroup
 from tests.engine.random_load import drive
@@ -46,7 +46,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 @cache
 def passes(seed: int, **options: Any) -> bool:
-    """Whether the code as it is passes a run; it raises if not."""
+    """Whether the unchanged code passes a run; it raises if not."""
     return not drive(seed, **options).requests
 
 
@@ -68,7 +68,7 @@ def assert_found(plant: Plant, symptom: str, **options: Any) -> None:
 # --- nano-vllm's ----------------------------------------------------------------------------------------------------
 
 
-def test_a_stale_hash_entry_serves_a_foreign_prefixs_kv() -> None:
+def test_a_stale_hash_entry_that_serves_a_foreign_prefix_is_detected() -> None:
     def evict_but_stay_published(cache: PrefixCache) -> None:
         cache._pool.uncache(cache._pool.least_recently_used)
 
@@ -98,7 +98,7 @@ def test_colliding_hashes_may_cost_one_of_several_answers_but_not_the_engine(mon
     assert counts["dropped"] > 0
 
 
-def test_a_hash_collision_without_verification_serves_foreign_kv() -> None:
+def test_a_hash_collision_without_verification_is_detected() -> None:
     def plant(patch: pytest.MonkeyPatch) -> None:
         plant_weak_hash(patch)
         patch.setattr(Block, "holds", lambda block, token_bytes, parent: True)
@@ -106,7 +106,7 @@ def test_a_hash_collision_without_verification_serves_foreign_kv() -> None:
     assert_found(plant, "reads foreign KV", twins_share=False, enable_prefix_caching=True)
 
 
-def test_a_block_verified_without_its_parent_serves_foreign_kv() -> None:
+def test_a_block_verified_without_its_parent_is_detected() -> None:
     def plant(patch: pytest.MonkeyPatch) -> None:
         plant_weak_hash(patch)
         patch.setattr(Block, "holds", lambda block, token_bytes, parent: block.token_bytes == token_bytes)
@@ -114,7 +114,7 @@ def test_a_block_verified_without_its_parent_serves_foreign_kv() -> None:
     assert_found(plant, "reads foreign KV", twins_share=False, enable_prefix_caching=True)
 
 
-def test_a_fully_cached_prompt_gives_an_empty_query() -> None:
+def test_an_empty_query_for_a_fully_cached_prompt_is_detected() -> None:
     take_prefix = BlockManager.take_prefix
 
     def take_all(manager: BlockManager, sequence: Sequence, match: PrefixMatch) -> None:
@@ -126,7 +126,7 @@ def test_a_fully_cached_prompt_gives_an_empty_query() -> None:
     )
 
 
-def test_preemption_loses_the_last_token() -> None:
+def test_a_preemption_that_loses_the_last_token_is_detected() -> None:
     preempt_last = Preemption.preempt_last
 
     def preempt_and_lose(preemption: Preemption, step: StepBuilder) -> SequenceGroup:
@@ -139,7 +139,7 @@ def test_preemption_loses_the_last_token() -> None:
     assert_found(lambda patch: patch.setattr(Preemption, "preempt_last", preempt_and_lose), "answers|reads foreign KV")
 
 
-def test_preemption_recomputes_at_a_wrong_position() -> None:
+def test_a_recomputation_at_a_wrong_position_is_detected() -> None:
     take_prefix = BlockManager.take_prefix
 
     def go_on_too_far(manager: BlockManager, sequence: Sequence, match: PrefixMatch) -> None:
@@ -153,7 +153,7 @@ def test_preemption_recomputes_at_a_wrong_position() -> None:
     )
 
 
-def test_a_prompt_larger_than_the_pool_kills_the_engine() -> None:
+def test_accepting_a_prompt_larger_than_the_pool_is_detected() -> None:
     def plant(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(RequestValidator, "_check_length", lambda *of_request: None)
         patch.setattr(RequestValidator, "_check_num_sequences", lambda *of_request: None)
@@ -161,7 +161,7 @@ def test_a_prompt_larger_than_the_pool_kills_the_engine() -> None:
     assert_found(plant, "cannot fit|cannot hold|no progress|computes nothing|KeyError|continues after its end")
 
 
-def test_a_sequence_that_outgrows_the_pool_kills_the_engine() -> None:
+def test_a_sequence_that_outgrows_the_pool_is_detected() -> None:
     limit = RequestValidator.max_total_tokens
     assert_found(
         lambda patch: patch.setattr(RequestValidator, "max_total_tokens", lambda *of_request: limit(*of_request) + 20),
@@ -169,7 +169,7 @@ def test_a_sequence_that_outgrows_the_pool_kills_the_engine() -> None:
     )
 
 
-def test_identical_prompts_in_one_step_get_duplicate_blocks() -> None:
+def test_duplicate_blocks_of_identical_prompts_in_one_step_are_detected() -> None:
     publish = PrefixCache.publish
 
     def publish_when_computed(cache: PrefixCache, sequence: Sequence, num_tokens: int) -> None:
@@ -181,7 +181,7 @@ def test_identical_prompts_in_one_step_get_duplicate_blocks() -> None:
     )
 
 
-def test_sustained_prefill_starves_decode() -> None:
+def test_decodes_starved_by_sustained_prefill_are_detected() -> None:
     build = StepBuilder.build
 
     def prefills_only(step: StepBuilder) -> SchedulerOutput:
@@ -199,10 +199,10 @@ def test_sustained_prefill_starves_decode() -> None:
     assert_found(lambda patch: patch.setattr(StepBuilder, "build", prefills_only), "is starved")
 
 
-# --- what this engine does besides ----------------------------------------------------------------------------------
+# --- copy-on-write, swapping and forks ------------------------------------------------------------------------------
 
 
-def test_a_shared_block_is_written() -> None:
+def test_a_write_into_a_shared_block_is_detected() -> None:
     assert_found(
         lambda patch: patch.setattr(BlockManager, "_unshare", lambda manager, sequence: None),
         "is written while others hold it",
@@ -216,25 +216,25 @@ def patch_swap_in(change: Callable[[list[BlockPair]], list[BlockPair]]) -> Plant
     )
 
 
-def test_a_swapped_block_is_lost() -> None:
+def test_a_lost_swapped_block_is_detected() -> None:
     assert_found(patch_swap_in(lambda pairs: pairs[:-1]), "reads foreign KV|published with foreign content")
 
 
-def test_swapped_blocks_come_back_in_the_wrong_order() -> None:
+def test_blocks_swapped_in_in_the_wrong_order_are_detected() -> None:
     def reverse(pairs: list[BlockPair]) -> list[BlockPair]:
         return list(zip([source for source, _ in pairs], [target for _, target in reversed(pairs)], strict=True))
 
     assert_found(patch_swap_in(reverse), "reads foreign KV|published with foreign content")
 
 
-def test_a_swapped_request_keeps_its_host_blocks_for_ever() -> None:
+def test_host_blocks_that_are_never_released_are_detected() -> None:
     assert_found(
         lambda patch: patch.setattr(HostPool, "release", lambda pool, host_table: None),
         "a host block has another number of users than references",
     )
 
 
-def test_a_freed_block_is_published_with_what_it_does_not_hold() -> None:
+def test_a_block_published_with_tokens_that_it_does_not_hold_is_detected() -> None:
     free = BlockManager.free
 
     def free_too_full(manager: BlockManager, sequence: Sequence) -> None:
@@ -246,7 +246,7 @@ def test_a_freed_block_is_published_with_what_it_does_not_hold() -> None:
     assert_found(lambda patch: patch.setattr(BlockManager, "free", free_too_full), "published with foreign content")
 
 
-def test_a_prefix_is_evicted_before_what_follows_it() -> None:
+def test_a_prefix_evicted_before_what_follows_it_is_detected() -> None:
     free = BlockManager.free
 
     def free_head_first(manager: BlockManager, sequence: Sequence) -> None:
@@ -258,7 +258,7 @@ def test_a_prefix_is_evicted_before_what_follows_it() -> None:
     assert_found(lambda patch: patch.setattr(BlockManager, "free", free_head_first), "a prefix is evicted first")
 
 
-def test_an_abort_leaks_blocks() -> None:
+def test_an_abort_that_leaks_blocks_is_detected() -> None:
     def forget(scheduler: Scheduler, group: SequenceGroup, reason: Any) -> None:
         if group in scheduler.waiting:
             scheduler.end_sequence(group.unfinished[0], reason)
@@ -271,7 +271,7 @@ def test_an_abort_leaks_blocks() -> None:
     assert_found(lambda patch: patch.setattr(Scheduler, "abort", forget), "0 tables list it|is in the wrong list")
 
 
-def test_a_fork_shares_blocks_without_counting_itself() -> None:
+def test_a_fork_that_is_not_counted_as_a_user_of_its_blocks_is_detected() -> None:
     def fork(manager: BlockManager, parent: Sequence, child: Sequence) -> None:
         child.block_table, child.content_ids = list(parent.block_table), list(parent.content_ids)
         child.num_computed_tokens = parent.num_computed_tokens
@@ -282,7 +282,7 @@ def test_a_fork_shares_blocks_without_counting_itself() -> None:
 # --- drafts ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_draft_token_too_many_is_accepted() -> None:
+def test_accepting_one_draft_token_too_many_is_detected() -> None:
     def accepted_and_one_more(token_id: int, draft: list[int], after_draft: list[int]) -> list[int]:
         accepted = list(accepted_tokens(token_id, draft, after_draft))
         return accepted + after_draft[len(accepted) : len(accepted) + 1]
@@ -293,7 +293,7 @@ def test_one_draft_token_too_many_is_accepted() -> None:
     )
 
 
-def test_the_token_after_the_accepted_ones_is_not_the_models() -> None:
+def test_a_token_after_the_accepted_ones_that_is_not_the_models_is_detected() -> None:
     """The next token is taken from the draft, as if accepted tokens made the one after them right."""
 
     def guesses(token_id: int, draft: list[int], after_draft: list[int]) -> list[int]:
@@ -303,7 +303,7 @@ def test_the_token_after_the_accepted_ones_is_not_the_models() -> None:
     assert_found(lambda patch: patch.setattr(drafter_module, "accepted_tokens", guesses), "answers|reads foreign KV")
 
 
-def test_tokens_follow_the_end_of_an_answer() -> None:
+def test_tokens_after_the_end_of_an_answer_are_detected() -> None:
     def go_on(sequence: Sequence, draft: list[int], after_draft: list[int]) -> int:
         accepted = list(accepted_tokens(sequence.token_ids[-1], draft, after_draft))
         sequence.token_ids += accepted
@@ -314,22 +314,23 @@ def test_tokens_follow_the_end_of_an_answer() -> None:
     assert_found(lambda patch: patch.setattr(drafter_module, "_append_accepted", go_on), "answers|continues|ends at")
 
 
-def test_blocks_of_rejected_draft_tokens_are_published() -> None:
+def test_publishing_blocks_of_rejected_draft_tokens_is_detected() -> None:
     """They are published with the tokens that the sequence got instead: their slots hold K and V of others."""
-    take_back = BlockManager.take_back
+    free_draft_blocks = BlockManager.free_draft_blocks
 
-    def publish_then_take_back(manager: BlockManager, sequence: Sequence) -> None:
+    def publish_then_free(manager: BlockManager, sequence: Sequence) -> None:
         if manager.enable_prefix_caching:
             last = min(sequence.num_tokens, len(sequence.block_table) * manager.block_size)
             manager.prefix_cache.publish(sequence, last)
-        take_back(manager, sequence)
+        free_draft_blocks(manager, sequence)
 
     assert_found(
-        lambda patch: patch.setattr(BlockManager, "take_back", publish_then_take_back), "published with foreign content"
+        lambda patch: patch.setattr(BlockManager, "free_draft_blocks", publish_then_free),
+        "published with foreign content",
     )
 
 
-def test_rejected_draft_tokens_count_as_computed() -> None:
+def test_counting_rejected_draft_tokens_as_computed_is_detected() -> None:
     append_accepted = drafter_module._append_accepted
 
     def append_and_count_all(sequence: Sequence, draft: list[int], after_draft: list[int]) -> int:
@@ -342,14 +343,14 @@ def test_rejected_draft_tokens_count_as_computed() -> None:
     )
 
 
-def test_a_draft_keeps_blocks_that_it_has_not_filled() -> None:
+def test_a_draft_that_keeps_unfilled_blocks_is_detected() -> None:
     assert_found(
-        lambda patch: patch.setattr(BlockManager, "take_back", lambda manager, sequence: None),
+        lambda patch: patch.setattr(BlockManager, "free_draft_blocks", lambda manager, sequence: None),
         "holds blocks that it does not fill",
     )
 
 
-def test_drafts_exceed_the_token_budget() -> None:
+def test_drafts_that_exceed_the_token_budget_are_detected() -> None:
     add_drafts = Drafter.add_drafts
 
     def add_without_limit(drafter: Drafter, step: StepBuilder) -> None:
@@ -360,7 +361,7 @@ def test_drafts_exceed_the_token_budget() -> None:
     assert_found(lambda patch: patch.setattr(Drafter, "add_drafts", add_without_limit), "the budget is exceeded")
 
 
-def test_a_sequence_that_is_not_greedy_gets_a_draft() -> None:
+def test_a_draft_for_a_sequence_that_is_not_greedy_is_detected() -> None:
     assert_found(
         lambda patch: patch.setattr(Sequence, "is_plain_greedy", property(lambda sequence: sequence.is_single)),
         "a draft for a sequence that is not greedy",

@@ -155,7 +155,7 @@ def test_no_tokens_stay_counted_whatever_happens(monkeypatch: pytest.MonkeyPatch
         assert backlog._num_tail_tokens >= 0
         assert all(count > 0 for count in backlog._awaited.values())
         running = load.engine.scheduler.running
-        assert backlog._parts.keys() == backlog._started.keys() | set(load.engine.scheduler.waiting)
+        assert backlog._backlogs.keys() == backlog._started.keys() | set(load.engine.scheduler.waiting)
         assert backlog._started.keys() <= {one.group for one in running}
         assert backlog._started.keys() >= {one.group for one in running if one.remaining_tokens > 1}
 
@@ -163,5 +163,5 @@ def test_no_tokens_stay_counted_whatever_happens(monkeypatch: pytest.MonkeyPatch
     engine = drive(seed).engine
     assert queued(engine) == 0
     assert not engine.backlog._awaited
-    assert not engine.backlog._parts
+    assert not engine.backlog._backlogs
     assert not engine.backlog._started

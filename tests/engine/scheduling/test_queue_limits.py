@@ -117,7 +117,7 @@ def test_no_request_is_rejected_in_vain() -> None:
     assert queue.queued == 40
 
 
-def test_a_newcomer_counts_in_full_once_its_twin_is_rejected() -> None:
+def test_a_new_request_counts_in_full_once_its_twin_is_rejected() -> None:
     queue = Queue(is_busy=True, max_queued_prefill_tokens=40, block_size=4, max_queued_requests=2)
     queue.arrive("low", [1] * 8, -1)
     queue.arrive("peer", [2] * 32, 0)
@@ -182,7 +182,7 @@ class QueueMachine(RuleBasedStateMachine):
             queue.arrive(name, prompt, priority, output_token_ids=[1] if is_resumed else [])
         except OverloadedError:
             assert not is_resumed
-            assert before, "an empty queue refuses"
+            assert before, "an empty queue rejects"
             assert scheduler.waiting == before
             assert queue.queued <= queued_before, "what was evicted meanwhile may count less, nothing counts more"
             assert not queue.engine.is_unfinished(name)

@@ -137,7 +137,7 @@ TestEngineMachine = EngineMachine.TestCase
 # What has to have happened in 100,000 steps, and how often: a load that never swaps says nothing about swapping.
 LEAST = {
     "finished": 5000,
-    "refused": 1000,
+    "rejected": 1000,
     "cached": 1000,
     "evicted": 20_000,
     "shared in one step": 300,

@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step import SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.worker.model_runner import ModelRunner
 from engine.worker.model_worker import PROMPT_LOGITS_AT_ONCE
 from tests.engine.conftest import SavedModel

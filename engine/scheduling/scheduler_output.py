@@ -24,8 +24,8 @@ class SchedulerOutput:
     num_new_tokens: list[int] = field(default_factory=list)  # tokens that each computes, from num_computed_tokens on
     # Draft tokens that some sequences compute after their last token, in batch order; num_new_tokens includes them.
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
-    num_accepted: dict[Sequence, int] = field(default_factory=dict)  # of each draft; known after the step
-    sampling: list[Sequence] = field(default_factory=list)  # the sequences that get a new token
+    num_accepted: dict[Sequence, int] = field(default_factory=dict)  # of each draft; set after the step
+    sampling: list[Sequence] = field(default_factory=list)  # the sequences that sample a token
     logit_indices: Sequence_[int] = ()  # for each of them, the index in ``sequences`` of the logits it samples from
     forks: list[Sequence] = field(default_factory=list)  # those of ``sampling`` that join the batch after this step
     block_copies: list[BlockPair] = field(default_factory=list)
@@ -53,7 +53,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class SampledTokens:
-    """What a step's ``sampling`` sequences got, in their order."""
+    """What the ``sampling`` sequences of a step sampled, in their order."""
 
     token_ids: list[int]  # one each; ignored for beams and for sequences that failed
     logprobs: list[TokenLogprobs | None] | None = None  # None if no sequence wants them

@@ -1,20 +1,20 @@
-"""Recording: writes what a step sampled into its sequences.
+"""apply_sampled: appends the sampled tokens of a step to its sequences, with their log-probabilities.
 
-A sequence that gets its last token ends here; the scheduler then removes it from the batch and frees its blocks.
+A sequence ends here with its last token. The scheduler then removes it from the batch and frees its blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.scheduling.step import SampledTokens
+from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence
 
-__all__ = ["record_sampled"]
+__all__ = ["apply_sampled"]
 
 
-def record_sampled(sampling: list[Sequence], sampled: SampledTokens) -> list[Sequence]:
-    """Append every sequence's token, except those of beams; return the sequences that have ended."""
+def apply_sampled(sampling: list[Sequence], sampled: SampledTokens) -> list[Sequence]:
+    """Append the sampled tokens, except those of beams; return the sequences that have ended."""
     for group, logprobs in sampled.prompt_logprobs:
         group.prompt_logprobs += logprobs
     if sampled.logprobs is not None:
