@@ -1,7 +1,7 @@
-"""AppConfig: the arguments of build_app, typed and checked once. An unknown key is refused with the nearest known key.
+"""AppConfig: the arguments of build_app, typed and checked once.
 
-Serve itself accepts any key silently, so a typing error in serve_config.yaml is found here. This module imports neither
-Ray nor torch: the launcher checks a file with it before it starts a process.
+Serve itself accepts any key silently; here an unknown key is an error that names the nearest known key. This module
+imports neither Ray nor torch: the launcher checks a file with it before it starts a process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One answer whose replicas die, refuse it, or end early."""
+"""One answer whose replicas die, are full, reject it, or end early."""
 
 from __future__ import annotations
 

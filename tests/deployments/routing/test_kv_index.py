@@ -123,7 +123,7 @@ TestIndexMachine.settings = settings(max_examples=50, stateful_step_count=30)
 
 
 @given(st.lists(st.integers(0, 40), max_size=70), st.integers(0, 40))
-def test_depths_are_those_of_a_walk_along_the_prompt(held: list[int], length: int) -> None:
+def test_numbers_of_cached_blocks_equal_those_of_a_walk_along_the_prompt(held: list[int], length: int) -> None:
     """With as many replicas as there may be bits, each of which holds a run of its own."""
     index, prompt = KVIndex(), [1000 + block for block in range(length)]
     expected = {}
@@ -136,7 +136,7 @@ def test_depths_are_those_of_a_walk_along_the_prompt(held: list[int], length: in
 
 
 @given(st.lists(st.sets(st.integers(0, 20)), max_size=5))
-def test_after_a_hole_a_depth_ends_at_a_held_block(held: list[set[int]]) -> None:
+def test_after_a_hole_the_last_counted_block_is_held(held: list[set[int]]) -> None:
     index = KVIndex()
     for number, blocks in enumerate(held):
         index.add_replica(str(number))

@@ -178,7 +178,7 @@ def test_prompts_without_hashes_are_routed_by_load_and_equals_take_turns() -> No
     assert (decision.order, decision.outcome) == (["b", "a", "c"], "fallback")
 
 
-# --- avoided and stale replicas -------------------------------------------------------------------------------------
+# --- avoided replicas and expired reports -----------------------------------------------------
 
 
 def test_avoided_replicas_are_last_even_if_they_hold_the_prompt() -> None:
@@ -189,7 +189,7 @@ def test_avoided_replicas_are_last_even_if_they_hold_the_prompt() -> None:
     assert sorted(state.choose(["a", "b"], [1, 2], 32, now=0.0, avoid=["a", "b"]).order) == ["a", "b"]
 
 
-def test_a_stale_replica_is_ranked_after_all_but_the_avoided() -> None:
+def test_a_replica_whose_report_expired_ranks_after_all_but_the_avoided() -> None:
     state = make_state("abc")
     state.stored("a", [1, 2])
     for name in "bc":
@@ -199,7 +199,7 @@ def test_a_stale_replica_is_ranked_after_all_but_the_avoided() -> None:
     assert first(state, [1, 2], "abc", now=3.1) == "a"
 
 
-def test_if_all_reports_have_expired_no_replica_is_stale() -> None:
+def test_if_all_reports_have_expired_no_replica_ranks_last() -> None:
     state = make_state("abc")
     state.stored("a", [1, 2])
     assert first(state, [1, 2], "abc", now=60.0) == "a"
