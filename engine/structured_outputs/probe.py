@@ -115,7 +115,7 @@ class GrammarProbe:
             self._stop()
 
     def _start(self) -> subprocess.Popen[bytes] | None:
-        root = str(Path(__file__).resolve().parent.parent)
+        root = str(Path(__file__).resolve().parents[2])  # of the checkout, where the child finds this package
         path = os.pathsep.join(filter(None, (root, *sys.path)))  # same imports as here
         try:
             child = subprocess.Popen(

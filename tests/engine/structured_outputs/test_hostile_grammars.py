@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import engine
 from engine.errors import RequestError
 from engine.structured_outputs.bitmask import fill_bitmask
 from engine.structured_outputs.compiler import GrammarCompiler
@@ -141,6 +143,22 @@ def test_a_machine_that_starts_no_process_refuses_requests(monkeypatch: pytest.M
         monkeypatch.setattr(sys, "executable", executable)
         with pytest.raises(RequestError, match="did not start"):
             GrammarCompiler(MODEL, VOCAB_SIZE, EOS_TOKEN_IDS).compile(StructuredOutputsParams(regex="a"))
+
+
+def test_the_child_finds_this_package_first_and_no_module_of_it_at_the_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def refuse(*_: object, env: dict[str, str], **__: object) -> None:
+        started.append(env["PYTHONPATH"])
+        raise OSError
+
+    monkeypatch.setattr("engine.structured_outputs.probe.subprocess.Popen", refuse)
+    with pytest.raises(RequestError, match="did not start"):
+        GrammarCompiler(MODEL, VOCAB_SIZE, EOS_TOKEN_IDS).compile(StructuredOutputsParams(regex="a"))
+    paths = [Path(path).resolve() for path in started[0].split(os.pathsep)]
+    package = Path(engine.__file__).resolve().parent
+    assert paths[0] == package.parent
+    assert package not in paths
 
 
 def test_a_server_without_llguidance_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
