@@ -44,9 +44,8 @@ def apply_bitmask(logits: torch.Tensor, indices: Sequence[int], bitmask: torch.T
     assert bitmask.dtype == torch.int32
     if not indices:
         return
-    octets = bitmask.to(logits.device, non_blocking=True).view(
-        torch.uint8
-    )  # torch supports only little-endian machines
+    # As bytes in order, since torch supports only little-endian machines.
+    octets = bitmask.to(logits.device, non_blocking=True).view(torch.uint8)
     powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=logits.device)
     forbidden = ((octets[:, :, None] & powers) == 0).flatten(1)[:, :vocab_size]  # [len(indices), vocab_size]
     if list(indices) == list(range(len(logits))):

@@ -73,9 +73,8 @@ class GrammarCompiler:
         self._loading = threading.Lock()
         self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()  # in the initial state
         self._compiling: dict[StructuredOutputsParams, Future[LLMatcher]] = {}
-        self._refused: OrderedDict[StructuredOutputsParams, tuple[str, float]] = (
-            OrderedDict()
-        )  # reason, and time at which it ends
+        # The reason, and the time at which the refusal ends.
+        self._refused: OrderedDict[StructuredOutputsParams, tuple[str, float]] = OrderedDict()
         self._lock = threading.Lock()  # guards the three above and the matchers in them
 
     def load(self) -> None:

@@ -68,9 +68,8 @@ def available_host_memory() -> int:
 def _machine_memory() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith(
-                "MemAvailable:"
-            ):  # unlike SC_AVPHYS_PAGES it counts the page cache, which can be dropped
+            # Unlike SC_AVPHYS_PAGES it counts the page cache, which can be dropped.
+            if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:  # not Linux
         pass

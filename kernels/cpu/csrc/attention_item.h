@@ -46,8 +46,8 @@ typedef struct {
     uint32_t *values;      /* [head_dim / 64, words of keys, 64]: a tile's values, interleaved */
 } attention_work;
 
-/* Prefetches bytes of the cache, as the processor cannot predict block tables. Callers do this little by little: a burst
- * would fill its queue of misses and stall it. */
+/* Prefetches bytes of the cache, as the processor cannot predict block tables. Callers do this little by little: a
+ * burst would fill its queue of misses and stall it. */
 INLINE void fetch_ahead(const char *from, size_t bytes) {
     for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
 }

@@ -45,7 +45,8 @@ static void add_unit_or_heads(attention_plan *plan, attention_item whole) {
     }
 }
 
-/* Divides a sequence's queries into tiles. The last come first: they see most keys, and long items should start early. */
+/* Divides a sequence's queries into tiles. The last come first: they see most keys, and long items should start
+ * early. */
 static void add_sequence(attention_plan *plan, attention_item sequence) {
     int64_t most_queries = most(1, MOST_ROWS / group_size(plan->call));
     int64_t num_tiles = divide_up(sequence.num_queries, most_queries);
@@ -122,7 +123,8 @@ static int32_t add_run(attention_plan *plan, int32_t first) {
     int32_t end = first + 1;
     for (; end < plan->num_units && end - first < most_units; end++) {
         int32_t keys = shared_keys(plan, first, end);
-        if (keys < FEWEST_SHARED_KEYS || keys < unit->shared_keys / 2) break; /* a unit that shares few keys would reduce what the others share */
+        /* A unit that shares few keys would reduce what the others share. */
+        if (keys < FEWEST_SHARED_KEYS || keys < unit->shared_keys / 2) break;
         unit->shared_keys = end == first + 1 ? keys : (int32_t)least(keys, unit->shared_keys);
     }
     unit->end_of_run = end;
@@ -138,8 +140,8 @@ static int32_t add_run(attention_plan *plan, int32_t first) {
     return end;
 }
 
-/* Adds an item, or one for each of several spans of its keys; returns where their results will be. If `is_all`, the item
- * has all keys that its rows see; it then writes the output if one span is enough, and there are no results. */
+/* Adds an item, or one for each of several spans of its keys; returns where their results will be. If `is_all`, the
+ * item has all keys that its rows see; it then writes the output if one span is enough, and there are no results. */
 static span_results add_items(attention_plan *plan, attention_item whole, int64_t cost_of_item, int is_all) {
     int64_t num_keys = whole.end_key - whole.first_key;
     int64_t num_spans = least(divide_up(cost_of(plan->call, &whole), cost_of_item),
@@ -147,7 +149,10 @@ static span_results add_items(attention_plan *plan, attention_item whole, int64_
     int64_t keys = divide_up(divide_up(num_keys, most(num_spans, 1)), KEYS_PER_TILE) * KEYS_PER_TILE;
     size_t head_stride = result_size(plan->call) * (size_t)rows_of(plan->call, &whole);
     span_results results = {
-        .at = (int64_t)plan->num_result_floats, .head_stride = head_stride, .stride = head_stride * (size_t)whole.num_heads};
+        .at = (int64_t)plan->num_result_floats,
+        .head_stride = head_stride,
+        .stride = head_stride * (size_t)whole.num_heads,
+    };
     attention_item item = whole;
     item.result = -1;
     do {

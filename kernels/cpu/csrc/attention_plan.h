@@ -18,7 +18,8 @@ typedef struct {
  * together, and the rest of a unit's keys in one item or in several. */
 typedef struct {
     attention_item whole;
-    int32_t end_of_run, shared_keys; /* of the first unit of a run that shares keys: the unit after the run, and how many keys */
+    int32_t end_of_run;  /* of the first unit of a run that shares keys: the unit after the run */
+    int32_t shared_keys; /* of the same unit: how many keys the run shares */
     span_results shared, own;
     atomic_int unfinished; /* items */
 } attention_unit;

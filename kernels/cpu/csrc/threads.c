@@ -78,7 +78,8 @@ static void wait_for_loop(int thread) {
     pthread_mutex_lock(&pool.sleep);
     for (bool is_needed = false; !is_needed;) {
         while (!is_enlisted(thread)) pthread_cond_wait(&pool.enlist, &pool.sleep);
-        atomic_fetch_add(&pool.sleepers, 1); /* before reading the loop: `publish` reads sleepers after it writes the loop */
+        /* Before reading the loop: `publish` reads sleepers after it writes the loop. */
+        atomic_fetch_add(&pool.sleepers, 1);
         is_needed = has_parts(atomic_load(&pool.loop));
         if (!is_needed) pthread_cond_wait(&pool.wake, &pool.sleep);
         atomic_fetch_sub(&pool.sleepers, 1);
