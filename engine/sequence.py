@@ -328,13 +328,13 @@ class SequenceGroup:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still to be computed."""
+        """Whether the request wants log-probabilities of prompt tokens that are not computed yet."""
         return self.params.prompt_logprobs is not None and (
             len(self.prompt_logprobs) < self.sequences[0].num_prompt_tokens
         )
 
     def prompt_logprob_positions(self, start: int, end: int) -> range:
-        """Return which of the positions from ``start`` to ``end`` give logits for prompt logprobs not yet recorded."""
+        """Return the positions within ``start`` to ``end`` whose logits give prompt logprobs that are not recorded yet."""
         if not self.wants_prompt_logprobs:
             return range(0)
         return range(max(start, len(self.prompt_logprobs) - 1), min(end, self.sequences[0].num_prompt_tokens - 1))

@@ -1,11 +1,11 @@
-"""KVCache: the keys and values of one rank, on the device and, for swapped-out blocks, in a pool on the host.
+"""KVCache: the keys and values of one rank, in a pool on the device and a pool on the host for swapped-out blocks.
 
 It copies blocks by id. The block manager decides which block belongs to which sequence, and which may be overwritten.
 
     device pool   [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]    a layer's keys are one tensor
     host pool     [num_host_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]    a block is one piece of memory
 
-Copies are exact bit by bit, the payload of a NaN included: they use integer views of both pools.
+Copies preserve every bit, also the payload of a NaN, because they use integer views of both pools.
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ class KVCache:
         """Return a copy of the keys or the values of some blocks, in the order of ``block_ids``.
 
         Returns:
-            ``[len(block_ids) * block_size, num_kv_heads, head_dim]`` of one layer; of all, without ``layer``, the same
-            with num_layers in front.
+            ``[len(block_ids) * block_size, num_kv_heads, head_dim]`` for one layer; if ``layer`` is None, the same with
+            ``num_layers`` as the first dimension.
 
         Raises:
             KVCacheError: for a block, a layer or a part that does not exist.
         """
         if which not in _PARTS:
-            raise KVCacheError(f"which={which!r} is no part of a KV cache; choose 'key' or 'value'")
+            raise KVCacheError(f"which={which!r} is not a part of the KV cache; choose 'key' or 'value'")
         if layer is not None:
             _check_ids("layer", [layer], len(self.layers))
         _check_ids("block", block_ids, self.num_blocks)
@@ -138,7 +138,7 @@ class KVCache:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks ``(source, target)`` on the device, in all layers, as if all at the same time.
 
-        The copy takes the sources' memory a second time: use it for a few blocks, as copy-on-write does.
+        The copy needs as much extra memory as the sources have. Use it for few blocks, as copy-on-write does.
 
         Raises:
             KVCacheError: for a block that does not exist or is a target twice; nothing has been copied then.
@@ -161,7 +161,7 @@ class KVCache:
             self._host_words[host_id].copy_(self._words[:, block_id], non_blocking=True)
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks ``(host block, device block)`` back to the device; the host blocks keep what they hold.
+        """Copy blocks ``(host block, device block)`` back to the device; the host blocks keep their content.
 
         On a GPU the next ``swap_out`` may reuse the host blocks at once: it is queued after the reads.
 
@@ -191,7 +191,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros, because a NaN in uninitialized memory survives masking. On a CPU, pages are zeroed on first use."""
+    """Return zeros: a NaN in uninitialized memory would survive masking. On a CPU, pages are zeroed on first use."""
     return huge_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 

@@ -27,7 +27,7 @@ def fail_searches(sampling: list[Sequence], sampled: SampledTokens) -> None:
 def advance_searches(
     sampling: list[Sequence], candidates: dict[int, Candidates], queues: RequestQueues
 ) -> list[Sequence]:
-    """Let each search choose the beams that continue.
+    """Advance each search by a token: choose its next beams and update the running batch.
 
     Args:
         sampling: the sequences that sampled in the step.
@@ -52,7 +52,7 @@ def advance_searches(
 
 
 def _advance(beams: list[Sequence], candidates: list[Candidates], queues: RequestQueues) -> None:
-    """Advance one search by a token: its beams end, or the continuations replace them in the batch."""
+    """Advance one search by a token: it ends, or the continuations replace its beams in the batch."""
     group = beams[0].group
     assert group.beams is not None
     continuations = group.beams.advance(

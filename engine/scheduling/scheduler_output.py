@@ -18,7 +18,7 @@ __all__ = ["SampledTokens", "SchedulerOutput", "StepTimes"]
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step's batch. The copies are made first: swap-outs, then swap-ins, then block copies."""
+    """The batch of one step. The runner first copies blocks: swap-outs, then swap-ins, then block copies."""
 
     sequences: list[Sequence] = field(default_factory=list)  # in batch order
     num_new_tokens: list[int] = field(default_factory=list)  # tokens that each computes, from num_computed_tokens on
@@ -27,7 +27,9 @@ class SchedulerOutput:
     num_accepted: dict[Sequence, int] = field(default_factory=dict)  # of each draft; set after the step
     sampling: list[Sequence] = field(default_factory=list)  # the sequences that sample a token
     logit_indices: Sequence_[int] = ()  # for each of them, the index in ``sequences`` of the logits it samples from
-    forks: list[Sequence] = field(default_factory=list)  # those of ``sampling`` that join the batch after this step
+    forks: list[Sequence] = field(
+        default_factory=list
+    )  # new sequences among ``sampling``, which join the batch after this step
     block_copies: list[BlockPair] = field(default_factory=list)
     swap_out: list[BlockPair] = field(default_factory=list)  # (block, host block)
     swap_in: list[BlockPair] = field(default_factory=list)  # (host block, block)

@@ -1,4 +1,4 @@
-"""step_outputs: the EngineOutputs of a step, and the choice of the best of several answers."""
+"""step_outputs: the EngineOutputs of a step; requests with ``best_of`` or beams get their best answers at the end."""
 
 from __future__ import annotations
 
