@@ -334,7 +334,7 @@ class SequenceGroup:
         )
 
     def prompt_logprob_positions(self, start: int, end: int) -> range:
-        """Return the positions within ``start`` to ``end`` whose logits give prompt logprobs that are not recorded yet."""
+        """Return the positions from ``start`` to ``end`` whose logits give prompt logprobs not recorded yet."""
         if not self.wants_prompt_logprobs:
             return range(0)
         return range(max(start, len(self.prompt_logprobs) - 1), min(end, self.sequences[0].num_prompt_tokens - 1))

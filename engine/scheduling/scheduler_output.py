@@ -26,10 +26,8 @@ class SchedulerOutput:
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     num_accepted: dict[Sequence, int] = field(default_factory=dict)  # of each draft; set after the step
     sampling: list[Sequence] = field(default_factory=list)  # the sequences that sample a token
-    logit_indices: Sequence_[int] = ()  # for each of them, the index in ``sequences`` of the logits it samples from
-    forks: list[Sequence] = field(
-        default_factory=list
-    )  # new sequences among ``sampling``, which join the batch after this step
+    logit_indices: Sequence_[int] = ()  # for each of ``sampling``, the index in ``sequences`` of its logits
+    forks: list[Sequence] = field(default_factory=list)  # new ones among ``sampling``; they join the batch afterwards
     block_copies: list[BlockPair] = field(default_factory=list)
     swap_out: list[BlockPair] = field(default_factory=list)  # (block, host block)
     swap_in: list[BlockPair] = field(default_factory=list)  # (host block, block)

@@ -208,7 +208,7 @@ def test_gather_names_what_does_not_exist() -> None:
         cache.gather([0, 6], which="key")
     with pytest.raises(KVCacheError, match="layer -1 is out of range; valid are 0 to 2"):
         cache.gather([0], -1, which="key")
-    with pytest.raises(KVCacheError, match="which='k' is no part of a KV cache; choose 'key' or 'value'"):
+    with pytest.raises(KVCacheError, match="which='k' is not a part of the KV cache; choose 'key' or 'value'"):
         cache.gather([0], which="k")  # type: ignore[arg-type]
 
 
