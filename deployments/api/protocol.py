@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 from deployments.api.structured import reject_old_names
 from deployments.errors import ApiError
 from engine.errors import RequestError, shown
+from engine.sampling_params import MAX_LOGPROBS
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message", "StreamOptions"]
 
@@ -193,6 +194,9 @@ class CompletionRequest(GenerationRequest):
 
     endpoint = "/v1/completions"
     prompt: Annotated[list[str | list[Any]], PlainValidator(_as_prompts)]
+    # ``logprobs`` replaces these two (the second with ``echo``), so SamplingParams may not see a value out of range.
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: int | None = None
     logprobs: int | None = None
     echo: bool = False
@@ -268,6 +272,7 @@ class ChatRequest(GenerationRequest):
     endpoint = "/v1/chat/completions"
     not_offered = NOT_OFFERED | NOT_OFFERED_IN_CHAT
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None  # SamplingParams does not see it beside the newer name
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
 

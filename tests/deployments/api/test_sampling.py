@@ -100,6 +100,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": 5, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 5, "top_logprobs": -1}, "top_logprobs"),
+    ({"logprobs": 5, "echo": True, "prompt_logprobs": -1}, "prompt_logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
@@ -124,6 +127,7 @@ def test_out_of_range_is_refused_by_name(
 REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": -1, "max_tokens": 5}, "max_completion_tokens"),
+    ({"max_completion_tokens": 5, "max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
