@@ -143,7 +143,8 @@ class ClusterView:
         """Return the seconds until a request without tokens must be checked again; 0: its replica has stalled.
 
         A request that has no replica yet, or whose replica has a queue, is checked again after a quarter of the
-        timeout. Otherwise its replica has ``stall_timeout_s`` seconds from the dispatch to the first token.
+        timeout. Otherwise its replica has ``stall_timeout_s`` seconds from the dispatch to the first token. It is never
+        more than ``stall_timeout_s``: StallWatch relies on that.
         """
         replica, now = self.replica_of(request_id), time.monotonic()
         if not replica or self.routing.is_busy(replica, now=now, within_s=stall_timeout_s):
