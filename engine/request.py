@@ -103,7 +103,7 @@ class PromptValidator:
 
     def _check_length(self, num_prompt_tokens: int, num_output_tokens: int, param: str = "prompt") -> None:
         if num_prompt_tokens == 0:
-            raise RequestError("is empty", param=param, remedy="give at least one token")
+            raise RequestError("is empty", param=param, value=[], remedy="give at least one token")
         length = num_prompt_tokens + num_output_tokens
         if length >= self.capacity:
             limit = "context" if self.capacity == self.max_model_len else "KV cache"
