@@ -34,7 +34,8 @@ def _change(args: dict[str, Any]) -> None:
     args["engine"]["dtype"] = "float32"
     args["replicas"].update(num_engine_replicas=ENGINES, num_ingress_replicas=2)
     args["replicas"].update(cpus_per_engine=0.1, cpus_per_ingress=0.1)
-    args["limits"].update(health_check_period_s=1.0, health_check_timeout_s=2.0, stall_timeout_s=2.5, max_migrations=3)
+    args["limits"].update(health_check_period_s=1.0, health_check_timeout_s=2.0, max_migrations=3)
+    args["limits"].update(stall_timeout_s=6.0)  # a new engine sends nothing while it compiles its first grammar
 
 
 @pytest.fixture(scope="module")
