@@ -76,9 +76,9 @@ class Load:
         scheduled = perf_counter()
         sampled = SampledTokens(self._tokens[: len(output.sampling)])
         resumed = perf_counter()
-        got_token = self.scheduler.update(output, sampled)
+        updated = self.scheduler.update(output, sampled)
         seconds = perf_counter() - resumed + scheduled - started
-        for sequence in got_token:
+        for sequence in updated:
             if sequence.is_finished:
                 self._arrive(first=False)
         return seconds

@@ -196,9 +196,9 @@ class _TimedMetrics(EngineMetrics):
         super().step_scheduled(output)
         self.seconds += perf_counter() - started
 
-    def step_finished(self, output: SchedulerOutput, got_token: Iterable[Sequence], times: StepTimes) -> None:
+    def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
         started = perf_counter()
-        super().step_finished(output, got_token, times)
+        super().step_finished(output, updated, times)
         self.seconds += perf_counter() - started
 
     def request_left(self, group: SequenceGroup, rejection: OverloadedError | None) -> None:
