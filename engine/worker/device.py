@@ -14,6 +14,9 @@ __all__ = ["resolve_device", "set_rank_threads", "use_device"]
 def resolve_device(config: EngineConfig, rank: int) -> torch.device:
     """Return a rank's device: ``auto`` is a GPU if there is one, and each rank has a GPU of its own.
 
+    A GPU always has an index, because ``torch.cuda.set_device`` refuses a device without one. ``cuda`` alone is the
+    calling thread's current GPU.
+
     Raises:
         ConfigError: if the config asks for GPUs and there are none, or fewer than ranks.
     """
@@ -23,7 +26,8 @@ def resolve_device(config: EngineConfig, rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError(f"device='{name}' asks for a GPU, but torch sees none; choose auto or cpu")
     if size == 1:
-        return torch.device("cuda" if name == "auto" else name)
+        named = torch.device("cuda" if name == "auto" else name)
+        return named if named.index is not None else torch.device("cuda", torch.cuda.current_device())
     if size > torch.cuda.device_count():
         raise ConfigError(f"tensor_parallel_size={size} exceeds the {torch.cuda.device_count()} GPUs here; lower it")
     return torch.device("cuda", rank)

@@ -1,0 +1,38 @@
+"""The device of a rank, on a machine that claims to have GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.worker.device import resolve_device, use_device
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Four GPUs, of which 2 is current; return a list that grows by each device that is made current."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    # What torch.cuda.set_device calls once it has found an index; before, it raises ValueError for a device without.
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "rank", "index"),
+    [("auto", 1, 0, 2), ("cuda", 1, 0, 2), ("cuda:0", 1, 0, 0), ("cuda:3", 1, 0, 3), ("auto", 4, 3, 3)],
+)
+def test_a_gpu_has_an_index_and_can_be_made_current(
+    four_gpus: list[int], name: str, size: int, rank: int, index: int
+) -> None:
+    device = resolve_device(EngineConfig(model="m", device=name, tensor_parallel_size=size), rank)
+    assert device == torch.device("cuda", index)
+    use_device(device)
+    assert four_gpus == [index]
+
+
+def test_without_a_gpu_auto_is_the_cpu() -> None:
+    assert resolve_device(EngineConfig(model="m", device="cpu"), 0) == torch.device("cpu")
