@@ -1,7 +1,7 @@
-"""AsyncEngine: drives an Engine from a thread of its own and streams each request's tokens to asyncio.
+"""AsyncEngine: drives an Engine from a thread of its own and delivers each request's tokens to its reader.
 
-The engine belongs to that thread; other threads only put commands into its inbox. After each step the thread posts one
-message to each event loop, however many requests got a token.
+The engine belongs to that thread; other threads only put commands into its inbox. After each step the thread calls
+each reader once, however many of its requests got a token.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
+from typing import Any
 
 from engine.engine import Engine
 from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.kv.block_map import BlockMap, cell_size, cells_by_slice
 from engine.observability.load import EngineLoad, EngineStats
 from engine.observability.load_reporter import LoadReporter
-from engine.output_streams import OutputStream, OutputStreams, post
+from engine.output_reader import OutputReader
+from engine.output_streams import OutputStreams, post
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
+from engine.structured_outputs.grammar import Grammar
 
 __all__ = ["AsyncEngine"]
 
@@ -34,7 +36,7 @@ MAP_PAUSE_S = 0.001  # between two slices of the block map, so that the step thr
 
 
 class AsyncEngine:
-    """Runs an engine in a thread and serves its requests to event loops.
+    """Runs an engine in a thread and serves requests of event loops and of other readers.
 
     Args:
         engine: only this object may use it from now on.
@@ -57,8 +59,9 @@ class AsyncEngine:
         self._engine = engine
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._streams = OutputStreams(
-            replica, on_closed_loop=lambda loop: self._inbox.put(lambda: self._abort_readers(loop))
+            replica, on_closed_loop=lambda loop: self._inbox.put(lambda: self._abort_loop(loop))
         )
+        self._readers: dict[str, tuple[OutputReader, Any]] = {}  # key -> (reader, tag); of the step thread alone
         self._why_dead: str | None = None  # set when the step loop has ended
         self._clock = clock
         self._busy_since: float | None = None  # start of the step or command that runs now
@@ -84,32 +87,27 @@ class AsyncEngine:
             RuntimeError: if the engine has a bug that this request triggers; other requests go on.
             EngineDeadError: if the step loop has ended or ends meanwhile.
         """
-        self._engine.check_request(request)
-        grammar = None
-        if (form := request.params.structured_outputs) is not None:
-            self.check_health()
-            grammar = await self._engine.grammars.compile_async(form, request.output_token_ids)
+        self.check_request(request)
+        grammar = await self.compile_grammar(request)
         self.check_health()
         stream = self._streams.open(request.request_id)
         if stream is None:
             raise RequestError("is in use", param="request_id", value=request.request_id, remedy="choose another")
-        keyed = replace(request, request_id=stream.key)
-        add = partial(self._engine.queue_request, keyed, grammar=grammar, on_rejected=self._reject)
-        self._inbox.put(lambda: self._queue(add, stream))
         try:
+            self.submit(replace(request, request_id=stream.key), self._streams, stream, grammar)
             while not stream.is_done:
                 for output in await stream.take():
                     yield output
         finally:
             self._streams.close(stream)
             if not stream.is_done:
-                self._inbox.put(lambda: self._abort(stream.key))
+                self.abort_key(stream.key)
 
     def abort(self, request_id: str) -> None:
         """End a request if it is unfinished and free its blocks; its reader gets the reason ``abort``."""
         stream = self._streams.find(request_id)
         if stream is not None:
-            self._inbox.put(lambda: self._abort(stream.key))
+            self.abort_key(stream.key)
 
     def end_answer(self, request_id: str, index: int = 0) -> None:
         """End one answer of a request with reason ``stop``, when a stop string was found in its text for example.
@@ -119,7 +117,7 @@ class AsyncEngine:
         """
         stream = self._streams.find(request_id)
         if stream is not None:
-            self._inbox.put(lambda: self._end_answer(stream, index))
+            self._inbox.put(lambda: self._end_answer(stream.key, index))
 
     async def reset_prefix_cache(self) -> None:
         """Drop every cached prefix; returns when it is done."""
@@ -134,6 +132,58 @@ class AsyncEngine:
             self.check_health()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), timeout=1.0)
+
+    # --- called for readers of any kind, from any thread ----------------------------------------------------------
+
+    def check_request(self, request: EngineRequest) -> None:
+        """Reject a request that can never run.
+
+        Raises:
+            RequestError, PromptTooLongError: as ``RequestValidator.check``.
+        """
+        self._engine.check_request(request)
+
+    async def compile_grammar(self, request: EngineRequest) -> Grammar | None:
+        """Return the grammar of a request's structured outputs, if it has any.
+
+        Raises:
+            RequestError, OverloadedError: as ``GrammarService.compile_async``.
+            EngineDeadError: as ``check_health``.
+        """
+        if (form := request.params.structured_outputs) is None:
+            return None
+        self.check_health()
+        return await self._engine.grammars.compile_async(form, request.output_token_ids)
+
+    def submit(self, request: EngineRequest, reader: OutputReader, tag: Any, grammar: Grammar | None = None) -> None:
+        """Queue a request that ``check_request`` has accepted; its outputs, or its error, go to ``reader``.
+
+        Args:
+            request: its id must be unique among all readers' unfinished requests.
+            reader: called in the step thread.
+            tag: names the request to the reader.
+            grammar: what ``compile_grammar`` has returned.
+
+        Raises:
+            EngineDeadError: if the step loop has ended. The reader may get this error, too.
+        """
+        self._inbox.put(lambda: self._queue(request, reader, tag, grammar))
+        if self._why_dead is not None:  # the step thread may have emptied its inbox before
+            raise EngineDeadError(self._why_dead)
+
+    def abort_key(self, key: str) -> None:
+        """End the request that was submitted under the id ``key``, if it is unfinished."""
+        self._inbox.put(lambda: self._abort(key))
+
+    def remove_reader(self, reader: OutputReader) -> None:
+        """Abort all requests of a reader."""
+        self._inbox.put(lambda: self._abort_all(reader))
+
+    def call_in_step_thread(self, callback: Callable[[], None]) -> None:
+        """Call a function in the step thread, before the next step. It must be quick, and raise nothing."""
+        self._inbox.put(callback)
+
+    # --- state ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Return sequences and blocks by state, as they were after the last step."""
@@ -179,12 +229,12 @@ class AsyncEngine:
         try:
             while self._run_commands():
                 self._busy_since = self._clock()
-                self._streams.publish(self._engine.step())
+                self._publish(self._engine.step())
         except BaseException as error:  # whatever ends the loop, no reader may wait for it any longer
             logger.exception("the engine's step loop failed")
             reason = f"the engine's step loop failed: {type(error).__name__}: {error}"
         self._why_dead = reason
-        self._streams.fail_all(lambda: EngineDeadError(reason))
+        self._fail_all(reason)
         self._engine.close()
 
     def _run_commands(self) -> bool:
@@ -216,31 +266,75 @@ class AsyncEngine:
                 logger.exception("the engine's load could not be reported")
         return None
 
-    def _queue(self, add: Callable[[], object], stream: OutputStream) -> None:
-        """Queue a request; what goes wrong fails its reader alone."""
-        try:
-            add()
-        except OverloadedError as error:
-            stream.post(stream.fail, error)
-        except Exception as error:  # a bug of ours must not end the other requests
-            logger.exception("request %s could not be queued", stream.request_id)
-            failure = RuntimeError(f"the request could not be queued: {type(error).__name__}: {error}")
-            stream.post(stream.fail, failure)
+    def _publish(self, outputs: list[EngineOutput]) -> None:
+        """Deliver the outputs of a step, with one call to each reader."""
+        by_reader: dict[OutputReader, list[tuple[Any, EngineOutput]]] = {}
+        for output in outputs:
+            found = self._readers.get(output.request_id)
+            if found is None:
+                continue
+            reader, tag = found
+            by_reader.setdefault(reader, []).append((tag, output))
+            if output.is_last:
+                del self._readers[output.request_id]
+        for reader, tagged in by_reader.items():
+            try:
+                reader.publish(tagged)
+            except Exception:  # a reader's mistake must not end the requests of the others
+                logger.exception("a reader could not take its outputs; its requests are aborted")
+                self._abort_all(reader)
 
-    def _reject(self, key: str, error: OverloadedError) -> None:
-        """Fail the reader of a request that left the queue to make room."""
-        if (stream := self._streams.find_key(key)) is not None:
-            stream.post(stream.fail, error)
+    def _queue(self, request: EngineRequest, reader: OutputReader, tag: Any, grammar: Grammar | None) -> None:
+        """Queue a request; what goes wrong fails its reader alone."""
+        key = request.request_id
+        if self._why_dead is not None:
+            reader.fail(tag, EngineDeadError(self._why_dead))
+            return
+        self._readers[key] = (reader, tag)
+        try:
+            self._engine.queue_request(request, grammar=grammar, on_rejected=self._fail)
+        except OverloadedError as error:
+            self._fail(key, error)
+        except Exception as error:  # a bug of ours must not end the other requests
+            logger.exception("request %s could not be queued", key)
+            self._fail(key, RuntimeError(f"the request could not be queued: {type(error).__name__}: {error}"))
+
+    def _fail(self, key: str, error: Exception) -> None:
+        """Report the error of a request that is not, or no longer, in the engine."""
+        reader, tag = self._readers.pop(key)
+        reader.fail(tag, error)
+
+    def _fail_all(self, reason: str) -> None:
+        """Fail every request with an error of its own, those in the inbox included."""
+        for key in list(self._readers):
+            self._fail(key, EngineDeadError(reason))
+        while not self._inbox.empty():
+            if (command := self._inbox.get()) is not None:
+                with contextlib.suppress(Exception):  # of the engine that has failed
+                    command()
 
     def _abort(self, key: str) -> None:
-        if self._engine.abort(key) and (stream := self._streams.find_key(key)) is not None:
-            stream.post(stream.abort)
-
-    def _end_answer(self, stream: OutputStream, index: int) -> None:
-        if self._engine.end_sequence(stream.key, index) and not self._engine.is_unfinished(stream.key):
-            stream.post(stream.end)
-
-    def _abort_readers(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Abort the requests whose readers' event loop was closed."""
-        for key in self._streams.remove_loop(loop):
+        if key in self._readers:
             self._engine.abort(key)
+            self._end(key, is_aborted=True)
+
+    def _end_answer(self, key: str, index: int) -> None:
+        if key in self._readers and self._engine.end_sequence(key, index) and not self._engine.is_unfinished(key):
+            self._end(key, is_aborted=False)
+
+    def _end(self, key: str, *, is_aborted: bool) -> None:
+        reader, tag = self._readers.pop(key)
+        reader.end(tag, is_aborted=is_aborted)
+
+    def _abort_all(self, reader: OutputReader) -> None:
+        """Abort the requests of a reader."""
+        for key in [key for key, (one, _) in self._readers.items() if one is reader]:
+            self._abort(key)
+
+    def _abort_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Abort the requests of an event loop that was closed."""
+        self._streams.remove_loop(loop)
+        tagged = [(key, tag) for key, (reader, tag) in self._readers.items() if reader is self._streams]
+        for key, stream in tagged:
+            if stream.loop is loop:
+                self._abort(key)

@@ -1,17 +1,17 @@
-"""OutputStreams: the queues between the engine's step thread and the readers on their event loops.
+"""OutputStreams: the queues between the engine's step thread and its callers on their event loops.
 
     step thread   publish(outputs)  ->  one message per event loop and step
-    event loop    stream.put        ->  queue of one reader  ->  await stream.take()
+    event loop    stream.put        ->  queue of one request  ->  await stream.take()
 
-A reader gets its first token at once, and later tokens in batches when it is slower than the engine. Knows threads and
-event loops. Does not know the engine.
+The caller gets its first token at once, and later tokens in batches when it is slower than the engine. Knows threads
+and event loops. Does not know the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.outputs import EngineOutput, FinishReason
@@ -21,12 +21,12 @@ __all__ = ["OutputStream", "OutputStreams", "post"]
 
 @dataclass(slots=True, eq=False)
 class OutputStream:
-    """The queue of one reader. Its methods run on the reader's event loop; any thread may use ``post`` to call them.
+    """The queue of one request. Its methods run on the caller's event loop; any thread may use ``post`` to call them.
 
     Attributes:
-        request_id: under which the reader knows the request.
+        request_id: under which the caller knows the request.
         key: the request's id inside the engine. It differs from ``request_id``, which may be used again as soon as its
-            reader has gone, while a step still computes the old sequence.
+            caller has gone, while a step still computes the old sequence.
         is_done: the last output was taken.
     """
 
@@ -42,7 +42,7 @@ class OutputStream:
     _error: Exception | None = None
 
     def post(self, method: Callable[..., None], *args: object) -> bool:
-        """Call one of the methods below on the reader's event loop; False if that is closed."""
+        """Call one of the methods below on the caller's event loop; False if that is closed."""
         return post(self.loop, method, *args)
 
     def put(self, output: EngineOutput) -> None:
@@ -89,11 +89,13 @@ class OutputStream:
 
 
 class OutputStreams:
-    """The open streams of one engine. The step thread and the readers' threads share it.
+    """The open streams of one engine: an OutputReader whose tags are the streams.
+
+    Event loops open and close streams, the step thread publishes to them.
 
     Args:
         replica: name that the outputs carry.
-        on_closed_loop: called, in any thread, with an event loop that was closed while it had readers.
+        on_closed_loop: called, in any thread, with an event loop that was closed while it had streams.
     """
 
     def __init__(self, replica: str, on_closed_loop: Callable[[asyncio.AbstractEventLoop], None]) -> None:
@@ -101,79 +103,62 @@ class OutputStreams:
         self._on_closed_loop = on_closed_loop
         self._lock = threading.Lock()  # guards everything below
         self._by_request: dict[str, OutputStream] = {}
-        self._by_key: dict[str, OutputStream] = {}
         self._num_opened = 0
-        self._new_error: Callable[[], Exception] | None = None
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._by_request)
+
+    # --- called from event loops --------------------------------------------------------------------------------
 
     def open(self, request_id: str) -> OutputStream | None:
-        """Return a new stream for a reader on the running event loop; None if the id is in use.
-
-        Raises:
-            Exception: the error of ``fail_all``, after that was called.
-        """
+        """Return a new stream for a caller on the running event loop; None if the id is in use."""
         with self._lock:
-            if self._new_error is not None:
-                raise self._new_error()
             other = self._by_request.get(request_id)
             if other is not None and not other.loop.is_closed():
                 return None
             self._num_opened += 1
             key = f"{request_id}#{self._num_opened}"
             stream = OutputStream(request_id, key, self._replica, asyncio.get_running_loop())
-            self._by_request[request_id] = self._by_key[key] = stream
+            self._by_request[request_id] = stream
         if other is not None:  # the step thread has not noticed yet
             self._on_closed_loop(other.loop)
         return stream
 
     def close(self, stream: OutputStream) -> None:
-        """Remove a stream whose reader has finished or gone."""
+        """Remove a stream whose caller has finished or gone."""
         with self._lock:
-            # After its loop was closed, another reader may have taken the id.
+            # After its loop was closed, another caller may have taken the id.
             if self._by_request.get(stream.request_id) is stream:
                 del self._by_request[stream.request_id]
-            self._by_key.pop(stream.key, None)
 
     def find(self, request_id: str) -> OutputStream | None:
-        """Return the stream of the reader that knows its request by this id."""
+        """Return the stream of a request."""
         with self._lock:
             return self._by_request.get(request_id)
 
-    def find_key(self, key: str) -> OutputStream | None:
-        """Return the stream of the request that the engine knows by this key."""
-        with self._lock:
-            return self._by_key.get(key)
+    # --- called from the step thread ----------------------------------------------------------------------------
 
-    def publish(self, outputs: Iterable[EngineOutput]) -> None:
+    def publish(self, outputs: list[tuple[OutputStream, EngineOutput]]) -> None:
         """Queue the outputs of a step in their streams, with one message to each event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, EngineOutput]]] = {}
-        with self._lock:
-            for output in outputs:
-                stream = self._by_key.get(output.request_id)
-                if stream is not None:
-                    by_loop.setdefault(stream.loop, []).append((stream, output))
+        for stream, output in outputs:
+            by_loop.setdefault(stream.loop, []).append((stream, output))
         for loop, pairs in by_loop.items():
             if not post(loop, _put_all, pairs):
                 self._on_closed_loop(loop)
 
-    def remove_loop(self, loop: asyncio.AbstractEventLoop) -> list[str]:
-        """Remove the streams of a closed event loop and return their keys."""
+    def fail(self, stream: OutputStream, error: Exception) -> None:
+        """End a stream with an error."""
+        stream.post(stream.fail, error)
+
+    def end(self, stream: OutputStream, *, is_aborted: bool) -> None:
+        """End a stream whose request was aborted or ended by a caller."""
+        stream.post(stream.abort if is_aborted else stream.end)
+
+    def remove_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Remove the streams of a closed event loop."""
         with self._lock:
             self._by_request = {name: one for name, one in self._by_request.items() if one.loop is not loop}
-            keys = [key for key, stream in self._by_key.items() if stream.loop is loop]
-            for key in keys:
-                del self._by_key[key]
-        return keys
-
-    def fail_all(self, new_error: Callable[[], Exception]) -> None:
-        """Fail every open stream, each with an error of its own, and open no further one."""
-        with self._lock:
-            self._new_error = new_error
-            streams = list(self._by_key.values())
-        for stream in streams:
-            stream.post(stream.fail, new_error())
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> bool:
