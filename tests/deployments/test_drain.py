@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def dashboard() -> Iterator[Callable[[list[dict[str, Any] | None]], str]]:
                 pass
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}"
 
@@ -116,3 +117,19 @@ def test_a_missing_environment_variable_is_named(
     monkeypatch.delenv("POD_IP")
     assert drain.main(["--dashboard", dashboard([_details(OWN)])]) == 1
     assert "POD_IP is not set" in capsys.readouterr().err
+
+
+def test_a_repeated_announcement_gives_the_time_that_is_left(
+    dashboard: Callable[..., str], ray_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, refuse = 1000.0, ray_log.parent / "refuse"
+
+    def sleep(_: float) -> None:
+        nonlocal now
+        now += 10.0
+        refuse.unlink(missing_ok=True)
+
+    refuse.touch()
+    monkeypatch.setattr(drain, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    assert drain.main(["--dashboard", dashboard([_details(OWN), _details(OWN), _details(OTHER)])]) == 0
+    assert [call.split()[-1] for call in ray_log.read_text().splitlines()] == ["660", "650"]

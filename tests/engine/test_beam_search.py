@@ -125,3 +125,14 @@ def test_a_stop_token_after_the_first_beam_width_candidates_ends_no_hypothesis()
     beams = BeamSearch(2, 1.0, False, 1)
     beams.advance([[7]], [([1, 2, 0, 3], [-0.1, -0.2, -0.3, -0.4])], stop_token_ids=frozenset({0}), max_total_tokens=9)
     assert not beams.hypotheses
+
+
+def test_with_a_negative_length_penalty_a_beam_counts_with_its_present_length() -> None:
+    """Every further token lowers its score, so the score at the maximum length is no upper bound."""
+    beams = BeamSearch(2, -1.0, "never", 1)
+    continuing = [[7]]
+    for found in ([([1, 0, 2], [-0.1, -2.0, -3.0])], [([3, 0, 4], [-0.1, -1.0, -9.0]), ([5, 6, 8], [-9.0] * 3)]):
+        chosen = beams.advance(continuing, found, stop_token_ids=frozenset({0}), max_total_tokens=100)
+        continuing = [[*continuing[one.parent], one.token_id] for one in chosen]
+    assert [one.token_ids for one in beams.hypotheses] == [[0], [1, 0]]  # with scores of -2.0 and -2.2
+    assert not beams.is_done  # the best beam would have -0.4 now

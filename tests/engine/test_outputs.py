@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.engine import Engine
-from engine.outputs import EngineOutput, FinishReason
+from engine.outputs import EngineOutput, FinishReason, RequestTiming
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.answer_checks import NO_CHOICE
@@ -145,3 +145,12 @@ def test_prompt_logprobs_do_not_come_again_with_a_later_failure() -> None:
     (output,) = outputs_of(load.engine)
     assert output.finish_reason is FinishReason.ABORT
     assert output.prompt_logprobs is None
+
+
+def test_joined_outputs_keep_the_latest_timing() -> None:
+    """The first output of an answer has one, and the last output of a request; those between have none."""
+    first, last = RequestTiming(0.1, 0.2), RequestTiming(0.1, 0.2, 0.3)
+    outputs = [EngineOutput("a", 0, [1], timing=first), EngineOutput("a", 0, [2]), EngineOutput("a", 0, [3])]
+    assert EngineOutput.join(outputs).timing == first
+    assert EngineOutput.join([*outputs, EngineOutput("a", 0, [4], timing=last)]).timing == last
+    assert EngineOutput.join(outputs[1:]).timing is None

@@ -15,7 +15,7 @@ from deployments.errors import as_api_error
 from engine.errors import RequestError
 from engine.outputs import Logprob
 from engine.sampling_params import SamplingParams
-from tests.deployments.fakes import FakeEngines, output
+from tests.deployments.fakes import INFO, FakeEngines, output
 
 PROMPT: dict[str, Any] = {"prompt": [20, 21, 22]}
 ONE = Logprob(-1.0, 1)
@@ -194,3 +194,9 @@ def test_a_scoring_request_is_one_token_for_the_engine(client: TestClient, engin
     engines.scripts = [[output([70], "length", logprobs=[-1.0], prompt_logprobs=[None, {21: ONE}, {22: ONE}])]]
     (params,) = _params(client, engines, PROMPT | {"echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 0})
     assert (params.max_tokens, params.logprobs, params.prompt_logprobs) == (1, 1, 1)
+
+
+def test_min_tokens_is_at_most_the_room_after_the_prompt(client: TestClient, engines: FakeEngines) -> None:
+    room = INFO.max_model_len - len(PROMPT["prompt"])
+    (params,) = _params(client, engines, PROMPT | {"min_tokens": INFO.max_model_len, "max_tokens": 10**6})
+    assert (params.min_tokens, params.max_tokens) == (room, room)

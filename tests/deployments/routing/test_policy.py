@@ -243,7 +243,9 @@ def test_a_busy_replica_reports_steps_and_has_a_queue() -> None:
     for step in range(40):
         state.report("a", replace(busy, num_steps=step), now=step * 0.1)
     assert state.is_busy("a", now=4.0, within_s=2.0)
-    assert not state.is_busy("a", now=4.0 + 2 * state.options.stale_after_s, within_s=2.0)  # silent
+    later = 4.0 + 2 * state.options.stale_after_s
+    assert not state.is_busy("a", now=later, within_s=2.0)  # silent
+    assert not state.is_busy("a", now=later, within_s=30.0)  # its last report has expired, recent as the step may be
     for tick in range(40):
         state.report("a", replace(busy, num_steps=39), now=4.0 + tick * 0.1)
     assert not state.is_busy("a", now=8.0, within_s=2.0)  # it hangs

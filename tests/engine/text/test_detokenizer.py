@@ -60,3 +60,12 @@ def test_bytes_that_never_become_a_character_do_not_pile_up(tokenizer: Tokenizer
     shown = [detokenizer.push(broken) for _ in range(20)]
     assert any(shown[:8])
     assert set("".join(shown)) == {"\ufffd"}
+
+
+def test_a_character_of_four_byte_tokens_comes_whole(byte_fallback_tokenizer: Tokenizer) -> None:
+    """Until its last byte, SentencePiece's byte tokens decode to one replacement character each."""
+    tokenizer = byte_fallback_tokenizer
+    ids = tokenizer.encode("a🎉b", add_special_tokens=False)
+    assert [tokenizer.token_bytes(token_id) for token_id in ids[-5:]] == [b"\xf0", b"\x9f", b"\x8e", b"\x89", b"b"]
+    detokenizer = IncrementalDetokenizer(tokenizer, ids[:-5], skip_special_tokens=True)
+    assert [detokenizer.push([token_id]) for token_id in ids[-5:]] == ["", "", "", "🎉", "b"]

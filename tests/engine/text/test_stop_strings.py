@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,3 +56,12 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     first = next(i for i in range(len(ids)) if "STOP" in tokenizer.decode(ids[: i + 1])) + 1
     stream = TextStream(tokenizer, [], SamplingParams(stop="STOP", min_tokens=first, max_tokens=100))
     assert stream.push(ids) == "x STOP y "
+
+
+@pytest.mark.parametrize("stops", [["STOP", "OP"], ["OP", "STOP"]])
+def test_of_two_stop_strings_that_end_together_the_longer_one_ends_the_text(
+    tokenizer: Tokenizer, stops: list[str]
+) -> None:
+    stream = TextStream(tokenizer, [], SamplingParams(stop=stops))
+    assert stream.push(tokenizer.encode("keys STOP values")) == "keys "
+    assert stream.stop_string == "STOP"
