@@ -6,7 +6,6 @@ It starts nothing itself.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import ray
@@ -21,7 +20,6 @@ from deployments.ingress import Ingress
 from deployments.replica import EngineReplica
 from deployments.requests.tracing import require_exporter
 from deployments.router import PrefixRouter
-from engine.errors import ConfigError
 
 __all__ = ["build_app"]
 
@@ -34,8 +32,8 @@ def build_app(args: dict[str, Any]) -> Application:
     """Return the application that ``args`` describe.
 
     Raises:
-        ConfigError: for an unknown key, a value out of range, a missing model, tracing without its packages, or
-            invalid API keys.
+        ConfigError: for an unknown key, a value out of range, a missing model, too few GPUs, tracing without its
+            packages, or invalid API keys.
     """
     config = AppConfig.parse(args)
     config.require_model()
@@ -57,7 +55,7 @@ def _engine_deployment(config: AppConfig) -> serve.Deployment:
         health_check_timeout_s=limits.health_check_timeout_s,
         ray_actor_options={
             "num_cpus": config.replicas.cpus_per_engine,
-            "num_gpus": gpus_per_engine(config, _gpus_in_cluster()),
+            "num_gpus": config.gpus_per_engine(_gpus_in_cluster()),
         },
         logging_config=_logging(config),
         request_router_config=RequestRouterConfig(
@@ -108,34 +106,6 @@ def _ingress_deployment(config: AppConfig) -> serve.Deployment:
 
 def _logging(config: AppConfig) -> LoggingConfig:
     return LoggingConfig(enable_access_log=False, encoding=config.logging.encoding)
-
-
-def gpus_per_engine(config: AppConfig, available: float) -> float:
-    """Return the number of GPUs that Ray reserves for one engine replica.
-
-    Raises:
-        ConfigError: replicas would share a GPU without ``engine.kv_cache_memory``.
-    """
-    if config.replicas.gpus_per_engine is not None:
-        return config.replicas.gpus_per_engine
-    engine, count = config.engine_config, config.replicas.num_engine_replicas
-    if engine.device == "cpu" or (engine.device == "auto" and available == 0):
-        return 0.0
-    needed = count * engine.tensor_parallel_size
-    # A cluster that scales with its replicas adds the missing nodes on demand.
-    if available == 0 or available >= needed or config.autoscaling.max_replicas is not None:
-        return float(engine.tensor_parallel_size)
-    if engine.kv_cache_memory is None and engine.num_blocks is None:
-        raise ConfigError(
-            f"replicas.num_engine_replicas={count} need {needed} GPUs and the cluster has {available:g}; lower it, or "
-            "let replicas share a GPU by setting engine.kv_cache_memory"
-        )
-    share = int(10_000 / math.ceil(needed / available)) / 10_000  # of the GPU that holds the most replicas
-    if share == 0.0:
-        raise ConfigError(
-            f"replicas.num_engine_replicas={count} are more than {available:g} GPUs can be shared by; lower it"
-        )
-    return share
 
 
 def _gpus_in_cluster() -> float:

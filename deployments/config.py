@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from deployments.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
 from deployments.routing.options import RoutingOptions
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -153,10 +154,13 @@ class AppConfig(_Options):
         except ValidationError as error:
             raise ConfigError(_describe(error)) from None
         config.autoscaling.require_order(config.replicas.num_engine_replicas)
-        if config.engine_config.skip_tokenizer_init:  # building it raises ConfigError for the engine's other options
+        engine = config.engine_config  # building it raises ConfigError for the engine's other options
+        if engine.skip_tokenizer_init:
             raise ConfigError(
                 "skip_tokenizer_init=True is for the offline API; a server needs the tokenizer, leave it out"
             )
+        if config.replicas.gpus_per_engine is not None:
+            require_valid_gpus_per_engine(config.replicas.gpus_per_engine, engine)
         return config
 
     @property
@@ -179,12 +183,29 @@ class AppConfig(_Options):
     @property
     def engine_config(self) -> EngineConfig:
         """The options of every engine replica; ``limits`` gives those of its queue."""
-        defaults = {
+        options: dict[str, Any] = {
             "served_model_name": self.served_name,
             "max_queued_requests": self.limits.max_queued_requests_per_engine,
             "max_queued_prefill_tokens": self.limits.max_queued_prefill_tokens_per_engine,
-        }
-        return EngineConfig.from_options(str(self.model_path), defaults | self.engine)
+        } | self.engine
+        if self.replicas.gpus_per_engine == 0 and options.get("device", "auto") == "auto":
+            options["device"] = "cpu"  # Ray hides no GPUs from a replica that reserves none
+        return EngineConfig.from_options(str(self.model_path), options)
+
+    def gpus_per_engine(self, available: float) -> float:
+        """Return the number of GPUs that Ray reserves for one engine, in a cluster with ``available`` GPUs.
+
+        Raises:
+            ConfigError: the GPUs are too few, and engines cannot share them.
+        """
+        if self.replicas.gpus_per_engine is not None:
+            return self.replicas.gpus_per_engine
+        return default_gpus_per_engine(
+            self.engine_config,
+            self.replicas.num_engine_replicas,
+            available,
+            autoscales=self.autoscaling.max_replicas is not None,
+        )
 
     def require_model(self) -> None:
         """Raise ConfigError unless the model's directory holds a checkpoint."""

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.app import gpus_per_engine
 from deployments.config import AppConfig, checkout_root
 from deployments.launcher.preflight import Endpoint, check_config, require_free_port
 from engine.errors import ConfigError
@@ -69,42 +68,10 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
         AppConfig.parse({"model": str(tmp_path)}).require_model()
 
 
-@pytest.mark.parametrize(
-    ("engine", "engines", "available", "expected"),
-    [
-        ({}, 2, 0, 0.0),
-        ({"device": "cpu"}, 2, 8, 0.0),
-        ({}, 2, 8, 1.0),
-        ({"device": "cuda"}, 2, 0, 1.0),
-        ({"kv_cache_memory": "64MiB"}, 2, 1, 0.5),
-        ({"kv_cache_memory": "64MiB"}, 3, 1, 0.3333),
-        ({"kv_cache_memory": "64MiB"}, 3, 2, 0.5),  # two on one of them: 0.66 would leave the third without any
-    ],
-)
-def test_gpus_of_a_replica(engine: dict[str, Any], engines: int, available: float, expected: float) -> None:
-    config = AppConfig.parse({"model": "m", "engine": engine, "replicas": {"num_engine_replicas": engines}})
-    assert gpus_per_engine(config, available) == expected
-
-
 def test_the_engines_get_the_limits_of_their_queues() -> None:
     limits = {"max_queued_requests_per_engine": 7, "max_queued_prefill_tokens_per_engine": 99}
     engine = AppConfig.parse({"model": "m", "limits": limits}).engine_config
     assert (engine.max_queued_requests, engine.max_queued_prefill_tokens) == (7, 99)
-
-
-def test_replicas_that_come_and_go_bring_their_gpus() -> None:
-    scaling = {"max_replicas": 8, "min_replicas": 0}
-    args = {"model": "m", "replicas": {"num_engine_replicas": 4}, "autoscaling": scaling}
-    assert gpus_per_engine(AppConfig.parse(args), 2) == 1.0
-
-
-def test_replicas_do_not_share_a_gpu_by_accident() -> None:
-    config = AppConfig.parse({"model": "m", "replicas": {"num_engine_replicas": 4}})
-    with pytest.raises(ConfigError, match="kv_cache_memory"):
-        gpus_per_engine(config, 2)
-    crowd = AppConfig.parse({"model": "m", "engine": {"num_blocks": 9}, "replicas": {"num_engine_replicas": 20_000}})
-    with pytest.raises(ConfigError, match="lower it"):
-        gpus_per_engine(crowd, 1)
 
 
 def test_the_shipped_file_is_valid_and_shows_every_key() -> None:
