@@ -51,7 +51,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "pagoda: installing into $(VENV) (about 1.6 GB; a minute or two the first time) ..."
+	@echo "pagoda: installing into $(VENV) (1.6 GB with torch's CPU build, else 5 GB; minutes the first time) ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 

@@ -18,7 +18,7 @@ OURS = {"benchmarks", "demo", "deployments", "engine", "k8s", "kernels", "tests"
 EXTRAS = {  # the extras that each folder may rely on, besides the dependencies
     "deployments": ("tracing",),
     "engine": (),
-    "kernels": ("gpu",),
+    "kernels": ("gpu", "flash-attn"),
     "k8s": (),
     "benchmarks": ("test", "bench"),
     "demo": ("test",),
@@ -34,11 +34,11 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def declared(folder: str) -> set[str]:
-    """Return the distributions that a folder may import from."""
+def required_by(*extras: str) -> set[str]:
+    """Return the distributions that pyproject.toml requires, with those of some extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = list(project["dependencies"])
-    for extra in EXTRAS[folder]:
+    for extra in extras:
         lines += project["optional-dependencies"][extra]
     return {normalized(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
 
@@ -76,7 +76,7 @@ def providers(module: str) -> set[str]:
 
 @pytest.mark.parametrize("folder", sorted(OURS))
 def test_every_imported_package_is_declared(folder: str) -> None:
-    allowed = declared(folder)
+    allowed = required_by(*EXTRAS[folder])
     undeclared = {
         f"{path.relative_to(ROOT)} imports {module}"
         for path in sorted((ROOT / folder).rglob("*.py"))
@@ -96,3 +96,10 @@ def test_peers_are_imported_lazily_and_by_their_runners_only() -> None:
             eager = {alias.name for node in top_level if isinstance(node, ast.Import) for alias in node.names}
             eager |= {str(node.module) for node in top_level if isinstance(node, ast.ImportFrom)}
             assert not {name.partition(".")[0] for name in eager} & PEERS, path
+
+
+def test_only_an_extra_of_its_own_needs_a_compiler_for_cuda() -> None:
+    # flash-attn has no wheel on PyPI: `pip install -e '.[gpu]'` must work without nvcc.
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    assert {extra for extra in extras if "flash-attn" in required_by(extra)} == {"flash-attn"}
+    assert {"torch", "triton"} <= required_by("gpu")

@@ -92,14 +92,52 @@ def test_copied_files_exist_and_are_not_ignored() -> None:
     assert allowed == {source for source, _ in _copied()} | {"demo"}  # and nothing else; demo holds demo/model
 
 
-def test_the_dependencies_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
-    (run,) = [rest for rest in _arguments("RUN") if "tomllib" in rest]
-    (program,) = [word for word in shlex.split(run) if "tomllib" in word]
-    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+def _printed_requirements() -> list[str]:
+    """Return what the programs that read pyproject.toml print: the requirements of both images, then of the GPU's."""
+    printed = []
+    for rest in _arguments("RUN"):
+        programs = [word for word in shlex.split(rest) if "tomllib" in word]
+        for program in programs:
+            command = [sys.executable, "-c", program]
+            printed.append(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    return printed
+
+
+def test_the_dependencies_are_those_of_the_project() -> None:
+    common, gpu = (text.splitlines() for text in _printed_requirements())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    dependencies = project["dependencies"]
-    assert answer.stdout.splitlines() == [*dependencies, *project["optional-dependencies"]["tracing"]]
+    dependencies, extras = project["dependencies"], project["optional-dependencies"]
+    assert common == [*dependencies, *extras["tracing"]]
+    assert gpu == extras["gpu"]
     assert [one for one in dependencies if one.startswith("torch==")]  # the CPU image installs it from another index
+
+
+def test_the_gpu_image_compiles_nothing() -> None:
+    """PyPI has flash-attn only as source, so the image gets the wheel that FLASH_ATTN names, or none."""
+    requirements = "".join(_printed_requirements())
+    assert "torch==" in requirements
+    assert "triton" in requirements
+    assert "flash" not in requirements
+    (install,) = [rest for rest in _arguments("RUN") if "FLASH_ATTN" in rest]
+    assert "--only-binary=:all: --requirement requirements.txt ${FLASH_ATTN:+" in install
+    assert _flash_attn_arguments(install, "") == []
+    assert _flash_attn_arguments(install, "https://example.com/a b.whl") == ["https://example.com/a b.whl"]
+
+
+def _flash_attn_arguments(install: str, value: str) -> list[str]:
+    """Return the arguments after the requirements' file that bash passes to pip if FLASH_ATTN has a value."""
+    last = install[install.index("requirements.txt ${") :].removeprefix("requirements.txt ")
+    environment = os.environ | {"FLASH_ATTN": value}
+    script = f'for argument in {last}; do echo "$argument"; done'
+    answer = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    return answer.stdout.splitlines()
+
+
+def test_the_gpu_image_names_the_cuda_version_of_its_torch() -> None:
+    (variables,) = [rest for rest in _arguments("ENV") if "NVIDIA_VISIBLE_DEVICES" in rest]
+    assert 'NVIDIA_REQUIRE_CUDA="cuda>=13.0"' in variables
+    for document in (K8S / "README.md", ROOT / "README.md", DOCKERFILE):
+        assert re.search(r"driver\s+580", document.read_text()), document
 
 
 @pytest.fixture
