@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# The alignment of slot_mapping may change from step to step, and a step must not wait for a compilation.
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _store_kernel(
     key,
     value,

@@ -137,7 +137,8 @@ class ModelRunner:
             self._mask_builder.close()
 
     def _allocate_blocks(self) -> int:
-        """Allocate the KV cache on every rank, as large as fits on all of them; return the number of blocks."""
+        """Warm up, then allocate the KV cache, as large as fits on every rank; return the number of blocks."""
+        self.workers.call("warm_up", self.workers.local.warm_up_batches())
         num_blocks = self.config.num_blocks or min(self.workers.call("measure_num_blocks"))
         if num_blocks * self.block_size < 2:
             raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from time import perf_counter
 
 import torch
 
@@ -24,7 +25,8 @@ from engine.sampling.sampler import Sampler
 from engine.worker.device import resolve_device, set_rank_threads, use_device
 from engine.worker.memory import blocks_that_fit, gpu_memory_for_cache, host_memory_for_cache
 from engine.worker.step_plan import ModelInput, StepPlan
-from engine.worker.warm_up import warm_up_input
+from engine.worker.warm_up import largest_step, one_sequence
+from kernels.attention.base import StepLimits
 from kernels.attention.select import select_backend
 
 __all__ = ["ModelWorker"]
@@ -163,6 +165,64 @@ class ModelWorker:
             if logits is not None and on_prompt_logits is not None:
                 on_prompt_logits(logits)
 
+    # --- warm-up ------------------------------------------------------------------------------------------------
+
+    def warm_up_batches(self) -> list[tuple[int, int]]:
+        """Return the batches of one sequence, as (query_len, seq_len), after which no step compiles a kernel."""
+        limits = StepLimits(
+            num_heads=self.shard_config.num_heads,
+            num_kv_heads=self.shard_config.num_kv_heads,
+            head_dim=self.shard_config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            sliding_windows=frozenset(self.shard_config.sliding_windows),
+            max_query_len=min(self.config.max_num_batched_tokens, self.max_model_len),
+            max_seq_len=self.max_model_len,
+        )
+        return self.backend.warm_up_batches(limits)
+
+    @torch.inference_mode()
+    def warm_up(self, batches: list[tuple[int, int]]) -> None:
+        """On a GPU, record the peak memory of a step; then run ``batches``, so that their kernels are compiled.
+
+        Args:
+            batches: rank 0's ``warm_up_batches``: the ranks run the same ones, because a step is a collective.
+        """
+        started = perf_counter()
+        use_device(self.device)
+        if self.device.type == "cuda":
+            self._run_largest_step()
+        if batches:
+            cache = self._make_cache(1)
+            for query_len, seq_len in batches:
+                step = one_sequence(query_len, seq_len, block_size=self.block_size, device=self.device)
+                self._forward(step, cache)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            if self.rank == 0:
+                logger.info("Warm-up took %.2f seconds, with %d batches", perf_counter() - started, 1 + len(batches))
+
+    def _run_largest_step(self) -> None:
+        """Run and sample the largest step once, so that torch records the peak of memory that it takes."""
+        model_input = largest_step(
+            self.config,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_prompt_logits=PROMPT_LOGITS_AT_ONCE,
+            device=self.device,
+        )
+        num_sampled = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        sampler = Sampler(self.model_config.vocab_size, self.device)
+
+        torch.cuda.reset_peak_memory_stats(self.device)
+        hidden = self._forward(model_input, self._make_cache(1))
+        self._compute_prompt_logits(hidden, model_input.prompt_logit_indices, sampler.warm_up_prompt_logprobs)
+        if (logits := self.model.compute_logits(hidden, model_input.logit_indices)) is not None:
+            after_drafts = logits[num_sampled:].clone()  # stays in memory while the other logits are sampled from
+            del logits
+            sampler.warm_up(num_sampled)
+            del after_drafts
+
     # --- memory -------------------------------------------------------------------------------------------------
 
     @property
@@ -192,7 +252,6 @@ class ModelWorker:
         if self.device.type == "cpu":
             memory = host_memory_for_cache(self.config)
         else:
-            self._warm_up()
             memory = gpu_memory_for_cache(self.config, self.device)
         return blocks_that_fit(memory, self.bytes_per_block, max_useful)
 
@@ -219,26 +278,3 @@ class ModelWorker:
             num_host_blocks=num_host_blocks,
             num_blocks_ahead=-(-2 * self._num_preallocated_tokens // self.block_size),
         )
-
-    @torch.inference_mode()
-    def _warm_up(self) -> None:
-        """Run and sample the largest step once, so that torch records the peak of memory that it takes."""
-        model_input = warm_up_input(
-            self.config,
-            max_model_len=self.max_model_len,
-            block_size=self.block_size,
-            num_prompt_logits=PROMPT_LOGITS_AT_ONCE,
-            device=self.device,
-        )
-        num_sampled = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        sampler = Sampler(self.model_config.vocab_size, self.device)
-
-        torch.cuda.reset_peak_memory_stats(self.device)
-        hidden = self._forward(model_input, self._make_cache(model_input.metadata.block_tables.shape[1]))
-        self._compute_prompt_logits(hidden, model_input.prompt_logit_indices, sampler.warm_up_prompt_logprobs)
-        if (logits := self.model.compute_logits(hidden, model_input.logit_indices)) is not None:
-            after_drafts = logits[num_sampled:].clone()  # stays in memory while the other logits are sampled from
-            del logits
-            sampler.warm_up(num_sampled)
-            del after_drafts
-        torch.cuda.synchronize(self.device)

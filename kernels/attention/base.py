@@ -1,4 +1,4 @@
-"""What every attention backend takes and returns: AttentionInputs, AttentionBackend. This module computes nothing.
+"""What every attention backend takes and returns: AttentionInputs, StepLimits, AttentionBackend. Nothing is computed.
 
 registry.py lists the backends and says how to add one.
 """
@@ -14,7 +14,7 @@ import torch
 from kernels.attention.registry import BACKENDS
 from kernels.attention_metadata import AttentionMetadata
 
-__all__ = ["AttentionBackend", "AttentionInputs"]
+__all__ = ["AttentionBackend", "AttentionInputs", "StepLimits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,26 @@ class AttentionInputs:
         return self.query.shape[2]
 
 
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What an engine can ask a backend to compute: one rank's attention layers, and the longest sequences.
+
+    Attributes:
+        sliding_windows: of all layers, in tokens; None: no window.
+        max_query_len: tokens of one sequence that a step computes at most.
+        max_seq_len: tokens of the longest context.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    sliding_windows: frozenset[int | None]
+    max_query_len: int
+    max_seq_len: int
+
+
 class AttentionBackend(ABC):
     """Causal attention with grouped queries over the paged cache, after this step's keys and values were stored.
 
@@ -83,6 +103,13 @@ class AttentionBackend(ABC):
     @abstractmethod
     def check_block_size(self, block_size: int) -> None:
         """Raise ValueError, naming the value and the remedy, when blocks of `block_size` tokens cannot be read."""
+
+    def warm_up_batches(self, limits: StepLimits) -> list[tuple[int, int]]:
+        """Return batches of one sequence, as (query_len, seq_len), after which no step within `limits` compiles.
+
+        A backend that compiles nothing at run time returns none.
+        """
+        return []
 
     @abstractmethod
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:

@@ -1,25 +1,24 @@
-"""Paged attention on a GPU without flash-attn: chooses the Triton kernel, its grid and its tiles.
+"""Paged attention on a GPU without flash-attn: launches the Triton kernels on a step's tensors.
 
 Every launch parameter follows from shapes, max_query_len and max_seq_len, never from what a tensor holds, so a step
-can be captured in a CUDA graph and replayed with other lengths. The arithmetic is in triton_kernels.py.
+can be captured in a CUDA graph and replayed with other lengths. triton_launch.py chooses the kernel and its tiles; the
+arithmetic is in triton_kernels.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from triton import knobs
 
-from kernels.attention.base import AttentionBackend, AttentionInputs
+from kernels.attention.base import AttentionBackend, AttentionInputs, StepLimits
 from kernels.attention.triton_kernels import mixed_kernel, reduce_splits_kernel, split_decode_kernel
+from kernels.attention.triton_launch import LaunchConfig, LayerShape, batches_of_every_launch, choose_launch
 
-_MIN_DOT = 16  # tl.dot takes no smaller dimension
-_MIN_KEYS_PER_SPLIT = 256  # below this the reduction costs more than another program saves
-_MAX_SPLITS = 64
-_PROGRAMS_PER_MULTIPROCESSOR = 2
+_NUM_STAGES = 2  # the software pipeline's depth
 _MULTIPROCESSORS_INTERPRETED = 16  # what the interpreter pretends to have, so that tests see several splits
 
 
@@ -53,40 +52,55 @@ class TritonBackend(AttentionBackend):
         output = inputs.query.new_zeros(inputs.query.shape)
         if output.shape[0] == 0:
             return output
-        num_splits = _num_splits(inputs)
-        if num_splits > 1:
-            _launch_split_decode(output, inputs, num_splits)
+        layer, metadata = _layer_shape(inputs), inputs.metadata
+        launch = choose_launch(
+            layer,
+            num_seqs=metadata.num_seqs,
+            max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
+        )
+        if launch.num_splits > 1:
+            _launch_split_decode(output, inputs, layer, launch)
         else:
-            _launch_mixed(output, inputs)
+            _launch_mixed(output, inputs, layer, launch)
         return output
 
+    def warm_up_batches(self, limits: StepLimits) -> list[tuple[int, int]]:
+        layers = {
+            LayerShape(
+                group_size=limits.num_heads // limits.num_kv_heads,
+                num_kv_heads=limits.num_kv_heads,
+                head_dim=limits.head_dim,
+                element_size=limits.dtype.itemsize,
+                sliding_window=window,
+                num_multiprocessors=_num_multiprocessors(limits.device),
+            )
+            for window in limits.sliding_windows
+        }
+        return batches_of_every_launch(layers, max_query_len=limits.max_query_len, max_seq_len=limits.max_seq_len)
 
-def _dim_padded(inputs: AttentionInputs) -> int:
-    return max(_MIN_DOT, _next_power_of_2(inputs.head_dim))
+
+def _layer_shape(inputs: AttentionInputs) -> LayerShape:
+    return LayerShape(
+        group_size=inputs.group_size,
+        num_kv_heads=inputs.num_kv_heads,
+        head_dim=inputs.head_dim,
+        element_size=inputs.query.element_size(),
+        sliding_window=inputs.sliding_window,
+        num_multiprocessors=_num_multiprocessors(inputs.query.device),
+    )
 
 
-def _constants(inputs: AttentionInputs) -> dict[str, int]:
-    """Return the compile-time arguments that both attention kernels take."""
-    dim_padded = _dim_padded(inputs)
-    bytes_per_key = dim_padded * inputs.query.element_size()
+def _constants(inputs: AttentionInputs, layer: LayerShape) -> dict[str, int]:
+    """Return the compile-time arguments of both attention kernels that are the same in every step."""
     return {
-        "GROUP_SIZE": inputs.group_size,
-        "WINDOW": inputs.sliding_window or 0,
+        "GROUP_SIZE": layer.group_size,
+        "WINDOW": layer.sliding_window or 0,
         "BLOCK_SIZE": inputs.block_size,
-        "HEAD_DIM": inputs.head_dim,
-        "DIM_PADDED": dim_padded,
-        "TILE": max(_MIN_DOT, min(64, 16384 // bytes_per_key)),
+        "HEAD_DIM": layer.head_dim,
+        "DIM_PADDED": layer.dim_padded,
+        "TILE": layer.keys_per_tile,
     }
-
-
-def _num_splits(inputs: AttentionInputs) -> int:
-    """Return the number of programs that share a decode's context: 1 for mixed steps and for large enough batches."""
-    if inputs.metadata.max_query_len > 1:
-        return 1
-    span = min(inputs.metadata.max_seq_len, inputs.sliding_window or inputs.metadata.max_seq_len)
-    programs = _PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(inputs.query.device)
-    wanted = min(programs // (inputs.metadata.num_seqs * inputs.num_kv_heads), span // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS)
-    return 1 if wanted < 2 else 1 << (wanted.bit_length() - 1)
 
 
 @cache
@@ -96,18 +110,9 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _rows_per_tile(inputs: AttentionInputs) -> int:
-    smallest = max(_MIN_DOT, _next_power_of_2(inputs.group_size))
-    wanted = _next_power_of_2(inputs.metadata.max_query_len * inputs.group_size)
-    # The largest tile whose sums stay in registers; float32 products, without tensor cores, need the most.
-    largest = 32 if inputs.query.dtype == torch.float32 else 128 if _dim_padded(inputs) <= 128 else 64
-    return max(smallest, min(wanted, largest))
-
-
-def _launch_mixed(output: torch.Tensor, inputs: AttentionInputs) -> None:
+def _launch_mixed(output: torch.Tensor, inputs: AttentionInputs, layer: LayerShape, launch: LaunchConfig) -> None:
     query, key_cache, metadata = inputs.query, inputs.key_cache, inputs.metadata
-    rows = _rows_per_tile(inputs)
-    max_tiles = query.shape[0] // (rows // inputs.group_size) + metadata.num_seqs
+    max_tiles = query.shape[0] // (launch.rows // layer.group_size) + metadata.num_seqs
     mixed_kernel[(max_tiles, inputs.num_kv_heads)](
         output,
         query,
@@ -122,18 +127,21 @@ def _launch_mixed(output: torch.Tensor, inputs: AttentionInputs) -> None:
         *output.stride()[:2],
         *key_cache.stride()[1:3],
         metadata.block_tables.stride(0),
-        **_constants(inputs),
-        ROWS=rows,
-        **_launch_options(rows),
+        **_constants(inputs, layer),
+        ROWS=launch.rows,
+        num_warps=launch.num_warps,
+        num_stages=_NUM_STAGES,
     )
 
 
-def _launch_split_decode(output: torch.Tensor, inputs: AttentionInputs, num_splits: int) -> None:
+def _launch_split_decode(
+    output: torch.Tensor, inputs: AttentionInputs, layer: LayerShape, launch: LaunchConfig
+) -> None:
     query, key_cache, metadata = inputs.query, inputs.key_cache, inputs.metadata
+    num_splits = launch.num_splits
     split_shape = (metadata.num_seqs, inputs.num_heads, num_splits)
     split_output = query.new_empty((*split_shape, inputs.head_dim), dtype=torch.float32)
     split_lse = query.new_empty(split_shape, dtype=torch.float32)
-    rows = _rows_per_tile(inputs)
     split_decode_kernel[(metadata.num_seqs, inputs.num_kv_heads, num_splits)](
         split_output,
         split_lse,
@@ -147,10 +155,11 @@ def _launch_split_decode(output: torch.Tensor, inputs: AttentionInputs, num_spli
         *query.stride()[:2],
         *key_cache.stride()[1:3],
         metadata.block_tables.stride(0),
-        **_constants(inputs),
-        ROWS=rows,
+        **_constants(inputs, layer),
+        ROWS=launch.rows,
         NUM_SPLITS=num_splits,
-        **_launch_options(rows),
+        num_warps=launch.num_warps,
+        num_stages=_NUM_STAGES,
     )
     reduce_splits_kernel[(metadata.num_seqs, inputs.num_heads)](
         output,
@@ -159,14 +168,6 @@ def _launch_split_decode(output: torch.Tensor, inputs: AttentionInputs, num_spli
         metadata.cu_seqlens_q,
         *output.stride()[:2],
         HEAD_DIM=inputs.head_dim,
-        DIM_PADDED=_dim_padded(inputs),
+        DIM_PADDED=layer.dim_padded,
         NUM_SPLITS=num_splits,
     )
-
-
-def _launch_options(rows: int) -> dict[str, Any]:
-    return {"num_warps": 8 if rows >= 128 else 4, "num_stages": 2}
-
-
-def _next_power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()

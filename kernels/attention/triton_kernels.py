@@ -92,8 +92,12 @@ def _sequence_of_tile(tile, cu_seqlens_q, num_seqs, QUERIES_PER_TILE: tl.constex
     return low
 
 
-# What changes from step to step is not specialised on: a step must not wait for a compilation.
-@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+# What changes from step to step is not specialised on: a step must not wait for a compilation. A step's arrays may be
+# slices of one buffer, so their alignment changes too; the other tensors and strides are the same in every step.
+_METADATA = ["cu_seqlens_q", "seq_lens", "block_tables"]
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"], do_not_specialize_on_alignment=_METADATA)
 def mixed_kernel(
     output,
     query,
@@ -168,7 +172,7 @@ def mixed_kernel(
         tl.store(output + output_offset, attended.to(output.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_METADATA)
 def split_decode_kernel(
     split_output,  # float32 [num_seqs, num_heads, num_splits, HEAD_DIM], contiguous
     split_lse,  # float32 [num_seqs, num_heads, num_splits], base 2
@@ -243,7 +247,7 @@ def split_decode_kernel(
         tl.store(split_lse + index, lse, mask=row < GROUP_SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens_q"])
 def reduce_splits_kernel(
     output,
     split_output,

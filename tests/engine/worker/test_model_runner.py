@@ -67,7 +67,7 @@ def test_the_warm_up_measures_a_slice_of_prompt_logprobs(qwen3: SavedModel, monk
     sizes = watch_logits(worker, monkeypatch)
     reduced: list[int] = []
     monkeypatch.setattr(Sampler, "prompt_logprobs", lambda self, logits, *args: reduced.append(len(logits)))
-    worker._warm_up()
+    worker._run_largest_step()
     assert sizes == [PROMPT_LOGITS_AT_ONCE, 5]
     assert reduced == [PROMPT_LOGITS_AT_ONCE]
 
@@ -91,7 +91,7 @@ def test_the_warm_up_measures_the_logits_after_drafts(
     sizes = watch_logits(worker, monkeypatch)
     sampled: list[int] = []
     monkeypatch.setattr(Sampler, "warm_up", lambda self, rows: sampled.append(rows))
-    worker._warm_up()
+    worker._run_largest_step()
     assert sizes == [min(PROMPT_LOGITS_AT_ONCE, max_num_batched_tokens), num_rows]
     assert sampled == [min(5, max_num_batched_tokens)]
 

@@ -1,0 +1,78 @@
+"""Which changes of a batch make Triton compile again; and that the log notices those that do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from kernels.attention import triton_backend, triton_kernels
+from kernels.attention.triton_backend import TritonBackend
+from kernels.store_kvcache_triton import store_kvcache_triton
+from tests.kernels.attention.paged_batches import PADDING, Batch, Shape, make_batch
+from tests.kernels.launch_log import LaunchLog
+
+SHAPE = Shape(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> LaunchLog:
+    monkeypatch.setattr(triton_backend, "_num_multiprocessors", lambda device: 132)
+    return LaunchLog(monkeypatch)
+
+
+def run(lengths: list[tuple[int, int]], shape: Shape = SHAPE, sliding_window: int | None = None) -> Batch:
+    batch = make_batch(lengths, shape)
+    batch.run(TritonBackend(), sliding_window)
+    key = torch.zeros(batch.query.shape[0], shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
+    store_kvcache_triton(key, key, batch.key_cache, batch.value_cache, batch.metadata.slot_mapping)
+    return batch
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 15, 16, 17, 48])
+def test_the_number_and_the_lengths_of_sequences_compile_nothing(log: LaunchLog, num_seqs: int) -> None:
+    run([(1, 1)])
+    run([(3, 200), (1, 1)])  # 12 rows of a tile that has 16
+    run([(1, 520)])
+    log.variants.clear()
+    run([(1, 1)])
+    expected = list(log.variants)
+    run([(1, 255)] * num_seqs)
+    run([(1, 17), PADDING] * num_seqs)
+    assert list(log.variants) == expected
+
+
+def test_a_slice_of_another_alignment_compiles_nothing(log: LaunchLog) -> None:
+    """A step's arrays may be parts of one buffer."""
+    batch = run([(1, 600)])
+    run([(1, 20), (2, 20)])
+    warmed = list(log.variants)
+    metadata = batch.metadata
+    for name in ("cu_seqlens_q", "seq_lens", "slot_mapping"):
+        values = getattr(metadata, name)
+        shifted = torch.cat([values.new_zeros(1), values])[1:]
+        assert shifted.data_ptr() % 16 != values.data_ptr() % 16
+        object.__setattr__(metadata, name, shifted)
+    batch.run(TritonBackend())
+    key = torch.zeros(1, SHAPE.num_kv_heads, SHAPE.head_dim, dtype=SHAPE.dtype)
+    store_kvcache_triton(key, key, batch.key_cache, batch.value_cache, metadata.slot_mapping)
+    assert list(log.variants) == warmed
+
+
+@pytest.mark.parametrize(
+    ("shape", "sliding_window"), [(Shape(8, 2, 64, 32, torch.bfloat16), None), (SHAPE, 5), (Shape(8, 2, 64), None)]
+)
+def test_the_log_notices_what_compiles(log: LaunchLog, shape: Shape, sliding_window: int | None) -> None:
+    run([(1, 20)])
+    warmed = len(log.variants)
+    run([(1, 20)], shape, sliding_window)
+    assert len(log.variants) > warmed
+
+
+def test_the_log_notices_a_specialised_integer(log: LaunchLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    run([(1, 20)])
+    kernel = triton_kernels.reduce_splits_kernel  # its strides are specialised on
+    tensor = torch.zeros(64)
+    for stride in (1, 8, 9, 16, 32):
+        kernel[(1,)](tensor, tensor, tensor, tensor, stride, 64, HEAD_DIM=64, DIM_PADDED=64, NUM_SPLITS=2)
+    assert len([variant for variant in log.variants if variant.startswith("reduce")]) == 3
