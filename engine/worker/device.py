@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from engine.config import EngineConfig
@@ -10,12 +12,14 @@ from kernels.cpu.library import set_num_threads
 
 __all__ = ["resolve_device", "set_rank_threads", "use_device"]
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's older name
+
 
 def resolve_device(config: EngineConfig, rank: int) -> torch.device:
     """Return a rank's device: ``auto`` is a GPU if there is one, and each rank has a GPU of its own.
 
     A GPU always has an index, because ``torch.cuda.set_device`` refuses a device without one. ``cuda`` alone is the
-    calling thread's current GPU.
+    calling thread's current GPU. The first call for a GPU also configures torch's allocator: see below.
 
     Raises:
         ConfigError: if the config asks for GPUs and there are none, or fewer than ranks.
@@ -25,12 +29,24 @@ def resolve_device(config: EngineConfig, rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(f"device='{name}' asks for a GPU, but torch sees none; choose auto or cpu")
-    if size == 1:
-        named = torch.device("cuda" if name == "auto" else name)
-        return named if named.index is not None else torch.device("cuda", torch.cuda.current_device())
     if size > torch.cuda.device_count():
         raise ConfigError(f"tensor_parallel_size={size} exceeds the {torch.cuda.device_count()} GPUs here; lower it")
-    return torch.device("cuda", rank)
+    _use_expandable_segments()
+    if size > 1:
+        return torch.device("cuda", rank)
+    named = torch.device("cuda" if name == "auto" else name)
+    return named if named.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _use_expandable_segments() -> None:
+    """Let torch's CUDA allocator grow its segments, so that the KV cache does not fail for fragments of the warm-up.
+
+    Torch reads the environment when CUDA is initialised: ``torch.cuda.is_available`` does not do that, and
+    ``torch.cuda.current_device`` does. A user's own setting stays; so ``PYTORCH_ALLOC_CONF=expandable_segments:False``
+    turns this off, for virtual GPUs that cannot map memory.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def use_device(device: torch.device) -> None:

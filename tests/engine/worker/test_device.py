@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from engine.config import EngineConfig
 from engine.worker.device import resolve_device, use_device
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Four GPUs, of which 2 is current; return a list that grows by each device that is made current."""
     chosen: list[int] = []
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
@@ -34,5 +41,30 @@ def test_a_gpu_has_an_index_and_can_be_made_current(
     assert four_gpus == [index]
 
 
-def test_without_a_gpu_auto_is_the_cpu() -> None:
+def test_the_allocator_expands_its_segments_from_before_cuda_is_initialised(
+    four_gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    def current_device() -> int:  # initialises CUDA
+        seen.append(os.environ.get("PYTORCH_ALLOC_CONF"))
+        return 2
+
+    monkeypatch.setattr(torch.cuda, "current_device", current_device)
+    resolve_device(EngineConfig(model="m", device="cuda"), 0)
+    assert seen == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_a_users_own_allocator_settings_stay(four_gpus: list[int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    resolve_device(EngineConfig(model="m", device="cuda"), 0)
+    assert [os.environ.get(one) for one in ALLOCATOR_VARIABLES if one in os.environ] == ["max_split_size_mb:64"]
+
+
+def test_without_a_gpu_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    before = dict(os.environ)
+    assert resolve_device(EngineConfig(model="m", device="auto"), 0) == torch.device("cpu")
     assert resolve_device(EngineConfig(model="m", device="cpu"), 0) == torch.device("cpu")
+    assert dict(os.environ) == before
