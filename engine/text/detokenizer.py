@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.text.tokenizer import Tokenizer
 
@@ -13,11 +13,14 @@ _CONTEXT = 12  # tokens of the prompt: the parts of a character at both ends, an
 
 
 class IncrementalDetokenizer:
-    """Turns a stream of token ids into a stream of text.
+    """Turns a stream of token ids into a stream of text, which does not depend on how the ids are batched.
 
-    A token's text depends on its neighbours (leading spaces, characters split over several byte tokens), so each call
-    decodes a short window twice, with and without the new tokens, and returns the difference. Tokens that end in the
-    middle of a character are held back. The method is Text Generation Inference's (prefix and read offsets).
+    A token's text depends on its neighbours (leading spaces, characters split over several byte tokens), so each token
+    is decoded with a short window of tokens before it, and the difference to that window's text is new. Tokens that end
+    in the middle of a character are held back. The method is Text Generation Inference's (prefix and read offsets).
+
+    ``tokenizers.decoders.DecodeStream`` does the same in Rust, without a limit on what is held back and without an end.
+    It decodes the ordinary tokens, and this class those at which the two differ.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
@@ -26,22 +29,62 @@ class IncrementalDetokenizer:
         self._token_ids = list(prompt_token_ids[-_CONTEXT:])
         self._prefix_offset = 0
         self._read_offset = len(self._token_ids)
+        self._before: str | None = None  # the window's text, once it is needed
+        self._step: Callable[[int], str | None] | None = None  # of a DecodeStream with this window
         for held_back in range(_MAX_UNDECODABLE):
-            if not self._decode(0, len(self._token_ids) - held_back).endswith("\ufffd"):
+            before = self._decode(0, len(self._token_ids) - held_back)
+            if not before.endswith("\ufffd"):
                 # If held_back is not 0, the prompt ends inside a character, which the answer completes.
-                self._read_offset = len(self._token_ids) - held_back
+                self._before, self._read_offset = before, len(self._token_ids) - held_back
                 break
+        self._open_stream()
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
         """Append ``token_ids`` and return the text that no later token can change; all remaining text if ``final``."""
-        self._token_ids += token_ids
-        before = self._decode(self._prefix_offset, self._read_offset)
-        after = self._decode(self._prefix_offset, len(self._token_ids))
+        text = self._push(token_ids[0]) if len(token_ids) == 1 else "".join(map(self._push, token_ids))
+        return text + self._decode_window(final=True) if final else text
+
+    def _push(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        if self._step is not None:
+            try:
+                text = self._step(token_id)
+            except Exception:  # the new token changes the text of the window; tokenizers raises no type of its own
+                self._step = None
+            else:
+                if text is not None:
+                    self._advance()
+                    return text
+        return self._decode_window()
+
+    def _decode_window(self, *, final: bool = False) -> str:
+        """Return the text after the window; nothing while it may be a part of a character, unless ``final``."""
+        if self._read_offset == len(self._token_ids):
+            return ""
+        before, after = self._window_text(), self._decode(self._prefix_offset, len(self._token_ids))
         undecodable = len(after) - len(after.rstrip("\ufffd"))
         if len(after) <= len(before) or (0 < undecodable < _MAX_UNDECODABLE and not final):
             return ""
-        self._prefix_offset, self._read_offset = self._read_offset, len(self._token_ids)
+        self._advance()
+        self._open_stream()
         return after[len(before) :]
+
+    def _advance(self) -> None:
+        """Make the tokens whose text is new the window of the next ones."""
+        self._prefix_offset, self._read_offset = self._read_offset, len(self._token_ids)
+        self._before = None
+
+    def _open_stream(self) -> None:
+        """Leave the next tokens to a DecodeStream, unless the window or what is held back has a part of a character."""
+        self._step = None
+        if self._read_offset == len(self._token_ids) and not self._window_text().endswith("\ufffd"):
+            window = self._token_ids[self._prefix_offset :]
+            self._step = self._tokenizer.decode_stream(window, skip_special_tokens=self._skip_special_tokens)
+
+    def _window_text(self) -> str:
+        if self._before is None:
+            self._before = self._decode(self._prefix_offset, self._read_offset)
+        return self._before
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=self._skip_special_tokens)

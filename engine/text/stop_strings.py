@@ -17,6 +17,8 @@ class StopStringFilter:
     def __init__(self, stop_strings: Sequence[str], *, include_stop: bool = False) -> None:
         self._stop_strings = tuple(stop_strings)
         self._include_stop = include_stop
+        self._first_characters = {stop[0] for stop in self._stop_strings if stop}
+        self._longest_prefix = max((len(stop) - 1 for stop in self._stop_strings), default=0)
         self._held = ""
         self.matched: str | None = None
 
@@ -36,8 +38,9 @@ class StopStringFilter:
 
     def _length_of_partial_match(self, text: str) -> int:
         """Return the length of the longest suffix of ``text`` that is the start of a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stop_strings), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop_strings):
-                return length
+        for position in range(max(0, len(text) - self._longest_prefix), len(text)):
+            if text[position] in self._first_characters:
+                suffix = text[position:]
+                if any(stop.startswith(suffix) for stop in self._stop_strings):
+                    return len(suffix)
         return 0

@@ -2,12 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
+from tests.engine.text.tokenizers import KINDS, PlainDetokenizer
+
+CHARACTERS = "abthe é€🎉日\ufffd.,'"
+
+
+@cache
+def _tokenizer(kind: str) -> Tokenizer:
+    with TemporaryDirectory() as path:
+        KINDS[kind](Path(path))
+        return Tokenizer(path)
+
+
+@st.composite
+def _token_ids(draw: Callable[..., object], kind: str, max_size: int) -> list[int]:
+    """Ids of a text, which may begin inside a character, or any ids: also bytes that are no text."""
+    tokenizer = _tokenizer(kind)
+    any_ids = st.lists(st.integers(0, len(tokenizer) - 1), max_size=max_size)
+    texts = st.text(CHARACTERS, max_size=max_size).map(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    parts = draw(st.lists(st.one_of(texts.map(lambda ids: ids[1:]), texts, any_ids), max_size=3))
+    assert isinstance(parts, list)
+    return [token_id for part in parts for token_id in part]
+
+
+def _cut(ids: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
+    pieces, position = [], 0
+    for size in [*sizes, len(ids)]:
+        pieces.append(ids[position : position + size])
+        position += size
+    return pieces
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), skip=st.booleans(), sizes=st.lists(st.integers(0, 5), max_size=8))
+def test_the_text_is_that_of_the_plain_method_however_tokens_are_batched(
+    kind: str, data: st.DataObject, skip: bool, sizes: list[int]
+) -> None:
+    tokenizer = _tokenizer(kind)
+    prompt, ids = data.draw(_token_ids(kind, 12)), data.draw(_token_ids(kind, 20))
+    plain = PlainDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    expected = [*(plain.push([token_id]) for token_id in ids), plain.push([], final=True)]
+    single = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    assert [*(single.push([token_id]) for token_id in ids), single.push([], final=True)] == expected
+    batched = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    text = "".join(batched.push(piece) for piece in _cut(ids, sizes)) + batched.push([], final=True)
+    assert text == "".join(expected)
+
+
+def test_a_tokenizer_that_is_not_written_in_rust_gives_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = _tokenizer("byte-level")
+    ids = tokenizer.encode("the 🎉 keys")
+    text = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=True).push(ids)
+    monkeypatch.setattr(tokenizer, "_rust", None)
+    assert tokenizer.encode("the 🎉 keys") == ids
+    plain = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=True)
+    assert plain._step is None
+    assert plain.push(ids) == text == "the 🎉 keys"
 
 
 @settings(max_examples=150, deadline=None)
@@ -16,11 +78,7 @@ def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, text: str, cuts: 
     """However the tokens are batched, and characters split over them, the pieces add up."""
     prompt, ids = tokenizer.encode("the keys"), tokenizer.encode(text)
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=True)
-    pieces, position = [], 0
-    for cut in [*cuts, len(ids)]:
-        pieces.append(detokenizer.push(ids[position : position + cut]))
-        position += cut
-    pieces.append(detokenizer.push([], final=True))
+    pieces = [*(detokenizer.push(piece) for piece in _cut(ids, cuts)), detokenizer.push([], final=True)]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
 

@@ -105,3 +105,18 @@ def test_the_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_bytes(10**6) == b""
     assert tokenizer.is_special(3)
     assert not tokenizer.is_special(token_ids[0])
+
+
+@pytest.mark.parametrize("text", ["", "the cache", " the </s> <|im_end|> keys 🎉", "a\u0301"])
+def test_encode_and_decode_are_those_of_transformers(tmp_path: Path, text: str) -> None:
+    save_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    length = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": length}))
+    tokenizer = Tokenizer(tmp_path)
+    token_ids = tokenizer.encode(text)
+    assert token_ids == tokenizer._tokenizer.encode(text)
+    for skip in (True, False):
+        assert tokenizer.decode(token_ids, skip_special_tokens=skip) == tokenizer._tokenizer.decode(
+            token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
