@@ -30,6 +30,7 @@ from benchmarks.peers.runner import WARM_UP
 from benchmarks.throughput import load_engine
 from benchmarks.workloads import load as load_workload
 from engine.engine import Engine
+from engine.sampling.pending import PendingTokens
 from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.worker.model_runner import ModelRunner
@@ -97,7 +98,8 @@ def recorded_steps() -> Iterator[list[Step]]:
     with (
         patch.object(cpu_decoder, "all_layers", recorder.clock("layers", all_layers)),
         patch.object(cpu_decoder, "logits", recorder.clock("logits", logits)),
-        patch.object(Sampler, "sample", recorder.clock("sampling", Sampler.sample)),
+        patch.object(Sampler, "start", recorder.clock("sampling", Sampler.start)),
+        patch.object(PendingTokens, "finish", recorder.clock("sampling", PendingTokens.finish)),
         patch.object(Sampler, "argmax_tokens", recorder.clock("sampling", Sampler.argmax_tokens)),
         patch.object(
             ModelRunner, "run", lambda *args: recorder.run(*args)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.device_copy import to_device
 from engine.errors import ConfigError, KVCacheError
 from kernels.cpu.memory import huge_zeros
 from kernels.cpu.prefaulter import Prefaulter
@@ -173,9 +174,7 @@ class KVCache:
             self._words[:, block_id].copy_(self._host_words[host_id], non_blocking=True)
 
     def _index(self, block_ids: list[int]) -> torch.Tensor:
-        on_gpu = self.device.type == "cuda"
-        index = torch.tensor(block_ids, dtype=torch.int64, pin_memory=on_gpu)
-        return index.to(self.device, non_blocking=True)
+        return to_device(block_ids, torch.int64, self.device)
 
     @staticmethod
     def _check_pairs(

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling.choosers import build_choosers
-from engine.sampling.filters import MinTokens, build_filters, column
+from engine.device_copy import to_device
+from engine.sampling.choosers import TruncatedDraw, build_choosers
+from engine.sampling.filters import MinTokens, build_filters
 from engine.sequence import Sequence
 
 __all__ = ["SamplingBatch"]
@@ -48,12 +49,17 @@ class SamplingBatch:
         params = [sequence.params for sequence in sequences]
         self.logprob_indices = [index for index, p in enumerate(params) if p.needs_logprobs]
         self.num_logprobs = [params[index].logprobs or 0 for index in self.logprob_indices]
-        self.logprob_indices_on_device = column(self.logprob_indices, torch.int64, device)
+        self.logprob_indices_on_device = to_device(self.logprob_indices, torch.int64, device)
         self.beam_indices = [index for index, p in enumerate(params) if p.uses_beam_search]
         beams = [sequences[index] for index in self.beam_indices]
         self.num_beam_tokens = [s.params.num_sequences + len(s.stop_token_ids) for s in beams]
-        self.beam_indices_on_device = column(self.beam_indices, torch.int64, device)
+        self.beam_indices_on_device = to_device(self.beam_indices, torch.int64, device)
         self.beam_min_tokens = MinTokens.build(beams, vocab_size, device)
+
+    def choose_sorted(self, logits: torch.Tensor, undecided: Sequence_[int]) -> torch.Tensor:
+        """Choose the tokens of sequences that ``TruncatedDraw.choose`` left undecided; see ``choose_sorted`` there."""
+        chooser = next(one for one in self.choosers if isinstance(one, TruncatedDraw))
+        return chooser.choose_sorted(logits, undecided)
 
     def _note_tokens(self, token_ids: list[list[int]]) -> None:
         self._lengths = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
@@ -79,7 +85,7 @@ class SamplingBatch:
         if self._needs_history and not self._continues(token_ids):
             return False
         self._note_tokens(token_ids)
-        new_ids = column(self._last_ids if self._needs_history else [], torch.int64, self._device)
+        new_ids = to_device(self._last_ids if self._needs_history else [], torch.int64, self._device)
         for one in self.filters:
             one.advance(new_ids)
         for chooser in self.choosers:

@@ -12,14 +12,18 @@ from collections.abc import Sequence as Sequence_
 import numpy as np
 import torch
 
-from engine.sampling.filters import column
+from engine.device_copy import to_device
 from engine.sampling.noise import as_uint64, gumbel_noise, noise_keys
 from engine.sampling.ranking import top_tokens
 from engine.sequence import Sequence
 from kernels.argmax import argmax_rows
 from kernels.cpu import sampling as cpu_sampling
 
-__all__ = ["Chooser", "Draw", "Greedy", "TruncatedDraw", "build_choosers"]
+__all__ = ["NO_TOKEN", "UNDECIDED", "Chooser", "Draw", "Greedy", "TruncatedDraw", "build_choosers", "only_finite"]
+
+# What stands for a token id:
+NO_TOKEN = -1  # the logits hold a NaN or infinity, or every token is forbidden
+UNDECIDED = -2  # the candidates do not suffice: see TruncatedDraw
 
 
 class Chooser(ABC):
@@ -33,28 +37,27 @@ class Chooser(ABC):
 
     def __init__(self, indices: Sequence_[int], sequences: Sequence_[Sequence], device: torch.device) -> None:
         # int64 [n]; None for the whole batch
-        self._indices = None if len(indices) == len(sequences) else column(indices, torch.int64, device)
+        self._indices = None if len(indices) == len(sequences) else to_device(indices, torch.int64, device)
 
     def advance(self) -> None:  # noqa: B027  (a greedy choice does not depend on the position)
         """Advance by one step: every sequence has one more token."""
 
-    def choose(self, logits: torch.Tensor, tokens: torch.Tensor, best: torch.Tensor) -> None:
-        """Write the chosen tokens to ``tokens`` and their scores to ``best``, int64 and float32 [batch_size].
-
-        A score is finite if a token could be chosen.
-        """
-        picked = logits if self._indices is None else logits.index_select(0, self._indices)
-        values, token_ids = self._choose(picked)
+    def choose(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write the chosen tokens to ``tokens``, int64 [batch_size], or NO_TOKEN or UNDECIDED; change no logits."""
         if self._indices is None:
-            tokens.copy_(token_ids)
-            best.copy_(values)
+            tokens.copy_(only_finite(*self._choose(logits)))
         else:
-            tokens.index_copy_(0, self._indices, token_ids)
-            best.index_copy_(0, self._indices, values)
+            picked = logits.index_select(0, self._indices)
+            tokens.index_copy_(0, self._indices, only_finite(*self._choose(picked)))
 
     @abstractmethod
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the chosen tokens' scores and their ids, both [n]."""
+        """Return the chosen tokens' scores, finite if a token could be chosen, and their ids; both [n]."""
+
+
+def only_finite(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the token ids, changed in place to NO_TOKEN where the score is not finite."""
+    return token_ids.masked_fill_(~scores.isfinite(), NO_TOKEN)
 
 
 class Greedy(Chooser):
@@ -71,11 +74,11 @@ class Draw(Chooser):
         super().__init__(indices, sequences, device)
         self._device = device
         served = [sequences[index] for index in indices]
-        self._temperature = column([[s.params.temperature] for s in served], torch.float32, device)
+        self._temperature = to_device([[s.params.temperature] for s in served], torch.float32, device)
         # Off is -inf. The most likely token has the scaled logit 0.
         min_p = np.array([[s.params.min_p] for s in served], dtype=np.float32)
         with np.errstate(divide="ignore"):
-            self._floor = column(np.log(min_p), torch.float32, device) if min_p.any() else None
+            self._floor = to_device(np.log(min_p), torch.float32, device) if min_p.any() else None
         self._seeds = as_uint64([s.seed for s in served])
         self._positions = np.array([s.num_tokens for s in served], dtype=np.uint64)
 
@@ -83,7 +86,7 @@ class Draw(Chooser):
         self._positions += np.uint64(1)
 
     def _keys(self) -> torch.Tensor:
-        return column(noise_keys(self._seeds, self._positions), torch.int32, self._device)
+        return to_device(noise_keys(self._seeds, self._positions), torch.int32, self._device)
 
     def _scale(self, logits: torch.Tensor) -> torch.Tensor:
         # Relative to the highest logit, or a tiny temperature would make several logits infinite.
@@ -113,8 +116,9 @@ class TruncatedDraw(Draw):
     at least p. Min-p keeps tokens that are at least min_p times as likely as the most likely one, which is always kept.
     Of equally likely tokens the smaller id counts as the more likely one.
 
-    These are few tokens nearly always, so a draw first looks at ``num_candidates`` of them. It sorts the whole
-    vocabulary only for sequences where the candidates' probabilities do not reach p.
+    These are few tokens nearly always, so ``choose`` looks at ``num_candidates`` of them. Where the candidates'
+    probabilities do not reach p, it leaves the sequence UNDECIDED, because only the device knows it at that time. Once
+    the host knows it too, ``choose_sorted`` sorts the whole vocabulary for those sequences.
     """
 
     def __init__(
@@ -127,14 +131,14 @@ class TruncatedDraw(Draw):
     ) -> None:
         super().__init__(indices, sequences, device)
         self._num_candidates = num_candidates
+        self._served = list(indices)
         params = [sequences[index].params for index in indices]
         top_k = [[p.top_k if 0 < p.top_k < vocab_size else vocab_size] for p in params]
-        self._top_k = column(top_k, torch.int64, device)
+        self._top_k = to_device(top_k, torch.int64, device)
         # Off is infinite: the rounded sum of all mass may reach 1 before the last token.
-        self._top_p = column([[p.top_p if p.top_p < 1.0 else np.inf] for p in params], torch.float32, device)
+        self._top_p = to_device([[p.top_p if p.top_p < 1.0 else np.inf] for p in params], torch.float32, device)
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = self._keys()
         scores, token_ids, log_totals = self._candidates(logits)
         num_candidates = scores.shape[1]
         ranks = torch.arange(num_candidates, device=scores.device)
@@ -146,13 +150,10 @@ class TruncatedDraw(Draw):
         _cut(scores, mass, self._top_p)
         if self._floor is not None:
             scores.masked_fill_(scores < self._floor, -torch.inf)
-        values, index = gumbel_noise(keys, token_ids.int()).add_(scores).max(dim=1, keepdim=True)
-        chosen, values = token_ids.gather(1, index).squeeze(1), values.squeeze(1)
-        short = (~(has_all_top_k | (mass[:, -1:] >= self._top_p))).flatten().nonzero().flatten()
-        if short.numel():
-            scaled = (logits[short] - logits[short].amax(dim=1, keepdim=True)).div_(self._temperature[short])
-            values[short], chosen[short] = self._choose_sorted(scaled, short, keys[short])
-        return values, chosen
+        values, index = gumbel_noise(self._keys(), token_ids.int()).add_(scores).max(dim=1, keepdim=True)
+        is_decided = has_all_top_k | (mass[:, -1:] >= self._top_p)
+        chosen = token_ids.gather(1, index).masked_fill_(~is_decided, UNDECIDED)
+        return values.squeeze(1), chosen.squeeze(1)
 
     def _candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the scaled logits and ids of the most likely tokens, and the logsumexp of all logits, [n, 1]."""
@@ -161,14 +162,24 @@ class TruncatedDraw(Draw):
         scaled = self._scale(logits)
         return *top_tokens(scaled, self._num_candidates), scaled.logsumexp(dim=1, keepdim=True)
 
-    def _choose_sorted(
-        self, scaled: torch.Tensor, indices: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose_sorted(self, logits: torch.Tensor, undecided: Sequence_[int]) -> torch.Tensor:
+        """Choose the tokens of the sequences that ``choose`` left undecided in this step.
+
+        Args:
+            logits: as ``choose`` got them, [batch_size, vocab_size].
+            undecided: indices of the batch, ascending.
+
+        Returns:
+            int64 [len(undecided)]; NO_TOKEN where none can be chosen.
+        """
+        own = to_device(np.searchsorted(self._served, undecided), torch.int64, self._device)
+        logits = logits[to_device(undecided, torch.int64, self._device)]
+        scaled = (logits - logits.amax(dim=1, keepdim=True)).div_(self._temperature[own])
         ordered, order = scaled.sort(dim=1, descending=True, stable=True)
-        ordered.masked_fill_(torch.arange(scaled.shape[1], device=scaled.device) >= self._top_k[indices], -torch.inf)
-        _cut(ordered, ordered.softmax(dim=1).cumsum(dim=1), self._top_p[indices])
+        ordered.masked_fill_(torch.arange(scaled.shape[1], device=scaled.device) >= self._top_k[own], -torch.inf)
+        _cut(ordered, ordered.softmax(dim=1).cumsum(dim=1), self._top_p[own])
         kept = torch.empty_like(ordered).scatter_(1, order, ordered)
-        return self._draw(kept, None if self._floor is None else self._floor[indices], keys)
+        return only_finite(*self._draw(kept, None if self._floor is None else self._floor[own], self._keys()[own]))
 
 
 def _cut(ordered: torch.Tensor, mass: torch.Tensor, top_p: torch.Tensor) -> None:

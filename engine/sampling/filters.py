@@ -16,18 +16,22 @@ from typing import Self
 import numpy as np
 import torch
 
+from engine.device_copy import to_device
 from engine.sequence import Sequence
 
-__all__ = ["LogitFilter", "MinTokens", "build_filters", "column"]
-
-
-def column(values: object, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return ``values`` as a tensor on ``device``."""
-    return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+__all__ = ["LogitFilter", "MinTokens", "build_filters"]
 
 
 def _ids(values: object, device: torch.device) -> torch.Tensor:
-    return column(values, torch.int64, device)
+    return to_device(values, torch.int64, device)
+
+
+def _add(logits: torch.Tensor, indices: torch.Tensor, token_ids: torch.Tensor, amounts: torch.Tensor) -> None:
+    """Add amounts to ``logits[indices, token_ids]``, which are all different; each [num_pairs].
+
+    On a GPU, ``index_put_(accumulate=True)`` would sort the indices, and some versions of torch wait to check them.
+    """
+    logits.index_put_((indices, token_ids), logits[indices, token_ids] + amounts)
 
 
 def _pairs(token_ids: Sequence_[Sequence_[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,13 +93,15 @@ class BadWords(LogitFilter):
         indices: torch.Tensor,
         words: torch.Tensor,
         owners: torch.Tensor,
-        last_ids: torch.Tensor,
+        targets: torch.Tensor,
+        pairs: tuple[torch.Tensor, torch.Tensor],
         tails: torch.Tensor,
     ) -> None:
         self._indices = indices  # int64 [n]: indices of the batch
         self._words = words  # int64 [num_words, longest - 1]: all but the last token, padded with _ANY on the left
         self._owners = owners  # int64 [num_words]: index into _indices
-        self._last_ids = last_ids  # int64 [num_words]
+        self._targets = targets  # int64 [num_words]: index into _pairs of the word's last token
+        self._pairs = pairs  # both int64 [num_pairs]: index of the batch and token id; words may share one
         self._tails = tails  # int64 [n, longest - 1]: last tokens, padded with _NONE on the left
         self.needs_history = words.shape[1] > 0  # words of one token never change
 
@@ -109,19 +115,26 @@ class BadWords(LogitFilter):
         ]
         width = max(len(word) for _, word in words) - 1
         tails = [sequences[index].token_ids[-width:] if width else [] for index in indices]
+        last_tokens = [(indices[owner], word[-1]) for owner, word in words]
+        pairs = {pair: number for number, pair in enumerate(dict.fromkeys(last_tokens))}
         return cls(
             indices=_ids(indices, device),
             words=_ids([[cls._ANY] * (width + 1 - len(word)) + list(word[:-1]) for _, word in words], device),
             owners=_ids([owner for owner, _ in words], device),
-            last_ids=_ids([word[-1] for _, word in words], device),
+            targets=_ids([pairs[pair] for pair in last_tokens], device),
+            pairs=(_ids([index for index, _ in pairs], device), _ids([token_id for _, token_id in pairs], device)),
             tails=_ids([[cls._NONE] * (width - len(tail)) + tail for tail in tails], device),
         )
 
     def apply(self, logits: torch.Tensor) -> None:
         equal = (self._words == self._tails[self._owners]) | (self._words == self._ANY)
         penalty = torch.zeros(len(equal), device=logits.device).masked_fill_(equal.all(dim=1), -torch.inf)
-        # Added, because two words may have the same last token and only one of them may match.
-        logits.index_put_((self._indices[self._owners], self._last_ids), penalty, accumulate=True)
+        # Added up, because two words may have the same last token and only one of them may match.
+        _add(
+            logits,
+            *self._pairs,
+            torch.zeros_like(self._pairs[0], dtype=torch.float32).scatter_add_(0, self._targets, penalty),
+        )
 
     def advance(self, token_ids: torch.Tensor) -> None:
         if self.needs_history:
@@ -153,7 +166,7 @@ class MinTokens(LogitFilter):
         if self._most_missing > 0:
             penalty = torch.zeros(len(self._indices), device=logits.device)
             penalty.masked_fill_(self._missing > 0, -torch.inf)
-            logits.index_put_((self._indices, self._token_ids), penalty, accumulate=True)
+            _add(logits, self._indices, self._token_ids, penalty)
 
     def advance(self, token_ids: torch.Tensor) -> None:
         self._missing -= 1
@@ -174,10 +187,10 @@ class LogitBias(LogitFilter):
             return None
         indices, token_ids = _pairs([tuple(bias) for bias in biases], device)
         values = [value for bias in biases for value in bias.values()]
-        return cls(indices, token_ids, column(values, torch.float32, device))
+        return cls(indices, token_ids, to_device(values, torch.float32, device))
 
     def apply(self, logits: torch.Tensor) -> None:
-        logits.index_put_((self._indices, self._token_ids), self._biases, accumulate=True)
+        _add(logits, self._indices, self._token_ids, self._biases)
 
 
 class RepetitionPenalty(LogitFilter):
@@ -198,7 +211,7 @@ class RepetitionPenalty(LogitFilter):
         seen = torch.zeros(len(indices), vocab_size, dtype=torch.bool, device=device)
         seen[_pairs([sequences[index].token_ids for index in indices], device)] = True
         penalties = [[sequences[index].params.repetition_penalty] for index in indices]
-        return cls(_ids(indices, device), column(penalties, torch.float32, device), seen)
+        return cls(_ids(indices, device), to_device(penalties, torch.float32, device), seen)
 
     def apply(self, logits: torch.Tensor) -> None:
         picked = logits.index_select(0, self._indices)
@@ -227,14 +240,14 @@ class OutputPenalties(LogitFilter):
         indices = [index for index, p in enumerate(params) if p.frequency_penalty != 0.0 or p.presence_penalty != 0.0]
         if not indices:
             return None
-        counts = torch.zeros(len(indices), vocab_size, dtype=torch.int32, device=device)
         owners, token_ids = _pairs([sequences[index].output_token_ids for index in indices], device)
-        counts.index_put_((owners, token_ids), torch.ones_like(owners, dtype=torch.int32), accumulate=True)
+        flat = torch.zeros(len(indices) * vocab_size, dtype=torch.int32, device=device)
+        flat.scatter_add_(0, owners * vocab_size + token_ids, torch.ones_like(owners, dtype=torch.int32))
         return cls(
             indices=_ids(indices, device),
-            frequency=column([[params[index].frequency_penalty] for index in indices], torch.float32, device),
-            presence=column([[params[index].presence_penalty] for index in indices], torch.float32, device),
-            counts=counts,
+            frequency=to_device([[params[index].frequency_penalty] for index in indices], torch.float32, device),
+            presence=to_device([[params[index].presence_penalty] for index in indices], torch.float32, device),
+            counts=flat.view(len(indices), vocab_size),
         )
 
     def apply(self, logits: torch.Tensor) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from engine.device_copy import start_to_host
 from engine.outputs import Logprob, TokenLogprobs
 from kernels.cpu import sampling as cpu_sampling
 
-__all__ = ["gather_logprobs", "top_tokens"]
+__all__ = ["PendingLogprobs", "gather_logprobs", "top_tokens"]
 
 
 def top_tokens(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,10 +31,33 @@ def top_tokens(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     return scores.gather(1, token_ids), token_ids
 
 
-def gather_logprobs(
-    logprobs: torch.Tensor, token_ids: torch.Tensor, num_top_tokens: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Return the log-probabilities and ranks of given tokens and of the most likely tokens.
+@dataclass(frozen=True, slots=True)
+class PendingLogprobs:
+    """Log-probabilities on their way to the host: tensors there, all [n, 1 + k], to be read after the device is done.
+
+    Of each index the given token comes first, then the most likely ones.
+    """
+
+    token_ids: torch.Tensor  # int64
+    logprobs: torch.Tensor  # float32
+    ranks: torch.Tensor  # int64
+    num_top_tokens: Sequence[int]  # [n]: how many of the k are wanted
+
+    def to_lists(self) -> list[TokenLogprobs]:
+        """Return what each index wants. The copies must be complete: see ``wait_for_device``."""
+        return [
+            {
+                token_id: Logprob(logprob, rank)
+                for token_id, logprob, rank in zip(own_ids[: 1 + k], own_values, own_ranks, strict=False)
+            }
+            for own_ids, own_values, own_ranks, k in zip(
+                self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), self.num_top_tokens, strict=True
+            )
+        ]
+
+
+def gather_logprobs(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top_tokens: Sequence[int]) -> PendingLogprobs:
+    """Find the log-probabilities and ranks of given tokens and of the most likely tokens.
 
     Args:
         logprobs: [n, vocab_size].
@@ -47,12 +72,4 @@ def gather_logprobs(
         top_ranks = (top_values[:, None, :] > top_values[:, :, None]).sum(dim=2) + 1
         ids, values = torch.cat((ids, top_ids), dim=1), torch.cat((values, top_values), dim=1)
         ranks = torch.cat((ranks, top_ranks), dim=1)
-    return [
-        {
-            token_id: Logprob(logprob, rank)
-            for token_id, logprob, rank in zip(own_ids[: 1 + k], own_values, own_ranks, strict=False)
-        }
-        for own_ids, own_values, own_ranks, k in zip(
-            ids.tolist(), values.tolist(), ranks.tolist(), num_top_tokens, strict=True
-        )
-    ]
+    return PendingLogprobs(start_to_host(ids), start_to_host(values), start_to_host(ranks), num_top_tokens)

@@ -14,30 +14,33 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from engine.device_copy import to_device
 from engine.structured_outputs.grammar import Grammar, fill_masks
+from engine.worker.device import use_device
 
 __all__ = ["MaskBuilder", "apply_bitmask", "fill_bitmask"]
 
 
-def fill_bitmask(grammars: Sequence[Grammar]) -> torch.Tensor:
-    """Return the masks: int32 [len(grammars), ceil(vocab_size / 32)] on the CPU, in pinned memory if there is CUDA.
+def fill_bitmask(grammars: Sequence[Grammar], *, pinned: bool = False) -> torch.Tensor:
+    """Return the masks: int32 [len(grammars), ceil(vocab_size / 32)] on the CPU, in pinned memory for a GPU.
 
     Bit ``i % 32`` of word ``i // 32`` is set if token ``i`` may come next.
     """
     assert grammars, "a step without grammars needs no bitmask"
     width = len(grammars[0].vocabulary.eos_bits)
-    bitmask = torch.empty((len(grammars), width), dtype=torch.int32, pin_memory=torch.cuda.is_available())
+    bitmask = torch.empty((len(grammars), width), dtype=torch.int32, pin_memory=pinned)
     fill_masks(grammars, bitmask.numpy())
     return bitmask
 
 
 def apply_bitmask(logits: torch.Tensor, indices: Sequence[int], bitmask: torch.Tensor) -> None:
-    """Set the logits of tokens that are not allowed to -inf, without a copy.
+    """Set the logits of tokens that are not allowed to -inf.
 
     Args:
         logits: [num_logits, vocab_size], of any floating type, on any device.
         indices: of the logits that have a grammar, without repetition, in the order of ``bitmask``.
-        bitmask: int32 [len(indices), ceil(vocab_size / 32)], on the CPU or the logits' device.
+        bitmask: int32 [len(indices), ceil(vocab_size / 32)], on the logits' device or in pinned memory; from other
+            memory of the host, the copy waits for the device.
     """
     vocab_size = logits.shape[1]
     assert bitmask.shape == (len(indices), -(-vocab_size // 32))
@@ -46,24 +49,30 @@ def apply_bitmask(logits: torch.Tensor, indices: Sequence[int], bitmask: torch.T
         return
     # As bytes in order, since torch supports only little-endian machines.
     octets = bitmask.to(logits.device, non_blocking=True).view(torch.uint8)
-    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=logits.device)
-    forbidden = ((octets[:, :, None] & powers) == 0).flatten(1)[:, :vocab_size]  # [len(indices), vocab_size]
-    if list(indices) == list(range(len(logits))):
-        logits.masked_fill_(forbidden, -torch.inf)
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
+    forbidden = ((octets[:, :, None] & bits) == 0).flatten(1)[:, :vocab_size]  # [len(indices), vocab_size]
+    first, end = indices[0], indices[0] + len(indices)
+    if list(indices) == list(range(first, end)):
+        logits[first:end].masked_fill_(forbidden, -torch.inf)  # in place
     else:
-        index = torch.tensor(indices, device=logits.device)
-        logits.index_copy_(0, index, logits[index].masked_fill_(forbidden, -torch.inf))
+        index = to_device(indices, torch.int64, logits.device)
+        logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))
 
 
 class MaskBuilder:
-    """Computes a step's bitmask in its own thread, during the forward pass."""
+    """Computes a step's bitmask in its own thread, during the forward pass.
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-mask")
+    Args:
+        device: of the logits. The bitmasks of a GPU are in pinned memory, which belongs to a GPU's context too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._thread = ThreadPoolExecutor(1, "grammar-mask", initializer=use_device, initargs=(device,))
 
     def start(self, grammars: Sequence[Grammar]) -> Future[torch.Tensor]:
         """Start ``fill_bitmask(grammars)``. Until the future has its result, only the thread may use the grammars."""
-        return self._thread.submit(fill_bitmask, tuple(grammars))
+        return self._thread.submit(fill_bitmask, tuple(grammars), pinned=self._pinned)
 
     def close(self) -> None:
         """End the thread."""

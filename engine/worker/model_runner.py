@@ -7,22 +7,26 @@ which tokens are computed, and the block manager where their keys and values go.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.config import EngineConfig, EngineInfo
+from engine.device_copy import to_device
 from engine.errors import ConfigError
 from engine.models.config import GenerationDefaults
 from engine.outputs import TokenLogprobs
+from engine.sampling.ranking import PendingLogprobs
 from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import SequenceGroup
 from engine.worker.memory import host_blocks_for
 from engine.worker.step_plan import build_step_plan
+from engine.worker.step_timer import StepTimer
 from engine.worker.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -54,6 +58,7 @@ class ModelRunner:
         self.max_model_len, self.block_size = worker.max_model_len, worker.block_size
         self.free_tokens = worker.free_tokens
         self.sampler = Sampler(self.model_config.vocab_size, self.device)
+        self._timer = StepTimer(self.device)
         self._mask_builder: MaskBuilder | None = None
         try:
             self.generation_defaults = GenerationDefaults.load(config.model, worker.hf_config)
@@ -88,34 +93,23 @@ class ModelRunner:
         Raises:
             EngineDeadError: if a rank has died; no later step can run.
         """
-        started = perf_counter()
+        self._timer.start()
         constrained = [index for index, sequence in enumerate(output.sampling) if sequence.grammar is not None]
         masks = self._start_masks([output.sampling[index].grammar for index in constrained]) if constrained else None
         plan = build_step_plan(output, self.block_size)
-        prompts = _PromptLogprobs(self.sampler, output) if len(plan.prompt_logit_indices) else None
+        prompts = _PromptLogprobs(self.sampler, output, self.device) if len(plan.prompt_logit_indices) else None
         logits = self.workers.execute(plan, None if prompts is None else prompts.add)
-        times.forward = perf_counter() - started
-        sampled = SampledTokens([])
+        self._timer.forward_queued()
+        pending = None
         if logits is not None:
             grammar = (constrained, masks.result()) if masks is not None else None
-            sampled = self._sample(logits, output, grammar)
+            pending = _PendingSample(self.sampler, logits, output, grammar)
+        # The only wait of a step. One that samples nothing waits too, or the next step would pay its time.
+        self.workers.wait()
+        sampled = SampledTokens([]) if pending is None else pending.finish(self.workers.wait)
         if prompts is not None:
             sampled.prompt_logprobs = prompts.by_group()
-        times.sample = perf_counter() - started - times.forward
-        return sampled
-
-    def _sample(
-        self, logits: torch.Tensor, output: SchedulerOutput, grammar: tuple[list[int], torch.Tensor] | None
-    ) -> SampledTokens:
-        """Sample from the sequences' logits, and find the most likely tokens after drafts in the logits that follow."""
-        if not output.drafts:
-            return self.sampler.sample(logits, output.sampling, grammar)
-        num_sampled = len(output.sampling)
-        after_drafts = iter(self.sampler.argmax_tokens(logits[num_sampled:]))
-        sampled = self.sampler.sample(logits[:num_sampled], output.sampling, grammar)
-        for sequence, draft in output.drafts.items():
-            found = list(islice(after_drafts, len(draft)))
-            sampled.after_drafts[sequence] = list(takewhile(lambda token_id: token_id != NO_TOKEN, found))
+        self._timer.stop(times)
         return sampled
 
     def _start_masks(self, grammars: list[Any]) -> Future[torch.Tensor]:
@@ -123,7 +117,7 @@ class ModelRunner:
         if self._mask_builder is None:
             from engine.structured_outputs.bitmask import MaskBuilder  # only where grammars are used
 
-            self._mask_builder = MaskBuilder()
+            self._mask_builder = MaskBuilder(self.device)
         return self._mask_builder.start(grammars)
 
     def check_health(self) -> None:
@@ -163,28 +157,61 @@ class ModelRunner:
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", tokens / length)
 
 
+class _PendingSample:
+    """One step's tokens, and the most likely tokens after its drafts, while the device computes them.
+
+    Args:
+        logits: [num_logits, vocab_size]: of the sequences that sample, then of the draft tokens.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        logits: torch.Tensor,
+        output: SchedulerOutput,
+        grammar: tuple[list[int], torch.Tensor] | None,
+    ) -> None:
+        num_sampled = len(output.sampling)
+        self._drafts = output.drafts
+        self._after_drafts = sampler.argmax_tokens(logits[num_sampled:]) if output.drafts else None
+        self._tokens = sampler.start(logits[:num_sampled], output.sampling, grammar)
+
+    def finish(self, wait: Callable[[], None]) -> SampledTokens:
+        """Return what was sampled; the device must be done. See ``PendingTokens.finish``."""
+        sampled = self._tokens.finish(wait)
+        if self._after_drafts is not None:
+            after_drafts = iter(self._after_drafts.tolist())
+            for sequence, draft in self._drafts.items():
+                found = list(islice(after_drafts, len(draft)))
+                sampled.after_drafts[sequence] = list(takewhile(lambda token_id: token_id != NO_TOKEN, found))
+        return sampled
+
+
 class _PromptLogprobs:
     """Collects one step's log-probabilities of prompt tokens, slice by slice."""
 
-    def __init__(self, sampler: Sampler, output: SchedulerOutput) -> None:
+    def __init__(self, sampler: Sampler, output: SchedulerOutput, device: torch.device) -> None:
         self._sampler = sampler
         self._groups: list[tuple[SequenceGroup, int]] = []  # and how many logits belong to it, in batch order
-        self._token_ids: list[int] = []  # for each logit index: the prompt's next token
+        token_ids: list[int] = []
         self._num_top_tokens: list[int] = []  # for each logit index: how many of the most likely tokens are wanted
-        self._found: list[TokenLogprobs] = []
+        self._pending: list[PendingLogprobs] = []
+        self._num_pending = 0  # logit indices in them
         for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
             group, start = sequence.group, sequence.num_computed_tokens
             if positions := group.prompt_logprob_positions(start, start + count):
                 self._groups.append((group, len(positions)))
-                self._token_ids += sequence.token_ids[positions.start + 1 : positions.stop + 1]
+                token_ids += sequence.token_ids[positions.start + 1 : positions.stop + 1]
                 self._num_top_tokens += [group.params.prompt_logprobs or 0] * len(positions)
+        self._token_ids = to_device(token_ids, torch.int64, device)  # for each logit index: the prompt's next token
 
     def add(self, logits: torch.Tensor) -> None:
         """Add the next slice of logits, [n, vocab_size]."""
-        part = slice(len(self._found), len(self._found) + len(logits))
-        self._found += self._sampler.prompt_logprobs(logits, self._token_ids[part], self._num_top_tokens[part])
+        part = slice(self._num_pending, self._num_pending + len(logits))
+        self._pending.append(self._sampler.prompt_logprobs(logits, self._token_ids[part], self._num_top_tokens[part]))
+        self._num_pending = part.stop
 
     def by_group(self) -> list[tuple[SequenceGroup, list[TokenLogprobs]]]:
-        """Return each request's log-probabilities; all slices must have been added."""
-        found = iter(self._found)
+        """Return each request's log-probabilities; all slices must have been added, and the device be done."""
+        found = chain.from_iterable(one.to_lists() for one in self._pending)
         return [(group, list(islice(found, count))) for group, count in self._groups]

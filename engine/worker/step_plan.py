@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.device_copy import to_device
 from engine.kv.block_manager import BlockPair
 from engine.scheduling.scheduler_output import SchedulerOutput
 from kernels.attention_metadata import AttentionMetadata
@@ -50,8 +51,7 @@ class StepPlan:
         """Copy the arrays to a device."""
 
         def tensor(values: npt.NDArray[Any]) -> torch.Tensor:
-            on_host = torch.from_numpy(values)
-            return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+            return to_device(values, None, device)
 
         return ModelInput(
             token_ids=tensor(self.token_ids),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
+from engine.device_copy import wait_for_device
 from engine.worker.model_worker import ModelWorker
 from engine.worker.remote_ranks import RemoteRanks
 from engine.worker.step_plan import StepPlan
@@ -54,6 +55,20 @@ class WorkerPool:
         with self._ranks.together():
             self._ranks.send(("execute", (plan,), False))  # no reply: the collectives show that all ranks compute it
             return self.local.execute(plan, on_prompt_logits)
+
+    def wait(self) -> None:
+        """Wait until rank 0's device has done all that this thread has queued: only then are its results there.
+
+        Raises:
+            EngineDeadError: if a rank has died. With GPUs ``execute`` returns before they compute, and collectives that
+                are aborted by a death leave garbage.
+        """
+        if self._ranks is None:
+            wait_for_device(self.local.device)
+            return
+        with self._ranks.together():
+            wait_for_device(self.local.device)
+            self._ranks.check_health()
 
     def check_health(self) -> None:
         """Raise EngineDeadError if another rank has died."""

@@ -18,6 +18,7 @@ from benchmarks.peers import runner
 from benchmarks.workloads import Request, Workload
 from engine.engine import Engine
 from engine.models import cpu_decoder
+from engine.sampling.pending import PendingTokens
 from engine.sampling.sampler import Sampler
 from engine.worker.model_runner import ModelRunner
 from kernels.cpu.library import library
@@ -107,7 +108,7 @@ def test_rates_of_small_linears_are_measured() -> None:
 @pytest.mark.skipif(library() is None, reason="no C compiler is installed")
 def test_a_step_profile_has_every_step_and_restores_the_engine(tmp_path: Path) -> None:
     def replaced() -> list[Any]:
-        of_engine = [Engine.step, ModelRunner.run, Sampler.sample, Sampler.argmax_tokens]
+        of_engine = [Engine.step, ModelRunner.run, Sampler.start, PendingTokens.finish, Sampler.argmax_tokens]
         return [*of_engine, cpu_decoder.all_layers, cpu_decoder.logits]
 
     file, out = tmp_path / "small.json", tmp_path / "profile.json"

@@ -78,6 +78,42 @@ def test_draws_follow_the_exact_distribution(params: dict[str, Any], num_candida
     assert statistic < 99
 
 
+def test_all_that_is_sampled_is_the_same_if_the_vocabulary_must_be_sorted() -> None:
+    """Sequences whose candidates do not suffice get their tokens and log-probabilities later than their neighbours."""
+    kinds: list[dict[str, Any]] = [
+        {"top_p": 0.95, "logprobs": 2},
+        {"temperature": 0.0, "logprobs": 3},
+        {"top_p": 0.9},
+        {"temperature": 0.0, "beam_width": 2},
+        {"top_p": 0.99, "min_p": 0.01, "logprobs": 0},
+        {"top_p": 0.1, "logprobs": 1},
+        {"top_k": 5, "top_p": 0.95, "logprobs": 5},
+        {},
+    ]
+    sequences = [make_sequence(seed=index, **kinds[index % len(kinds)]) for index in range(40)]
+    logits = random_logits(40, 2)
+    logits[8, 3] = math.nan
+    logits[16] = -math.inf
+    outputs = [
+        Sampler(VOCAB_SIZE, CPU, num_candidates=count).sample(logits.clone(), sequences) for count in (2, VOCAB_SIZE)
+    ]
+    assert list(outputs[0].failed) == [8, 16]
+    for output in outputs:
+        assert output.logprobs is not None
+        output.logprobs[8] = output.logprobs[16] = None  # NaN, which equals nothing
+    assert outputs[0] == outputs[1]
+
+
+def test_one_wait_suffices_unless_the_vocabulary_is_sorted() -> None:
+    logits = random_logits(2, 2)
+    for count, num_waits in ((2, 1), (VOCAB_SIZE, 0)):
+        sampler = Sampler(VOCAB_SIZE, CPU, num_candidates=count)
+        waits: list[None] = []
+        pending = sampler.start(logits.clone(), [make_sequence(top_p=0.95), make_sequence(temperature=0.0)])
+        pending.finish(lambda waits=waits: waits.append(None))
+        assert len(waits) == num_waits
+
+
 def test_greedy_takes_the_most_likely_token_and_ignores_the_seed() -> None:
     logits = random_logits(8, 3)
     assert sample(logits, [make_sequence(seed=row, temperature=0.0) for row in range(8)]) == logits.argmax(1).tolist()
@@ -213,13 +249,14 @@ def test_logprobs_are_the_models_own_and_ranked() -> None:
 
 def test_prompt_logprobs_are_of_the_actual_next_tokens() -> None:
     logits = random_logits(4, 6)
-    got = Sampler(VOCAB_SIZE, CPU).prompt_logprobs(logits, [3, 0, 49, 3], [2] * 4)
+    sampler, token_ids = Sampler(VOCAB_SIZE, CPU), torch.tensor([3, 0, 49, 3])
+    got = sampler.prompt_logprobs(logits, token_ids, [2] * 4).to_lists()
     for row, (one, token_id) in enumerate(zip(got, [3, 0, 49, 3], strict=True)):
         expected = torch.log_softmax(logits[row], dim=0)
         rank = 1 + int((expected > expected[token_id]).sum())
         assert next(iter(one.items())) == (token_id, Logprob(pytest.approx(expected[token_id].item(), abs=1e-6), rank))
         assert set(one) == {token_id, *expected.topk(2).indices.tolist()}
-    assert Sampler(VOCAB_SIZE, CPU).prompt_logprobs(logits[:0], [], []) == []
+    assert sampler.prompt_logprobs(logits[:0], token_ids[:0], []).to_lists() == []
 
 
 def test_beams_get_the_most_likely_tokens_of_the_models_own() -> None:
@@ -247,11 +284,13 @@ def test_beams_get_the_most_likely_tokens_of_the_models_own() -> None:
 def test_warming_up_takes_the_longest_way(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.sampling.choosers import TruncatedDraw
 
-    sorted_rows: list[int] = []
-    real = TruncatedDraw._choose_sorted
+    sorted_indices: list[list[int]] = []
+    real = TruncatedDraw.choose_sorted
     monkeypatch.setattr(
-        TruncatedDraw, "_choose_sorted", lambda self, *args: sorted_rows.append(len(args[0])) or real(self, *args)
+        TruncatedDraw,
+        "choose_sorted",
+        lambda self, logits, undecided: sorted_indices.append(undecided) or real(self, logits, undecided),
     )
     Sampler(5000, CPU).warm_up(3)
-    assert sorted_rows == [3]
+    assert sorted_indices == [[0, 1, 2]]
     Sampler(VOCAB_SIZE, CPU).warm_up(3)

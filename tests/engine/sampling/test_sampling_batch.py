@@ -152,8 +152,8 @@ def test_argmax_tokens_are_those_that_greedy_sequences_get() -> None:
     sampled = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), [make_sequence(temperature=0.0) for _ in range(6)])
     assert sorted(sampled.failed) == [2, 3, 5]
     expected = [-1 if row in sampled.failed else token_id for row, token_id in enumerate(sampled.token_ids)]
-    assert Sampler(VOCAB_SIZE, CPU).argmax_tokens(logits) == expected
-    assert Sampler(VOCAB_SIZE, CPU).argmax_tokens(logits[:0]) == []
+    assert Sampler(VOCAB_SIZE, CPU).argmax_tokens(logits).tolist() == expected
+    assert Sampler(VOCAB_SIZE, CPU).argmax_tokens(logits[:0]).tolist() == []
 
 
 @pytest.mark.parametrize(

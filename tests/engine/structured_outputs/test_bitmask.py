@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +19,7 @@ from tests.engine.structured_outputs.random_texts import (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, 3077])
-@pytest.mark.parametrize("indices", [[0, 1, 2, 3], [2], [3, 0], []])
+@pytest.mark.parametrize("indices", [[0, 1, 2, 3], [2], [1, 2, 3], [3, 0], [3, 2], []])
 def test_apply_bitmask_agrees_with_a_loop(dtype: torch.dtype, vocab_size: int, indices: list[int]) -> None:
     rng = np.random.default_rng(vocab_size + len(indices))
     words = rng.integers(-(2**31), 2**31, (len(indices), -(-vocab_size // 32)), dtype=np.int64).astype(np.int32)
@@ -38,7 +41,7 @@ def test_ids_beyond_the_tokenizer_are_never_allowed(compiler: GrammarCompiler) -
 
 def test_the_builder_computes_what_fill_bitmask_does(compiler: GrammarCompiler) -> None:
     grammars = [compiler.compile(StructuredOutputsParams(regex=regex)) for regex in ("a+", "[0-9]{3}", "x|y")]
-    builder = MaskBuilder()
+    builder = MaskBuilder(torch.device("cpu"))
     bitmask = builder.start(grammars).result()
     builder.close()
     assert torch.equal(bitmask, fill_bitmask(grammars))
@@ -46,3 +49,26 @@ def test_the_builder_computes_what_fill_bitmask_does(compiler: GrammarCompiler) 
         alone = np.empty_like(mask.numpy())
         grammar.fill_mask(alone)
         assert alone.tolist() == mask.tolist()
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cuda", 1)])
+def test_only_the_bitmask_of_a_gpu_is_pinned_and_by_a_thread_that_uses_it(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Pinned memory belongs to the context of the thread's current device, which would be GPU 0's."""
+    used, pinned = [], []
+    empty = torch.empty
+
+    def record_pinned(*args: Any, pin_memory: bool, **kwargs: Any) -> torch.Tensor:
+        pinned.append((pin_memory, threading.current_thread().name))
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda of: used.append((of, threading.current_thread().name)))
+    monkeypatch.setattr(torch, "empty", record_pinned)
+    builder = MaskBuilder(device)
+    builder.start([compiler.compile(StructuredOutputsParams(regex="a+"))]).result()
+    builder.close()
+    on_gpu = device.type == "cuda"
+    assert pinned == [(on_gpu, "grammar-mask_0")]
+    assert used == ([(device, "grammar-mask_0")] if on_gpu else [])

@@ -1,0 +1,116 @@
+"""PendingTokens: what a batch has sampled, on its way from the device to the host.
+
+pending = sampler.start(logits, sequences)     the device samples, and copies to pinned memory
+wait()                                         until the device is done: once a step
+pending.finish(wait)                           tensors on the host become lists
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite, isnan
+
+import torch
+
+from engine.beam_search import Candidates
+from engine.device_copy import start_to_host, to_device
+from engine.outputs import TokenLogprobs
+from engine.sampling.batch import SamplingBatch
+from engine.sampling.choosers import NO_TOKEN, UNDECIDED
+from engine.sampling.ranking import gather_logprobs
+from engine.scheduling.scheduler_output import SampledTokens
+
+__all__ = ["PendingTokens"]
+
+NO_CHOICE = "no token can be sampled: the logits hold a NaN or infinity, or every token is forbidden"
+
+
+class PendingTokens:
+    """The chosen tokens, their log-probabilities and the beams' candidates, not yet read by the host.
+
+    Args:
+        batch: the parameters; it must not advance before ``finish``.
+        logits: float32 [batch_size, vocab_size], from which the tokens were chosen; not to change before ``finish``.
+        tokens: int64 [batch_size], as the choosers wrote them.
+        raw_logprobs: the model's own log-probabilities of the batch's ``logprob_indices``, [n, vocab_size].
+        beams: the scores and ids of the most likely tokens of the batch's ``beam_indices``, both [num_beams, k].
+    """
+
+    def __init__(
+        self,
+        batch: SamplingBatch,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        raw_logprobs: torch.Tensor | None,
+        beams: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        self._batch = batch
+        self._logits = logits
+        self._tokens = start_to_host(tokens)
+        self._raw_logprobs = raw_logprobs
+        self._logprobs = None
+        if raw_logprobs is not None:
+            own = tokens[batch.logprob_indices_on_device].clamp_(min=0)  # without a token, any one's
+            self._logprobs = gather_logprobs(raw_logprobs, own, batch.num_logprobs)
+        self._beams = None if beams is None else (start_to_host(beams[0]), start_to_host(beams[1]))
+
+    @torch.inference_mode()
+    def finish(self, wait: Callable[[], None]) -> SampledTokens:
+        """Return the sampled tokens. The device must be done with what it was given so far.
+
+        Args:
+            wait: waits for the device; called if top-p needs the whole vocabulary for a sequence, which is rare.
+        """
+        token_ids: list[int] = self._tokens.tolist()
+        if self._logprobs is None:
+            logprobs = None
+        else:
+            logprobs = dict(zip(self._batch.logprob_indices, self._logprobs.to_lists(), strict=True))
+        if min(token_ids) == UNDECIDED:
+            self._decide(token_ids, logprobs or {}, wait)
+        listed = None if logprobs is None else [logprobs.get(index) for index in range(len(token_ids))]
+        return _without_failed(token_ids, listed, self._beam_candidates())
+
+    def _decide(self, token_ids: list[int], logprobs: dict[int, TokenLogprobs], wait: Callable[[], None]) -> None:
+        """Choose the tokens that were left undecided; replace them in ``token_ids``, and their ``logprobs``."""
+        undecided = [index for index, token_id in enumerate(token_ids) if token_id == UNDECIDED]
+        tokens = self._batch.choose_sorted(self._logits, undecided)
+        on_host, ranked = start_to_host(tokens), None
+        with_logprobs = [index for index in undecided if index in logprobs]
+        if with_logprobs and self._raw_logprobs is not None:
+            rows = [self._batch.logprob_indices.index(index) for index in with_logprobs]
+            own = to_device([undecided.index(index) for index in with_logprobs], torch.int64, tokens.device)
+            raw = self._raw_logprobs.index_select(0, to_device(rows, torch.int64, tokens.device))
+            num_logprobs = [self._batch.num_logprobs[row] for row in rows]
+            ranked = gather_logprobs(raw, tokens[own].clamp_(min=0), num_logprobs)
+        wait()
+        for index, token_id in zip(undecided, on_host.tolist(), strict=True):
+            token_ids[index] = token_id
+        if ranked is not None:
+            logprobs.update(zip(with_logprobs, ranked.to_lists(), strict=True))
+
+    def _beam_candidates(self) -> dict[int, Candidates]:
+        if self._beams is None:
+            return {}
+        scores, token_ids = self._beams
+        found = zip(
+            self._batch.beam_indices, self._batch.num_beam_tokens, token_ids.tolist(), scores.tolist(), strict=True
+        )
+        return {index: (ids[:count], own_scores[:count]) for index, count, ids, own_scores in found}
+
+
+def _without_failed(
+    token_ids: list[int], logprobs: list[TokenLogprobs | None] | None, beams: dict[int, Candidates]
+) -> SampledTokens:
+    """Return the sampled tokens, with the sequences that failed."""
+    invalid = {index for index, (_, scores) in beams.items() if not isfinite(scores[0])}
+    if min(token_ids) == NO_TOKEN:
+        invalid.update(index for index, token_id in enumerate(token_ids) if token_id == NO_TOKEN)
+        token_ids = [max(token_id, 0) for token_id in token_ids]
+    for index, one in enumerate(logprobs or ()):
+        if one is not None and isnan(next(iter(one.values())).logprob):
+            invalid.add(index)  # a NaN that a mask hid from the choice
+            token_ids[index] = 0
+    for index in beams:
+        token_ids[index] = NO_TOKEN
+    return SampledTokens(token_ids, logprobs, beams, dict.fromkeys(sorted(invalid), NO_CHOICE))
