@@ -10,6 +10,7 @@ Copies preserve every bit, also the payload of a NaN, because they use integer v
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -20,6 +21,7 @@ import torch
 
 from engine.device_copy import to_device
 from engine.errors import ConfigError, KVCacheError
+from engine.kv.pinned_memory import pinned_zeros, unpin
 from kernels.cpu.memory import huge_zeros
 from kernels.cpu.prefaulter import Prefaulter
 
@@ -74,11 +76,10 @@ class KVCache:
         remedy = "lower num_blocks, kv_cache_memory or gpu_memory_utilization"
         with _explained(f"{num_blocks} KV blocks on {device}", self.num_bytes, remedy):
             self._cache = _zeros((num_layers, 2, num_blocks, *block), dtype, device)
-        pinned = device.type == "cuda" and num_host_blocks > 0
         with _explained(
             f"{num_host_blocks} swapped KV blocks on the host", self.num_host_bytes, "lower swap_space_gib"
         ):
-            self._host = torch.empty((num_host_blocks, num_layers, 2, *block), dtype=dtype, pin_memory=pinned)
+            self._host = self._make_host_pool((num_host_blocks, num_layers, 2, *block), dtype)
         self.layers = [(layer[0], layer[1]) for layer in self._cache]
         self._prefaulter = None
         if num_blocks_ahead:
@@ -86,6 +87,13 @@ class KVCache:
             self._prefaulter.use(0)
         self._words = _as_words(self._cache.flatten(0, 1).flatten(2))  # [num_layers * 2, num_blocks, words]
         self._host_words = _as_words(self._host.flatten(1, 2).flatten(2))  # [num_host_blocks, num_layers * 2, words]
+
+    def _make_host_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self.device.type == "cpu" or not self.num_host_blocks:
+            return torch.empty(shape, dtype=dtype)
+        pool = pinned_zeros(shape, dtype)
+        weakref.finalize(self, unpin, pool)  # which keeps the memory until it is unlocked
+        return pool
 
     # --- size ---------------------------------------------------------------------------------------------------
 
