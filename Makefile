@@ -1,14 +1,19 @@
 # make serve   runs the server in the foreground          make test    runs every test
 # make lint    ruff and mypy                              make bench   runs the benchmarks
 # Each installs what it needs into .venv first, and again only when pyproject.toml has changed.
+#
+# make test-gpu-rehearsal   runs the GPU path on a machine without a GPU, which make test does not: the engine computes
+# on tensors that say they are on cuda:0, and each step's waits, copies, launches and compilations are checked. It needs
+# torch's CUDA build, so it has an environment of its own in build/ (4.8 GB), from tests/gpu_rehearsal/requirements.txt.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 CONFIG ?= serve_config.yaml
 BENCH_MODEL ?= build/qwen3-0.6b
+REHEARSAL := build/gpu-rehearsal
 
-.PHONY: serve test lint bench clean
+.PHONY: serve test test-gpu-rehearsal lint bench clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -18,6 +23,9 @@ serve: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/e2e --numprocesses 2 --dist worksteal
 	$(BIN)/python -m pytest tests/e2e
+
+test-gpu-rehearsal: $(REHEARSAL)/.installed
+	PAGODA_GPU_REHEARSAL=1 OMP_NUM_THREADS=1 $(REHEARSAL)/bin/python -m pytest tests/gpu_rehearsal
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -43,12 +51,12 @@ build/qwen3-0.6b/config.json: | $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.checkpoints $(@D)
 
 clean:
-	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(REHEARSAL) *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
-$(BIN)/python:
+$(BIN)/python $(REHEARSAL)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || \
 	  { echo "pagoda: $(PYTHON) is not Python 3.11 or 3.12; name one with: make PYTHON=python3.11 ..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@:/bin/python=)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "pagoda: installing into $(VENV) (1.6 GB with torch's CPU build, else 5 GB; minutes the first time) ..."
@@ -62,3 +70,8 @@ $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-bench: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,bench]'
 	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
+
+$(REHEARSAL)/.installed: tests/gpu_rehearsal/requirements.txt | $(REHEARSAL)/bin/python
+	@echo "pagoda: installing torch's CUDA build into $(REHEARSAL) (4.8 GB; some minutes the first time) ..."
+	$(REHEARSAL)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@

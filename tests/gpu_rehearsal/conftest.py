@@ -1,0 +1,39 @@
+"""Only `make test-gpu-rehearsal` collects these tests: they need torch's CUDA build on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+_IS_REHEARSAL = (
+    os.environ.get("PAGODA_GPU_REHEARSAL") == "1" and torch.version.cuda is not None and not torch.cuda.is_available()
+)
+collect_ignore_glob = [] if _IS_REHEARSAL else ["test_*.py"]
+
+if _IS_REHEARSAL:
+    from tests.gpu_rehearsal.rehearsal import Rehearsal, simulated
+    from tests.gpu_rehearsal.scenarios import SCENARIOS
+
+    torch.set_num_threads(1)
+
+    @pytest.fixture(scope="session")
+    def cpu_answers() -> dict[str, object]:
+        """What the CPU answers to each scenario. Request it before `gpu`: it must not see the simulated GPU."""
+        from engine.llm import LLM
+        from tests.gpu_rehearsal.scenarios import DEMO_MODEL, OPTIONS, answers, generate
+
+        found: dict[str, object] = {}
+        for name, scenario in SCENARIOS.items():
+            llm = LLM(DEMO_MODEL, **{**OPTIONS, **scenario.options, "device": "cpu"})
+            found[name] = answers(generate(llm, scenario))
+        return found
+
+    @pytest.fixture
+    def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
+        """A machine with two GPUs and Triton, without flash-attn."""
+        with simulated(monkeypatch) as rehearsal:
+            yield rehearsal
+            rehearsal.machine.check()  # for tests that forget it

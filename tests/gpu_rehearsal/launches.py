@@ -1,0 +1,111 @@
+"""Triton's launch path without a driver: kernels are specialised, and compiled if asked to, and their calls checked.
+
+Triton binds and specialises the arguments itself, so the keys are those of a GPU: compile-time constants, dtypes,
+integers that are 1 or multiples of 16, aligned pointers, options. Only the launch is replaced: ``kernel_contracts``
+checks the arguments and computes the result.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch.utils._python_dispatch import _disable_current_modes
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from tests.gpu_rehearsal.code_lines import caller_line
+from tests.gpu_rehearsal.device_tensor import DeviceTensor
+from tests.gpu_rehearsal.kernel_contracts import CONTRACTS
+from tests.gpu_rehearsal.machine import Machine
+
+__all__ = ["Launches"]
+
+HOPPER = 90
+
+
+@dataclass
+class Launches:
+    """The launches of a test.
+
+    Attributes:
+        machine: receives the errors.
+        compiles: whether Triton compiles each variant, to machine code for sm_90; else only its key is noted.
+        variants: each (kernel, key) that was launched, with the line of its first launch.
+        counts: launches of each kernel.
+        is_serving: the engine has said that it is ready: a variant that is new now is an error.
+    """
+
+    machine: Machine
+    compiles: bool = False
+    variants: dict[tuple[str, str], str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    is_serving: bool = False
+    num_compiled: int = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace Triton's driver and launch until the test ends; every kernel begins uncompiled."""
+        driver = SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", HOPPER, 32),
+            get_current_device=lambda: self.machine.current_device,
+            get_current_stream=lambda device: 0,
+            get_device_interface=lambda: torch.cuda,
+        )
+        monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+        monkeypatch.setattr(knobs.runtime, "jit_cache_hook", self._before_compilation)
+        run = JITFunction.run
+
+        def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            self._launch(run, kernel, args, grid, options)
+
+        monkeypatch.setattr(JITFunction, "run", launch)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, as a new process does."""
+        from kernels import store_kvcache_triton
+        from kernels.attention import triton_kernels
+
+        for module in (store_kvcache_triton, triton_kernels):
+            for kernel in vars(module).values():
+                if isinstance(kernel, JITFunction):
+                    kernel.device_caches.clear()
+        self.variants.clear()
+        self.counts.clear()
+        self.is_serving = False
+
+    def _before_compilation(self, *, key: str, repr: str, fn: Any, **_: Any) -> bool:
+        """Triton's hook: it has no machine code for this key. True keeps it from compiling."""
+        name = fn.name.rpartition(".")[2]
+        if (name, key) not in self.variants:
+            line = caller_line()
+            self.variants[name, key] = line
+            if self.is_serving:
+                self.machine.faults.append(f"{name} is compiled while the engine serves, at {line}: {key}")
+        self.num_compiled += self.compiles
+        return not self.compiles
+
+    def _launch(
+        self, run: Callable[..., Any], kernel: Any, args: Any, grid: tuple[int, ...], options: dict[str, Any]
+    ) -> None:
+        name = kernel.fn.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        names = inspect.signature(kernel.fn).parameters
+        bound = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in options.items() if k in names})
+        index = self.machine.current_device
+        for parameter, value in bound.arguments.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, DeviceTensor):
+                raise ValueError(f"Pointer argument {parameter} of {name} cannot be accessed from Triton (cpu tensor?)")
+            if isinstance(value, DeviceTensor) and value.device.index != index:
+                raise RuntimeError(f"{parameter} of {name} is on {value.device}, the current device is cuda:{index}")
+        run(kernel, *args, grid=grid, warmup=True, **options)
+        self.machine.launch(index)
+        with _disable_current_modes():
+            CONTRACTS[name](SimpleNamespace(**bound.arguments), grid)

@@ -1,0 +1,68 @@
+"""Rehearsal: the simulated machine of one test, and engines on it whose every step is checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch._C._distributed_c10d as distributed
+
+from engine.engine import Engine
+from engine.llm import LLM
+from tests.gpu_rehearsal import cuda_stubs, flash_attn_stub, ranks
+from tests.gpu_rehearsal.device_tensor import SimulatedGpu
+from tests.gpu_rehearsal.launches import Launches
+from tests.gpu_rehearsal.machine import Machine
+from tests.gpu_rehearsal.scenarios import DEMO_MODEL, OPTIONS
+
+__all__ = ["Rehearsal", "simulated"]
+
+
+class Rehearsal:
+    """A simulated machine with two H200.
+
+    Attributes:
+        machine: what a step did wrong.
+        launches: of Triton kernels.
+    """
+
+    def __init__(self, machine: Machine, launches: Launches) -> None:
+        self.machine = machine
+        self.launches = launches
+
+    def start(self, model: str = DEMO_MODEL, **options: Any) -> LLM:
+        """Load a model on ``cuda:0``; loading and warming up may wait. From then on every step is checked."""
+        self.launches.is_serving = False
+        llm = LLM(model, **{**OPTIONS, "device": "cuda", **options})
+        self.launches.is_serving = True
+        return llm
+
+
+@contextmanager
+def simulated(monkeypatch: pytest.MonkeyPatch, *, has_flash_attn: bool = False) -> Iterator[Rehearsal]:
+    """Simulate the GPUs until the context ends."""
+    machine = Machine()
+    launches = Launches(machine)
+    cuda_stubs.install(machine, monkeypatch)
+    launches.install(monkeypatch)
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stub.make_module(machine) if has_flash_attn else None)
+    monkeypatch.setattr(distributed, "ProcessGroupNCCL", ranks.make_process_group(machine))
+    monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ranks.ThreadRanks)
+    monkeypatch.setattr(Engine, "step", _checked(machine, Engine.step))
+    with SimulatedGpu(machine):
+        yield Rehearsal(machine, launches)
+
+
+def _checked(machine: Machine, step: Callable[[Engine], Any]) -> Callable[[Engine], Any]:
+    def checked_step(engine: Engine) -> Any:
+        with machine.step():
+            return step(engine)
+
+    return checked_step
+
+
+assert torch.version.cuda is not None, "the rehearsal needs torch's CUDA build: make test-gpu-rehearsal"

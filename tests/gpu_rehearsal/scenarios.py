@@ -1,0 +1,158 @@
+"""Requests that together make steps of every kind, and what an engine answers to them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.engine import Engine
+from engine.llm import LLM, RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.scheduling.scheduler_output import SchedulerOutput
+from engine.structured_outputs.params import StructuredOutputsParams
+from tests.gpu_rehearsal.code_lines import ROOT
+
+__all__ = ["DEMO_MODEL", "OPTIONS", "PARAMS", "SCENARIOS", "Scenario", "Seen", "answers", "watch"]
+
+DEMO_MODEL = str(ROOT / "demo" / "model")
+VOCAB_SIZE = 3072
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",  # on a GPU and on the CPU the same tokens
+    "num_blocks": 256,
+    "block_size": 16,
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+    "use_tqdm_on_load": False,
+}
+
+# Every sampling parameter, each in a request of its own and several together.
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 1.0, "seed": 1},
+    "top_p": {"temperature": 1.0, "seed": 2, "top_p": 0.8},
+    "flat top_p": {"temperature": 2.0, "seed": 12, "top_p": 0.99},  # more tokens than the candidates
+    "top_k": {"temperature": 1.0, "seed": 3, "top_k": 20},
+    "min_p": {"temperature": 1.0, "seed": 4, "min_p": 0.05},
+    "all truncations": {"temperature": 0.9, "seed": 5, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+    "repetition_penalty": {"temperature": 0.0, "repetition_penalty": 1.2},
+    "output penalties": {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "logit_bias": {"temperature": 0.0, "logit_bias": {5: 3.0, 70: -2.0}},
+    "allowed_token_ids": {"temperature": 1.0, "seed": 6, "allowed_token_ids": list(range(100, 160))},
+    "bad_words": {"temperature": 0.0, "bad_words_token_ids": ((100,), (101, 102), (103, 104, 105))},
+    "min_tokens": {"temperature": 0.0, "min_tokens": 6, "stop_token_ids": [7, 8]},
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
+    "prompt_logprobs": {"temperature": 0.0, "prompt_logprobs": 3, "logprobs": 0},
+    "three answers": {"temperature": 1.0, "seed": 7, "n": 3, "logprobs": 2},
+    "best_of": {"temperature": 1.0, "seed": 8, "n": 1, "best_of": 3},
+    "beams": {"temperature": 0.0, "beam_width": 4, "n": 2},
+    "regex": {"temperature": 1.0, "seed": 9, "structured_outputs": StructuredOutputsParams(regex="[a-f]{4,9}[.]")},
+    "choice": {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(choice=["yes", "no"])},
+    "everything": {
+        "temperature": 1.2,
+        "seed": 10,
+        "top_p": 0.95,
+        "top_k": 400,
+        "min_p": 0.001,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.1,
+        "logit_bias": {9: 1.0},
+        "bad_words_token_ids": ((300, 301),),
+        "min_tokens": 3,
+        "logprobs": 20,
+        "prompt_logprobs": 20,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """An engine's options, and the requests it gets at the same time."""
+
+    params: list[dict[str, Any]]
+    prompt_lengths: list[int]
+    options: dict[str, Any] = field(default_factory=dict)
+    repeats: bool = False  # whether prompts repeat a short pattern, so that drafts are accepted
+
+    def prompts(self) -> list[list[int]]:
+        rng = random.Random(1)
+        lengths = [self.prompt_lengths[i % len(self.prompt_lengths)] for i in range(len(self.params))]
+        if self.repeats:
+            return [([20 + i, 21, 22 + i, 23] * length)[:length] for i, length in enumerate(lengths)]
+        return [[rng.randrange(10, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "every parameter": Scenario(list(PARAMS.values()), [30, 5, 200, 17, 1]),
+    "one at a time": Scenario([PARAMS["greedy"], PARAMS["top_p"]], [3, 40], {"max_num_seqs": 1}),
+    "drafts": Scenario(
+        [PARAMS[name] for name in ("greedy", "logprobs", "drawn", "greedy", "prompt_logprobs")],
+        [64, 40],
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}},
+        repeats=True,
+    ),
+    "swapped": Scenario(
+        [PARAMS[name] for name in ("greedy", "three answers", "beams", "drawn", "output penalties")],
+        [60, 40],
+        {"num_blocks": 28, "block_size": 4, "swap_space_gib": 0.01, "max_num_seqs": 8},
+    ),
+}
+
+
+@dataclass
+class Seen:
+    """How many steps had what, to show that a scenario does what it is for."""
+
+    steps: Counter[str] = field(default_factory=Counter)
+
+    def note(self, output: SchedulerOutput) -> None:
+        counts = set(output.num_new_tokens)
+        kinds = {
+            "prefill": bool(counts) and min(counts) > 1,
+            "mixed": 1 in counts and max(counts) > 1,
+            "decode": counts == {1},
+            "drafts": bool(output.drafts),
+            "swap_out": bool(output.swap_out),
+            "swap_in": bool(output.swap_in),
+            "block_copies": bool(output.block_copies),
+            "nothing sampled": bool(output.sequences) and not output.sampling,
+            "a grammar": any(one.grammar is not None for one in output.sampling),
+            "beams": any(one.params.uses_beam_search for one in output.sampling),
+            "prompt log-probabilities": any(one.group.wants_prompt_logprobs for one in output.sequences),
+        }
+        self.steps.update(name for name, is_so in kinds.items() if is_so)
+
+
+def watch(engine: Engine) -> Seen:
+    """Note the kinds of the engine's steps from now on."""
+    seen, run = Seen(), engine.runner.run
+
+    def watched(output: SchedulerOutput, *args: Any) -> Any:
+        seen.note(output)
+        return run(output, *args)
+
+    engine.runner.run = watched  # type: ignore[method-assign]
+    return seen
+
+
+def generate(llm: LLM, scenario: Scenario, max_tokens: int = 12) -> list[RequestOutput]:
+    """Run a scenario's requests."""
+    prompts: Any = [{"prompt_token_ids": ids} for ids in scenario.prompts()]
+    params = [SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, **one}) for one in scenario.params]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def answers(outputs: list[RequestOutput]) -> list[Any]:
+    """Return the tokens of every answer, and the log-probabilities rounded to what devices may differ in."""
+
+    def rounded(logprobs: Any) -> Any:
+        return [one and {token: (round(lp.logprob, 2), lp.rank) for token, lp in one.items()} for one in logprobs or ()]
+
+    return [
+        [(one.token_ids, one.finish_reason, rounded(one.logprobs)) for one in output.outputs]
+        + [rounded(output.prompt_logprobs)]
+        for output in outputs
+    ]
