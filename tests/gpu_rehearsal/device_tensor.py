@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.gpu_rehearsal.code_lines import caller_line
 from tests.gpu_rehearsal.host_memory import poison
 from tests.gpu_rehearsal.machine import Machine
 
@@ -25,17 +26,8 @@ __all__ = ["DeviceTensor", "SimulatedGpu"]
 
 aten = torch.ops.aten
 
-# Their results go to the host, or their shapes depend on data, which CUDA counts first.
-_WAITING = {
-    aten._local_scalar_dense: "item",
-    aten.nonzero: "nonzero",
-    aten.masked_select: "masked_select",
-    aten.equal: "equal",
-    aten.bincount: "bincount",
-    aten._unique2: "unique",
-    aten.unique_dim: "unique",
-    aten.unique_consecutive: "unique_consecutive",
-}
+# The host waits for the results of operators with these tags: for a value, or for a count that is a shape.
+_WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 _MATRIX_PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm}
 _UNINITIALIZED = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided}
@@ -88,6 +80,9 @@ class DeviceTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         return self.data_on_host.data_ptr()
+
+    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device)
 
     def record_stream(self, stream: Any) -> None:
         pass
@@ -147,7 +142,11 @@ class SimulatedGpu(TorchDispatchMode):
             self._note_waits(func, device, args, kwargs)
             if not func.is_view:
                 self.machine.launch(device.index)
-        result = func(*data_args, **data_kwargs)
+        try:
+            result = func(*data_args, **data_kwargs)
+        except Exception as error:
+            error.add_note(f"in {func} at {caller_line()}")
+            raise
         if packet in _UNINITIALIZED:
             poison(result)
         if device.type != "cuda":  # such as empty_like(tensor_on_gpu, device="cpu")
@@ -174,18 +173,19 @@ class SimulatedGpu(TorchDispatchMode):
         devices = {str(one.device) for one in tensors if one.dim() or isinstance(one, DeviceTensor)}
         if len(devices) > 1:
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but {func} got {' and '.join(sorted(devices))}"
+                f"Expected all tensors to be on the same device, but {func} got {' and '.join(sorted(devices))} "
+                f"at {caller_line()}"
             )
         if func.overloadpacket in _MATRIX_PRODUCTS and not tensors[0].dtype.is_floating_point:
-            raise RuntimeError(f'"addmm_cuda" not implemented for {tensors[0].dtype}')
+            raise RuntimeError(f'"addmm_cuda" not implemented for {tensors[0].dtype} at {caller_line()}')
 
     def _note_waits(self, func: Any, device: torch.device, args: Any, kwargs: dict[str, Any]) -> None:
         packet = func.overloadpacket
-        kind = _WAITING.get(packet)
+        kind = func._opname if _WAITING & set(func.tags) else None
         if packet in _INDEXING:
-            kind = _indexing_wait(packet, args)
-        elif packet is aten.repeat_interleave and kwargs.get("output_size") is None:
-            kind = "repeat_interleave without output_size"
+            kind = _indexing_wait(args)
+        elif kwargs.get("output_size") is not None:  # of repeat_interleave
+            kind = None
         if kind is not None:
             self.machine.wait(kind, device.index)
 
@@ -277,7 +277,7 @@ def _wrap(leaf: Any, device: torch.device) -> Any:
     return DeviceTensor(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _indexing_wait(packet: Any, args: Any) -> str | None:
+def _indexing_wait(args: Any) -> str | None:
     """Return why indexing waits: a mask is counted first, and a value on the host is copied."""
     masks = [one for one in args[1] if one is not None and one.dtype in (torch.bool, torch.uint8)]
     value = args[2] if len(args) > 2 else None

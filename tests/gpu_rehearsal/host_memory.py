@@ -63,7 +63,7 @@ class HostMemory:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether the whole tensor is in pinned memory."""
         start, end = _extent(tensor)
-        return any(first <= start and end <= last for first, last in self._pinned.items())
+        return any(first <= start and end <= last for first, last in list(self._pinned.items()))
 
     # --- copies -------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kernels.attention import reference as attention_reference
 from kernels.attention.base import AttentionInputs
 from kernels.attention_metadata import AttentionMetadata
 
-__all__ = ["CONTRACTS", "check_metadata", "plain"]
+__all__ = ["CONTRACTS", "ContractError", "check_metadata", "plain"]
 
 
 class ContractError(AssertionError):
@@ -94,6 +94,7 @@ def check_metadata(metadata: AttentionMetadata, num_tokens: int, num_blocks: int
 
 def _metadata(call: Any) -> AttentionMetadata:
     """Build the batch from a launch's arguments; the two lengths are not passed to kernels."""
+    require_tensor("cu_seqlens_q", call.cu_seqlens_q, torch.int32, call.seq_lens.shape[0] + 1)
     lengths = plain(call.cu_seqlens_q).diff()
     return AttentionMetadata(
         slot_mapping=call.cu_seqlens_q,

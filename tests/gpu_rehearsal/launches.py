@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.gpu_rehearsal.code_lines import caller_line
 from tests.gpu_rehearsal.device_tensor import DeviceTensor
-from tests.gpu_rehearsal.kernel_contracts import CONTRACTS
+from tests.gpu_rehearsal.kernel_contracts import CONTRACTS, ContractError
 from tests.gpu_rehearsal.machine import Machine
 
 __all__ = ["Launches"]
@@ -107,5 +107,8 @@ class Launches:
                 raise RuntimeError(f"{parameter} of {name} is on {value.device}, the current device is cuda:{index}")
         run(kernel, *args, grid=grid, warmup=True, **options)
         self.machine.launch(index)
-        with _disable_current_modes():
-            CONTRACTS[name](SimpleNamespace(**bound.arguments), grid)
+        try:
+            with _disable_current_modes():
+                CONTRACTS[name](SimpleNamespace(**bound.arguments), grid)
+        except ContractError as error:
+            raise ContractError(f"{name}: {error}, launched at {caller_line()}") from error

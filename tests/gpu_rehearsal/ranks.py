@@ -96,11 +96,11 @@ def make_process_group(machine: Machine) -> type:
 
         def _check(self, tensor: Any) -> None:
             if not isinstance(tensor, DeviceTensor) or tensor.device.index != self._rank:
-                raise ValueError(f"rank {self._rank} of NCCL got a tensor on {tensor.device}")
+                raise ValueError(f"rank {self._rank} of NCCL got a tensor on {tensor.device} at {caller_line()}")
             if machine.current_device != self._rank:
                 raise ValueError(f"rank {self._rank} calls NCCL with current device {machine.current_device}")
             if not tensor.is_contiguous():
-                raise ValueError("Tensors must be contiguous")
+                raise ValueError(f"Tensors must be contiguous at {caller_line()}")
 
         def _work(self) -> Any:
             return SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
