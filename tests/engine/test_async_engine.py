@@ -66,6 +66,7 @@ class Gate:
     """Holds the runner's second step, and all later ones, until it is opened."""
 
     def __init__(self, runner: ShadowRunner) -> None:
+        self.is_held = threading.Event()
         self.opened = threading.Event()
         self.run: Callable[[SchedulerOutput, StepTimes], list[int]] = runner.run
         self._runner = runner
@@ -73,6 +74,7 @@ class Gate:
 
     def _hold(self, output: SchedulerOutput, times: StepTimes) -> list[int]:
         if self._runner.num_steps >= 1:
+            self.is_held.set()
             self.opened.wait(30)
         return self.run(output, times)
 
@@ -175,6 +177,45 @@ def test_an_id_whose_loop_was_closed_is_free_and_its_old_reader_ends_no_other(no
     assert asyncio.run(use_again()) == runner.answer([9], 6)
     assert not len(async_engine._streams)
     assert not async_engine._streams._by_request
+
+
+def test_an_abort_reaches_the_new_reader_of_an_id_whose_old_reader_has_closed() -> None:
+    engine, runner = make_engine()
+    gate = Gate(runner)
+    async_engine = AsyncEngine(engine)
+    loop = asyncio.new_event_loop()
+    old = async_engine.generate(EngineRequest("same", [1], SamplingParams(max_tokens=100)))
+    loop.run_until_complete(anext(old))  # type: ignore[arg-type]
+    loop.close()
+
+    async def abort_new() -> EngineOutput:
+        new = async_engine.generate(EngineRequest("same", [9], SamplingParams(max_tokens=100)))
+        first = asyncio.ensure_future(anext(new))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        await old.aclose()  # type: ignore[attr-defined]
+        async_engine.abort("same")
+        gate.opened.set()
+        batches = [await first, *[batch async for batch in new]]
+        await async_engine.shutdown()
+        return batches[-1]
+
+    assert asyncio.run(abort_new()).finish_reason == "abort"
+
+
+async def test_an_answer_that_is_ended_while_its_tokens_are_queued_ends_after_them() -> None:
+    engine, runner = make_engine()
+    gate = Gate(runner)
+    async_engine = AsyncEngine(engine)
+    stream = async_engine.generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=100)))
+    first = await anext(stream)
+    await asyncio.to_thread(gate.is_held.wait, 30)
+    async_engine.end_answer("a")  # in its second step
+    gate.opened.set()
+    await wait_until_idle(async_engine)
+    await asyncio.sleep(0)  # until the end is queued too
+    rest = await asyncio.wait_for(collect(stream), 5)
+    assert first.token_ids + rest == runner.answer([1, 2], 2)
+    await async_engine.shutdown()
 
 
 async def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

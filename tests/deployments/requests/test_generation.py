@@ -136,6 +136,18 @@ async def test_a_full_replica_is_no_loss_and_another_one_is_tried() -> None:
     assert [call[1]["avoid"] for call in engines.calls] == [[], ["r1"]]
 
 
+async def test_a_loss_is_no_refusal_and_a_refusal_no_loss() -> None:
+    """A request may be moved and then find a full replica: each of the two has a limit of its own."""
+    full = OverloadedError("full")
+    full.replica = "r2"
+    scripts: list[Script] = [[output([5]), ActorDiedError()], [full], [output([6], "stop", replica="r3")]]
+    generation, engines = _generation(scripts)
+    await _all(generation)
+    assert generation.token_ids == [5, 6]
+    assert generation.num_migrations == 1
+    assert [call[1]["avoid"] for call in engines.calls] == [[], ["r1"], ["r1", "r2"]]
+
+
 async def test_when_all_replicas_are_full_the_request_fails() -> None:
     scripts: list[Script] = []
     for number in range(9):

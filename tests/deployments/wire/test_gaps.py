@@ -70,6 +70,22 @@ def test_a_batch_that_cannot_be_encoded_is_the_only_one_lost(
     assert "cannot be sent" in caplog.text
 
 
+@pytest.mark.parametrize(("limit", "value"), [("MAX_MESSAGE_BYTES", 300), ("MAX_EVENT_GROUPS", 4)])
+def test_the_blocks_of_a_batch_that_is_too_large_come_with_the_next_snapshot(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(f"deployments.wire.publisher.{limit}", value)
+    publisher, ingress = transport.publisher(), transport.ingress()
+    ingress.join(publisher)
+    publisher.publish_events(batch(0, stored(1)))
+    ingress.wait_for_blocks("r1", 1)
+    large = [event for number in range(100, 200) for event in (*stored(number), *removed(number - 50))]
+    publisher.publish_events(batch(1, tuple(large)))
+    publisher.publish_events(batch(2, stored(2)))
+    ingress.wait_for_blocks("r1", 1, 2, *range(150, 200))
+    assert ingress.metric(KV_INDEX_GAPS) == 1
+
+
 def test_a_slow_ingress_does_not_delay_the_others(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_sockets, "MAX_RECEIVED", 4)
     publisher = transport.publisher(max_queued=4)

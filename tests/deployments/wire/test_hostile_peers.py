@@ -119,14 +119,45 @@ def test_a_flood_of_snapshot_requests_does_not_delay_events(transport: Transport
         assert len(publisher._requested) <= 1024
 
 
-def test_a_failing_listener_gets_a_new_snapshot(transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Known):
-        def removed(self, replica: str, hashes: Iterable[int]) -> None:
-            raise RuntimeError("no")
+class Failing(Known):
+    """A listener that cannot remove blocks, nor lose events."""
 
+    def removed(self, replica: str, hashes: Iterable[int]) -> None:
+        super()._note("removed", replica)
+        raise RuntimeError("no")
+
+    def events_lost(self, replica: str) -> None:
+        super().events_lost(replica)
+        raise RuntimeError("no")
+
+
+def test_a_failing_listener_gets_a_new_snapshot(transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
     publisher, ingress = transport.publisher(), transport.ingress(Failing(), resync_s=0.05)
     publisher.publish_events(batch(0, stored(1, 2)))
     ingress.join(publisher)
     publisher.publish_events(batch(1, (*removed(1), *stored(3))))
     ingress.wait_for_blocks("r1", 2, 3)
     assert "could not be applied" in caplog.text
+
+
+def test_a_failing_listener_gets_the_new_snapshot_only_after_a_while(transport: Transport) -> None:
+    """Otherwise one that always fails would request snapshots in a loop."""
+    publisher, ingress = transport.publisher(heartbeat_s=0.01), transport.ingress(Failing(), resync_s=60.0)
+    ingress.join(publisher)
+    publisher.publish_load(load())
+    publisher.publish_events(batch(0, (*stored(1, 2), *removed(1))))
+    ingress.known.wait_count("removed", "r1")
+    ingress.known.wait_count("report", "r1", ingress.known.count("report", "r1") + 3)
+    assert ingress.known.count("replaced", "r1") == 1
+    assert ingress.metric(KV_INDEX_GAPS) == 0
+
+
+def test_a_listener_that_fails_at_a_loss_gets_what_comes_after_it(
+    transport: Transport, caplog: pytest.LogCaptureFixture
+) -> None:
+    topics, ingress = Topics("r1"), transport.ingress(Failing(), silence_s=0.05)
+    with fake_publisher() as (sender, endpoint):
+        ingress.set_endpoints({"r1": endpoint})
+        ingress.known.wait_count("events_lost", "r1")
+        eventually(lambda: _receives_reports(sender, topics, ingress))
+    assert "the loss of replica r1 could not be reported" in caplog.text

@@ -43,6 +43,27 @@ def test_a_blocked_request_is_tried_again_when_the_blocks_that_it_shares_are_com
     assert steps == 2
 
 
+def test_a_blocked_request_is_tried_again_when_a_cached_block_that_it_shares_comes_into_use() -> None:
+    """A block in use takes over what an unused one holds; a request that shares it then needs one free block less."""
+    engine, _ = make_engine(num_blocks=6, block_size=4, long_prefill_threshold=4)
+    shared = list(range(8))
+    engine.add_request(EngineRequest("old", shared, SamplingParams(max_tokens=1)))
+    run_to_end(engine)
+    computes_again = SamplingParams(prompt_logprobs=1, max_tokens=4)  # without the cache, one block a step
+    engine.add_request(EngineRequest("running", [*shared, 8, 9], computes_again))
+    engine.add_request(EngineRequest("blocked", [*shared, *range(20, 29)], SamplingParams(max_tokens=2)))
+    assert [make_step(engine)[0] for _ in range(2)] == [["running"], ["running", "blocked"]]
+
+
+@pytest.mark.parametrize(("length", "starts"), [(98 * 4, True), (99 * 4, False)])
+def test_a_request_that_would_leave_less_than_the_watermark_free_waits(length: int, starts: bool) -> None:
+    """Of 200 blocks the first one has 99 and needs another; one in a hundred stays free."""
+    engine, _ = make_engine(num_blocks=200, block_size=4, max_model_len=900, enable_prefix_caching=False)
+    add(engine, "first", 99 * 4)
+    add(engine, "second", length, first=1)
+    assert make_step(engine)[0] == (["first", "second"] if starts else ["first"])
+
+
 def test_a_prompt_larger_than_the_pool_is_rejected_and_the_engine_lives() -> None:
     engine, runner = make_engine(num_blocks=4, block_size=4, max_model_len=100)
     with pytest.raises(PromptTooLongError, match="17 tokens.*holds 16.*at least 2"):

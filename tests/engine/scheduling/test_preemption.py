@@ -37,6 +37,19 @@ def test_preemption_loses_no_token_and_recomputes_at_the_right_positions(caching
         assert answers[str(i)] == runner.answer([(i + j) % 64 for j in range(9)], 20)
 
 
+def test_tokens_that_a_preempted_request_finds_in_the_cache_do_not_count_as_cached() -> None:
+    """They are its own, computed before the preemption."""
+    engine, _ = make_engine(num_blocks=8, block_size=4)
+    for i in range(4):
+        add(engine, str(i), 9, max_tokens=12, first=10 * i)
+    num_found, num_cached = 0, set()
+    while engine.has_unfinished:
+        num_cached |= {output.num_cached_tokens for output in engine.step()}
+        num_found += sum(one.num_matched_tokens for one in engine.scheduler.running)
+    assert num_found
+    assert num_cached == {0}
+
+
 @pytest.mark.parametrize("num_host_blocks", [20, 2, 0])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(

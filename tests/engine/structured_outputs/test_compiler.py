@@ -104,6 +104,18 @@ def test_a_grammar_that_was_refused_is_not_tried_again_for_a_minute(
     compiler.compile(params)
 
 
+def test_the_grammar_that_was_not_used_for_the_longest_time_leaves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.structured_outputs.compiler._CACHED_GRAMMARS", 2)
+    compiler = GrammarCompiler(MODEL, 3072, [2])
+    oldest, unused, newest = (StructuredOutputsParams(choice=[text]) for text in "abc")
+    compiler.compile(oldest)
+    compiler.compile(unused)
+    assert compiler.cached(oldest) is not None
+    compiler.compile(newest)
+    assert [compiler.cached(one) is not None for one in (oldest, unused, newest)] == [True, False, True]
+    compiler.close()
+
+
 def test_closing_ends_the_child_in_the_middle_of_its_work() -> None:
     compiler = GrammarCompiler(MODEL, 3072, [2], timeout_s=20.0)
     compiler.compile(StructuredOutputsParams(regex="a"))

@@ -170,6 +170,16 @@ def test_forks_are_independent(compiler: GrammarCompiler, tokenizer: Tokenizer) 
     assert fork.fork().error == fork.error
 
 
+def test_a_fork_of_a_grammar_that_has_ended_has_ended(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Here the text might go on: only EOS has ended it."""
+    grammar = compiler.compile(StructuredOutputsParams(regex="ab?"))
+    assert consumes(grammar, tokenizer, "a")
+    assert grammar.accept(EOS_TOKEN_IDS[0])
+    fork = grammar.fork()
+    assert fork.is_terminated
+    assert not fork.accept(tokenizer.encode("b")[0])
+
+
 def test_threads_compile_and_step_the_same_grammar_independently(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from engine.errors import EngineDeadError, ModelLoadError
 from engine.llm import LLM
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.worker import rank_process
 from tests.engine.worker.parallel_answers import OPTIONS, Answers, answer, check_equal
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
@@ -210,3 +212,28 @@ def test_no_process_is_left_when_the_interpreter_ends(
         assert process.wait(30) in (1, -signal.SIGKILL)
         wait_until(lambda: not rank_processes(process.pid))
     wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+class OpenSocket:
+    """A poller of a socket whose other end a forked copy of rank 0's process keeps open."""
+
+    num_polls = 0
+
+    def register(self, fd: int, events: int) -> None:
+        """Do nothing: no event comes."""
+
+    def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        self.num_polls += 1
+        assert self.num_polls <= 3, "the rank outlives rank 0's process"
+        return []
+
+
+def test_a_forked_copy_of_rank_0_does_not_keep_the_ranks_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_0, init, directory = 4242, 1, tmp_path / "of the engine"
+    directory.mkdir()
+    parents, exit_codes = iter([rank_0, rank_0, init]), []
+    monkeypatch.setattr(rank_process, "select", SimpleNamespace(poll=OpenSocket))
+    monkeypatch.setattr(rank_process, "os", SimpleNamespace(getppid=lambda: next(parents), _exit=exit_codes.append))
+    rank_process._end_with_parent(3, rank_0, str(directory))
+    assert exit_codes == [0]
+    assert not directory.exists()
