@@ -142,7 +142,10 @@ def test_a_failing_listener_gets_a_new_snapshot(transport: Transport, caplog: py
 
 def test_a_failing_listener_gets_the_new_snapshot_only_after_a_while(transport: Transport) -> None:
     """Otherwise one that always fails would request snapshots in a loop."""
-    publisher, ingress = transport.publisher(heartbeat_s=0.01), transport.ingress(Failing(), resync_s=60.0)
+    publisher, ingress = (
+        transport.publisher(heartbeat_s=0.01),
+        transport.ingress(Failing(), resync_s=60.0, silence_s=60.0),
+    )
     ingress.join(publisher)
     publisher.publish_load(load())
     publisher.publish_events(batch(0, (*stored(1, 2), *removed(1))))
