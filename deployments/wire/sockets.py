@@ -16,7 +16,7 @@ import zmq
 from deployments.wire.messages import MAX_SNAPSHOT_BYTES
 from engine.errors import ConfigError
 
-__all__ = ["Wakeup", "bind_publisher", "check_endpoint", "connect_subscriber"]
+__all__ = ["Wakeup", "address_of", "bind_publisher", "check_endpoint", "connect_subscriber", "set_common", "url_host"]
 
 MAX_SUBSCRIPTION_BYTES = 4096  # of a message to a publisher: subscriptions
 ENVELOPE_BYTES = 4096  # of a snapshot besides its hashes
@@ -68,13 +68,13 @@ def bind_publisher(
     Raises:
         ConfigError: ``host`` is not an address of this node.
     """
-    address = _one_address(host)
+    address = address_of(host)
     made = context.socket(zmq.XPUB)
     made.setsockopt(zmq.SNDHWM, max_queued)
     made.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
-    _set_common(made, address)
+    set_common(made, address)
     try:
-        made.bind(f"tcp://{_in_url(address)}:*")
+        made.bind(f"tcp://{url_host(address)}:*")
     except zmq.ZMQError as error:
         made.close(0)
         raise ConfigError(f"cannot listen on host={host!r}: {error}; give an address of this node") from None
@@ -89,7 +89,7 @@ def connect_subscriber(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -
     made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_IVL_MS)
     made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-    _set_common(made, check_endpoint(endpoint))
+    set_common(made, check_endpoint(endpoint))
     made.connect(endpoint)
     return made
 
@@ -99,17 +99,19 @@ def check_endpoint(endpoint: str) -> IPv4Address | IPv6Address:
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None or not 0 < int(match["port"]) < 2**16:
         raise ConfigError(f"endpoint={endpoint[:80]!r} is not tcp://<address>:<port>")
-    return _one_address(match["host"].strip("[]"))
+    return address_of(match["host"].strip("[]"))
 
 
-def _set_common(made: zmq.Socket[bytes], address: IPv4Address | IPv6Address) -> None:
+def set_common(made: zmq.Socket[bytes], address: IPv4Address | IPv6Address) -> None:
+    """Set the options of every socket to or at ``address``."""
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.IPV6, int(address.version == 6))
     made.setsockopt(zmq.HEARTBEAT_IVL, ALIVE_IVL_MS)
     made.setsockopt(zmq.HEARTBEAT_TIMEOUT, ALIVE_TIMEOUT_MS)
 
 
-def _one_address(host: str) -> IPv4Address | IPv6Address:
+def address_of(host: str) -> IPv4Address | IPv6Address:
+    """Return the address of one host; raises ConfigError for a name, or for an address of several hosts."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -120,5 +122,6 @@ def _one_address(host: str) -> IPv4Address | IPv6Address:
     return address
 
 
-def _in_url(address: IPv4Address | IPv6Address) -> str:
+def url_host(address: IPv4Address | IPv6Address) -> str:
+    """Return an address as a URL names it."""
     return f"[{address}]" if address.version == 6 else str(address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import defaultdict
@@ -130,8 +131,8 @@ async def test_every_request_fails_when_the_step_loop_ends_those_in_the_inbox_in
     engine = AsyncEngine(inner)
     engine.submit(request(1, 100), reader, 1)
     while not reader.calls or not engine._inbox.empty():
-        time.sleep(0.002)
-    time.sleep(0.02)  # it is in its second step
+        await asyncio.sleep(0.002)
+    await asyncio.sleep(0.02)  # it is in its second step
     engine._inbox.put(None)
     engine.submit(request(2), reader, 2)  # after the command that ends the loop
     gate.opened.set()

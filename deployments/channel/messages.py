@@ -1,0 +1,147 @@
+"""The messages between an ingress and a replica, and their layout on the wire.
+
+Each message is one ZeroMQ frame with a msgpack array: a tag, then these fields in this order.
+
+    message   direction             fields
+    Hello     ingress -> replica    secret, received, acknowledged, sent, resend
+    Submit    ingress -> replica    number, stream, and the fields of EngineRequest
+    Abort     ingress -> replica    number, stream
+    Status    replica -> ingress    received, sent, resend, error or nil
+    Outputs   replica -> ingress    number, [stream, ...], [token id, ...], [Output, ...], [Failure, ...]
+
+Submit and Abort are numbered together from 1, and so are Outputs. ``received`` is the last number up to which the
+sender of the message has everything, ``sent`` the last one that it has sent, so each side finds what it lacks
+(numbering.py). The ingress numbers its streams.
+
+Nearly every output is one token of one stream. Those are two lists of integers, and everything else is an ``Output``.
+Token ids of prompts are 32-bit, block hashes 64-bit little-endian words. Nothing here is pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+__all__ = ["Abort", "Failure", "FromIngress", "FromReplica", "Hello", "Output", "Outputs", "Status", "Submit"]
+
+_Count: TypeAlias = Annotated[int, Meta(ge=0)]
+_Logprobs: TypeAlias = list[tuple[int, float, int]]  # of one position: (token id, log-probability, rank)
+
+
+class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A schema: an array of exactly these fields, in this order, after the tag."""
+
+
+class Hello(_Message, tag=1):
+    """Opens a connection, and keeps it alive: sent at the start, periodically, and after a gap.
+
+    Attributes:
+        secret: of the replica, from its metadata; other connections are refused.
+        received: number of the last Outputs that has arrived with all before it.
+        acknowledged: number of the last request message that the replica is known to have received; with 0, and
+            ``received`` 0, the connection is new.
+        sent: number of the last request message that was sent.
+        resend: Outputs after ``received`` are missing; send them again.
+    """
+
+    secret: str
+    received: _Count
+    acknowledged: _Count
+    sent: _Count
+    resend: bool
+
+
+class Submit(_Message, tag=2):
+    """A request. Its fields are those of EngineRequest.
+
+    Attributes:
+        params: the parameters that differ from the defaults (params.py).
+        hashes: of the prompt's full blocks.
+    """
+
+    number: _Count
+    stream: _Count
+    request_id: str
+    prompt: bytes
+    params: dict[str, Any]
+    priority: int
+    cache_salt: str
+    output: bytes
+    hashes: bytes
+
+
+class Abort(_Message, tag=3):
+    """The client has gone: end the request of a stream."""
+
+    number: _Count
+    stream: _Count
+
+
+class Status(_Message, tag=4):
+    """The answer to a Hello, and the report of a gap in the request messages.
+
+    Attributes:
+        received: number of the last request message that has arrived with all before it.
+        sent: number of the last Outputs that was sent.
+        resend: request messages after ``received`` are missing; send them again.
+        error: why the connection is refused or has ended.
+    """
+
+    received: _Count
+    sent: _Count
+    resend: bool
+    error: str | None
+
+
+class Output(_Message):
+    """An EngineOutput that is more than one token."""
+
+    stream: _Count
+    index: _Count
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    num_cached_tokens: int
+    is_last: bool
+    logprobs: list[_Logprobs] | None
+    prompt_logprobs: list[_Logprobs | None] | None
+    cumulative_logprob: float | None
+    timing: tuple[float, float, float] | None
+
+
+class Failure(_Message):
+    """A request that has ended with an error.
+
+    Attributes:
+        kind: of the error (errors.py).
+        message: its text, for a RequestError without the parameter and the remedy.
+    """
+
+    stream: _Count
+    kind: str
+    message: str
+    param: str | None = None
+    part: str | None = None
+    value: str | None = None
+    remedy: str | None = None
+
+
+class Outputs(_Message, tag=5):
+    """What one step has brought for the streams of one ingress.
+
+    Attributes:
+        streams: the streams that got one token, and nothing else.
+        token_ids: the token of each.
+    """
+
+    number: _Count
+    streams: list[int]
+    token_ids: list[int]
+    others: list[Output]
+    failures: list[Failure]
+
+
+FromIngress: TypeAlias = Hello | Submit | Abort
+FromReplica: TypeAlias = Status | Outputs
