@@ -7,9 +7,10 @@ from functools import wraps
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from deployments.api.json_response import JsonResponse
 from deployments.errors import ApiError, as_api_error
 from deployments.requests.record import record_error
 
@@ -26,7 +27,7 @@ def record_api_error(error: Exception) -> ApiError:
 def error_response(error: Exception) -> Response:
     """Return the response to a request that failed with ``error``."""
     api_error = record_api_error(error)
-    return JSONResponse(api_error.body, api_error.status, headers=api_error.headers)
+    return JsonResponse(api_error.body, api_error.status, headers=api_error.headers)
 
 
 def with_error_responses(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:

@@ -17,13 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.observability.ingress_metrics import HTTP_REQUESTS, ingress_recorder
 from deployments.requests.record import OPERATIONS, RequestRecord, set_current_record
 
-__all__ = ["CountRequests", "RecordRequests", "path_of"]
+__all__ = ["CountRequests", "RecordRequests", "direct_send", "path_of"]
 
 logger = logging.getLogger("ray.serve")
 
 _COUNTED_PATHS = frozenset(
     {"/", "/live", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ping", "/metrics", "/version"}
 )
+_SEND = "pagoda.send"  # the key of a scope that holds the server's own ``send``
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -33,6 +34,12 @@ def path_of(scope: Scope) -> str:
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     below = path.removeprefix(root)
     return below if below.startswith("/") else path
+
+
+def direct_send(scope: Scope, send: Send) -> Send:
+    """Return the ``send`` that passes no middleware, for the chunks of a stream; ``send`` if the scope has none."""
+    direct: Send = scope.get(_SEND, send)
+    return direct
 
 
 class CountRequests:
@@ -58,7 +65,7 @@ class CountRequests:
 
 
 class RecordRequests:
-    """Middleware that gives every request an id and a record.
+    """Middleware that gives every request an id and a record. It is the outermost one.
 
     Args:
         app: the application that serves the requests.
@@ -79,6 +86,7 @@ class RecordRequests:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         record = RequestRecord(request_id, path_of(scope))
         set_current_record(record)
+        scope[_SEND] = send
 
         async def recording_send(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -1,6 +1,6 @@
 """The OpenAI response bodies: whole responses, chunks of a stream, and usage.
 
-They are plain dicts, since a stream makes one for each chunk. This module knows neither replicas nor HTTP.
+They are plain dicts. ChunkWriter makes bytes of those of a stream. This module knows neither replicas nor HTTP.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ResponseWriter(ABC):
     def delta_chunk(self, delta: Delta, generation: Generation, *, first: bool) -> dict[str, Any]:
         """Return the chunk for one delta of a choice."""
         choice: dict[str, Any] = {"index": delta.index, **self._delta(delta.text, generation, first=first)}
-        choice["logprobs"] = self._logprobs(delta, generation, first=first)
+        choice["logprobs"] = self.logprobs(delta, generation, first=first)
         choice["finish_reason"] = delta.finish_reason
         choice["stop_reason"] = delta.stop_reason
         if self._request.return_token_ids:
@@ -102,7 +102,7 @@ class ResponseWriter(ABC):
         generation = answer.generation
         choice: dict[str, Any] = {"index": index, **self._message(answer.text, generation)}
         whole = Delta(index, "", generation.token_ids, logprobs=generation.logprobs)
-        choice["logprobs"] = self._logprobs(whole, generation, first=True)
+        choice["logprobs"] = self.logprobs(whole, generation, first=True)
         choice["finish_reason"] = answer.finish_reason
         choice["stop_reason"] = answer.stop_reason
         if self._request.return_token_ids:
@@ -129,7 +129,7 @@ class ResponseWriter(ABC):
         """Return a delta's text in this endpoint's shape."""
 
     @abstractmethod
-    def _logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
+    def logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
         """Return the log-probabilities of a delta's tokens in this endpoint's shape; None if not requested."""
 
 
@@ -147,7 +147,7 @@ class ChatWriter(ResponseWriter):
         content = {"content": text}
         return {"delta": {"role": "assistant", **content} if first else content}
 
-    def _logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
+    def logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
         top = self._request.num_logprobs
         return None if top is None else chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs or (), top)
 
@@ -179,7 +179,7 @@ class CompletionWriter(ResponseWriter):
     def _delta(self, text: str, generation: Generation, *, first: bool) -> dict[str, Any]:
         return {"text": generation.prompt.echo_text + text if first else text}
 
-    def _logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
+    def logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
         top = self._request.num_logprobs
         if top is None:
             return None

@@ -13,15 +13,17 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from deployments.api.chunks import ChunkWriter
+from deployments.api.json_response import JsonResponse
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
 from deployments.api.prompts import PromptBuilder
 from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.api.queue_limits import check_queue_limits
 from deployments.api.responses import Answer, ChatWriter, CompletionWriter, ResponseWriter, best_answers, usage
 from deployments.api.sampling import check_num_answers, params_for_answers
-from deployments.api.sse import EventStream, stream_events
+from deployments.api.sse import EventStream
 from deployments.config import AppConfig
 from deployments.errors import ApiError
 from deployments.requests.engine_client import EngineClient
@@ -78,12 +80,12 @@ class Serving:
 
     async def models(self) -> Response:
         """List the served models."""
-        return JSONResponse({"object": "list", "data": [await self._model_card()]})
+        return JsonResponse({"object": "list", "data": [await self._model_card()]})
 
     async def model(self, name: str) -> Response:
         """Describe one served model."""
         self._require_model(name)
-        return JSONResponse(await self._model_card())
+        return JsonResponse(await self._model_card())
 
     async def _model_card(self) -> dict[str, Any]:
         builder = await self._prompts.get()
@@ -167,9 +169,13 @@ class Serving:
 
 
 async def _streamed(writer: ResponseWriter, generations: Sequence[Generation], body: GenerationRequest) -> Response:
-    events = stream_events(writer, generations, body)
-    first = await anext(events)  # an error before the first byte still has a status of its own
-    return EventStream(first, events, _headers(generations))
+    deltas = merge([generation.deltas() for generation in generations])
+    try:
+        first = await anext(deltas)  # an error before the first byte still has a status of its own
+        return EventStream(first, deltas, ChunkWriter(writer, generations, body), _headers(generations))
+    except BaseException:
+        await deltas.aclose()
+        raise
 
 
 async def _whole(
@@ -186,7 +192,7 @@ async def _whole(
     tokens = usage(generations, body.num_generated)
 
     def respond(tokenizer: Tokenizer) -> Response:
-        return JSONResponse(new_writer(tokenizer).response(best, tokens), headers=_headers(generations))
+        return JsonResponse(new_writer(tokenizer).response(best, tokens), headers=_headers(generations))
 
     num_logprobs = sum(generation.num_logprobs for generation in generations)
     response: Response = await builder.run_with_tokenizer(respond, cost=COST_PER_LOGPROB * num_logprobs)

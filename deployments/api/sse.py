@@ -1,93 +1,94 @@
-"""Server-sent events: the response that sends them, and the events of a streamed answer.
+"""EventStream: the response that sends the server-sent events of a streamed answer.
 
 The events are the chunks of all choices, the usage, and how the answer ended.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deployments.api.chunks import ChunkWriter, encode_event
 from deployments.api.error_responses import record_api_error
-from deployments.api.protocol import GenerationRequest
-from deployments.api.responses import ResponseWriter, usage
-from deployments.requests.generation import Delta, Generation
-from deployments.requests.merge import merge
+from deployments.api.middleware import direct_send
+from deployments.requests.generation import Delta
 
-__all__ = ["EventStream", "stream_events"]
+__all__ = ["EventStream"]
 
 DONE = b"data: [DONE]\n\n"
 
 
-class EventStream(StreamingResponse):
-    """A response of server-sent events. Their source is closed at its end, also if the client disconnects.
+class EventStream(Response):
+    """A response of server-sent events. The deltas are closed at its end, also if the client disconnects.
+
+    The start and the end of the response pass all middleware, its chunks none.
+
+    Deltas that come while the socket is busy wait in their stream, which joins them.
 
     Args:
-        first: the first event. It exists before the response starts, so that an error until then has its own status.
-        rest: yields the other events.
+        first: the first delta. It exists before the response starts, so that an error until then has its own status.
+        deltas: yields the other deltas of all choices.
+        chunks: writes the events.
         headers: besides those of an event stream.
     """
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
-        super().__init__(
-            rest,
-            media_type="text/event-stream",
-            headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
-        self._first = first
-        self._rest = rest
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: Delta, deltas: AsyncGenerator[Delta, None], chunks: ChunkWriter, headers: Mapping[str, str]
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._deltas = deltas
+        self._chunks = chunks
+        self._num_unfinished = chunks.num_choices
+        self._first = self._write(first)
+        self.init_headers({**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
+        """Send the events, until the answers end or the client disconnects."""
+        listening: asyncio.Task[None] | None = None
         try:
-            await super().__call__(scope, receive, send)
+            async with asyncio.timeout(None) as sending:
+                listening = asyncio.create_task(_end_at_disconnect(receive, sending))
+                await self._send_events(direct_send(scope, send), send)
+        except TimeoutError:
+            if not sending.expired():
+                raise
         finally:
-            await self._rest.aclose()
+            if listening is not None:
+                listening.cancel()
+            await self._deltas.aclose()
 
-    async def stream_response(self, send: Send) -> None:
-        """Send the head, the events and the end."""
+    async def _send_events(self, send_chunk: Send, send: Send) -> None:
+        """Send the head and the events; the last events are the end of the response."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._rest:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        events = self._first
+        while self._num_unfinished:
+            await send_chunk({"type": "http.response.body", "body": events, "more_body": True})
+            events = await self._next()
+        await self._deltas.aclose()
+        await send({"type": "http.response.body", "body": events, "more_body": False})
+
+    async def _next(self) -> bytes:
+        """Return the next event; after the last delta, and after an error, all that remain."""
+        try:
+            return self._write(await anext(self._deltas))
+        except Exception as error:
+            self._num_unfinished = 0
+            return encode_event(record_api_error(error).body) + DONE
+
+    def _write(self, delta: Delta) -> bytes:
+        event = self._chunks.chunk(delta)
+        if delta.finish_reason is not None:
+            self._num_unfinished -= 1
+        return event if self._num_unfinished else event + self._chunks.usage() + DONE
 
 
-async def stream_events(
-    writer: ResponseWriter, generations: Sequence[Generation], body: GenerationRequest
-) -> AsyncGenerator[bytes, None]:
-    """Yield a stream's events. An error before the first event is raised, a later one becomes an event."""
-    started: set[int] = set()  # the choices that have had a chunk
-    try:
-        async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
-            async for delta in deltas:
-                yield _chunk(writer, generations, delta, body, first=delta.index not in started)
-                started.add(delta.index)
-        if body.stream_options is not None and body.stream_options.include_usage:
-            yield _event(writer.usage_chunk(usage(generations, body.num_generated)))
-    except Exception as error:
-        if not started:
-            raise
-        yield _event(record_api_error(error).body)
-    yield DONE
-
-
-def _chunk(
-    writer: ResponseWriter, generations: Sequence[Generation], delta: Delta, body: GenerationRequest, *, first: bool
-) -> bytes:
-    chunk = writer.delta_chunk(delta, generations[delta.index], first=first)
-    options = body.stream_options
-    if options is not None and options.continuous_usage_stats:
-        chunk["usage"] = usage(generations, body.num_generated)
-    elif options is not None and options.include_usage:
-        chunk["usage"] = None
-    return _event(chunk)
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+async def _end_at_disconnect(receive: Receive, sending: asyncio.Timeout) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    sending.reschedule(asyncio.get_running_loop().time())
