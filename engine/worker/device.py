@@ -22,7 +22,7 @@ def resolve_device(config: EngineConfig, rank: int) -> torch.device:
     calling thread's current GPU. The first call for a GPU also configures torch's allocator: see below.
 
     Raises:
-        ConfigError: if the config asks for GPUs and there are none, or fewer than ranks.
+        ConfigError: if the config asks for GPUs and there are none, fewer than ranks, or not the one that it names.
     """
     name, size = config.device, config.tensor_parallel_size
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
@@ -34,8 +34,10 @@ def resolve_device(config: EngineConfig, rank: int) -> torch.device:
     _use_expandable_segments()
     if size > 1:
         return torch.device("cuda", rank)
-    named = torch.device("cuda" if name == "auto" else name)
-    return named if named.index is not None else torch.device("cuda", torch.cuda.current_device())
+    index = torch.device("cuda" if name == "auto" else name).index
+    if index is not None and index >= torch.cuda.device_count():
+        raise ConfigError(f"device='{name}' does not exist: the last GPU here is cuda:{torch.cuda.device_count() - 1}")
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 def _use_expandable_segments() -> None:

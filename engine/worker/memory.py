@@ -94,21 +94,32 @@ def _configured_bytes(config: EngineConfig) -> int:
     return config.kv_cache_memory // config.tensor_parallel_size
 
 
-def gpu_memory_for_cache(config: EngineConfig, device: torch.device) -> int:
-    """Return the bytes that ``gpu_memory_utilization`` leaves for the KV pool.
+def gpu_memory_for_cache(config: EngineConfig, device: torch.device, useful: int) -> int:
+    """Return the bytes for the KV pool: ``kv_cache_memory``, or what ``gpu_memory_utilization`` leaves.
 
-    Torch must have recorded the peak memory of the warm-up step on ``device``.
+    Torch must have recorded the peak memory of the warm-up's largest step on ``device``.
+
+    Args:
+        useful: bytes of the largest pool that the engine can use.
+
+    Raises:
+        ConfigError: if ``kv_cache_memory`` is more than the GPU has free, beside what a step needs.
     """
-    if config.kv_cache_memory is not None:
-        return _configured_bytes(config)
     free, total = torch.cuda.mem_get_info(device)
     statistics = torch.cuda.memory_stats(device)
-    peak_activations = statistics["allocated_bytes.all.peak"] - statistics["allocated_bytes.all.current"]
-    reusable = torch.cuda.memory_reserved(device) - statistics["allocated_bytes.all.current"]
-    used_by_other_processes = total - free - torch.cuda.memory_reserved(device)
-    budget = int(total * config.gpu_memory_utilization)
-    weights = statistics["allocated_bytes.all.current"]
-    left = budget - used_by_other_processes - weights - peak_activations
+    weights, reserved = statistics["allocated_bytes.all.current"], torch.cuda.memory_reserved(device)
+    peak_activations = statistics["allocated_bytes.all.peak"] - weights
+    available = int(free + reserved - weights - peak_activations)
+    if config.kv_cache_memory is not None:
+        wanted = min(_configured_bytes(config), useful)
+        if wanted > available:
+            raise ConfigError(
+                f"kv_cache_memory takes {wanted / 2**30:.2f} GiB of {device}, which has {available / 2**30:.2f} GiB "
+                "left after the warm-up; lower it, or end other processes on this GPU"
+            )
+        return wanted
+    used_by_other_processes = total - free - reserved
+    left = int(total * config.gpu_memory_utilization) - used_by_other_processes - weights - peak_activations
     logger.info(
         "GPU memory: %.2f GiB in all, %.2f weights, %.2f activations, %.2f for the KV cache",
         total / 2**30,
@@ -116,7 +127,7 @@ def gpu_memory_for_cache(config: EngineConfig, device: torch.device) -> int:
         peak_activations / 2**30,
         left / 2**30,
     )
-    return int(min(left, free + reusable - peak_activations))
+    return int(min(left, available))
 
 
 def blocks_that_fit(memory: int, bytes_per_block: int, max_useful: int) -> int:

@@ -252,7 +252,7 @@ class ModelWorker:
         if self.device.type == "cpu":
             memory = host_memory_for_cache(self.config)
         else:
-            memory = gpu_memory_for_cache(self.config, self.device)
+            memory = gpu_memory_for_cache(self.config, self.device, max_useful * self.bytes_per_block)
         return blocks_that_fit(memory, self.bytes_per_block, max_useful)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:

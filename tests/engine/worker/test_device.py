@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.worker.device import resolve_device, use_device
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -60,6 +61,12 @@ def test_a_users_own_allocator_settings_stay(four_gpus: list[int], name: str, mo
     monkeypatch.setenv(name, "max_split_size_mb:64")
     resolve_device(EngineConfig(model="m", device="cuda"), 0)
     assert [os.environ.get(one) for one in ALLOCATOR_VARIABLES if one in os.environ] == ["max_split_size_mb:64"]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_gpu_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="device='cuda:4' does not exist: the last GPU here is cuda:3"):
+        resolve_device(EngineConfig(model="m", device="cuda:4"), 0)
 
 
 def test_without_a_gpu_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.worker import memory
-from engine.worker.memory import available_host_memory, blocks_that_fit, host_blocks_for
+from engine.worker.memory import available_host_memory, blocks_that_fit, gpu_memory_for_cache, host_blocks_for
 from engine.worker.model_runner import ModelRunner
 from tests.engine.conftest import SavedModel
 
@@ -25,6 +26,38 @@ def test_blocks_that_fit_are_at_most_the_useful_ones() -> None:
 def test_too_little_memory_is_an_error_that_says_what_to_change(left: int) -> None:
     with pytest.raises(ConfigError, match=r"0\.0 MiB are left .* raise kv_cache_memory or gpu_memory_utilization"):
         blocks_that_fit(left, 100, max_useful=50)
+
+
+GPU = torch.device("cuda", 0)
+GIB = 2**30
+
+
+@pytest.fixture
+def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 GiB, of which others use 20; torch has reserved 20, holds 15 of weights, and once held 18."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
+    statistics = {"allocated_bytes.all.current": 15 * GIB, "allocated_bytes.all.peak": 18 * GIB}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: statistics)
+
+
+@pytest.mark.usefixtures("shared_gpu")
+@pytest.mark.parametrize(("utilization", "expected"), [(0.9, 72 - 20 - 15 - 3), (1.0, 42)])
+def test_a_gpu_has_what_others_weights_and_activations_leave(utilization: float, expected: int) -> None:
+    config = EngineConfig(model="m", gpu_memory_utilization=utilization)
+    assert gpu_memory_for_cache(config, GPU, useful=100 * GIB) == expected * GIB
+
+
+@pytest.mark.usefixtures("shared_gpu")
+def test_a_configured_pool_must_fit_what_is_left_of_a_gpu() -> None:
+    fits, too_large = (EngineConfig(model="m", kv_cache_memory=size) for size in ("42GiB", "43GiB"))
+    assert gpu_memory_for_cache(fits, GPU, useful=100 * GIB) == 42 * GIB
+    message = "kv_cache_memory takes 43.00 GiB of cuda:0, which has 42.00 GiB left after the warm-up; lower it"
+    with pytest.raises(ConfigError, match=message):
+        gpu_memory_for_cache(too_large, GPU, useful=100 * GIB)
+    assert gpu_memory_for_cache(too_large, GPU, useful=30 * GIB) == 30 * GIB
+    halves = EngineConfig(model="m", kv_cache_memory="84GiB", tensor_parallel_size=2)
+    assert gpu_memory_for_cache(halves, GPU, useful=100 * GIB) == 42 * GIB
 
 
 def test_a_model_whose_block_exceeds_kv_cache_memory_is_refused(qwen3: SavedModel) -> None:
