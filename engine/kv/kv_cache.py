@@ -92,7 +92,7 @@ class KVCache:
         if self.device.type == "cpu" or not self.num_host_blocks:
             return torch.empty(shape, dtype=dtype)
         pool = pinned_zeros(shape, dtype)
-        weakref.finalize(self, unpin, pool)  # which keeps the memory until it is unlocked
+        weakref.finalize(self, unpin, pool, self.device)  # which keeps the memory until it is unlocked
         return pool
 
     # --- size ---------------------------------------------------------------------------------------------------

@@ -33,10 +33,10 @@ def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return memory[: num_elements * dtype.itemsize].view(dtype).view(shape)
 
 
-def unpin(memory: torch.Tensor) -> None:
-    """Unlock the memory of ``pinned_zeros`` after the copies that are still queued on any GPU."""
+def unpin(memory: torch.Tensor, device: torch.device) -> None:
+    """Unlock the memory of ``pinned_zeros`` after the copies that are still queued on ``device``."""
     with suppress(RuntimeError):  # a failed kernel makes every later call fail
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     with suppress(RuntimeError):  # a forked copy of this process has no CUDA
         _cudart().cudaHostUnregister(memory.data_ptr())
 

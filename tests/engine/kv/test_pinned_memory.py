@@ -14,6 +14,9 @@ from engine.kv.kv_cache import KVCache
 from engine.kv.pinned_memory import pinned_zeros, unpin
 
 
+GPU = torch.device("cuda", 0)
+
+
 class Cudart:
     """The functions of torch.cuda.cudart() for page-locked memory."""
 
@@ -38,15 +41,14 @@ class Cudart:
 def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     stub = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: stub)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(kv_cache, "_zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
     return stub
 
 
 def make_cache(num_host_blocks: int) -> KVCache:
     sizes: dict[str, Any] = {"num_layers": 3, "num_blocks": 2, "block_size": 16, "num_kv_heads": 2, "head_dim": 32}
-    device = torch.device("cuda", 0)
-    return KVCache(**sizes, dtype=torch.bfloat16, device=device, num_host_blocks=num_host_blocks)
+    return KVCache(**sizes, dtype=torch.bfloat16, device=GPU, num_host_blocks=num_host_blocks)
 
 
 def test_the_host_pool_locks_its_own_size_and_not_the_next_power_of_two(cudart: Cudart) -> None:
@@ -91,7 +93,7 @@ def test_the_tensor_is_zero_and_lies_on_pages_of_its_own(
     assert pointer == tensor.data_ptr()
     assert pointer % 4096 == 0
     assert size >= max(tensor.nbytes, 4096)
-    unpin(tensor)
+    unpin(tensor, GPU)
     assert not cudart.locked
 
 
@@ -100,11 +102,11 @@ def test_after_a_failed_kernel_the_memory_is_unlocked_all_the_same(
 ) -> None:
     tensor = pinned_zeros((4,), torch.float32)
 
-    def fail() -> None:
+    def fail(device: torch.device) -> None:
         raise torch.AcceleratorError("an illegal memory access was encountered", 700)
 
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    unpin(tensor)
+    unpin(tensor, GPU)
     assert not cudart.locked
 
 
@@ -118,4 +120,4 @@ def test_torch_takes_the_memory_for_pinned() -> None:
         torch.cuda.synchronize()
         assert torch.equal(tensor, on_gpu.cpu())
     finally:
-        unpin(tensor)
+        unpin(tensor, GPU)
