@@ -27,7 +27,8 @@ if _IS_REHEARSAL:
 
         found: dict[str, object] = {}
         for name, scenario in SCENARIOS.items():
-            llm = LLM(DEMO_MODEL, **{**OPTIONS, **scenario.options, "device": "cpu"})
+            options = {**OPTIONS, **scenario.options, "device": "cpu", "tensor_parallel_size": 1}
+            llm = LLM(DEMO_MODEL, **options)
             found[name] = answers(generate(llm, scenario))
         return found
 

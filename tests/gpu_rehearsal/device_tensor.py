@@ -29,7 +29,8 @@ aten = torch.ops.aten
 # The host waits for the results of operators with these tags: for a value, or for a count that is a shape.
 _WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
-_MATRIX_PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm}
+_MATRIX_PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.matmul, aten.linear}
+_NOT_DECOMPOSED = {aten.linear, aten.rms_norm, aten.matmul}  # they hide no wait, and decomposing takes time
 _UNINITIALIZED = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided}
 
 
@@ -291,4 +292,6 @@ def _indexing_wait(args: Any) -> str | None:
 
 @cache
 def _is_composite(func: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    return func.overloadpacket not in _NOT_DECOMPOSED and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    )

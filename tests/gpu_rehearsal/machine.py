@@ -64,6 +64,7 @@ class Machine:
         waits: of the running step, or of the time before the first.
         faults: other errors of the running step, as text.
         num_launches: kernels launched, copies included.
+        max_waits: how often a step may wait on purpose.
     """
 
     def __init__(self, num_devices: int = 2) -> None:
@@ -72,6 +73,7 @@ class Machine:
         self.waits: list[Wait] = []
         self.faults: list[str] = []
         self.num_launches = 0
+        self.max_waits = 1
         self._problems: dict[str, None] = {}  # of earlier steps, in order
         self.host_memory = HostMemory(self.faults.append)
         self._thread = threading.local()
@@ -121,7 +123,7 @@ class Machine:
         deliberate = [wait for wait in self.waits if wait.is_deliberate]
         problems = list(self.faults)
         problems += [f"the host waits for the GPU in {wait.kind} at {wait.line}" for wait in hidden]
-        if len(deliberate) > 1:
+        if len(deliberate) > self.max_waits:
             where = "; ".join(f"{wait.kind} at {wait.line}" for wait in deliberate)
             problems.append(f"the host waits {len(deliberate)} times for the GPU: {where}")
         return problems

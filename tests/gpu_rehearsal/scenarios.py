@@ -13,6 +13,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.structured_outputs.params import StructuredOutputsParams
 from tests.gpu_rehearsal.code_lines import ROOT
+from tests.gpu_rehearsal.machine import Machine
 
 __all__ = ["DEMO_MODEL", "OPTIONS", "PARAMS", "SCENARIOS", "Scenario", "Seen", "answers", "watch"]
 
@@ -33,7 +34,6 @@ PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 1.0, "seed": 1},
     "top_p": {"temperature": 1.0, "seed": 2, "top_p": 0.8},
-    "flat top_p": {"temperature": 2.0, "seed": 12, "top_p": 0.99},  # more tokens than the candidates
     "top_k": {"temperature": 1.0, "seed": 3, "top_k": 20},
     "min_p": {"temperature": 1.0, "seed": 4, "min_p": 0.05},
     "all truncations": {"temperature": 0.9, "seed": 5, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
@@ -66,6 +66,7 @@ PARAMS: dict[str, dict[str, Any]] = {
         "prompt_logprobs": 20,
     },
 }
+FLAT = {"temperature": 2.0, "seed": 12, "top_p": 0.999, "logit_bias": dict.fromkeys(range(900), -20.0)}
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Scenario:
     params: list[dict[str, Any]]
     prompt_lengths: list[int]
     options: dict[str, Any] = field(default_factory=dict)
+    max_waits: int = 1  # of a step
     repeats: bool = False  # whether prompts repeat a short pattern, so that drafts are accepted
 
     def prompts(self) -> list[list[int]]:
@@ -86,8 +88,10 @@ class Scenario:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "every parameter": Scenario(list(PARAMS.values()), [30, 5, 200, 17, 1]),
+    "every parameter": Scenario(list(PARAMS.values()), [30, 5, 150, 17, 1]),
     "one at a time": Scenario([PARAMS["greedy"], PARAMS["top_p"]], [3, 40], {"max_num_seqs": 1}),
+    # The candidates of one sequence do not reach top_p: the step chooses again from the whole vocabulary.
+    "flat": Scenario([FLAT, PARAMS["greedy"], FLAT | {"logprobs": 2}], [9, 20], max_waits=2),
     "drafts": Scenario(
         [PARAMS[name] for name in ("greedy", "logprobs", "drawn", "greedy", "prompt_logprobs")],
         [64, 40],
@@ -96,8 +100,13 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "swapped": Scenario(
         [PARAMS[name] for name in ("greedy", "three answers", "beams", "drawn", "output penalties")],
-        [60, 40],
-        {"num_blocks": 28, "block_size": 4, "swap_space_gib": 0.01, "max_num_seqs": 8},
+        [30, 20],
+        {"num_blocks": 18, "block_size": 4, "swap_space_gib": 0.01, "max_num_seqs": 8},
+    ),
+    "two ranks": Scenario(
+        [PARAMS[name] for name in ("greedy", "three answers", "beams", "everything", "regex")],
+        [30, 20],
+        {"num_blocks": 18, "block_size": 4, "swap_space_gib": 0.01, "max_num_seqs": 8, "tensor_parallel_size": 2},
     ),
 }
 
@@ -107,6 +116,7 @@ class Seen:
     """How many steps had what, to show that a scenario does what it is for."""
 
     steps: Counter[str] = field(default_factory=Counter)
+    waits: Counter[int] = field(default_factory=Counter)  # steps by the number of their waits
 
     def note(self, output: SchedulerOutput) -> None:
         counts = set(output.num_new_tokens)
@@ -126,19 +136,21 @@ class Seen:
         self.steps.update(name for name, is_so in kinds.items() if is_so)
 
 
-def watch(engine: Engine) -> Seen:
+def watch(engine: Engine, machine: Machine) -> Seen:
     """Note the kinds of the engine's steps from now on."""
     seen, run = Seen(), engine.runner.run
 
     def watched(output: SchedulerOutput, *args: Any) -> Any:
         seen.note(output)
-        return run(output, *args)
+        sampled = run(output, *args)
+        seen.waits[len(machine.waits)] += 1
+        return sampled
 
     engine.runner.run = watched  # type: ignore[method-assign]
     return seen
 
 
-def generate(llm: LLM, scenario: Scenario, max_tokens: int = 12) -> list[RequestOutput]:
+def generate(llm: LLM, scenario: Scenario, max_tokens: int = 9) -> list[RequestOutput]:
     """Run a scenario's requests."""
     prompts: Any = [{"prompt_token_ids": ids} for ids in scenario.prompts()]
     params = [SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, **one}) for one in scenario.params]

@@ -29,7 +29,7 @@ WAITS = {
     "allclose": "torch.allclose(hidden, hidden)",
     "unique": "token_ids.unique()",
     "mask": "hidden[token_ids > 5]",
-    "mask assignment": "hidden[token_ids > 5] = hidden[:1]",
+    "mask assignment": "hidden[token_ids > 5] = hidden[:1].clone()",
     "number assignment": "hidden[positions - positions, positions] = 0.0",
     "repeat_interleave": "token_ids.repeat_interleave(positions)",
     "one_hot": "torch.nn.functional.one_hot(token_ids)",

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, on cuda:0 and cuda:1."""
+"""Mistakes of tensor-parallel ranks, on cuda:0 and cuda:1; test_steps.py has the steps that go well."""
 
 from __future__ import annotations
 
@@ -6,21 +6,10 @@ import re
 
 import pytest
 
-from engine.sampling_params import SamplingParams
 from tests.gpu_rehearsal.planting import plant
 from tests.gpu_rehearsal.rehearsal import Rehearsal
-from tests.gpu_rehearsal.scenarios import SCENARIOS, answers, generate
 
 GATHER = "engine.models.tensor_parallel:TensorParallel.gather_columns"
-
-
-@pytest.mark.parametrize("name", ["every parameter", "swapped"])
-def test_a_scenario(name: str, cpu_answers: dict[str, object], gpu: Rehearsal) -> None:
-    scenario = SCENARIOS[name]
-    llm = gpu.start(tensor_parallel_size=2, **scenario.options)
-    outputs = generate(llm, scenario)
-    gpu.machine.check()
-    assert answers(outputs) == cpu_answers[name]
 
 
 @pytest.mark.parametrize(
@@ -34,6 +23,5 @@ def test_a_scenario(name: str, cpu_answers: dict[str, object], gpu: Rehearsal) -
 )
 def test_a_wrong_collective(fault: str, problem: str, gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     line = plant(monkeypatch, GATHER, '"""Return the ranks', fault)
-    llm = gpu.start(tensor_parallel_size=2)
     with pytest.raises((RuntimeError, ValueError), match=f"({problem})(.|\n)* at {re.escape(line.split(':')[0])}"):
-        llm.generate([{"prompt_token_ids": [20, 30]}], SamplingParams(max_tokens=2), use_tqdm=False)
+        gpu.start(tensor_parallel_size=2)  # its warm-up calls the collectives
