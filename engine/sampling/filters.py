@@ -41,6 +41,12 @@ def _pairs(token_ids: Sequence_[Sequence_[int]], device: torch.device) -> tuple[
     return _ids(np.repeat(np.arange(len(token_ids)), lengths), device), _ids(flat, device)
 
 
+def _set(flags: torch.Tensor, pairs: tuple[torch.Tensor, torch.Tensor], value: bool) -> None:
+    """Set bool ``flags`` [n, vocab_size] at these pairs of indices."""
+    # flags[pairs] = value would copy the value from the host and wait for it.
+    flags.index_put_(pairs, flags.new_full((), value))
+
+
 class LogitFilter(ABC):
     """One kind of change to the logits of those sequences that ask for it."""
 
@@ -72,7 +78,8 @@ class AllowedTokens(LogitFilter):
         if not indices:
             return None
         forbidden = torch.ones(len(indices), vocab_size, dtype=torch.bool, device=device)
-        forbidden[_pairs([sequences[index].params.allowed_token_ids or () for index in indices], device)] = False
+        allowed = _pairs([sequences[index].params.allowed_token_ids or () for index in indices], device)
+        _set(forbidden, allowed, False)
         return cls(_ids(indices, device), forbidden)
 
     def apply(self, logits: torch.Tensor) -> None:
@@ -209,7 +216,7 @@ class RepetitionPenalty(LogitFilter):
         if not indices:
             return None
         seen = torch.zeros(len(indices), vocab_size, dtype=torch.bool, device=device)
-        seen[_pairs([sequences[index].token_ids for index in indices], device)] = True
+        _set(seen, _pairs([sequences[index].token_ids for index in indices], device), True)
         penalties = [[sequences[index].params.repetition_penalty] for index in indices]
         return cls(_ids(indices, device), to_device(penalties, torch.float32, device), seen)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +53,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, has_flash_attn: bool = False) 
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stub.make_module(machine) if has_flash_attn else None)
     monkeypatch.setattr(distributed, "ProcessGroupNCCL", ranks.make_process_group(machine))
     monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ranks.ThreadRanks)
+    for module in [one for name, one in sys.modules.items() if name.startswith("engine.")]:
+        if getattr(module, "perf_counter", None) is time.perf_counter:
+            monkeypatch.setattr(module, "perf_counter", machine.clock.perf_counter)
     monkeypatch.setattr(Engine, "step", _checked(machine, Engine.step))
     with SimulatedGpu(machine):
         yield Rehearsal(machine, launches)

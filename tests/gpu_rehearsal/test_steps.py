@@ -17,7 +17,6 @@ KINDS = {
 }
 
 
-@pytest.mark.xfail(reason="steps still wait and compile while serving", strict=False)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_scenario(name: str, cpu_answers: dict[str, object], gpu: Rehearsal) -> None:
     scenario = SCENARIOS[name]
