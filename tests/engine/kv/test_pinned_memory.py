@@ -13,7 +13,6 @@ from engine.kv import kv_cache
 from engine.kv.kv_cache import KVCache
 from engine.kv.pinned_memory import pinned_zeros, unpin
 
-
 GPU = torch.device("cuda", 0)
 
 
