@@ -1,22 +1,32 @@
-"""Compile, without a GPU, every kernel that the Triton backend launches; run as a script with a compute capability.
+"""Compile, without a GPU, every kernel that an engine's warm-up compiles.
 
-The interpreter accepts what the compiler refuses. Here the backend runs as always, on a driver that claims to be a GPU,
-and each launch stops when its machine code is there. Prints one line a kernel: its name and the size of that code.
+    python -m tests.kernels.compile_for_gpu 90 Qwen3-0.6B 8B
+
+The arguments are a compute capability and models of HEADS. The interpreter accepts what the compiler refuses. Here the
+backend runs as always, on a driver that claims to be a GPU, and each launch stops when its machine code is there.
+Prints a line for each variant: the kernel's name, the bytes of machine code, and the seconds that it took.
 """
 
 from __future__ import annotations
 
 import sys
+from time import perf_counter
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from kernels.attention import triton_kernels
+from engine.worker.warm_up import one_sequence
+from kernels.attention import triton_backend, triton_kernels
+from kernels.attention.base import AttentionInputs, StepLimits
 from kernels.attention.triton_backend import TritonBackend
 from kernels.store_kvcache_triton import _store_kernel, store_kvcache_triton
-from tests.kernels.attention.paged_batches import BATCHES, Shape, make_batch
+
+CPU = torch.device("cpu")
+HEADS = {"Qwen3-0.6B": (16, 8), "8B": (32, 8)}  # of queries, of keys and values
+HEAD_DIM, BLOCK_SIZE = 128, 16
+MULTIPROCESSORS = 132
 
 
 class _Driver:
@@ -35,29 +45,45 @@ class _Driver:
         return 0
 
 
-def _stop_before_launch(kernel: Any) -> None:
+def _stop_before_launch(kernel: Any, compiled: set[str]) -> None:
     run = kernel.run
 
     def compile_only(*arguments: Any, warmup: bool, **options: Any) -> None:
-        compiled = run(*arguments, warmup=True, **options)
-        print(kernel.__name__, len(compiled.asm["cubin"]))
+        started = perf_counter()
+        variant = run(*arguments, warmup=True, **options)
+        if variant.hash not in compiled:
+            compiled.add(variant.hash)
+            print(kernel.__name__, len(variant.asm["cubin"]), round(perf_counter() - started, 2))
 
     kernel.run = compile_only
 
 
-def main(capability: int) -> None:
+def _run_warm_up(
+    num_heads: int, num_kv_heads: int, window: int | None, *, max_query_len: int, max_seq_len: int
+) -> None:
+    """Launch what a warm-up launches in one layer."""
+    backend, dtype = TritonBackend(), torch.bfloat16
+    limits = StepLimits(num_heads, num_kv_heads, HEAD_DIM, dtype, CPU, frozenset([window]), max_query_len, max_seq_len)
+    cache = torch.zeros(1, BLOCK_SIZE, num_kv_heads, HEAD_DIM, dtype=dtype)
+    for query_len, seq_len in backend.warm_up_batches(limits):
+        metadata = one_sequence(query_len, seq_len, block_size=BLOCK_SIZE, device=CPU).metadata
+        query = torch.zeros(query_len, num_heads, HEAD_DIM, dtype=dtype)
+        backend.forward(AttentionInputs(query, cache, cache, metadata, HEAD_DIM**-0.5, window))
+        key = query[:, :num_kv_heads]
+        store_kvcache_triton(key, key, cache, cache, metadata.slot_mapping)
+
+
+def main(capability: int, models: list[str]) -> None:
     triton.runtime.driver.set_active(_Driver(capability))
+    triton_backend._num_multiprocessors = lambda device: MULTIPROCESSORS  # type: ignore[assignment]
     names = ("mixed_kernel", "split_decode_kernel", "reduce_splits_kernel")
+    compiled: set[str] = set()
     for kernel in (*(getattr(triton_kernels, name) for name in names), _store_kernel):
-        _stop_before_launch(kernel)
-    shape = Shape(num_heads=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    for lengths in (BATCHES["mixed"], [(1, 1000)]):
-        for sliding_window in (None, 600):
-            batch = make_batch(lengths, shape)
-            batch.run(TritonBackend(), sliding_window)
-    key = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
-    store_kvcache_triton(key, key, batch.key_cache, batch.value_cache, batch.metadata.slot_mapping)
+        _stop_before_launch(kernel, compiled)
+    for model in models:
+        _run_warm_up(*HEADS[model], None, max_query_len=2048, max_seq_len=40960)
+        _run_warm_up(*HEADS[model], 600, max_query_len=1, max_seq_len=600)  # few: a window changes few lines
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])
