@@ -6,24 +6,28 @@ api/serving.py answers the requests for tokens; nothing here knows how a replica
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from deployments.api.api_keys import ApiKeys, RequireKey
-from deployments.api.body import parse_body, read_body
-from deployments.api.error_responses import add_error_handlers, with_error_responses
+from deployments.api.body import read_body
+from deployments.api.error_responses import ERROR_HANDLERS
+from deployments.api.json_response import JsonResponse
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
 from deployments.api.middleware import CountRequests, RecordRequests
 from deployments.api.protocol import ChatRequest, CompletionRequest
+from deployments.api.routes import Endpoint, api_route
 from deployments.api.serving import Serving
 from deployments.broadcast import all_ingresses, broadcast
 from deployments.config import AppConfig
@@ -46,8 +50,6 @@ __all__ = ["Ingress"]
 
 HEALTH_TIMEOUT_S = 1.0
 LOADING_TIMEOUT_S = 60.0  # for the engines, before Serve sends requests to a new ingress; afterwards they get a 503
-
-Endpoint = Callable[..., Awaitable[Response]]
 
 
 class Ingress:
@@ -81,15 +83,15 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP application; Serve calls this after the constructor."""
-        api = FastAPI(title="Pagoda", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
+        middleware = [Middleware(RecordRequests, on_end=self._finish), Middleware(CountRequests)]
         if self._keys:
-            api.add_middleware(RequireKey, keys=self._keys, prompts_browser=self._config.web)
-        api.add_middleware(CountRequests)
-        api.add_middleware(RecordRequests, on_end=self._finish)
-        add_error_handlers(api)
-        for path, method, endpoint in self._routes():
-            api.add_api_route(path, with_error_responses(endpoint), methods=[method])
-        return api
+            middleware.append(Middleware(RequireKey, keys=self._keys, prompts_browser=self._config.web))
+        return Starlette(
+            routes=[api_route(path, method, endpoint) for path, method, endpoint in self._routes()],
+            middleware=middleware,  # the first one is the outermost
+            exception_handlers=ERROR_HANDLERS,
+            lifespan=self._lifespan,
+        )
 
     def _routes(self) -> list[tuple[str, str, Endpoint]]:
         routes: list[tuple[str, str, Endpoint]] = [
@@ -112,7 +114,7 @@ class Ingress:
         return LiveView(self._config.served_name, engines, lambda: broadcast(all_ingresses(), "recently_routed"))
 
     @asynccontextmanager
-    async def _lifespan(self, api: FastAPI) -> AsyncIterator[None]:
+    async def _lifespan(self, api: Starlette) -> AsyncIterator[None]:
         """Load what requests need before Serve sends any: this ingress may be new among busy engines."""
         # Metrics first: they must also show an application whose engines never start.
         RayExporter(ingress_recorder(), label="ingress", refresh=self._view.report_state).start()
@@ -128,25 +130,23 @@ class Ingress:
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._serving.chat(parse_body(ChatRequest, await self._read(request)))
+        return await self._serving.chat(await read_body(ChatRequest, request, self._config.limits.max_body_bytes))
 
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""
-        return await self._serving.completions(parse_body(CompletionRequest, await self._read(request)))
-
-    async def _read(self, request: Request) -> bytes:
-        return await read_body(request, self._config.limits.max_body_bytes)
+        limit = self._config.limits.max_body_bytes
+        return await self._serving.completions(await read_body(CompletionRequest, request, limit))
 
     # --- health and metrics ---------------------------------------------------------------------------------------
 
     async def health(self) -> Response:
         """Return 200 if a request would be served now, else 503."""
         if self._config.autoscaling.starts_from_zero and not self._view.replicas:
-            return JSONResponse({"status": "idle"})  # the first request starts an engine
+            return JsonResponse({"status": "idle"})  # the first request starts an engine
         await self._prompts.get()
         if not self._view.replicas and not await self._an_engine_answers():
             raise ApiError(503, "no engine replica is ready", code="no_replica", retry_after_s=5)
-        return JSONResponse({"status": "ok"})
+        return JsonResponse({"status": "ok"})
 
     async def _an_engine_answers(self) -> bool:
         """Whether an engine answers a call. With another request router than ours no replica is in the view."""
@@ -160,7 +160,7 @@ class Ingress:
 
     async def version(self) -> Response:
         """Return Pagoda's version."""
-        return JSONResponse({"version": pagoda_version()})
+        return JsonResponse({"version": pagoda_version()})
 
     async def metrics(self) -> Response:
         """Return the metrics of all engine replicas and ingresses, read now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -230,7 +230,9 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        apply_rules(self, _RULES, RequestError)
+        values = vars(self)
+        given = {name: rule for name, rule in _RULES.items() if values[name] is not _DEFAULTS[name]}
+        apply_rules(self, given | _EMPTY, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"exceeds max_tokens={self.max_tokens}", param="min_tokens", value=self.min_tokens, remedy="lower it"
@@ -313,3 +315,8 @@ class SamplingParams:
         for name, token_ids in named.items():
             if ids := tuple(token_ids):
                 yield name, ids
+
+
+# Most parameters of a request have their default, which needs no check; three defaults stand for an empty tuple.
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+_EMPTY = {name: _RULES[name] for name in ("bad_words", "stop", "stop_token_ids")}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
 from deployments.errors import ApiError
 from engine.errors import shown
 
 __all__ = ["parse_body", "read_body"]
+
+MAX_INLINE_BYTES = 2**16  # a longer body would delay every stream of this process
 
 
 class Body(Protocol):
@@ -25,15 +28,24 @@ class Body(Protocol):
 BodyType = TypeVar("BodyType", bound=Body)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Return a JSON body of at most ``limit`` bytes.
+async def read_body(kind: type[BodyType], request: Request, limit: int) -> BodyType:
+    """Return the request in a JSON body of at most ``limit`` bytes; a long one is parsed in a thread.
 
     Raises:
-        ApiError: 400 for another content type, 413 for a longer body, before it is read to its end.
+        ApiError: 413 for a longer body, before it is read to its end, 400 for another content type, and what
+            ``parse_body`` raises.
+        RequestError: for an invalid combination of fields.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(400, f"content-type '{kind[:80]}' is not supported; send application/json")
+    body = await _read(request, limit)
+    if len(body) <= MAX_INLINE_BYTES:
+        return parse_body(kind, body)
+    return await asyncio.to_thread(parse_body, kind, body)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(400, f"content-type '{content_type[:80]}' is not supported; send application/json")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -58,7 +70,7 @@ def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
     """
     assert issubclass(kind, BaseModel)
     try:
-        fields = json.loads(body, parse_constant=_reject_constant)
+        fields = _DECODER.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
@@ -73,6 +85,9 @@ def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
 
 def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)  # json.loads makes a new one for each call with options
 
 
 def _as_api_error(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:

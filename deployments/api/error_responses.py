@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import wraps
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ExceptionHandler
 
 from deployments.api.json_response import JsonResponse
 from deployments.errors import ApiError, as_api_error
 from deployments.requests.record import record_error
 
-__all__ = ["add_error_handlers", "error_response", "record_api_error", "with_error_responses"]
+__all__ = ["ERROR_HANDLERS", "error_response", "record_api_error"]
 
 
 def record_api_error(error: Exception) -> ApiError:
@@ -30,25 +30,6 @@ def error_response(error: Exception) -> Response:
     return JsonResponse(api_error.body, api_error.status, headers=api_error.headers)
 
 
-def with_error_responses(endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-    """Return ``endpoint`` with its exceptions answered, so that the framework sees none."""
-
-    @wraps(endpoint)
-    async def answered(*args: Any, **kwargs: Any) -> Response:
-        try:
-            return await endpoint(*args, **kwargs)
-        except Exception as error:
-            return error_response(error)
-
-    return answered
-
-
-def add_error_handlers(api: FastAPI) -> None:
-    """Answer what fails outside an endpoint: unknown paths and methods, and errors of a middleware."""
-    api.add_exception_handler(Exception, _on_error)
-    api.add_exception_handler(HTTPException, _on_http_error)
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
@@ -58,3 +39,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     path = request.url.path[:80]
     reasons = {404: f"{path} does not exist", 405: f"{path} does not accept {request.method}"}
     return error_response(ApiError(error.status_code, reasons.get(error.status_code, str(error.detail))))
+
+
+# Answer what fails outside an endpoint: unknown paths and methods, and errors of a middleware.
+ERROR_HANDLERS: Mapping[Any, ExceptionHandler] = {Exception: _on_error, HTTPException: _on_http_error}

@@ -28,6 +28,7 @@ from engine.text.tokenizer import Tokenizer
 __all__ = ["PromptBuilder"]
 
 COST_PER_MESSAGE = 32  # of rendering and masking one message
+IDS_PER_COST = 2  # ids that are checked and hashed in the time of tokenising one character
 MAX_INLINE_COST = 4096  # about a millisecond; more would delay every stream of this process
 
 
@@ -53,6 +54,8 @@ class PromptBuilder:
             num_blocks=info.num_blocks,
             block_size=info.block_size,
         )
+        for tokenizer in (self.tokenizer, self._background_tokenizer):
+            tokenizer.warm_up()
 
     @property
     def max_total_tokens(self) -> int:
@@ -64,9 +67,11 @@ class PromptBuilder:
         messages = [message.for_template() for message in request.messages]
         size = sum(len(message["content"]) for message in messages)
         self._check_length(size, "messages")
-        cost = size + COST_PER_MESSAGE * len(messages)
-        token_ids = await self.run_with_tokenizer(lambda tokenizer: tokenizer.encode_chat(messages), cost=cost)
-        return [self._build(token_ids, request.cache_salt, "messages")]
+
+        def build(tokenizer: Tokenizer) -> Prompt:
+            return self._build(tokenizer.encode_chat(messages), request.cache_salt, "messages")
+
+        return [await self.run_with_tokenizer(build, cost=size + COST_PER_MESSAGE * len(messages))]
 
     async def completion(self, request: CompletionRequest, max_prompts: int) -> list[Prompt]:
         """Tokenise one or several prompts.
@@ -80,9 +85,14 @@ class PromptBuilder:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             self._check_length(len(text), "prompt")
-        encoded = iter(await self.run_with_tokenizer(partial(_encode, texts), cost=sum(map(len, texts))))
-        ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-        built = [self._build(token_ids, request.cache_salt, "prompt") for token_ids in ids]
+
+        def build(tokenizer: Tokenizer) -> list[Prompt]:
+            ids = [_encode(prompt, tokenizer) if isinstance(prompt, str) else prompt for prompt in prompts]
+            return [self._build(token_ids, request.cache_salt, "prompt") for token_ids in ids]
+
+        num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+        cost = sum(map(len, texts)) + num_ids // IDS_PER_COST
+        built: list[Prompt] = await self.run_with_tokenizer(build, cost=cost)
         return await self._with_texts(built, request) if request.echo else built
 
     async def _with_texts(self, built: list[Prompt], request: CompletionRequest) -> list[Prompt]:
@@ -143,5 +153,5 @@ class PromptBuilder:
         return Prompt(token_ids, hash_blocks(token_ids, self._info.block_size, root))
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    return [tokenizer.encode(text) if text else [] for text in texts]
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(text) if text else []

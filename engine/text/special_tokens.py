@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-__all__ = ["SpecialTokenMask"]
+__all__ = ["SpecialTokenMask", "texts_in"]
 
 _PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters without a meaning: the placeholders
 
@@ -26,23 +26,23 @@ class SpecialTokenMask:
     """
 
     def __init__(self, special_tokens: Sequence[str], messages: Sequence[Mapping[str, Any]]) -> None:
-        used = {character for text in _texts(messages) for character in text}
+        used = {character for text in texts_in(messages) for character in text} if special_tokens else ()
         unused = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
         placeholders = dict(zip(special_tokens, islice(unused, len(special_tokens)), strict=True))
         self.masked_messages: list[Any] = [_replace(message, placeholders) for message in messages]
         self.token_of = {placeholder: token for token, placeholder in placeholders.items()}
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
     """Yield each text in nested lists and mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from _texts(inner)
+            yield from texts_in(inner)
     elif isinstance(value, Sequence):
         for inner in value:
-            yield from _texts(inner)
+            yield from texts_in(inner)
 
 
 def _replace(value: Any, replacements: dict[str, str]) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError, RequestError
-from engine.text.special_tokens import SpecialTokenMask
+from engine.text.special_tokens import SpecialTokenMask, texts_in
 
 __all__ = ["Tokenizer", "import_tokenizers"]
 
@@ -58,6 +59,13 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Characters, or bytes, of the longest token. A text has at least its length divided by this tokens."""
         return max(map(len, self._tokenizer.get_vocab()))
+
+    def warm_up(self) -> None:
+        """Read the vocabulary and compile the chat template, for which the first request would have to wait."""
+        assert self.longest_token
+        if self.has_chat_template:
+            with suppress(RequestError):  # a template may refuse these messages
+                self.encode_chat([{"role": "user", "content": "a"}])
 
     @property
     def has_chat_template(self) -> bool:
@@ -170,7 +178,7 @@ class Tokenizer:
                     param="messages",
                     remedy="give mappings with role and content",
                 )
-        mask = SpecialTokenMask(self._special_tokens, messages)
+        mask = SpecialTokenMask(self._spelled_out(messages), messages)
         try:
             rendered = self._tokenizer.apply_chat_template(
                 mask.masked_messages, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -183,11 +191,20 @@ class Tokenizer:
         except RequestError as error:
             raise error.renamed("messages") from None
 
+    def _spelled_out(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+        """Return all special tokens if a text of the messages has one, else none: nearly no message needs a mask."""
+        has_one = self._special_tokens and any(map(self._special_pattern.search, texts_in(messages)))
+        return self._special_tokens if has_one else ()
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._special_tokens)))
+
     def _encode_masked(self, rendered: str, token_of: Mapping[str, str]) -> list[int]:
         """Tokenise rendered text, and the special token that each placeholder stands for as plain text."""
         token_ids: list[int] = []
         start = 0
-        for position, character in enumerate(rendered):
+        for position, character in enumerate(rendered) if token_of else ():
             if character in token_of:
                 token_ids += self.encode(rendered[start:position], add_special_tokens=False)
                 token_ids += self._encode(token_of[character], add_special_tokens=False, split_special_tokens=True)

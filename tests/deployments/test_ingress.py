@@ -14,12 +14,14 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 from starlette.testclient import TestClient
 
+from deployments.api.body import MAX_INLINE_BYTES, parse_body
 from deployments.api.prompts import PromptBuilder
 from deployments.api.protocol import NOT_OFFERED
 from deployments.errors import RequestTimeoutError
 from deployments.routing.cluster_view import cluster_view
 from engine.observability.load import EngineLoad
 from engine.text.tokenizer import Tokenizer
+from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import INFO, FakeEngines, Script, events, output, waiting
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}
@@ -102,6 +104,25 @@ def test_long_prompts_are_tokenised_in_a_thread(tokenizer_path: Path, monkeypatc
     seen = [asyncio.run(builder.run_with_tokenizer(thread, cost=cost)) for cost in (10, 10**6)]
     assert seen[0] == threading.current_thread().name
     assert seen[1].startswith("tokenise")
+
+
+def test_long_bodies_are_parsed_in_a_thread(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+
+    def parse(*args: Any) -> Any:
+        threads.append(threading.current_thread().name.startswith("asyncio_"))
+        return parse_body(*args)
+
+    monkeypatch.setattr("deployments.api.body.parse_body", parse)
+    client = open_client()
+    for size in (1, MAX_INLINE_BYTES):
+        client.post("/v1/completions", json={"prompt": "a" * size})
+    assert threads == [False, True]
+
+
+def test_a_path_answers_no_other_method(client: TestClient) -> None:
+    for method in ("HEAD", "POST", "OPTIONS"):
+        assert client.request(method, "/health").status_code == 405
 
 
 def test_health_follows_the_replicas(client: TestClient, engines: FakeEngines) -> None:

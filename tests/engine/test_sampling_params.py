@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import PromptTooLongError, RequestError
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import _RULES, SamplingParams
 
 BAD: list[tuple[str, Any]] = [
     ("temperature", -0.1),
@@ -275,3 +275,11 @@ def test_a_temperature_that_float32_cannot_tell_from_zero_is_greedy() -> None:
     least = math.nextafter(2.0**-150, 1.0)
     assert np.float32(least) > 0
     assert not SamplingParams(temperature=least, n=3).is_greedy
+
+
+def test_defaults_are_stored_as_their_rules_return_them() -> None:
+    """The constructor does not check a default."""
+    params = SamplingParams()
+    for field in fields(SamplingParams):
+        checked = _RULES[field.name](field.default)
+        assert (type(checked), checked) == (type(getattr(params, field.name)), getattr(params, field.name))
