@@ -265,6 +265,7 @@ def test_a_swapped_prompt_is_still_cached_and_published_anew_when_it_was_evicted
 def test_what_was_computed_before_a_reset_is_not_published_after_it() -> None:
     """A reset comes with new weights: a block that was swapped out, or partly filled, holds the old ones' keys."""
     manager = BlockManager(8, 4, num_host_blocks=8)
+    manager.prefix_cache.reset()  # there may be several
     swapped, running = start(manager, [1, 2, 3, 4, 5]), start(manager, [6, 7])
     for sequence in (swapped, running):
         sequence.num_computed_tokens = sequence.num_tokens
@@ -280,6 +281,32 @@ def test_what_was_computed_before_a_reset_is_not_published_after_it() -> None:
         assert manager.match_prefix(make_sequence(prompt)).num_tokens == 0
     start(manager, [1, 2, 3, 4, 5])
     assert manager.match_prefix(make_sequence([1, 2, 3, 4, 5])).num_tokens == 4
+
+
+@pytest.mark.parametrize("num_tokens", [7, 9])  # in the shared last block, and in one more
+def test_sequences_are_swapped_in_with_exactly_the_blocks_that_were_counted(num_tokens: int) -> None:
+    manager = BlockManager(16, 4, num_host_blocks=8)
+    first = make_sequence(list(range(6)), n=3)
+    manager.allocate(first, 6)
+    first.num_computed_tokens = 6
+    members = [first, *first.group.fork()]
+    for fork in members[1:]:
+        manager.fork(first, fork)
+    for member in members:
+        member.token_ids += range(10, 4 + num_tokens)
+    manager.swap_out(members)
+    num_counted = manager.num_blocks_to_swap_in(members)
+    manager.swap_in(members)
+    for member in members:
+        manager.allocate(member, num_tokens)
+    manager.check_integrity(members)
+    assert manager.pool.counts().used == num_counted
+
+
+def test_drafts_count_the_blocks_that_they_add() -> None:
+    manager = BlockManager(8, 4)
+    sequence = start(manager, list(range(5)))
+    assert [manager.extend(sequence, num_tokens) for num_tokens in (8, 9, 16)] == [0, 1, 1]
 
 
 def test_a_used_block_replaces_its_free_twin_so_that_no_parent_is_evicted_before_its_child() -> None:
