@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import platform
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["describe", "measure_limits", "median_seconds", "synchronize"]
+__all__ = ["describe", "measure_limits", "median_seconds", "release_memory", "synchronize"]
 
 _PACKAGES = ("torch", "triton", "transformers", "flash-attn", "numpy")
 
@@ -67,6 +68,13 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Return the memory of deleted tensors to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _version(package: str) -> str | None:

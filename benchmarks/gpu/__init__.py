@@ -1,4 +1,5 @@
-"""Checks that need a GPU: kernels against references, tokens against transformers, throughput against limits.
+"""Checks that need a GPU: kernels against references, tokens against transformers, speed against limits.
 
-Knows the kernels and the offline LLM; knows nothing of Ray, HTTP or checkpoints, since its models have random weights.
+check.py runs the parts of parts/, each in a process of its own. They know the kernels and the offline LLM, and nothing
+of Ray, HTTP or real checkpoints: their models have random weights.
 """

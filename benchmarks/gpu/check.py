@@ -1,77 +1,89 @@
-"""Check everything that needs a GPU, in one run of under five minutes, and write one JSON.
+"""Check and measure everything that needs a GPU in one run of under nine minutes, and write one JSON.
 
-    python -m benchmarks.gpu.check --out result.json          # full sizes on a GPU, tiny ones on a CPU
-    python -m benchmarks.gpu.check --size tiny --out r.json   # tiny everywhere
+    python -m benchmarks.gpu.check --out result.json                   # full sizes on a GPU, tiny ones on a CPU
+    python -m benchmarks.gpu.check --size tiny --out r.json            # tiny everywhere
+    python -m benchmarks.gpu.check --parts tokens decode_8b --out r.json  # these, and what they need
 
 It needs torch, triton, transformers and what the engine imports; no Ray, no network, no checkpoint: models have random
-weights. flash-attn is checked where it is installed. On a CPU the same code runs with the CPU's kernels, which shows
-that the script works, not that the GPU's kernels do. It exits with 1 if any check failed.
+weights. flash-attn is checked where it is installed. Each part runs in a process of its own, within a limit, and the
+JSON is written after each. On a CPU the same code runs with the CPU's kernels, which shows that the script works, not
+that the GPU's kernels do. It exits with 1 if a part failed or did not run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import shutil
+import signal
 import sys
-import traceback
-from collections.abc import Callable
-from dataclasses import asdict
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from time import monotonic
+from types import FrameType
 
-import torch
+from benchmarks.gpu.part import write_json
+from benchmarks.gpu.parts import PARTS, with_needs
+from benchmarks.gpu.report import summary, to_document
+from benchmarks.gpu.runner import PartOutcome, RunOptions, run_parts
 
-from benchmarks.gpu.kernel_checks import check_attention, check_store_kvcache, time_decode_attention
-from benchmarks.gpu.model_checks import check_tokens, measure_throughput
-from benchmarks.gpu.sizes import FULL, TINY, Sizes
-from benchmarks.machine import describe, measure_limits
+__all__ = ["main"]
 
-__all__ = ["main", "run_checks"]
-
-
-def run_checks(device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """Run every part; a part that fails does not stop the others."""
-    limits: dict[str, float] = {}
-
-    def limits_part() -> dict[str, float]:
-        limits.update(measure_limits(device, copy_bytes=sizes.copy_bytes, matmul_size=sizes.matmul_size))
-        return limits
-
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "limits": limits_part,
-        "store_kvcache": lambda: check_store_kvcache(device),
-        "attention": lambda: check_attention(device),
-        "decode_attention": lambda: time_decode_attention(device, sizes, limits),
-        "tokens": lambda: check_tokens(device),
-        "throughput": lambda: measure_throughput(device, sizes, limits),
-    }
-    result: dict[str, Any] = {"machine": describe(device), "sizes": asdict(sizes), "passed": True, "seconds": {}}
-    for name, part in parts.items():
-        started = perf_counter()
-        try:
-            result[name] = part()
-        except Exception:
-            result[name] = {"passed": False, "error": traceback.format_exc(limit=-6)}
-        result["seconds"][name] = round(perf_counter() - started, 2)
-        result["passed"] &= result[name].get("passed", True)
-        print(f"{name}: {json.dumps(result[name], default=str)[:2000]}", flush=True)
-    return result
+DEADLINE_S = 530.0
+WORK_BYTES = 24 * 2**30  # checkpoints, and room for what torch and Triton write
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run from the command line; return the exit code."""
     parser = argparse.ArgumentParser(description="Check what needs a GPU.")
     parser.add_argument("--out", type=Path, required=True, help="where to write the JSON")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto", help="as torch names it; default: a GPU if there is one")
     parser.add_argument("--size", choices=("auto", "full", "tiny"), default="auto")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help=f"of {', '.join(part.name for part in PARTS)}")
+    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds of the whole run")
+    parser.add_argument(
+        "--work", type=Path, help="directory for checkpoints and logs, which is kept; default: a new one"
+    )
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    full = options.size == "full" or (options.size == "auto" and device.type == "cuda")
-    result = run_checks(device, FULL if full else TINY)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print("passed" if result["passed"] else "FAILED", "in", round(sum(result["seconds"].values()), 1), "s")
-    return 0 if result["passed"] else 1
+    try:
+        parts = with_needs(options.parts or [part.name for part in PARTS])
+    except ValueError as error:
+        parser.error(str(error))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, _exit)  # so that the part's processes end too
+    started = monotonic()
+
+    def write(outcomes: dict[str, PartOutcome]) -> None:
+        complete = len(outcomes) == len(parts)
+        write_json(options.out, to_document(outcomes, seconds=monotonic() - started, complete=complete))
+        name, last = next(reversed(outcomes.items()))
+        print(f"{name}: {last.status} after {last.seconds:.1f} s", *last.faults, last.output_tail, sep="\n", flush=True)
+
+    with _work_directory(options.work) as work:
+        run_options = RunOptions(work, options.deadline, options.device, options.size)
+        outcomes = run_parts(parts, run_options, write)
+    print(f"\n{summary(outcomes)}")
+    passed = all(one.status == "passed" for one in outcomes.values())
+    print("passed" if passed else "FAILED", f"in {monotonic() - started:.0f} s")
+    return 0 if passed else 1
+
+
+@contextmanager
+def _work_directory(given: Path | None) -> Iterator[Path]:
+    """Yield the given directory, or a new one that is removed afterwards, in memory if there is room."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given.resolve()
+        return
+    parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    roomy = [one for one in parents if one.is_dir() and shutil.disk_usage(one).free >= WORK_BYTES]
+    with tempfile.TemporaryDirectory(prefix="pagoda-gpu-check-", dir=(roomy or parents[1:])[0]) as directory:
+        yield Path(directory)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

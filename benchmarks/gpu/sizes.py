@@ -1,58 +1,104 @@
-"""Sizes of a run of the check: a real model's shape on a GPU, a tiny one to test the script."""
+"""Sizes of a run: real models' shapes on a GPU, tiny ones to test the script on a CPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FULL", "TINY", "Sizes"]
+from benchmarks.limits.model_shape import ModelShape
+
+__all__ = ["FULL", "TINY", "Sizes", "TokenLengths"]
+
+QWEN3_0_6B = ModelShape(1024, 3072, 28, 16, 8, 128, 151936)
+QWEN3_8B = ModelShape(4096, 12288, 36, 32, 8, 128, 151936)
+TINY_SHAPE = ModelShape(64, 128, 2, 4, 2, 16, 512)
+
+
+@dataclass(frozen=True)
+class TokenLengths:
+    """Requests whose lengths are drawn uniformly from ranges that include both ends."""
+
+    num_requests: int
+    prompt_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and of the workload."""
+    """Sizes of the models and of the workloads.
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    batches: tuple[int, ...]
-    prompt_tokens: int
-    output_tokens: int
-    attention_context: int
+    Attributes:
+        models: by the name of their checkpoint. Embeddings are shared with the LM head.
+        max_model_len: of the engines that are timed.
+        max_num_batched_tokens: likewise.
+        copy_bytes, matmul_size: of the measurement of the machine's limits.
+        decode_batches: sequences that decode at the same time.
+        decode_context: tokens of each before the first decode.
+        decode_steps: timed steps for each batch.
+        prefills: (prompts, tokens of each), computed at the same time.
+        attention: (num_heads, num_kv_heads, head_dim) of the attention kernels' checks.
+        context: longest context of those checks.
+        timed_attention: (sequences, context) of timed decode attention.
+        offline: nano-vllm's benchmark.
+        options: the workload that compares engine options.
+        peer: the workload that is run with transformers too.
+        token_prompts: number of prompts whose greedy tokens are checked, and tokens of the longest.
+        profiled: (sequences, context) of the decode steps that are profiled.
+    """
+
+    models: dict[str, ModelShape]
+    max_model_len: int
+    max_num_batched_tokens: int
     copy_bytes: int
     matmul_size: int
+    decode_batches: tuple[int, ...]
+    decode_context: int
+    decode_steps: int
+    prefills: tuple[tuple[int, int], ...]
+    attention: tuple[tuple[int, int, int], ...]
+    context: int
+    timed_attention: tuple[tuple[int, int], ...]
+    offline: TokenLengths
+    options: TokenLengths
+    peer: TokenLengths
+    token_prompts: tuple[int, int]
+    profiled: tuple[tuple[int, int], ...]
 
 
-FULL = Sizes(  # Qwen3-0.6B's shape
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    batches=(1, 64, 256),
-    prompt_tokens=256,
-    output_tokens=128,
-    attention_context=4096,
+FULL = Sizes(
+    models={"0.6b": QWEN3_0_6B, "8b": QWEN3_8B},
+    max_model_len=40960,
+    max_num_batched_tokens=8192,
     copy_bytes=4 * 2**30,
     matmul_size=8192,
+    decode_batches=(1, 16, 64, 256),
+    decode_context=1024,
+    decode_steps=24,
+    prefills=((1, 128), (1, 1024), (8, 1024), (1, 8192), (1, 32768)),
+    attention=((16, 8, 128), (32, 8, 128)),
+    context=32768,
+    timed_attention=((1, 1024), (1, 32768), (16, 1024), (16, 8192), (64, 1024), (256, 1024)),
+    offline=TokenLengths(256, (100, 1024), (100, 1024)),
+    options=TokenLengths(64, (256, 512), (64, 128)),
+    peer=TokenLengths(64, (100, 512), (64, 256)),
+    token_prompts=(24, 600),
+    profiled=((1, 1024), (64, 1024), (256, 1024)),
 )
 TINY = Sizes(
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=512,
-    batches=(1, 4),
-    prompt_tokens=24,
-    output_tokens=8,
-    attention_context=64,
+    models={"0.6b": TINY_SHAPE, "8b": TINY_SHAPE},
+    max_model_len=512,
+    max_num_batched_tokens=256,
     copy_bytes=2**20,
     matmul_size=128,
+    decode_batches=(1, 4),
+    decode_context=24,
+    decode_steps=4,
+    prefills=((1, 32), (2, 64)),
+    attention=((4, 2, 16),),
+    context=512,
+    timed_attention=((1, 64), (4, 32)),
+    offline=TokenLengths(8, (8, 24), (8, 24)),
+    options=TokenLengths(4, (16, 32), (4, 8)),
+    peer=TokenLengths(3, (8, 16), (4, 8)),
+    token_prompts=(8, 60),
+    profiled=((2, 24),),
 )

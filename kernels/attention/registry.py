@@ -2,7 +2,7 @@
 
 To add a backend: implement `AttentionBackend` (base.py) in a new module of this folder, and add its line to BACKENDS.
 The names that `EngineConfig` accepts, the choice of "auto", the lists in error messages and the GPU checks of
-benchmarks/gpu/kernel_checks.py follow from the table. Copy the tests of tests/kernels/attention/test_triton_backend.py,
+benchmarks/gpu/backends.py follow from the table. Copy the tests of tests/kernels/attention/test_triton_backend.py,
 which compare a backend with reference.py.
 """
 

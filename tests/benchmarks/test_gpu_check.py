@@ -1,4 +1,4 @@
-"""The script for machines with a GPU runs on a CPU too, so it is tested without a GPU."""
+"""The check for machines with a GPU runs on a CPU too, so its parts are tested without a GPU."""
 
 from __future__ import annotations
 
@@ -6,48 +6,286 @@ import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import DeviceType
+
+import benchmarks.gpu.parts.cuda_graphs as cuda_graphs
+import benchmarks.gpu.parts.tokens as tokens
+from benchmarks.gpu.attention_cases import serving_cases
+from benchmarks.gpu.engines import timed_steps
+from benchmarks.gpu.floors import Limits, decode_step, prefill
+from benchmarks.gpu.kernel_groups import KernelTime, busy_us, group_of, table
+from benchmarks.gpu.paged_batch import PADDING, HeadShape, chunked_reference, make_inputs, worst_error
+from benchmarks.gpu.part import PartResults, read_results
+from benchmarks.gpu.part_run import PartRun
+from benchmarks.gpu.parts import attention, offline
+from benchmarks.gpu.profile import _read
+from benchmarks.gpu.sizes import FULL
+from benchmarks.gpu.token_model import Judge, make_prompts, save_model
+from benchmarks.machine import median_seconds
+from kernels.attention import reference
+from kernels.attention.cpu_backend import CpuBackend
 
 ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
 
 
-def test_check_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
+@pytest.fixture
+def part(tmp_path: Path) -> PartRun:
+    return PartRun("cpu", "tiny", tmp_path, PartResults(tmp_path / "part.json"))
+
+
+def outcome(part: PartRun) -> tuple[dict[str, Any], list[str]]:
+    part.results.finish()
+    return read_results(part.work / "part.json")
+
+
+def test_parts_run_on_the_cpu_and_their_figures_are_in_the_json(tmp_path: Path) -> None:
+    out = tmp_path / "results" / "check.json"
     command = [sys.executable, "-m", "benchmarks.gpu.check", "--device", "cpu", "--size", "tiny", "--out", str(out)]
+    command += ["--parts", "store_kvcache", "decode_0.6b", "--work", str(tmp_path / "work")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(out.read_text())
-    assert result["passed"] is True
-    assert result["machine"]["versions"]["torch"]
-    assert result["store_kvcache"]["cases"] == 27
-    assert result["attention"]["cpu"]["cases"] > 100
-    assert result["tokens"]["default"]["equal"] == result["tokens"]["small pool"]["equal"] == 24
-    assert result["tokens"]["small pool"]["cached_tokens"] > 0
+    document = json.loads(out.read_text())
+    assert document["passed"]
+    assert document["complete"]
+    parts = {name: one["figures"] for name, one in document["parts"].items()}
+    assert list(parts) == ["limits", "store_kvcache", "checkpoint_0.6b", "decode_0.6b"]
+    assert parts["limits"]["machine"]["versions"]["torch"]
+    assert parts["store_kvcache"]["cases"] == 27
     for batch in ("batch 1", "batch 4"):
-        assert result["throughput"][batch]["output_tokens_per_second"] > 0
+        assert parts["decode_0.6b"][batch]["share_of_limit"] > 0
+        assert parts["decode_0.6b"][batch]["engine_milliseconds"]["forward"] > 0
+    assert "decode_0.6b" in done.stdout.splitlines()[-4]  # the table comes last
 
 
-def test_check_fails_when_a_kernel_is_wrong(tmp_path: Path) -> None:
-    """An all-zero attention must not pass."""
-    program = (
-        "import sys, torch; from kernels.attention.cpu_backend import CpuBackend; "
-        "CpuBackend.forward = lambda self, query, *a, **k: torch.zeros_like(query); "
-        "from benchmarks.gpu.check import main; "
-        f"sys.exit(main(['--device', 'cpu', '--size', 'tiny', '--out', {str(tmp_path / 'r.json')!r}]))"
-    )
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PAGODA_CPU_KERNELS": "0"}  # else C does what the backend does
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    result = json.loads((tmp_path / "r.json").read_text())
-    assert not result["attention"]["passed"]
-    assert not result["tokens"]["passed"]
-    assert result["store_kvcache"]["passed"]
+# --- attention --------------------------------------------------------------------------------------------------
+
+
+def test_attention_passes_and_fails_where_a_kernel_is_wrong(part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention.serving_shapes(part)
+    figures, faults = outcome(part)
+    assert not faults
+    assert figures["cpu"]["compared"] == 16
+    assert 0 < figures["cpu"]["worst_share_of_tolerance"] < 0.5
+    monkeypatch.setattr(CpuBackend, "forward", lambda self, inputs: torch.zeros_like(inputs.query))
+    attention.odd_shapes(part)
+    assert len(outcome(part)[1]) > 50
+
+
+def test_the_reference_in_slices_equals_the_whole_one() -> None:
+    lengths = [(1, 40), (33, 70), PADDING, (7, 7)]
+    for window in (None, 9):
+        inputs = make_inputs(lengths, HeadShape(4, 2, 16, 4, torch.float32), CPU, window=window)
+        assert torch.equal(chunked_reference(inputs, scores_bytes=8 * 4 * 70 * 5), reference.attention(inputs))
+        assert inputs.key_cache.isnan().any()  # slots that no token owns
+
+
+def test_one_wrong_block_in_a_long_context_exceeds_the_tolerance() -> None:
+    inputs = make_inputs([(1, 8192)], HeadShape(4, 2, 64, 16), CPU)
+    expected = chunked_reference(inputs)
+    assert worst_error(expected, expected) == 0
+    tables = inputs.metadata.block_tables.clone()
+    tables[0, 5] = tables[0, 6]
+    wrong = chunked_reference(replace(inputs, metadata=replace(inputs.metadata, block_tables=tables)))
+    assert worst_error(wrong, expected) > 2
+    assert worst_error(expected * torch.nan, expected) == float("inf")
+
+
+@pytest.mark.parametrize("heads", FULL.attention)
+def test_the_serving_cases_launch_every_kernel_with_132_multiprocessors(
+    heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an H200: contexts of a few dozen tokens would never be split."""
+    pytest.importorskip("triton")
+    from kernels.attention import triton_backend, triton_kernels
+
+    monkeypatch.setattr(triton_backend, "_num_multiprocessors", lambda device: 132)
+    launched: dict[str, set[Any]] = {}
+    for name in ("mixed_kernel", "split_decode_kernel", "reduce_splits_kernel"):
+
+        def record(*arguments: Any, name: str = name, **options: Any) -> None:
+            launched.setdefault(name, set()).add(options.get("NUM_SPLITS", options.get("ROWS")))
+
+        monkeypatch.setattr(getattr(triton_kernels, name), "run", record)
+    for case in serving_cases(FULL.context):
+        for window in case.windows:
+            small = make_inputs([(query, min(seq, 1)) for query, seq in case.lengths], HeadShape(*heads, 16), CPU)
+            metadata = replace(small.metadata, max_seq_len=max(seq_len for _, seq_len in case.lengths))
+            triton_backend.TritonBackend().forward(replace(small, metadata=metadata, sliding_window=window))
+    assert launched["split_decode_kernel"] == launched["reduce_splits_kernel"] >= {2, 4, 16, 32}
+    assert launched["mixed_kernel"] >= {16, 128}
+
+
+def test_a_replay_that_computes_nothing_is_found(part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_graphs.run(part)
+    figures, faults = outcome(part)
+    assert not faults
+    assert len(figures) == 2 + 4
+
+    def stale(run: Any, device: torch.device) -> Any:
+        run()
+        return lambda: None
+
+    monkeypatch.setattr(cuda_graphs, "captured", stale)
+    cuda_graphs.run(part)
+    assert len(outcome(part)[1]) == 4
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------
+
+
+def test_the_tolerance_of_tokens_rejects_second_best_ones(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    for dtype, share in (("float32", 0.98), ("bfloat16", 0.8)):
+        judge = Judge(tmp_path, dtype, CPU)
+        prompts = make_prompts(8, 60)
+        best: list[list[int]] = []
+        for prompt in prompts:
+            best.append([])
+            for _ in range(4):
+                logits = judge._logits(judge._exact, tuple(prompt), (*best[-1], 0))
+                best[-1].append(int(logits[-1].argmax()))
+        judged = judge.judge(prompts, best)
+        assert judged.shortfall == judged.above == judged.not_first == 0
+        second = []
+        for prompt, answer in zip(prompts, best, strict=True):
+            logits = judge._logits(judge._exact, tuple(prompt), tuple(answer))
+            second.append([*answer[:-1], int(logits[-1].topk(2).indices[1])])
+        judged = judge.judge(prompts, second)
+        assert judged.above >= share / 4  # one token in four was replaced
+        assert judged.not_first == 0.25
+
+
+def test_tokens_pass_and_an_unfound_planted_fault_fails(part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tokens.FAULTS, "none", lambda plan: plan)
+    tokens.run(part, "float32")
+    figures, faults = outcome(part)
+    assert faults == ["cpu, planted: none: only 0.0% of the tokens are found wrong"]
+    assert figures["cpu, default"]["cached_tokens"] > 0
+    assert figures["cpu, drafts"]["accepted_draft_tokens"] > 0
+    for name in tokens.FAULTS.keys() - {"none"}:
+        assert figures[f"cpu, planted: {name}"]["above"] > 0.1
+
+
+def test_wrong_tokens_fail(part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "FAULTS", {})
+    monkeypatch.setattr(CpuBackend, "forward", lambda self, inputs: torch.zeros_like(inputs.query))
+    monkeypatch.setenv("PAGODA_CPU_KERNELS", "0")  # else C does what the backend does
+    from kernels.cpu import library
+
+    library.library.cache_clear()
+    try:
+        tokens.run(part, "float32")
+    finally:
+        library.library.cache_clear()
+    assert any("below the most likely token" in fault for fault in outcome(part)[1])
+
+
+# --- floors -----------------------------------------------------------------------------------------------------
+
+
+def test_floors_are_those_of_the_shapes() -> None:
+    limits = Limits(copy_gb_s=4200, bf16_tflop_s=780)
+    small, large = FULL.models["0.6b"], FULL.models["8b"]
+    floors = [
+        1e3 * decode_step(shape, batch, 1024).floor_s(limits) for shape in (small, large) for batch in (1, 16, 256)
+    ]
+    assert floors == pytest.approx([0.31, 0.73, 7.4, 3.65, 4.2, 12.8], rel=0.03)
+    long = prefill(large, 1, 8192)
+    assert long.floor_s(limits) == pytest.approx(2 * 8192 * large.layer_parameters / 780e12, rel=0.2)
+    assert long.flop > 2 * 8192 * large.layer_parameters
+    figures = decode_step(small, 1, 1024).figures(2 * floors[0] / 1e3, limits)
+    assert figures["share_of_limit"] == pytest.approx(0.5)
+
+
+def test_the_floor_of_an_offline_run_counts_each_decode_step() -> None:
+    limits, shape = Limits(1000, 1e6), FULL.models["0.6b"]
+    steps = [decode_step(shape, 2, 12).floor_s(limits), decode_step(shape, 1, 15).floor_s(limits)]
+    assert offline.floor_s(shape, [(10, 2), (12, 3)], limits) == pytest.approx(sum(steps), rel=1e-2)
+
+
+# --- timing -----------------------------------------------------------------------------------------------------
+
+
+def test_median_seconds_measures_the_call() -> None:
+    calls = []
+
+    def sleep(seconds: float) -> None:
+        calls.append(seconds)
+        time.sleep(seconds)
+
+    short = median_seconds(lambda: sleep(0.01), CPU, warmup=1, repeats=3)
+    assert len(calls) == 4
+    long = median_seconds(lambda: sleep(0.05), CPU, warmup=1, repeats=3)
+    assert 0.01 <= short < 0.05 <= long < 0.5
+
+
+def test_timed_steps_measure_the_engines_steps(part: PartRun) -> None:
+    durations = [0.2] * 3 + [0.02, 0.04, 0.06]  # the warm-up does not count
+    engine = SimpleNamespace(step=lambda: time.sleep(durations.pop(0)), observers=SimpleNamespace(members=[]))
+    seconds, _ = timed_steps(part, engine, 3)  # type: ignore[arg-type]
+    assert 0.04 <= seconds < 0.06
+    assert not durations
+    assert engine.observers.members == []
+
+
+# --- the table of a step's time ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "range", "group"),
+    [
+        ("nvjet_sm90_tst_64x8", None, "linear"),
+        ("void cutlass::Kernel2<cutlass_80_wmma>", "rotary", "linear"),
+        ("split_decode_kernel", "rotary", "attention"),
+        ("_store_kernel", "rotary", "store_kvcache"),
+        ("void at::native::elementwise_kernel<128>", "rotary", "rotary"),
+        ("void at::native::elementwise_kernel<128>", "sampling", "sampling"),
+        ("nvjet_sm90_tst_64x8", "sampling", "sampling"),
+        ("Memcpy HtoD (Pinned -> Device)", None, "copies"),
+        ("triton_fused_norm", None, "norm"),
+        ("void at::native::vectorized_elementwise_kernel<4>", None, "other"),
+    ],
+)
+def test_a_kernels_group(name: str, range: str | None, group: str) -> None:
+    assert group_of(KernelTime(name, 0, 1, range)) == group
+
+
+def test_the_table_sums_times_by_group_and_counts_overlaps_once() -> None:
+    kernels = [KernelTime("gemm", 0, 2000), KernelTime("gemm", 1000, 3000), KernelTime("Memcpy", 5000, 6000)]
+    found = table(kernels, num_steps=2)
+    assert found["groups"] == {
+        "linear": {"milliseconds": 2.0, "launches": 1.0},
+        "copies": {"milliseconds": 0.5, "launches": 0.5},
+    }
+    assert [one["name"] for one in found["kernels"]] == ["gemm", "Memcpy"]
+    assert busy_us(kernels) == 4000
+
+
+def test_the_profilers_events_become_kernels_and_host_calls() -> None:
+    def event(name: str, device: DeviceType, start: float = 0, end: float = 0, **more: Any) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end)
+        fields = {"name": name, "device_type": device, "time_range": span, "kernels": [], "cpu_parent": None}
+        return SimpleNamespace(**(fields | more))
+
+    outer = event("step: norm", DeviceType.CPU)
+    kernel = SimpleNamespace(name="elementwise", duration=5)
+    events = [
+        outer,
+        event("aten::mul", DeviceType.CPU, kernels=[kernel], cpu_parent=outer),
+        event("cudaLaunchKernel", DeviceType.CPU),
+        event("elementwise", DeviceType.CUDA, 10, 15),
+        event("step: norm", DeviceType.CUDA, 10, 15),  # the range as it appears on the GPU
+    ]
+    profile = _read(events)
+    assert profile.kernels == [KernelTime("elementwise", 10, 15, "norm")]
+    assert profile.host_calls == {"cudaLaunchKernel": 1}

@@ -1,0 +1,62 @@
+"""The least time of a step: the bytes it must read and the operations it must do, at the machine's measured rates.
+
+Counted are the weights of the linears and, once a step, the keys and values; arithmetic of linears and attention. Not
+counted are norms, rotary embedding, activations and sampling. Weights, keys and values are bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.limits.model_shape import WEIGHT_BYTES, ModelShape
+
+__all__ = ["Limits", "Work", "decode_step", "prefill"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Rates of this machine, measured in the same run."""
+
+    copy_gb_s: float  # bytes read and written
+    bf16_tflop_s: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What must be moved and computed."""
+
+    num_bytes: float
+    flop: float
+
+    def floor_s(self, limits: Limits) -> float:
+        """Return the least time, in seconds."""
+        return max(self.num_bytes / (limits.copy_gb_s * 1e9), self.flop / (limits.bf16_tflop_s * 1e12))
+
+    def figures(self, seconds: float, limits: Limits) -> dict[str, float]:
+        """Return the time in milliseconds beside the floor, and the share of the limit that it reaches."""
+        floor = self.floor_s(limits)
+        return {"milliseconds": 1e3 * seconds, "floor_milliseconds": 1e3 * floor, "share_of_limit": floor / seconds}
+
+
+def decode_step(shape: ModelShape, batch: int, context: float) -> Work:
+    """Return the work of one decode step of ``batch`` sequences with ``context`` tokens each."""
+    parameters = shape.layer_parameters + shape.head_parameters
+    return Work(
+        num_bytes=WEIGHT_BYTES * parameters + batch * context * shape.kv_bytes_per_token,
+        flop=2 * batch * parameters + batch * _attention_flop(shape, context),
+    )
+
+
+def prefill(shape: ModelShape, prompts: int, tokens: int) -> Work:
+    """Return the work of computing prompts of ``tokens`` tokens and the logits of the last one of each."""
+    linears = tokens * shape.layer_parameters + shape.head_parameters
+    return Work(
+        num_bytes=WEIGHT_BYTES * (shape.layer_parameters + shape.head_parameters)
+        + prompts * tokens * shape.kv_bytes_per_token,
+        flop=prompts * (2 * linears + _attention_flop(shape, tokens * (tokens + 1) / 2)),
+    )
+
+
+def _attention_flop(shape: ModelShape, pairs: float) -> float:
+    """Return the operations of Q K^T and of the product with V for so many pairs of query and key, in all layers."""
+    return 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers

@@ -1,0 +1,23 @@
+"""Writes a checkpoint with random weights, which later parts load; an earlier run's is kept."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from benchmarks.gpu.checkpoint import write_checkpoint
+from benchmarks.gpu.part_run import PartRun
+
+__all__ = ["run"]
+
+
+def run(part: PartRun, model: str) -> None:
+    """Write the model ``model`` of the sizes to a directory of that name."""
+    directory = part.work / model
+    if (directory / "config.json").exists():
+        part.record("summary", ["kept from an earlier run"])
+        return
+    started = perf_counter()
+    shape = part.sizes.models[model]
+    parameters = write_checkpoint(directory, shape, part.device, max_model_len=part.sizes.max_model_len)
+    part.record("parameters", parameters)
+    part.record("seconds", perf_counter() - started)

@@ -1,0 +1,31 @@
+"""Decode steps of one model at several batch sizes, beside the time to read its weights, keys and values."""
+
+from __future__ import annotations
+
+from benchmarks.gpu.engines import decoding, loaded, timed_steps
+from benchmarks.gpu.floors import decode_step
+from benchmarks.gpu.part_run import PartRun
+
+__all__ = ["run"]
+
+
+def run(part: PartRun, model: str) -> None:
+    """Record the time of a greedy decode step at each batch size, and the engine's own times of its phases."""
+    sizes, limits, shape = part.sizes, part.limits, part.sizes.models[model]
+    lines = []
+    with loaded(part, model, max_num_seqs=max(sizes.decode_batches)) as llm:
+        part.record("attention_backend", llm.engine.info.attention_backend)
+        for batch in sizes.decode_batches:
+            with decoding(llm, batch, sizes.decode_context, steps=sizes.decode_steps + 3, seed=batch) as engine:
+                seconds, recorder = timed_steps(part, engine, sizes.decode_steps)
+            figures = decode_step(shape, batch, sizes.decode_context).figures(seconds, limits)
+            tokens_per_s = batch / seconds
+            part.record(
+                f"batch {batch}",
+                figures | {"output_tokens_per_s": tokens_per_s, "engine_milliseconds": recorder.medians()},
+            )
+            lines.append(
+                f"batch {batch:4} x {sizes.decode_context}: {1e3 * seconds:8.2f} ms, floor "
+                f"{figures['floor_milliseconds']:6.2f}, {figures['share_of_limit']:4.0%}, {tokens_per_s:8.0f} tokens/s"
+            )
+            part.record("summary", lines)

@@ -1,0 +1,117 @@
+"""The engine's greedy tokens against transformers, judged by teacher forcing (token_model.py).
+
+The tolerance is checked too: tokens of an engine with a planted fault must exceed it, and so must nearly all
+second-best tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.backends import block_size_for, has_dtype, usable_backends
+from benchmarks.gpu.engines import StepRecorder, generate, loaded
+from benchmarks.gpu.part_run import PartRun
+from benchmarks.gpu.token_model import MAX_TOKENS, Judge, Judgement, make_prompts, save_model
+from engine.llm import LLM
+from engine.worker.step_plan import StepPlan
+from kernels.attention.base import AttentionBackend
+
+__all__ = ["FAULTS", "run"]
+
+MODEL = "tokens"
+MAX_RUNNER_UPS = {"float32": 0.02, "bfloat16": 0.2}  # share of second-best tokens that may be tolerated
+MAX_NOT_FIRST = {"float32": 0.01, "bfloat16": 0.05}  # share of tokens that rounding may change
+LEAST_FOUND = 0.02  # share of the tokens after a planted fault that must be found wrong
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+
+
+def run(part: PartRun, dtype: str) -> None:
+    """Judge the answers of each backend: with defaults, with a small pool and budget, and with drafts."""
+    import torch
+
+    save_model(part.work / MODEL)
+    judge = Judge(part.work / MODEL, dtype, part.device)
+    prompts = make_prompts(*part.sizes.token_prompts)
+    backends = [one for one in usable_backends(part) if has_dtype(one, getattr(torch, dtype))]
+    if not backends:
+        part.fault(f"no attention backend computes {dtype}")
+    for backend in backends:
+        options = {"dtype": dtype, "attention_backend": backend.name}
+        for name, more in _cases(backend, max(map(len, prompts)) + MAX_TOKENS).items():
+            with _engine(part, options | more) as llm:
+                _check_case(part, f"{backend.name}, {name}", llm, judge, prompts)
+        for name, plant in FAULTS.items():
+            with _engine(part, options) as llm:
+                _check_fault(part, f"{backend.name}, planted: {name}", llm, judge, prompts, plant)
+
+
+def _engine(part: PartRun, options: dict[str, Any]) -> Any:
+    memory = {} if "num_blocks" in options else {"kv_cache_memory": "64MiB"}
+    return loaded(part, MODEL, **({"enable_prefix_caching": True, "max_num_batched_tokens": 2048} | memory | options))
+
+
+def _cases(backend: AttentionBackend, longest: int) -> dict[str, dict[str, Any]]:
+    """Return engine options; the small pool hardly holds the longest request, so that sequences are preempted."""
+    block_size = block_size_for(backend, 16)
+    small = {"block_size": block_size, "num_blocks": -(-longest // block_size) + 2, "max_num_batched_tokens": 64}
+    return {"default": {}, "small pool": small | {"kv_cache_memory": None}, "drafts": {"speculative_config": DRAFTS}}
+
+
+def _check_case(part: PartRun, name: str, llm: LLM, judge: Judge, prompts: list[list[int]]) -> None:
+    recorder = StepRecorder()
+    llm.engine.observers.members.append(recorder)
+    outputs = generate(llm, prompts, [MAX_TOKENS] * len(prompts))
+    judged = judge.judge(prompts, [one.outputs[0].token_ids for one in outputs])
+    figures = asdict(judged) | {
+        "cached_tokens": sum(one.num_cached_tokens for one in outputs),
+        "draft_tokens": recorder.num_draft_tokens,
+        "accepted_draft_tokens": recorder.num_accepted_tokens,
+    }
+    part.record(name, figures)
+    if judged.above > 0:
+        part.fault(f"{name}: {judged.shortfall:.2g} below the most likely token, tolerance {judged.tolerance:.2g}")
+    if judged.not_first > MAX_NOT_FIRST[llm.config.dtype]:
+        part.fault(f"{name}: {judged.not_first:.1%} of the tokens are not the most likely ones")
+    if judged.runner_up_within > MAX_RUNNER_UPS[llm.config.dtype]:
+        part.fault(f"{name}: the tolerance would accept {judged.runner_up_within:.0%} of the second-best tokens")
+    if llm.config.speculative_config is not None and not recorder.num_accepted_tokens:
+        part.fault(f"{name}: none of {recorder.num_draft_tokens} draft tokens was accepted, so none was tested")
+
+
+def _check_fault(
+    part: PartRun, name: str, llm: LLM, judge: Judge, prompts: list[list[int]], plant: Callable[[StepPlan], StepPlan]
+) -> None:
+    workers: Any = llm.engine.runner.workers  # type: ignore[attr-defined]
+    execute = workers.execute
+    workers.execute = lambda plan, *more, **named: execute(plant(plan), *more, **named)
+    outputs = generate(llm, prompts, [MAX_TOKENS] * len(prompts))
+    judged: Judgement = judge.judge(prompts, [one.outputs[0].token_ids for one in outputs])
+    part.record(name, {"above": judged.above, "not_first": judged.not_first})
+    if judged.above < LEAST_FOUND or judged.not_first <= MAX_NOT_FIRST[llm.config.dtype]:
+        part.fault(f"{name}: only {judged.above:.1%} of the tokens are found wrong")
+
+
+def _decode_positions_off_by_one(plan: StepPlan) -> StepPlan:
+    """Shift the decodes alone: a shift of all positions changes nothing with rotary embeddings."""
+    decodes = np.diff(plan.cu_seqlens_q) == 1
+    positions = plan.positions.copy()
+    positions[plan.cu_seqlens_q[:-1][decodes]] += 1
+    return replace(plan, positions=positions)
+
+
+def _first_blocks_swapped(plan: StepPlan) -> StepPlan:
+    """Let each sequence of a decode step read another one's first block."""
+    tables = plan.block_tables.copy()
+    if plan.max_query_len == 1:
+        tables[:, 0] = np.roll(tables[:, 0], 1)
+    return replace(plan, block_tables=tables)
+
+
+FAULTS: dict[str, Callable[[StepPlan], StepPlan]] = {
+    "positions of decodes are off by one": _decode_positions_off_by_one,
+    "a KV block of another sequence": _first_blocks_swapped,
+}

@@ -1,0 +1,176 @@
+"""The runner of the GPU check, with planted faults: one part's end must not touch the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.part import Part, PartResults, read_results, write_json
+from benchmarks.gpu.parts import PARTS, with_needs
+from benchmarks.gpu.report import summary, to_document
+from benchmarks.gpu.runner import PartOutcome, RunOptions, run_parts
+
+ROOT = Path(__file__).parents[2]
+
+
+def fault(name: str, limit_s: float = 60.0, needs: tuple[str, ...] = ()) -> Part:
+    return Part(name, f"tests.benchmarks.gpu_faults:{name}", 0.0, limit_s, needs)
+
+
+def run(tmp_path: Path, *parts: Part, deadline_s: float = 120.0) -> dict[str, PartOutcome]:
+    documents: list[str] = []
+
+    def check_json(outcomes: dict[str, PartOutcome]) -> None:
+        write_json(tmp_path / "out.json", to_document(outcomes, seconds=1.0, complete=len(outcomes) == len(parts)))
+        documents.append((tmp_path / "out.json").read_text())
+
+    options = RunOptions(tmp_path, deadline_s, device="cpu", size="tiny")
+    outcomes = run_parts(parts, options, check_json)
+    assert len(documents) == len(parts)  # written after each part
+    last = json.loads(documents[-1])
+    assert list(last["parts"]) == [part.name for part in parts]
+    assert last["passed"] == all(one.status == "passed" for one in outcomes.values())
+    return outcomes
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def ends_soon(pid: int) -> bool:
+    for _ in range(100):
+        if not is_alive(pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "output"),
+    [
+        ("raises", "RuntimeError: planted error", "gpu_faults.py"),
+        ("finds_a_fault", "planted fault", ""),
+        ("aborts", "SIGABRT", "last words"),
+        ("segfaults", "SIGSEGV", "segfaults"),  # the name of the function, in the stack
+        ("runs_out_of_memory", "MemoryError", "gpu_faults.py"),
+        ("is_killed", "the kernel sends it when memory runs out", ""),
+        ("exits", "did not come to its end", ""),
+        ("records_nan", "ValueError", "gpu_faults.py"),
+        ("writes_garbage", "cannot be read", ""),
+        ("writes_other_json", "cannot be read", ""),
+    ],
+)
+def test_a_fault_is_recorded_and_the_next_part_runs(tmp_path: Path, name: str, expected: str, output: str) -> None:
+    outcomes = run(tmp_path, fault(name), fault("passes"))
+    assert outcomes[name].status == "failed"
+    assert expected in " ".join(outcomes[name].faults)
+    assert output in outcomes[name].output_tail
+    assert outcomes["passes"] == replace(outcomes["passes"], status="passed", figures={"figure": 1}, faults=[])
+    assert outcomes[name].faults[0][:20] in summary(outcomes)
+
+
+def test_figures_of_a_part_that_aborts_are_kept(tmp_path: Path) -> None:
+    outcomes = run(tmp_path, fault("aborts"))
+    assert outcomes["aborts"].figures == {"figure": 1}
+
+
+def test_a_hanging_part_is_killed_with_its_children(tmp_path: Path) -> None:
+    started = time.monotonic()
+    outcomes = run(tmp_path, fault("hangs_with_a_child", limit_s=8.0), fault("passes"))
+    assert time.monotonic() - started < 60
+    hanging = outcomes["hangs_with_a_child"]
+    assert hanging.status == "failed"
+    assert "more than 8 s" in hanging.faults[0]
+    assert "in hangs_with_a_child" in hanging.output_tail  # where it hung
+    assert ends_soon(hanging.figures["child"])
+    assert outcomes["passes"].status == "passed"
+
+
+def test_children_that_a_part_leaves_are_killed(tmp_path: Path) -> None:
+    outcomes = run(tmp_path, fault("leaves_a_child"))
+    assert outcomes["leaves_a_child"].status == "passed"
+    assert ends_soon(outcomes["leaves_a_child"].figures["child"])
+
+
+def test_parts_after_the_deadline_or_a_failed_need_do_not_run(tmp_path: Path) -> None:
+    slow = replace(fault("passes"), name="slow", expected_s=1000.0)
+    outcomes = run(tmp_path, slow, replace(fault("passes"), name="dependent", needs=("slow",)), deadline_s=100.0)
+    assert [one.status for one in outcomes.values()] == ["not run", "not run"]
+    assert "takes about 1000 s" in outcomes["slow"].faults[0]
+    assert "needs 'slow'" in outcomes["dependent"].faults[0]
+    assert not to_document(outcomes, seconds=1.0, complete=True)["passed"]
+
+
+def test_the_deadline_shortens_the_last_parts_limit(tmp_path: Path) -> None:
+    outcomes = run(tmp_path, fault("hangs_with_a_child", limit_s=600.0), deadline_s=6.0)
+    assert 5.0 < outcomes["hangs_with_a_child"].seconds < 30.0
+
+
+def test_an_incomplete_run_has_not_passed(tmp_path: Path) -> None:
+    outcomes = {"one": PartOutcome("passed", 1.0, [], {})}
+    assert not to_document(outcomes, seconds=1.0, complete=False)["passed"]
+    assert to_document(outcomes, seconds=1.0, complete=True)["passed"]
+
+
+def test_sigterm_ends_the_run_and_its_part(tmp_path: Path) -> None:
+    program = (
+        "import benchmarks.gpu.check as check; from benchmarks.gpu.part import Part; "
+        "check.with_needs = lambda names: [Part('hang', 'tests.benchmarks.gpu_faults:hangs_with_a_child', 0.0, 60.0)]; "
+        f"check.main(['--device', 'cpu', '--out', {str(tmp_path / 'o.json')!r}, '--work', {str(tmp_path)!r}])"
+    )
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    wait_until(lambda: "child" in read_results(tmp_path / "hang.json")[0])
+    child = read_results(tmp_path / "hang.json")[0]["child"]
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(timeout=30) == 128 + signal.SIGTERM
+    assert ends_soon(child)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("waited for a minute")
+
+
+def test_results_on_disk_are_always_whole(tmp_path: Path) -> None:
+    results = PartResults(tmp_path / "r.json")
+    assert read_results(tmp_path / "r.json") == ({}, ["it did not come to its end"])
+    results.record("a", [1])
+    assert read_results(tmp_path / "r.json") == ({"a": [1]}, ["it did not come to its end"])
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        results.record("b", {"c": float("inf")})
+    results.finish()
+    assert read_results(tmp_path / "r.json") == ({"a": [1]}, [])
+
+
+def test_the_tables_parts_exist_and_their_needs_come_first() -> None:
+    from importlib import import_module
+
+    seen: set[str] = set()
+    for part in PARTS:
+        module, _, function = part.target.partition(":")
+        assert callable(getattr(import_module(module), function))
+        assert set(part.needs) <= seen, part
+        assert 0 < part.expected_s < part.limit_s
+        seen.add(part.name)
+    assert len(seen) == len(PARTS)
+
+
+def test_chosen_parts_bring_what_they_need() -> None:
+    assert [part.name for part in with_needs(["checkpoint_8b"])] == ["limits", "checkpoint_8b"]
+    with pytest.raises(ValueError, match="'checkpoint_9b' is no part; choose of limits"):
+        with_needs(["checkpoint_9b"])
