@@ -25,7 +25,8 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/e2e
 
 test-gpu-rehearsal: $(REHEARSAL)/.installed
-	PAGODA_GPU_REHEARSAL=1 OMP_NUM_THREADS=1 $(REHEARSAL)/bin/python -m pytest tests/gpu_rehearsal
+	PAGODA_GPU_REHEARSAL=1 OMP_NUM_THREADS=1 $(REHEARSAL)/bin/python -m pytest --numprocesses 2 --dist loadfile \
+	  tests/gpu_rehearsal
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -27,10 +27,19 @@ if _IS_REHEARSAL:
 
         found: dict[str, object] = {}
         for name, scenario in SCENARIOS.items():
+            if name == "flash_attn":  # it is compared with Triton
+                continue
             options = {**OPTIONS, **scenario.options, "device": "cpu", "tensor_parallel_size": 1}
             llm = LLM(DEMO_MODEL, **options)
             found[name] = answers(generate(llm, scenario))
         return found
+
+    @pytest.fixture
+    def gpu_with_flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
+        """The same with flash-attn."""
+        with simulated(monkeypatch, has_flash_attn=True) as rehearsal:
+            yield rehearsal
+            rehearsal.machine.check()
 
     @pytest.fixture
     def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:

@@ -35,6 +35,9 @@ class _Copy:
 class HostMemory:
     """What CUDA knows about the host's memory.
 
+    Attributes:
+        num_registered: pieces of memory that cudaHostRegister has pinned.
+
     Args:
         on_fault: receives the description of a copy whose source changed too early.
     """
@@ -42,6 +45,7 @@ class HostMemory:
     def __init__(self, on_fault: Callable[[str], None]) -> None:
         self._on_fault = on_fault
         self._pinned: dict[int, int] = {}  # start: end
+        self.num_registered = 0  # by cudaHostRegister
         self._kept: list[torch.Tensor] = []  # torch's allocator keeps pinned memory, so no pageable tensor gets it
         self._pending: dict[int, deque[_Copy]] = defaultdict(deque)  # by device, oldest first
         self._num_started: dict[int, int] = defaultdict(int)  # copies ever started, by device
@@ -49,16 +53,19 @@ class HostMemory:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Declare a new tensor's memory pinned, and return it."""
         self._kept.append(tensor)
-        self.register(tensor.data_ptr(), tensor.nbytes)
+        self._pinned[tensor.data_ptr()] = tensor.data_ptr() + tensor.nbytes
         return tensor
 
     def register(self, start: int, num_bytes: int) -> None:
         """cudaHostRegister."""
         self._pinned[start] = start + num_bytes
+        self.num_registered += 1
 
     def unregister(self, start: int) -> bool:
         """cudaHostUnregister; False if the memory is not registered."""
-        return self._pinned.pop(start, None) is not None
+        was_pinned = self._pinned.pop(start, None) is not None
+        self.num_registered -= was_pinned
+        return was_pinned
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether the whole tensor is in pinned memory."""

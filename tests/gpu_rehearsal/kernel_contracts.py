@@ -1,10 +1,12 @@
 """The contract of each Triton kernel: what a launch must pass, and what it computes.
 
-A launch that breaks its contract would read or write wrong memory on a GPU, mostly without an error.
+Each function here checks a launch and returns what computes its result. A launch that breaks its contract would read or
+write wrong memory on a GPU, mostly without an error.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -16,6 +18,9 @@ from kernels.attention.base import AttentionInputs
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["CONTRACTS", "ContractError", "check_metadata", "plain"]
+
+
+Compute = Callable[[], object]
 
 
 class ContractError(AssertionError):
@@ -46,7 +51,7 @@ def require_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: 
 # --- store_kvcache -------------------------------------------------------------------------------------------------
 
 
-def store(call: Any, grid: tuple[int, ...]) -> None:
+def store(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.store_kvcache."""
     num_tokens, num_heads, head_dim = call.key.shape
     _, block_size, *_ = call.key_cache.shape
@@ -63,10 +68,14 @@ def store(call: Any, grid: tuple[int, ...]) -> None:
     require((num_heads, head_dim) == (call.NUM_KV_HEADS, call.HEAD_DIM), "constants do not match the cache")
     slots, num_slots = plain(call.slot_mapping), call.key_cache.shape[0] * block_size
     require(bool(((slots >= -1) & (slots < num_slots)).all()), f"slot_mapping leaves the {num_slots} slots")
-    written = slots >= 0
-    for name in ("key", "value"):
-        cache = plain(getattr(call, f"{name}_cache")).view(num_slots, num_heads, head_dim)
-        cache[slots[written]] = plain(getattr(call, name))[written]
+
+    def compute() -> None:
+        written = slots >= 0
+        for name in ("key", "value"):
+            cache = plain(getattr(call, f"{name}_cache")).view(num_slots, num_heads, head_dim)
+            cache[slots[written]] = plain(getattr(call, name))[written]
+
+    return compute
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -139,7 +148,7 @@ def _attended(call: Any, metadata: AttentionMetadata) -> torch.Tensor:
     return attention_reference.attention(AttentionInputs(*tensors, batch, call.scale, call.WINDOW or None))
 
 
-def mixed(call: Any, grid: tuple[int, ...]) -> None:
+def mixed(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.attention.triton_kernels.mixed_kernel."""
     metadata = _check_attention(call, grid)
     _check_output(call)
@@ -148,10 +157,10 @@ def mixed(call: Any, grid: tuple[int, ...]) -> None:
     bounds = plain(call.cu_seqlens_q).tolist()
     tiles = [start // queries + i - (start - end) // queries for i, (start, end) in enumerate(pairwise(bounds))]
     require(max(tiles) <= grid[0], f"{grid[0]} tiles do not cover the queries, which need {max(tiles)}")
-    plain(call.output).copy_(_attended(call, metadata))
+    return lambda: plain(call.output).copy_(_attended(call, metadata))
 
 
-def split_decode(call: Any, grid: tuple[int, ...]) -> None:
+def split_decode(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.attention.triton_kernels.split_decode_kernel: here the first split sees all keys."""
     metadata = _check_attention(call, grid)
     num_tokens, num_heads, head_dim = call.query.shape
@@ -161,13 +170,16 @@ def split_decode(call: Any, grid: tuple[int, ...]) -> None:
     require(call.split_output.is_contiguous() and call.split_lse.is_contiguous(), "splits are not contiguous")
     require(metadata.max_query_len <= 1, "a sequence has more than one query")
     require(tuple(grid) == (metadata.num_seqs, call.key_cache.shape[2], call.NUM_SPLITS), f"grid {grid}")
-    attended = _attended(call, metadata)
-    first = plain(call.cu_seqlens_q)[:-1].long().clamp(max=num_tokens - 1)
-    plain(call.split_output).zero_()[:, :, 0] = attended[first].float()
-    plain(call.split_lse).fill_(-torch.inf)[:, :, 0] = 0.0
+
+    def compute() -> None:
+        first = plain(call.cu_seqlens_q)[:-1].long().clamp(max=num_tokens - 1)
+        plain(call.split_output).zero_()[:, :, 0] = _attended(call, metadata)[first].float()
+        plain(call.split_lse).fill_(-torch.inf)[:, :, 0] = 0.0
+
+    return compute
 
 
-def reduce_splits(call: Any, grid: tuple[int, ...]) -> None:
+def reduce_splits(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.attention.triton_kernels.reduce_splits_kernel."""
     _check_output(call)
     num_seqs, num_heads, num_splits, head_dim = call.split_output.shape
@@ -177,11 +189,15 @@ def reduce_splits(call: Any, grid: tuple[int, ...]) -> None:
     require((head_dim, num_splits) == (call.HEAD_DIM, call.NUM_SPLITS), "constants do not match the splits")
     require(num_splits & (num_splits - 1) == 0, f"NUM_SPLITS {num_splits} is not a power of two")
     require(tuple(grid) == (num_seqs, num_heads), f"the grid {grid} is not one program for each head")
-    weights = torch.softmax(plain(call.split_lse) * torch.log(torch.tensor(2.0)), dim=-1)
-    combined = (plain(call.split_output) * weights.unsqueeze(-1)).sum(dim=2)
-    for sequence, (start, end) in enumerate(pairwise(plain(call.cu_seqlens_q).tolist())):
-        if end > start:
-            plain(call.output)[start] = combined[sequence].to(call.output.dtype)
+
+    def compute() -> None:
+        weights = torch.softmax(plain(call.split_lse) * math.log(2.0), dim=-1)
+        combined = (plain(call.split_output) * weights.unsqueeze(-1)).sum(dim=2)
+        for sequence, (start, end) in enumerate(pairwise(plain(call.cu_seqlens_q).tolist())):
+            if end > start:
+                plain(call.output)[start] = combined[sequence].to(call.output.dtype)
+
+    return compute
 
 
 def _check_output(call: Any) -> None:
@@ -191,7 +207,7 @@ def _check_output(call: Any) -> None:
         require_tensor("output", call.output, call.query.dtype, *call.query.shape)
 
 
-CONTRACTS: dict[str, Callable[[Any, tuple[int, ...]], None]] = {
+CONTRACTS: dict[str, Callable[[Any, tuple[int, ...]], Compute]] = {
     "_store_kernel": store,
     "mixed_kernel": mixed,
     "split_decode_kernel": split_decode,

@@ -8,6 +8,7 @@ checks the arguments and computes the result.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -40,6 +41,8 @@ class Launches:
         compiles: whether Triton compiles each variant, to machine code for sm_90; else only its key is noted.
         variants: each (kernel, key) that was launched, with the line of its first launch.
         counts: launches of each kernel.
+        arguments: the integers that each kernel got, by "kernel.argument".
+        computes: whether launches compute their results; else they only check their arguments.
         is_serving: the engine has said that it is ready: a variant that is new now is an error.
     """
 
@@ -47,6 +50,8 @@ class Launches:
     compiles: bool = False
     variants: dict[tuple[str, str], str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    arguments: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    computes: bool = True
     is_serving: bool = False
     num_compiled: int = 0
 
@@ -101,6 +106,8 @@ class Launches:
         bound = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in options.items() if k in names})
         index = self.machine.current_device
         for parameter, value in bound.arguments.items():
+            if isinstance(value, int):
+                self.arguments[f"{name}.{parameter}"].add(value)
             if isinstance(value, torch.Tensor) and not isinstance(value, DeviceTensor):
                 raise ValueError(f"Pointer argument {parameter} of {name} cannot be accessed from Triton (cpu tensor?)")
             if isinstance(value, DeviceTensor) and value.device.index != index:
@@ -109,6 +116,8 @@ class Launches:
         self.machine.launch(index)
         try:
             with _disable_current_modes():
-                CONTRACTS[name](SimpleNamespace(**bound.arguments), grid)
+                compute = CONTRACTS[name](SimpleNamespace(**bound.arguments), grid)
+                if self.computes:
+                    compute()
         except ContractError as error:
             raise ContractError(f"{name}: {error}, launched at {caller_line()}") from error

@@ -103,6 +103,11 @@ SCENARIOS: dict[str, Scenario] = {
         [30, 20],
         {"num_blocks": 18, "block_size": 4, "swap_space_gib": 0.01, "max_num_seqs": 8},
     ),
+    "flash_attn": Scenario(
+        [PARAMS[name] for name in ("greedy", "top_p", "three answers", "prompt_logprobs", "drawn")],
+        [30, 5, 150, 1],
+        {"dtype": "bfloat16", "block_size": 256, "num_blocks": 32},
+    ),
     "two ranks": Scenario(
         [PARAMS[name] for name in ("greedy", "three answers", "beams", "everything", "regex")],
         [30, 20],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
+from engine.errors import ConfigError
 from tests.gpu_rehearsal.rehearsal import Rehearsal
 from tests.gpu_rehearsal.scenarios import SCENARIOS, answers, generate, watch
 
@@ -17,7 +20,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_scenario(name: str, cpu_answers: dict[str, object], gpu: Rehearsal) -> None:
     scenario = SCENARIOS[name]
     gpu.machine.max_waits = scenario.max_waits
@@ -30,3 +33,36 @@ def test_a_scenario(name: str, cpu_answers: dict[str, object], gpu: Rehearsal) -
     assert max(seen.waits) == scenario.max_waits
     assert answers(outputs) == cpu_answers[name]
     gpu.machine.check()
+
+
+def test_flash_attn_answers_as_triton_does(gpu_with_flash_attn: Rehearsal) -> None:
+    """Both compute attention in float64 here, so bfloat16 tokens are equal too."""
+    gpu, found = gpu_with_flash_attn, {}
+    scenario = SCENARIOS["flash_attn"]
+    for name in ("auto", "triton"):
+        llm = gpu.start(attention_backend=name, **scenario.options)
+        found[llm.engine.info.attention_backend] = answers(generate(llm, scenario))
+    gpu.machine.check()
+    assert found["flash_attn"] == found["triton"]
+    assert gpu.launches.counts["mixed_kernel"]
+
+
+def test_the_size_of_the_cache_is_measured(gpu: Rehearsal) -> None:
+    llm = gpu.start(num_blocks=None, max_num_seqs=4)
+    assert 0 < llm.engine.info.num_blocks <= 4 * 1024 // 16
+    generate(llm, SCENARIOS["one at a time"])
+    gpu.machine.check()
+
+
+def test_a_cache_that_the_gpu_cannot_hold(gpu: Rehearsal) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        gpu.start(num_blocks=None, kv_cache_memory="4GiB")
+
+
+def test_swapped_blocks_are_unpinned_at_the_end(gpu: Rehearsal) -> None:
+    llm = gpu.start(**SCENARIOS["swapped"].options)
+    assert gpu.machine.host_memory.num_registered == 1
+    llm.engine.runner.close()
+    del llm
+    gc.collect()
+    assert gpu.machine.host_memory.num_registered == 0
