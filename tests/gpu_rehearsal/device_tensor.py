@@ -99,6 +99,10 @@ class SimulatedGpu(TorchDispatchMode):
         super().__init__()
         self.machine = machine
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and importing torch's compiler takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = _leaves((*args, *kwargs.values()))
