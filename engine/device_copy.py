@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["start_to_host", "to_device", "wait_for_device"]
+__all__ = ["start_to_host", "to_device", "use_device", "wait_for_device"]
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU the calling thread's current device: each thread has its own, and Triton launches there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def to_device(values: object, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:

@@ -14,9 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from engine.device_copy import to_device
+from engine.device_copy import to_device, use_device
 from engine.structured_outputs.grammar import Grammar, fill_masks
-from engine.worker.device import use_device
 
 __all__ = ["MaskBuilder", "apply_bitmask", "fill_bitmask"]
 

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from kernels.cpu.library import set_num_threads
 
-__all__ = ["resolve_device", "set_rank_threads", "use_device"]
+__all__ = ["resolve_device", "set_rank_threads"]
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's older name
 
@@ -28,7 +28,10 @@ def resolve_device(config: EngineConfig, rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError(f"device='{name}' asks for a GPU, but torch sees none; choose auto or cpu")
+        raise ConfigError(
+            f"device='{name}' asks for a GPU, but torch {torch.__version__} sees none; choose auto or cpu, or install "
+            "torch's CUDA build and a driver that fits it (580 or newer for CUDA 13)"
+        )
     if size > torch.cuda.device_count():
         raise ConfigError(f"tensor_parallel_size={size} exceeds the {torch.cuda.device_count()} GPUs here; lower it")
     _use_expandable_segments()
@@ -49,12 +52,6 @@ def _use_expandable_segments() -> None:
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-def use_device(device: torch.device) -> None:
-    """Make a GPU the calling thread's current device: each thread has its own, and Triton launches there."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def set_rank_threads(config: EngineConfig, rank: int, *, has_cpu_kernels: bool) -> None:

@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 
 from engine.config import EngineConfig
+from engine.device_copy import use_device
 from engine.errors import ConfigError
 from engine.kv.kv_cache import KVCache
 from engine.models.config import ModelConfig, load_hf_config
@@ -22,7 +23,7 @@ from engine.models.decoder import Decoder, ForwardContext
 from engine.models.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.sampling.sampler import Sampler
-from engine.worker.device import resolve_device, set_rank_threads, use_device
+from engine.worker.device import resolve_device, set_rank_threads
 from engine.worker.memory import blocks_that_fit, gpu_memory_for_cache, host_memory_for_cache
 from engine.worker.step_plan import ModelInput, StepPlan
 from engine.worker.warm_up import largest_step, one_sequence
