@@ -25,12 +25,13 @@ def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item,
 
 
 async def _merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    queue: asyncio.Queue[Item | _End] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[Item | _End, asyncio.Event]] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     running = len(tasks)
     try:
         while running:
-            item = await queue.get()
+            item, taken = await queue.get()
+            taken.set()
             if not isinstance(item, _End):
                 yield item
             elif item.error is not None:
@@ -50,12 +51,15 @@ class _End:
         self.error = error
 
 
-async def _pump(stream: AsyncGenerator[Item, None], queue: asyncio.Queue[Item | _End]) -> None:
-    """Move one stream's items, and its end, to the queue."""
+async def _pump(stream: AsyncGenerator[Item, None], queue: asyncio.Queue[tuple[Item | _End, asyncio.Event]]) -> None:
+    """Move one stream's items, and its end, to the queue; the next item is asked for when the last one was taken."""
+    taken = asyncio.Event()
     try:
         async with aclosing(stream):
             async for item in stream:
-                queue.put_nowait(item)
-        queue.put_nowait(_End())
+                taken.clear()
+                queue.put_nowait((item, taken))
+                await taken.wait()
+        queue.put_nowait((_End(), taken))
     except Exception as error:
-        queue.put_nowait(_End(error))
+        queue.put_nowait((_End(error), taken))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 
@@ -44,3 +45,21 @@ async def test_an_error_in_one_stream_ends_all() -> None:
         async for _ in merge([endless(), failing()]):
             pass
     assert closed == [True]
+
+
+async def test_a_reader_that_lags_holds_up_all_streams() -> None:
+    """What comes meanwhile waits where it is joined: no queue of items grows here."""
+    pulled: list[str] = []
+
+    async def counted(label: str) -> AsyncGenerator[str, None]:
+        async for item in _count(label, 100):
+            pulled.append(item)
+            yield item
+
+    async with aclosing(merge([counted("a"), counted("b")])) as items:
+        await anext(items)
+        for _ in range(300):  # the reader is busy
+            await asyncio.sleep(0)
+        assert len(pulled) <= 5
+        rest = [item async for item in items]
+    assert len(rest) == 199
