@@ -58,8 +58,8 @@ def test_the_most_likely_answers_of_best_of_are_returned(client: TestClient, eng
 def test_one_of_several_answers_migrates_alone(client: TestClient, engines: FakeEngines) -> None:
     engines.scripts = [
         [output([70], logprobs=[-1.0]), ActorDiedError()],
-        [output([73], "stop", replica="r2", logprobs=[-3.0])],  # the fakes never wait: this call is the second one
         [output([71, 72], "stop", logprobs=[-1.0, -2.0])],
+        [output([73], "stop", replica="r2", logprobs=[-3.0])],  # the first answer goes on
     ]
     body = {"prompt": [20, 21], "n": 2, "seed": 5, "return_token_ids": True, "logprobs": 0}
     answer = client.post("/v1/completions", json=body).json()
