@@ -8,6 +8,7 @@ checks the arguments and computes the result.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,11 +76,11 @@ class Launches:
 
     def forget(self) -> None:
         """Begin anew, as a new process does."""
-        from kernels import store_kvcache_triton
-        from kernels.attention import triton_kernels
+        from kernels import store_kvcache_triton  # noqa: F401  (imported with Triton's driver replaced)
+        from kernels.attention import triton_kernels  # noqa: F401
 
-        for module in (store_kvcache_triton, triton_kernels):
-            for kernel in vars(module).values():
+        for name, module in list(sys.modules.items()):
+            for kernel in vars(module).values() if name.startswith("kernels.") else ():
                 if isinstance(kernel, JITFunction):
                     kernel.device_caches.clear()
         self.variants.clear()
@@ -101,6 +102,8 @@ class Launches:
         self, run: Callable[..., Any], kernel: Any, args: Any, grid: tuple[int, ...], options: dict[str, Any]
     ) -> None:
         name = kernel.fn.__name__
+        if name not in CONTRACTS:
+            raise ContractError(f"{name} has no contract; add one to tests/gpu_rehearsal/kernel_contracts.py")
         self.counts[name] = self.counts.get(name, 0) + 1
         names = inspect.signature(kernel.fn).parameters
         bound = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in options.items() if k in names})

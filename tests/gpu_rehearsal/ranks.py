@@ -6,7 +6,9 @@ an error on every rank.
 
 from __future__ import annotations
 
+import os
 import pickle
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,7 +115,8 @@ class ThreadRanks:
 
     def __init__(self, config: EngineConfig, abort: Callable[[], None]) -> None:
         size = config.tensor_parallel_size
-        self.rendezvous = f"/tmp/pagoda-rehearsal-{id(self)}"
+        self._directory = tempfile.TemporaryDirectory()
+        self.rendezvous = os.path.join(self._directory.name, "store")
         self._abort = abort
         self._calls: list[SimpleQueue[bytes | None]] = [SimpleQueue() for _ in range(1, size)]
         self._replies: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
@@ -171,3 +174,4 @@ class ThreadRanks:
             calls.put(None)
         for thread in self._threads:
             thread.join(_SECONDS)
+        self._directory.cleanup()

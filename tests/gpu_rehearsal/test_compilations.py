@@ -19,14 +19,14 @@ from tests.gpu_rehearsal.code_lines import ROOT
 from tests.gpu_rehearsal.rehearsal import Rehearsal
 
 LONGEST = 18_000
-SMALL: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 32, "max_position_embeddings": 2 * LONGEST}
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "intermediate_size": 32, "max_position_embeddings": 2 * LONGEST}
+WINDOW: dict[str, Any] = {"sliding_window": 3000, "num_hidden_layers": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Its first layer attends to everything, its second to a window.
-    "windows": ("qwen2", {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "windows": ("qwen2", {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, **WINDOW}),
     "Qwen3-8B": ("qwen3", {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}),
     "one KV head, groups of 7": ("qwen3", {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 80}),
 }
-WINDOW = {"sliding_window": 3000}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
 
 
@@ -34,8 +34,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Return a model's name and its directory; made before a test simulates the GPU."""
     family, options = MODELS[request.param]
-    window = WINDOW if family == "qwen2" else {}
-    model = build_model(family, **SMALL, **window, **options)
+    model = build_model(family, **(SMALL | options))
     return request.param, save_checkpoint(model, tmp_path_factory.mktemp("checkpoint"))
 
 

@@ -20,11 +20,11 @@ KERNELS = {"mixed_kernel", "split_decode_kernel", "reduce_splits_kernel"}
 
 @pytest.fixture
 def part(gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A part of the check, on ``cuda:0``, with contexts that a CPU can fill."""
+    """A part of the check, on ``cuda:0``, with contexts and heads that a CPU can fill."""
     generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device=None: generator())  # that of a GPU asks the driver
     faults: list[str] = []
-    sizes = replace(FULL, context=8192, attention=FULL.attention[:1])
+    sizes = replace(FULL, context=8192, attention=((16, 8, 16),))
     device = torch.device("cuda", 0)
     return SimpleNamespace(
         device=device, on_gpu=True, sizes=sizes, faults=faults, fault=faults.append, record=lambda *_: None
@@ -53,7 +53,8 @@ def test_contexts_too_short_to_split_again(gpu: Rehearsal, part: Any, monkeypatc
         check_serving_shapes(gpu, part, monkeypatch)
 
 
-def test_odd_shapes_and_the_cache_write(gpu: Rehearsal, part: Any) -> None:
+def test_odd_shapes_and_the_cache_write(gpu: Rehearsal, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "ODD_DTYPES", (torch.bfloat16,))
     attention.odd_shapes(part)
     store_kvcache.run(part)
     assert not part.faults
