@@ -41,7 +41,7 @@ def loaded(part: PartRun, model: str, **options: Any) -> Iterator[LLM]:
         yield llm
     finally:
         llm.engine.close()
-        del llm
+        del llm.engine  # the caller still holds the LLM
         release_memory(part.device)
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +20,13 @@ from torch.profiler import DeviceType
 import benchmarks.gpu.parts.cuda_graphs as cuda_graphs
 import benchmarks.gpu.parts.tokens as tokens
 from benchmarks.gpu.attention_cases import serving_cases
-from benchmarks.gpu.engines import timed_steps
+from benchmarks.gpu.engines import generate, loaded, timed_steps
 from benchmarks.gpu.floors import Limits, decode_step, prefill
 from benchmarks.gpu.kernel_groups import KernelTime, busy_us, group_of, table
 from benchmarks.gpu.paged_batch import PADDING, HeadShape, chunked_reference, make_inputs, worst_error
 from benchmarks.gpu.part import PartResults, read_results
 from benchmarks.gpu.part_run import PartRun
-from benchmarks.gpu.parts import attention, offline
+from benchmarks.gpu.parts import attention, checkpoint, offline
 from benchmarks.gpu.profile import _read
 from benchmarks.gpu.sizes import FULL
 from benchmarks.gpu.token_model import Judge, make_prompts, save_model
@@ -227,6 +228,17 @@ def test_median_seconds_measures_the_call() -> None:
     assert len(calls) == 4
     long = median_seconds(lambda: sleep(0.05), CPU, warmup=1, repeats=3)
     assert 0.01 <= short < 0.05 <= long < 0.5
+
+
+def test_the_memory_of_a_model_is_free_while_the_caller_holds_the_llm(part: PartRun) -> None:
+    checkpoint.run(part, "0.6b")
+    with loaded(part, "0.6b") as llm:
+        generate(llm, [[11, 12]], [2])
+        worker = llm.engine.runner.workers.local  # type: ignore[attr-defined]
+        alive = [weakref.ref(worker.kv_cache), weakref.ref(worker.model)]
+        del worker
+    assert llm is not None
+    assert [one() for one in alive] == [None, None]
 
 
 def test_timed_steps_measure_the_engines_steps(part: PartRun) -> None:
