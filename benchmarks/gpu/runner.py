@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 TAIL = 4000  # characters of a failed part's output that are kept
 KILL_S = 10.0  # a process in the driver may not end at once, or at all
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+# As engines on GPUs set it, which is too late in a part that has used the GPU before it loads one.
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def _run_process(command: list[str], log: Path, limit_s: float) -> str:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | ENVIRONMENT,
+            env=ALLOCATOR | os.environ | ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

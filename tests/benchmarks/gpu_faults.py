@@ -20,6 +20,10 @@ def passes(part: PartRun, figure: int = 1) -> None:
     part.record("figure", figure)
 
 
+def records_the_allocator(part: PartRun) -> None:
+    part.record("allocator", os.environ["PYTORCH_ALLOC_CONF"])
+
+
 def raises(part: PartRun) -> None:
     part.record("figure", 1)
     raise RuntimeError("planted error")

@@ -157,6 +157,14 @@ def test_results_on_disk_are_always_whole(tmp_path: Path) -> None:
     assert read_results(tmp_path / "r.json") == ({"a": [1]}, [])
 
 
+def test_parts_use_the_allocator_of_an_engine_or_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    part = fault("records_the_allocator")
+    assert run(tmp_path, part)[part.name].figures == {"allocator": "expandable_segments:True"}
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert run(tmp_path, part)[part.name].figures == {"allocator": "expandable_segments:False"}
+
+
 def test_the_tables_parts_exist_and_their_needs_come_first() -> None:
     from importlib import import_module
 
@@ -171,6 +179,7 @@ def test_the_tables_parts_exist_and_their_needs_come_first() -> None:
 
 
 def test_chosen_parts_bring_what_they_need() -> None:
-    assert [part.name for part in with_needs(["checkpoint_8b"])] == ["limits", "checkpoint_8b"]
+    assert [part.name for part in with_needs(["checkpoint_8b"])] == ["checkpoint_8b"]
+    assert [part.name for part in with_needs(["decode_8b"])] == ["limits", "checkpoint_8b", "decode_8b"]
     with pytest.raises(ValueError, match="'checkpoint_9b' is no part; choose of limits"):
         with_needs(["checkpoint_9b"])
