@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -56,26 +56,30 @@ def profile_steps(engine: Engine, num_steps: int) -> StepProfile:
 
 def _read(events: Any) -> StepProfile:
     """Split the profiler's events into those of the GPU and calls of the host."""
-    ranges = _ranges_by_kernel(events)
+    ranges = _ranges_of_launches(events)
     kernels, calls = [], Counter[str]()
     for event in events:
         if event.device_type == torch.profiler.DeviceType.CUDA:
             if not (event.name.startswith(RANGE_PREFIX) or getattr(event, "is_user_annotation", False)):
                 start, end = event.time_range.start, event.time_range.end
-                kernels.append(KernelTime(event.name, start, end, ranges.get(event.name)))
+                launched_in = ranges[event.name, end - start]
+                kernels.append(KernelTime(event.name, start, end, launched_in.pop() if launched_in else None))
         elif event.name.startswith("cu"):
             calls[event.name] += 1
     return StepProfile(kernels, dict(calls))
 
 
-def _ranges_by_kernel(events: Any) -> dict[str, str]:
-    """Return, for each kernel's name, the range that launched it for the longest time in all."""
-    times: dict[str, Counter[str]] = {}
+def _ranges_of_launches(events: Any) -> defaultdict[tuple[str, float], list[str | None]]:
+    """Return the ranges that launched the executions of a kernel, by its name and their duration.
+
+    The profiler lists an execution's name and duration with the operator that launched it. Executions that agree in
+    both are interchangeable in a sum of times.
+    """
+    ranges: defaultdict[tuple[str, float], list[str | None]] = defaultdict(list)
     for event in events:
         for kernel in getattr(event, "kernels", ()):
-            if (name := _enclosing_range(event)) is not None:
-                times.setdefault(kernel.name, Counter())[name] += kernel.duration
-    return {kernel: ranges.most_common(1)[0][0] for kernel, ranges in times.items()}
+            ranges[kernel.name, kernel.duration].append(_enclosing_range(event))
+    return ranges
 
 
 def _enclosing_range(event: Any) -> str | None:

@@ -289,15 +289,22 @@ def test_the_profilers_events_become_kernels_and_host_calls() -> None:
         fields = {"name": name, "device_type": device, "time_range": span, "kernels": [], "cpu_parent": None}
         return SimpleNamespace(**(fields | more))
 
-    outer = event("step: norm", DeviceType.CPU)
-    kernel = SimpleNamespace(name="elementwise", duration=5)
+    outer, other = event("step: norm", DeviceType.CPU), event("step: rotary", DeviceType.CPU)
+    launched = [SimpleNamespace(name="elementwise", duration=duration) for duration in (5, 7, 9)]
     events = [
         outer,
-        event("aten::mul", DeviceType.CPU, kernels=[kernel], cpu_parent=outer),
+        other,
+        event("aten::mul", DeviceType.CPU, kernels=launched[:1], cpu_parent=outer),
+        event("aten::mul", DeviceType.CPU, kernels=launched[1:2], cpu_parent=other),
+        event("aten::mul", DeviceType.CPU, kernels=launched[2:]),
         event("cudaLaunchKernel", DeviceType.CPU),
         event("elementwise", DeviceType.CUDA, 10, 15),
+        event("elementwise", DeviceType.CUDA, 15, 22),
+        event("elementwise", DeviceType.CUDA, 22, 31),
+        event("elementwise", DeviceType.CUDA, 31, 32),  # by what is unknown
         event("step: norm", DeviceType.CUDA, 10, 15),  # the range as it appears on the GPU
     ]
     profile = _read(events)
-    assert profile.kernels == [KernelTime("elementwise", 10, 15, "norm")]
+    assert [kernel.range for kernel in profile.kernels] == ["norm", "rotary", None, None]
+    assert profile.kernels[1] == KernelTime("elementwise", 15, 22, "rotary")
     assert profile.host_calls == {"cudaLaunchKernel": 1}
