@@ -14,12 +14,17 @@ __all__ = ["KVPressure", "replica_pressure"]
 
 QUEUED_PREFILL_S = "queued_prefill_s"
 KV_USAGE = "kv_usage"
+NUM_REQUESTS = "num_requests"
 UNMEASURED_TOKENS_PER_S = 1000.0  # assumed before a replica's first prefill: slow enough that a queue counts
 
 
 class Load(Protocol):
     """The fields of ``EngineLoad`` that are used here."""
 
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
     @property
     def queued_prefill_tokens(self) -> int: ...
     @property
@@ -42,10 +47,14 @@ class Context(Protocol):
 
 
 def replica_pressure(load: Load) -> dict[str, float]:
-    """Return a replica's metrics: seconds of queued prefill, and the used share of its KV blocks."""
+    """Return a replica's metrics: seconds of queued prefill, used share of its KV blocks, unfinished requests."""
     rate = load.prefill_tokens_per_s or UNMEASURED_TOKENS_PER_S
     used = load.num_blocks - load.num_free_blocks
-    return {QUEUED_PREFILL_S: load.queued_prefill_tokens / rate, KV_USAGE: used / max(load.num_blocks, 1)}
+    return {
+        QUEUED_PREFILL_S: load.queued_prefill_tokens / rate,
+        KV_USAGE: used / max(load.num_blocks, 1),
+        NUM_REQUESTS: load.num_running + load.num_waiting,
+    }
 
 
 class KVPressure:
@@ -63,14 +72,16 @@ class KVPressure:
     def __call__(self, ctx: Context) -> tuple[float, dict[str, Any]]:
         """Return the wanted number of replicas, before bounds and delays, and an empty state.
 
-        It is zero only while no request is running or waiting; the first request then starts a replica.
+        It is zero only while no replica has a request and no call of Serve's handle is waiting: an ingress whose
+        requests wait for a first replica makes such a call.
         """
         metrics = ctx.aggregated_metrics or {}
         pressure = max(
             _mean(metrics.get(QUEUED_PREFILL_S)) / self.target_queued_prefill_s,
             _mean(metrics.get(KV_USAGE)) / self.target_kv_usage,
         )
-        least = 1 if ctx.total_num_requests > 0 else 0
+        is_idle = not ctx.total_num_requests and not any((metrics.get(NUM_REQUESTS) or {}).values())
+        least = 0 if is_idle else 1
         return max(least, ctx.current_num_replicas * pressure), {}
 
 

@@ -36,6 +36,7 @@ from deployments.observability.ingress_metrics import INGRESS_INFO, REPLICAS_MIN
 from deployments.observability.prometheus import render
 from deployments.observability.ray_exporter import RayExporter
 from deployments.observability.recorder import Series
+from deployments.requests.dispatcher import Dispatcher
 from deployments.requests.engine_client import EngineClient
 from deployments.requests.log import RequestLog
 from deployments.requests.record import RequestRecord
@@ -71,8 +72,13 @@ class Ingress:
         self._log = RequestLog(config.logging)
         self._tracer = open_tracer(config.tracing, config.served_name)
         self._prompts = LazyPromptBuilder(self._engines.info.remote, config.model_path, config.served_name)
+        self._dispatcher = Dispatcher(
+            self._view,
+            self._engines.info.remote,
+            max_requests=config.limits.max_concurrent_requests_per_engine,
+        )
         client = EngineClient(
-            self._engines.options(stream=True).generate.remote,
+            self._dispatcher,
             self._view,
             stall_timeout_s=config.limits.stall_timeout_s,
             request_timeout_s=config.limits.request_timeout_s,
@@ -118,8 +124,10 @@ class Ingress:
         """Load what requests need before Serve sends any: this ingress may be new among busy engines."""
         # Metrics first: they must also show an application whose engines never start.
         RayExporter(ingress_recorder(), label="ingress", refresh=self._view.report_state).start()
+        self._dispatcher.start()
         await self._prompts.wait(LOADING_TIMEOUT_S)
         yield
+        self._dispatcher.close()
         await asyncio.to_thread(self._tracer.close)
 
     def _finish(self, record: RequestRecord) -> None:

@@ -1,21 +1,20 @@
 """EngineReplica: the Serve deployment of one engine.
 
-It takes requests as token ids and streams tokens back; a call that is cancelled aborts its sequence. It knows neither
-text nor HTTP, nor why the router has chosen it.
+Requests, as token ids, come over the channel and tokens go back there; Serve's own calls are for control. It knows
+neither text nor HTTP, nor why a request was sent to it.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import ray
 from ray import serve
 
 from deployments.autoscaling import replica_pressure
+from deployments.channel.server import ChannelServer
 from deployments.observability.ray_exporter import RayExporter
 from deployments.observability.recorder import Recorder, Series
 from deployments.observability.stats_line import StatsLine
@@ -25,11 +24,8 @@ from deployments.wire.replica_metadata import BLOCK_SIZE, ENDPOINT
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
-from engine.errors import EngineDeadError, OverloadedError
 from engine.observability.logs import forward_logs
 from engine.observability.metrics import METRICS
-from engine.outputs import EngineOutput
-from engine.request import EngineRequest
 
 __all__ = ["EngineReplica"]
 
@@ -37,46 +33,32 @@ logger = logging.getLogger("ray.serve")
 
 
 class EngineReplica:
-    """The user class of the engine deployment."""
+    """The user class of the engine deployment.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        config: the engine's options.
+        max_requests: unfinished requests that it takes; further ones wait in the ingresses.
+    """
+
+    def __init__(self, config: EngineConfig, max_requests: int) -> None:
         forward_logs(logger)  # first: the engine logs while it loads
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._recorder = Recorder(METRICS)
-        # Bound to this node's address in the cluster: routers on other nodes subscribe.
-        self._publisher = KVEventPublisher(self._name, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        # This node's address in the cluster: ingresses on other nodes connect to it.
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._publisher = KVEventPublisher(self._name, host)
         engine = Engine.from_config(config, sink=self._recorder, on_kv_events=self._publisher.publish_events)
         self._engine = AsyncEngine(engine, on_load=self._publisher.publish_load, replica=self._name)
+        # Serve calls the constructor on the event loop that runs this replica's code.
+        self._channel = ChannelServer(
+            self._engine, host, max_requests=max_requests, on_hashes=self._publisher.publish_awaited
+        )
         self._exporter = RayExporter(self._recorder, label="replica")
         self._exporter.start()
         self._stats_line = StatsLine(self._recorder)
         self._stats_line.start()
         gc.freeze()  # these objects stay: a garbage collection that traverses them would delay every stream
         logger.info("engine ready: %s", self._engine.info)
-
-    async def generate(
-        self, request: EngineRequest, *, block_hashes: Sequence[int] = (), avoid: Sequence[str] = ()
-    ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the outputs of one request: the first token at once, then all tokens since the last output was taken.
-
-        Args:
-            request: the prompt and its parameters.
-            block_hashes: of the prompt's full blocks. The router that made this call has read them; they are published
-                for the routers of the other ingresses.
-            avoid: only for the router: replicas that have just failed this request.
-
-        Raises:
-            RequestError, OverloadedError, EngineDeadError: as ``AsyncEngine.generate``.
-        """
-        if block_hashes:
-            self._publisher.publish_awaited(block_hashes)
-        try:
-            async with aclosing(self._engine.generate(request)) as outputs:  # closing it aborts the sequence
-                async for output in outputs:
-                    yield output
-        except (EngineDeadError, OverloadedError) as error:
-            error.replica = self._name  # so that the retry can avoid it
-            raise
 
     async def info(self) -> EngineInfo:
         """Return the engine's description: block size, context length, vocabulary and the like."""
@@ -93,7 +75,11 @@ class EngineReplica:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Return the metadata that Serve passes to every router once this replica is ready."""
-        return {ENDPOINT: self._publisher.endpoint, BLOCK_SIZE: self._engine.info.block_size}
+        return {
+            ENDPOINT: self._publisher.endpoint,
+            BLOCK_SIZE: self._engine.info.block_size,
+            **self._channel.address.metadata,
+        }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers that the autoscaling policy reads."""
@@ -104,9 +90,14 @@ class EngineReplica:
         self._engine.check_health()
 
     async def __del__(self) -> None:
-        """Shut down. Serve calls this after the last request has ended, and if the constructor has failed."""
+        """Shut down after the last request. Serve calls this, and limits its time, when it stops the replica.
+
+        Serve also calls it if the constructor has failed.
+        """
         if hasattr(self, "_exporter"):
+            await self._channel.drain()
             self._stats_line.stop()
             self._exporter.stop()
             await self._engine.shutdown()
+            self._channel.close()
             self._publisher.close()

@@ -189,6 +189,7 @@ class Link:
 
     def _on_outputs(self, message: Outputs) -> None:
         streams = self._streams
+        num_streams = len(streams)
         for number, token_id in zip(message.streams, message.token_ids, strict=True):
             if (stream := streams.get(number)) is not None:  # else it was cancelled
                 stream.put_token(token_id)
@@ -200,6 +201,8 @@ class Link:
         for failure in message.failures:
             if failure.stream in streams:
                 self._fail(self._forget(failure.stream), error_of(failure, self.replica))
+        if len(streams) < num_streams:
+            self._on_change()
 
     def _fail(self, stream: ReplicaStream, error: Exception) -> None:
         if isinstance(error, ReplicaFullError | ReplicaDrainingError):
@@ -216,9 +219,8 @@ class Link:
             for _, data in self._outbox.after(status.received):
                 self._requests.send(data)
         self._find_lost_tail(status.sent)
-        if not self.is_ready:
-            self.is_ready = True
-            self._on_change()
+        self.is_ready = True
+        self._on_change()
 
     def _find_lost_tail(self, sent: int) -> None:
         """Ask for messages that were sent and do not arrive."""

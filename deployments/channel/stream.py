@@ -17,7 +17,6 @@ class ReplicaStream:
     Attributes:
         request_id: of the request.
         replica: the name of the replica; empty until the request was sent to one.
-        is_waiting: the reader waits.
     """
 
     __slots__ = ("_error", "_num_cached_tokens", "_outputs", "_token_ids", "_waiter", "replica", "request_id")
@@ -32,9 +31,9 @@ class ReplicaStream:
         self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether the reader waits for an output."""
-        return self._waiter is not None
+    def wait_in_progress(self) -> object | None:
+        """The reader's wait, another object for each; None while it does not wait."""
+        return self._waiter
 
     # --- called by the link -----------------------------------------------------------------------------------------
 

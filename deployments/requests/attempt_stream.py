@@ -1,15 +1,15 @@
-"""AttemptStream: the outputs that one replica sends for a request, from the call to its end."""
+"""AttemptStream: the outputs that one replica sends for a request, from the dispatch to its end."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import Callable
 
+from deployments.channel.stream import ReplicaStream
 from deployments.errors import unwrap
 from deployments.requests.attempt import Attempt
 from deployments.requests.stall_watch import StallWatch
 from deployments.routing.cluster_view import ClusterView
-from engine.errors import EngineDeadError, PagodaError
+from engine.errors import PagodaError
 from engine.outputs import EngineOutput
 
 __all__ = ["AttemptError", "AttemptStream"]
@@ -30,67 +30,66 @@ class AttemptError(PagodaError):
 
 
 class AttemptStream:
-    """One call of the engine deployment. Closing the stream cancels the call, and the replica aborts the sequence.
+    """One request to a replica. Closing it aborts the request there, if it is unfinished.
 
     Args:
-        call: makes the call; returns an async iterable of EngineOutput with a ``cancel`` method.
-        request_id: the request's id in ``view``.
-        view: holds where the request is, from the call to the end of the stream.
+        stream: its outputs.
+        cancel: ends the stream.
+        view: holds where the request is, until the end of the stream.
         watch: ends a wait for a replica that has stalled.
         attempt: records the times of this attempt.
-
-    Raises:
-        AttemptError: if the call cannot be made.
+        deadline: when the request times out, on the event loop's clock.
     """
 
     def __init__(
-        self, call: Callable[[], Any], request_id: str, view: ClusterView, watch: StallWatch, attempt: Attempt
+        self,
+        stream: ReplicaStream,
+        cancel: Callable[[ReplicaStream], None],
+        view: ClusterView,
+        watch: StallWatch,
+        attempt: Attempt,
+        deadline: float,
     ) -> None:
-        self._request_id = request_id
+        self._stream = stream
+        self._cancel = cancel
         self._view = view
         self._watch = watch
         self._attempt = attempt
-        self._responses: Any = None
         self._is_closed = False
-        view.begin(request_id)
-        try:
-            self._responses = call()
-            self._outputs: AsyncIterator[EngineOutput] = aiter(self._responses)
-        except Exception as error:
-            raise self._fail(error) from error
+        watch.add(stream, deadline)
 
     async def next(self) -> EngineOutput:
-        """Return the next output; the caller closes the stream after the last one.
+        """Return all outputs that have arrived, as one; the caller closes the stream after the last one.
 
         Raises:
             AttemptError: whatever goes wrong. Its cause is ReplicaStalledError if the replica sends nothing for too
                 long and has no queue that explains it, RequestTimeoutError at the deadline, EngineDeadError if the
-                stream ends before the caller has closed it, or what the replica raised.
+                replica is lost, or what the replica has raised.
         """
         try:
-            output = await self._watch.wait_for(anext(self._outputs, None))
-            if output is None:
-                raise EngineDeadError("the replica ended the stream before a finish_reason")
+            while (output := self._stream.take()) is None:
+                await self._stream.wait()
         except Exception as error:
             raise self._fail(error) from error
         self._attempt.receive(output)
         return output
 
     def close(self) -> None:
-        """End the attempt; cancels the call if the replica still serves it. Closing twice is harmless."""
+        """End the attempt. Closing twice is harmless."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._watch.stop()
-        if self._responses is not None:
-            self._responses.cancel()
-        self._attempt.end(self._view.replica_of(self._request_id), self._view.dispatched_at(self._request_id))
-        self._view.end(self._request_id)
+        request_id = self._stream.request_id
+        self._watch.remove(self._stream)
+        self._cancel(self._stream)
+        self._attempt.end(self._view.replica_of(request_id), self._view.dispatched_at(request_id))
+        self._view.end(request_id)
 
     def _fail(self, error: Exception) -> AttemptError:
         """Close the stream; return the error to raise."""
         cause = unwrap(error)
-        replica = getattr(cause, "replica", "") or self._attempt.replica or self._view.replica_of(self._request_id)
+        at = self._view.replica_of(self._stream.request_id)
+        replica = getattr(cause, "replica", "") or self._attempt.replica or at
         self.close()
         self._attempt.replica, self._attempt.error = replica, type(cause).__name__
         return AttemptError(cause, replica)

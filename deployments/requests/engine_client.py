@@ -1,4 +1,4 @@
-"""EngineClient: sends requests to the engine replicas, through Serve's handle and its router.
+"""EngineClient: sends requests to the engine replicas.
 
 It makes one attempt and reports how that ends. Generation retries and migrates.
 """
@@ -6,41 +6,44 @@ It makes one attempt and reports how that ends. Generation retries and migrates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
+from deployments.channel.stream import ReplicaStream
 from deployments.requests.attempt import Attempt
 from deployments.requests.attempt_stream import AttemptStream
 from deployments.requests.stall_watch import StallWatch
 from deployments.routing.cluster_view import ClusterView
 from engine.request import EngineRequest
 
-__all__ = ["Dispatch", "EngineClient"]
+__all__ = ["EngineClient", "Engines"]
 
 
-class Dispatch(Protocol):
-    """Calls ``EngineReplica.generate`` on the replica that the router chooses."""
+class Engines(Protocol):
+    """Sends requests to replicas that it chooses."""
 
-    def __call__(self, request: EngineRequest, *, block_hashes: Sequence[int], avoid: Sequence[str]) -> Any:
-        """Return an async iterable of EngineOutput with a ``cancel`` method."""
+    def send(self, request: EngineRequest, *, block_hashes: Sequence[int], avoid: Sequence[str]) -> ReplicaStream:
+        """Send a request, now or when a replica takes it; returns the stream of its outputs."""
+
+    def cancel(self, stream: ReplicaStream) -> None:
+        """End a stream."""
 
 
 class EngineClient:
     """The engine replicas, for all requests of one ingress process.
 
     Args:
-        dispatch: makes the call.
+        engines: chooses replicas and sends requests to them.
         view: where each request runs, and whether a queue at its replica explains that no token arrives.
         stall_timeout_s: seconds without an output after which a replica counts as lost.
         request_timeout_s: seconds that a request may take from its arrival to its last token.
     """
 
     def __init__(
-        self, dispatch: Dispatch, view: ClusterView, *, stall_timeout_s: float, request_timeout_s: float
+        self, engines: Engines, view: ClusterView, *, stall_timeout_s: float, request_timeout_s: float
     ) -> None:
-        self._dispatch = dispatch
+        self._engines = engines
         self._view = view
-        self._stall_timeout_s = stall_timeout_s
+        self._watch = StallWatch(view, stall_timeout_s=stall_timeout_s)
         self.request_timeout_s = request_timeout_s
 
     def send(
@@ -60,11 +63,11 @@ class EngineClient:
             avoid: replicas that have just failed this request.
             deadline: when the request times out, on the event loop's clock.
             attempt: records the times of this attempt.
-
-        Raises:
-            AttemptError: if the call cannot be made.
         """
-        request_id = request.request_id
-        watch = StallWatch(self._view, request_id, stall_timeout_s=self._stall_timeout_s, deadline=deadline)
-        call = partial(self._dispatch, request, block_hashes=block_hashes, avoid=avoid)
-        return AttemptStream(call, request_id, self._view, watch, attempt)
+        self._view.begin(request.request_id)
+        try:
+            stream = self._engines.send(request, block_hashes=block_hashes, avoid=avoid)
+        except BaseException:
+            self._view.end(request.request_id)
+            raise
+        return AttemptStream(stream, self._engines.cancel, self._view, self._watch, attempt, deadline)

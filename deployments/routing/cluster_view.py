@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -38,10 +38,12 @@ class ClusterView:
         self._subscriber: KVEventSubscriber | None = None
         self._lock = threading.Lock()
         self._replica_of: dict[str, str] = {}  # by request id; "" until the request is dispatched
+        self._num_unassigned = 0  # of those, not dispatched
         self._dispatched_at: dict[str, float] = {}  # by request id
         self._recently_routed = RecentlyRouted()
         self._listed: dict[str, Mapping[str, Any]] = {}  # metadata of the replicas that take requests
         self._observed: dict[str, Mapping[str, Any]] = {}  # of those, and of draining ones that still run our requests
+        self._watcher: Callable[[Mapping[str, Mapping[str, Any]]], None] = lambda metadata: None
 
     @property
     def replicas(self) -> frozenset[str]:
@@ -51,9 +53,9 @@ class ClusterView:
     @property
     def num_unassigned(self) -> int:
         """The number of requests without a replica yet, for instance because there is none."""
-        return sum(not replica for replica in list(self._replica_of.values()))
+        return self._num_unassigned
 
-    # --- for the router -------------------------------------------------------------------------------------------
+    # --- for the router and the dispatcher ----------------------------------------------------------------------------
 
     def set_replicas(self, metadata: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the set of replicas that take requests: name -> the metadata that the replica reported.
@@ -66,6 +68,16 @@ class ClusterView:
             for described in metadata.values():
                 self.routing.block_size = described.get(BLOCK_SIZE, self.routing.block_size)
             self._update_observed()
+            self._watcher(self._listed)
+
+    def watch(self, watcher: Callable[[Mapping[str, Mapping[str, Any]]], None]) -> None:
+        """Call ``watcher`` with the replicas that take requests, now and whenever they change, in any thread.
+
+        It replaces the watcher before it.
+        """
+        with self._lock:
+            self._watcher = watcher
+            watcher(self._listed)
 
     def _update_observed(self) -> None:
         in_use = set(self._replica_of.values())
@@ -110,8 +122,18 @@ class ClusterView:
             self._replica_of[request_id], self._dispatched_at[request_id] = replica, now
             if before:
                 self.routing.ended(before, request_id)
+            else:
+                self._num_unassigned -= 1
             num_cached = self.routing.dispatched(replica, hashes, num_tokens, now=now, request_id=request_id)
             self._recently_routed.record_dispatch(request_id, replica, num_tokens, num_cached, self.routing.block_size)
+
+    def unassign(self, request_id: str) -> None:
+        """Record that the replica of a request has returned it; it waits for another one."""
+        with self._lock:
+            if before := self._replica_of.get(request_id, ""):
+                self._replica_of[request_id] = ""
+                self._num_unassigned += 1
+                self.routing.ended(before, request_id)
 
     # --- for the requests -----------------------------------------------------------------------------------------
 
@@ -119,11 +141,13 @@ class ClusterView:
         """Add a request that has no replica yet."""
         with self._lock:
             self._replica_of[request_id] = ""
+            self._num_unassigned += 1
 
     def end(self, request_id: str) -> None:
         """Remove a request that has ended, for any reason."""
         with self._lock:
-            replica = self._replica_of.pop(request_id, "")
+            replica = self._replica_of.pop(request_id, None)
+            self._num_unassigned -= replica == ""
             self._dispatched_at.pop(request_id, None)
             self._recently_routed.ended(request_id)
             if replica:

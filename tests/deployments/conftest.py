@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from deployments.config import AppConfig
     from deployments.ingress import Ingress
     from deployments.routing.cluster_view import cluster_view
+    from tests.deployments.channel.peers import Peers
     from tests.deployments.fakes import FakeEngines, output
 
 
@@ -44,6 +45,7 @@ OpenClient = Callable[..., TestClient]
 def open_client(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenClient]:
     """Return a function that starts an ingress over the fake engines, with arguments of the application."""
     monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
+    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: engines)
     cluster_view.cache_clear()
     with ExitStack() as stack:
 
@@ -58,6 +60,14 @@ def open_client(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.
 @pytest.fixture
 def client(open_client: OpenClient) -> TestClient:
     return open_client(limits={"max_body_bytes": 2**15})
+
+
+@pytest.fixture
+async def peers() -> AsyncIterator[Peers]:
+    """Replicas with shadow engines, and ingresses, on the channel's sockets."""
+    made = Peers()
+    yield made
+    await made.close()
 
 
 @pytest.fixture

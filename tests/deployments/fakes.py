@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from deployments.channel.stream import ReplicaStream
 from deployments.requests.engine_client import EngineClient
 from deployments.routing.cluster_view import ClusterView
 from engine.config import EngineInfo
+from engine.errors import EngineDeadError
 from engine.observability.load import EngineLoad
 from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming, TokenLogprobs
 from engine.request import EngineRequest
@@ -62,30 +64,30 @@ def output(
     )
 
 
-@dataclass
-class FakeResponses:
-    """What a streaming handle returns."""
+class FakeStream(ReplicaStream):
+    """The stream of a request whose outputs come from a script, one at a time."""
 
-    script: Script
-    cancelled: bool = False
+    def __init__(self, request_id: str, script: Script) -> None:
+        super().__init__(request_id)
+        self.script = list(script)
+        self.cancelled = False
 
-    async def __aiter__(self) -> AsyncIterator[EngineOutput]:
-        for item in self.script:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-    def cancel(self) -> None:
-        self.cancelled = True
+    def take(self) -> EngineOutput | None:
+        if not self.script:
+            raise EngineDeadError("the script has ended")
+        item = self.script.pop(0)
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
 
 @dataclass
 class FakeEngines:
-    """A handle. Each call of ``generate`` answers with the next script; the last script is repeated."""
+    """A handle, and the dispatcher. Each request is answered with the next script; the last script is repeated."""
 
     scripts: list[Script]
     calls: list[tuple[EngineRequest, dict[str, Any]]] = field(default_factory=list)
-    responses: list[FakeResponses] = field(default_factory=list)
+    streams: list[FakeStream] = field(default_factory=list)
     deployment_name: str = "engine-of-fakes"
     is_down: bool = False
 
@@ -93,18 +95,24 @@ class FakeEngines:
         return self
 
     @property
-    def generate(self) -> Any:
-        return SimpleNamespace(remote=self.dispatch)
-
-    @property
     def info(self) -> Any:
         return SimpleNamespace(remote=lambda: _Ready(INFO, self.is_down))
 
-    def dispatch(self, request: EngineRequest, **kwargs: Any) -> FakeResponses:
-        self.calls.append((request, kwargs))
+    def start(self) -> None:
+        """There is nothing to connect to."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def send(self, request: EngineRequest, **options: Any) -> FakeStream:
+        self.calls.append((request, options))
         script = self.scripts[min(len(self.calls), len(self.scripts)) - 1]
-        self.responses.append(FakeResponses(script))
-        return self.responses[-1]
+        self.streams.append(FakeStream(request.request_id, script))
+        return self.streams[-1]
+
+    def cancel(self, stream: ReplicaStream) -> None:
+        assert isinstance(stream, FakeStream)
+        stream.cancelled = True
 
 
 def waiting(requests: int, tokens: int) -> EngineLoad:
@@ -124,7 +132,7 @@ def waiting(requests: int, tokens: int) -> EngineLoad:
 def client(engines: FakeEngines, view: ClusterView | None = None, **timeouts: float) -> EngineClient:
     """Return a client of fake engines."""
     return EngineClient(
-        engines.dispatch, view or ClusterView(), **({"stall_timeout_s": 30.0, "request_timeout_s": 60.0} | timeouts)
+        engines, view or ClusterView(), **({"stall_timeout_s": 30.0, "request_timeout_s": 60.0} | timeouts)
     )
 
 

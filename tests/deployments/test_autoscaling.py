@@ -27,7 +27,7 @@ def _load(**changes: Any) -> EngineLoad:
     return EngineLoad(**(values | changes))
 
 
-def _context(loads: list[EngineLoad], requests: float = 1.0, target: int | None = None, **config: Any) -> Any:
+def _context(loads: list[EngineLoad], requests: float = 0.0, target: int | None = None, **config: Any) -> Any:
     metrics: dict[str, dict[str, float]] = {}
     for index, load in enumerate(loads):
         for name, value in replica_pressure(load).items():
@@ -44,7 +44,7 @@ def _context(loads: list[EngineLoad], requests: float = 1.0, target: int | None 
 
 def test_replica_pressure_is_in_seconds_and_shares() -> None:
     pressure = replica_pressure(_load(queued_prefill_tokens=5000, num_free_blocks=25))
-    assert pressure == {"queued_prefill_s": 2.5, "kv_usage": 0.75}
+    assert pressure == {"queued_prefill_s": 2.5, "kv_usage": 0.75, "num_requests": 1}
     assert replica_pressure(_load(queued_prefill_tokens=5000, prefill_tokens_per_s=0.0))["queued_prefill_s"] > 0
 
 
@@ -65,20 +65,24 @@ def test_the_greater_pressure_decides(changes: dict[str, Any], wanted: float) ->
 def test_long_prompts_count_more_than_many_requests() -> None:
     """Serve's own policy counts requests; one long prompt is more work than a hundred short ones."""
     policy = KVPressure()
-    long = policy(_context([_load(num_waiting=1, queued_prefill_tokens=100_000)], requests=1))[0]
-    short = policy(_context([_load(num_waiting=100, queued_prefill_tokens=1000)], requests=100))[0]
+    long = policy(_context([_load(num_waiting=1, queued_prefill_tokens=100_000)]))[0]
+    short = policy(_context([_load(num_waiting=100, queued_prefill_tokens=1000)]))[0]
     assert long > 10 * short
 
 
 def test_zero_replicas_only_without_requests() -> None:
-    policy = KVPressure()
-    assert policy(_context([_load()], requests=0))[0] == 0
-    assert policy(_context([_load()], requests=1))[0] == 1
+    """Serve counts the calls of its handles only; the requests of the channel are in the replicas' reports."""
+    policy, idle = KVPressure(), _load(num_running=0)
+    assert policy(_context([idle]))[0] == 0
+    assert policy(_context([idle], requests=1))[0] == 1
+    assert policy(_context([idle, _load(num_running=0, num_waiting=1)]))[0] == 1
+    assert policy(_context([_load()]))[0] == 1
     wrapped = _apply_autoscaling_config(policy)
     assert wrapped(_context([], requests=1))[0] == 1
-    assert wrapped(_context([], requests=0))[0] == 0
-    assert wrapped(_context([_load()], requests=0, downscale_delay_s=0.0))[0] == 0
-    assert wrapped(_context([_load()], requests=0, downscale_delay_s=60.0))[0] == 1
+    assert wrapped(_context([]))[0] == 0
+    assert wrapped(_context([idle], downscale_delay_s=0.0))[0] == 0
+    assert wrapped(_context([idle], downscale_delay_s=60.0))[0] == 1
+    assert wrapped(_context([_load()], downscale_delay_s=0.0))[0] == 1
 
 
 def test_serve_finds_and_builds_the_policy() -> None:

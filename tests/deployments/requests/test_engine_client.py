@@ -1,15 +1,16 @@
-"""An attempt whose replica sends nothing, takes too long or ends too early."""
+"""An attempt whose replica sends nothing, takes too long or fails."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
 import pytest
 
+from deployments.channel.stream import ReplicaStream
 from deployments.errors import ReplicaStalledError, RequestTimeoutError
 from deployments.requests.attempt import Attempt
 from deployments.requests.attempt_stream import AttemptError
@@ -24,22 +25,22 @@ from tests.deployments.fakes import FakeEngines, client, output
 REQUEST = EngineRequest("id", [1, 2, 3], SamplingParams())
 
 
-class Pausing:
-    """Responses that pause after ``outputs``, until ``go_on`` is set."""
+class Held:
+    """Engines whose streams get their outputs from the test."""
 
-    def __init__(self, outputs: list[EngineOutput]) -> None:
+    def __init__(self, *outputs: EngineOutput) -> None:
         self.outputs = outputs
-        self.go_on = asyncio.Event()
-        self.cancelled = False
+        self.stream = ReplicaStream("")
+        self.cancelled: list[ReplicaStream] = []
 
-    async def __aiter__(self) -> AsyncIterator[EngineOutput]:
+    def send(self, request: EngineRequest, *, block_hashes: Sequence[int], avoid: Sequence[str]) -> ReplicaStream:
+        self.stream = ReplicaStream(request.request_id)
         for one in self.outputs:
-            yield one
-        await self.go_on.wait()
-        yield output([9], "stop")
+            self.stream.put(one)
+        return self.stream
 
-    def cancel(self) -> None:
-        self.cancelled = True
+    def cancel(self, stream: ReplicaStream) -> None:
+        self.cancelled.append(stream)
 
 
 class View(ClusterView):
@@ -68,54 +69,49 @@ async def _read(engines: EngineClient, deadline_s: float = 60.0) -> list[int]:
                 return tokens
 
 
-def _paused(responses: Pausing, view: ClusterView, stall_timeout_s: float = 0.02) -> EngineClient:
-    return EngineClient(lambda *_, **__: responses, view, stall_timeout_s=stall_timeout_s, request_timeout_s=60.0)
+def _client(engines: Held, view: ClusterView, stall_timeout_s: float = 0.02) -> EngineClient:
+    return EngineClient(engines, view, stall_timeout_s=stall_timeout_s, request_timeout_s=60.0)
 
 
 @pytest.mark.parametrize("outputs", [[], [output([5])]])
 async def test_a_replica_that_sends_nothing_is_lost(outputs: list[EngineOutput]) -> None:
-    responses = Pausing(outputs)
+    engines = Held(*outputs)
     with pytest.raises(AttemptError) as caught:
-        await _read(_paused(responses, View()))
+        await _read(_client(engines, View()))
     assert isinstance(caught.value.cause, ReplicaStalledError)
     assert caught.value.replica == "r1"
-    assert responses.cancelled
+    assert engines.cancelled == [engines.stream]
 
 
 async def test_a_replica_with_a_queue_may_send_nothing() -> None:
-    responses, view = Pausing([output([5])]), View(allowances=3)
-    reading = asyncio.create_task(_read(_paused(responses, view)))
+    engines, view = Held(output([5])), View(allowances=3)
+    reading = asyncio.create_task(_read(_client(engines, view)))
     while view.allowances > 1:
         await asyncio.sleep(0.005)
-    responses.go_on.set()
+    engines.stream.put(output([9], "stop"))
     assert await reading == [5, 9]
 
 
 async def test_every_output_restarts_the_stall_timeout() -> None:
-    class Steady(Pausing):
-        async def __aiter__(self) -> AsyncIterator[EngineOutput]:
-            for one in self.outputs:
-                await asyncio.sleep(0.03)
-                yield one
+    engines = Held()
+    reading = asyncio.create_task(_read(_client(engines, View(), stall_timeout_s=0.2)))
+    for token in range(6):
+        await asyncio.sleep(0.06)
+        engines.stream.put_token(token)
+    engines.stream.put(output([6], "stop"))
+    assert await reading == [0, 1, 2, 3, 4, 5, 6]
 
-    responses = Steady([*(output([token]) for token in range(4)), output([4], "stop")])
-    assert await _read(_paused(responses, View(), stall_timeout_s=0.1)) == [0, 1, 2, 3, 4]
 
-
-async def test_a_stall_is_noticed_after_outputs_that_moved_the_timer() -> None:
-    class Slowing(Pausing):
-        async def __aiter__(self) -> AsyncIterator[EngineOutput]:
-            yield self.outputs[0]
-            await asyncio.sleep(0.1)
-            yield self.outputs[1]
-            self.last = time.monotonic()
-            await self.go_on.wait()
-
-    responses = Slowing([output([1]), output([2])])
+async def test_a_stall_is_noticed_after_outputs_and_not_too_early() -> None:
+    engines = Held(output([1]))
+    reading = asyncio.create_task(_read(_client(engines, View(), stall_timeout_s=0.2)))
+    await asyncio.sleep(0.1)
+    engines.stream.put_token(2)
+    last = time.monotonic()
     with pytest.raises(AttemptError) as caught:
-        await _read(_paused(responses, View(), stall_timeout_s=0.2))
+        await reading
     assert isinstance(caught.value.cause, ReplicaStalledError)
-    assert time.monotonic() - responses.last >= 0.2
+    assert time.monotonic() - last >= 0.2
 
 
 async def test_a_slow_reader_is_no_stall() -> None:
@@ -127,35 +123,57 @@ async def test_a_slow_reader_is_no_stall() -> None:
             await asyncio.sleep(0.03)
 
 
+async def test_what_has_arrived_meanwhile_is_one_output() -> None:
+    engines = Held(output([5]))
+    attempt = Attempt()
+    sent = _client(engines, View(), 30.0).send(REQUEST, [], avoid=[], deadline=float("inf"), attempt=attempt)
+    with closing(sent) as outputs:
+        for token in (6, 7):
+            engines.stream.put_token(token)
+        engines.stream.put(output([8], "stop"))
+        engines.stream.fail(EngineDeadError("too late"))
+        assert (await outputs.next()).token_ids == [5, 6, 7, 8]
+    assert attempt.num_tokens == 4
+
+
 async def test_the_deadline_ends_a_request_in_spite_of_allowances() -> None:
-    responses = Pausing([output([5])])
+    engines = Held(output([5]))
     with pytest.raises(AttemptError) as caught:
-        await _read(_paused(responses, View(allowances=10**6), stall_timeout_s=0.005), deadline_s=0.03)
+        await _read(_client(engines, View(allowances=10**6), stall_timeout_s=0.005), deadline_s=0.03)
     assert isinstance(caught.value.cause, RequestTimeoutError)
-    assert responses.cancelled
+    assert engines.cancelled
 
 
 async def test_a_client_that_disconnects_is_no_stall() -> None:
-    responses = Pausing([])
-    reading = asyncio.create_task(_read(_paused(responses, View(), stall_timeout_s=30.0)))
+    engines = Held()
+    sender = _client(engines, View(), stall_timeout_s=30.0)
+    reading = asyncio.create_task(_read(sender))
     await asyncio.sleep(0.01)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    assert responses.cancelled
+    assert engines.cancelled
+    assert not sender._watch._watched
 
 
-async def test_a_timeout_that_the_replica_raised_is_no_stall() -> None:
+async def test_one_timer_watches_all_streams_and_stops_with_the_last() -> None:
+    engines, view = Held(), View()
+    sender = _client(engines, view, stall_timeout_s=0.2)
+    readers = [asyncio.create_task(_read(sender)) for _ in range(50)]
+    await asyncio.sleep(0.01)
+    timers = [handle for handle in asyncio.get_running_loop()._scheduled if not handle.cancelled()]  # type: ignore[attr-defined]
+    assert len(timers) <= 2  # and pytest's own
+    results = await asyncio.gather(*readers, return_exceptions=True)
+    assert all(isinstance(one, AttemptError) for one in results)
+    await asyncio.sleep(0.05)
+    assert sender._watch._timer is None
+
+
+async def test_an_error_of_the_replica_is_the_cause() -> None:
     engines = client(FakeEngines([[TimeoutError("inside")]]), View())
     with pytest.raises(AttemptError, match="inside") as caught:
         await _read(engines)
     assert isinstance(caught.value.cause, TimeoutError)
-
-
-async def test_a_stream_that_ends_early_is_an_error() -> None:
-    with pytest.raises(AttemptError) as caught:
-        await _read(client(FakeEngines([[output([5])]]), View()))
-    assert isinstance(caught.value.cause, EngineDeadError)
 
 
 async def test_the_view_has_a_requests_replica_until_it_ends() -> None:
@@ -163,40 +181,44 @@ async def test_the_view_has_a_requests_replica_until_it_ends() -> None:
     view.set_replicas({"r1": {}, "r2": {}})
     seen: list[Any] = []
 
-    class Placing(FakeEngines):
-        def dispatch(self, request: EngineRequest, **kwargs: Any) -> Any:
+    class Choosing(FakeEngines):
+        def send(self, request: EngineRequest, **options: Any) -> Any:
             seen.append(view.num_unassigned)
-            view.dispatch(request.request_id, "r1", kwargs["block_hashes"], 3)
-            view.dispatch(request.request_id, "r2", kwargs["block_hashes"], 3)  # r1 rejected it
+            view.dispatch(request.request_id, "r1", options["block_hashes"], 3)
+            seen.append(view.num_unassigned)
+            view.unassign(request.request_id)  # r1 has returned it
+            seen.append(view.num_unassigned)
+            view.dispatch(request.request_id, "r2", options["block_hashes"], 3)
             seen.append(view.replica_of(request.request_id))
-            return super().dispatch(request, **kwargs)
+            return super().send(request, **options)
 
-    assert await _read(client(Placing([[output([5], "stop")]]), view)) == [5]
-    assert seen == [1, "r2"]
+    assert await _read(client(Choosing([[output([5], "stop")]]), view)) == [5]
+    assert seen == [1, 0, 1, "r2"]
     assert (view.replica_of("id"), view.num_unassigned, view.queued()) == ("", 0, (0, 0))
-    view.dispatch("id", "r1", [7], 3)  # the router was late
+    view.dispatch("id", "r1", [7], 3)  # the dispatcher was late
     assert view.queued() == (0, 0)
 
 
 async def test_the_stall_timeout_starts_when_a_replica_is_chosen() -> None:
     """The time in which an idle server starts its first engine is no stall of that engine."""
-    responses, view = Pausing([]), ClusterView()
+    engines, view = Held(), ClusterView()
     view.set_replicas({"r1": {}})
-    reading = asyncio.create_task(_read(_paused(responses, view, stall_timeout_s=0.2)))
+    reading = asyncio.create_task(_read(_client(engines, view, stall_timeout_s=0.2)))
     await asyncio.sleep(0.15)
     view.dispatch("id", "r1", [7], 3)
-    placed = time.monotonic()
+    dispatched = time.monotonic()
     with pytest.raises(AttemptError) as caught:
         await reading
     assert isinstance(caught.value.cause, ReplicaStalledError)
-    assert time.monotonic() - placed >= 0.2
+    assert time.monotonic() - dispatched >= 0.2
 
 
-async def test_a_call_that_fails_leaves_no_request_in_the_view() -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("the router is gone")
+async def test_a_request_that_cannot_be_sent_leaves_nothing_in_the_view() -> None:
+    class Broken(Held):
+        def send(self, *_: Any, **__: Any) -> ReplicaStream:
+            raise RuntimeError("a bug")
 
     view = ClusterView()
-    with pytest.raises(AttemptError, match="the router is gone"):
-        await _read(EngineClient(fail, view, stall_timeout_s=30.0, request_timeout_s=60.0))
+    with pytest.raises(RuntimeError, match="a bug"):
+        await _read(_client(Broken(), view))
     assert view.queued() == (0, 0)

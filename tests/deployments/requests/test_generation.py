@@ -39,7 +39,7 @@ async def test_tokens_become_deltas() -> None:
     assert [delta.finish_reason for delta in deltas] == [None, "stop"]
     assert (generation.token_ids, generation.num_cached_tokens, generation.replica) == ([5, 6, 7], 2, "r1")
     assert engines.calls[0][1] == {"block_hashes": [77], "avoid": []}
-    assert engines.responses[0].cancelled
+    assert engines.streams[0].cancelled
 
 
 async def test_a_stop_string_ends_the_request_at_the_replica_too() -> None:
@@ -47,7 +47,7 @@ async def test_a_stop_string_ends_the_request_at_the_replica_too() -> None:
     deltas = await _all(generation)
     assert [delta.text for delta in deltas] == ["<5>", "<6>"]
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "<7>")
-    assert engines.responses[0].cancelled
+    assert engines.streams[0].cancelled
 
 
 async def test_tokens_after_a_stop_string_are_not_counted() -> None:
@@ -202,4 +202,4 @@ async def test_closing_a_generation_cancels_the_call() -> None:
     generation, engines = _generation([[output([5]), output([6])]])
     async with aclosing(generation.deltas()) as deltas:
         await anext(deltas)
-    assert engines.responses[0].cancelled
+    assert engines.streams[0].cancelled

@@ -1,0 +1,256 @@
+"""Which replica a request goes to, and what waits; with real channels to engines that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from deployments.channel.stream import ReplicaStream
+from deployments.requests.dispatcher import Dispatcher
+from deployments.routing.cluster_view import ClusterView
+from deployments.routing.options import RoutingOptions
+from engine.errors import EngineDeadError, RequestError
+from engine.observability.load import EngineLoad
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from tests.deployments.channel.peers import Peers, Replica, tokens_of, until
+from tests.engine.test_async_engine import Gate
+
+IDLE = EngineLoad(
+    num_running=0,
+    num_waiting=0,
+    queued_prefill_tokens=0,
+    num_blocks=100,
+    num_free_blocks=100,
+    prefill_tokens_per_s=1000.0,
+    decode_step_s=0.01,
+    num_steps=1,
+)
+
+
+class Front:
+    """A dispatcher with its view, and the replicas that Serve would list."""
+
+    def __init__(self, peers: Peers, max_requests: int = 100) -> None:
+        self.peers = peers
+        self.view = ClusterView()
+        self.view.routing.options = RoutingOptions(load_bound=1.25)
+        self.replicas: dict[str, Replica] = {}
+        self.num_wakes = 0
+        self.woken = asyncio.Event()
+        self.dispatcher = Dispatcher(self.view, self._wake, max_requests=max_requests)
+        self.dispatcher.start()
+        self._num_sent = 0
+
+    async def _wake(self) -> None:
+        self.num_wakes += 1
+        await self.woken.wait()
+
+    async def add(self, *names: str, **options: Any) -> None:
+        """Start replicas and wait until they take requests."""
+        for name in names:
+            self.replicas[name] = self.peers.replica(**options)
+        self.list_replicas(*self.replicas)
+        links = self.dispatcher._links
+        assert links is not None
+        await until(lambda: set(links.ready) >= set(names))
+        for name in names:
+            self.view.routing.report(name, IDLE, now=time.monotonic())
+
+    def list_replicas(self, *names: str) -> None:
+        self.view.set_replicas(
+            {name: {"block_size": 4, **self.replicas[name].server.address.metadata} for name in names}
+        )
+
+    def send(
+        self, hashes: list[int] | None = None, *, avoid: list[str] | None = None, length: int = 5, **params: Any
+    ) -> ReplicaStream:
+        self._num_sent += 1
+        prompt = [self._num_sent % 50] * (4 * len(hashes or ()) + 1)
+        request = EngineRequest(f"r{self._num_sent}", prompt, SamplingParams(max_tokens=length, **params))
+        self.view.begin(request.request_id)
+        return self.dispatcher.send(request, block_hashes=hashes or [], avoid=avoid or [])
+
+    def end(self, stream: ReplicaStream) -> None:
+        self.dispatcher.cancel(stream)
+        self.view.end(stream.request_id)
+
+
+@pytest.fixture
+async def front(peers: Peers) -> AsyncIterator[Front]:
+    made = Front(peers)
+    yield made
+    made.dispatcher.close()
+
+
+async def test_a_prefix_goes_to_the_replica_that_caches_it(front: Front) -> None:
+    await front.add("a", "b", "c")
+    front.view.routing.stored("b", [1, 2, 3])
+    for tail in range(5):
+        stream = front.send([1, 2, 3, 100 + tail])
+        assert stream.replica == "b"
+        assert len(await tokens_of(stream)) == 5
+        front.end(stream)
+    assert [routed.replica for routed in front.view.recently_routed()] == ["b"] * 5
+    assert front.view.queued() == (0, 0)
+    assert not front.dispatcher._calls
+
+
+async def test_a_request_counts_before_its_kv_events_arrive(front: Front) -> None:
+    await front.add("a", "b", "c")
+    long = list(range(40))
+    first = front.send(long)
+    assert front.send(long).replica == first.replica
+    assert front.send([7]).replica != first.replica  # it would queue after a long prompt
+    assert front.view.queued()[0] == 3
+
+
+async def test_requests_spread_until_they_end(front: Front) -> None:
+    await front.add("a", "b", "c")
+    streams = [front.send([10 + number]) for number in range(30)]
+    where = Counter(stream.replica for stream in streams)
+    assert sorted(where) == ["a", "b", "c"]
+    assert max(where.values()) <= 1.25 * 10 + 1
+    for stream in streams:
+        assert len(await tokens_of(stream)) == 5
+        front.end(stream)
+    assert front.view.queued() == (0, 0)
+    assert not front.dispatcher._calls
+
+
+async def test_avoided_replicas_come_last(front: Front) -> None:
+    await front.add("a", "b")
+    front.view.routing.stored("a", [1])
+    assert front.send([1], avoid=["a"]).replica == "b"
+    assert front.send([1], avoid=["a", "b"]).replica in "ab"
+
+
+async def test_the_view_lists_recently_routed_requests(front: Front) -> None:
+    await front.add("a", "b")
+    front.view.routing.stored("b", [1, 2])
+    front.send([1, 2, 3])
+    front.send([1, 2, 3], avoid=["b"])
+    first, second = front.view.recently_routed()
+    assert (first.replica, first.outcome) == ("b", "hit")
+    assert (first.prompt_tokens, first.predicted_tokens, first.best_tokens) == (13, 8, 8)
+    assert (second.outcome, second.predicted_tokens, second.replica) == ("retry", 0, "a")
+
+
+async def test_a_replica_that_is_full_here_is_not_chosen_nor_counted_as_a_hit(peers: Peers) -> None:
+    front = Front(peers, max_requests=1)
+    await front.add("a", "b")
+    gates = [Gate(replica.runner) for replica in front.replicas.values()]
+    front.view.routing.stored("b", [1])
+    assert front.send([1]).replica == "b"
+    assert front.send([1]).replica == "a"
+    routed = front.view.recently_routed()[-1]
+    assert (routed.outcome, routed.predicted_tokens, routed.best_tokens) == ("balanced", 0, 4)
+    late = front.send([1])
+    assert late.replica == ""
+    assert front.view.num_unassigned == 1
+    for gate in gates:
+        gate.opened.set()
+    assert len(await tokens_of(late)) == 5
+    assert front.num_wakes == 0
+    front.dispatcher.close()
+
+
+async def test_waiting_requests_are_sent_in_order(peers: Peers) -> None:
+    front = Front(peers, max_requests=1)
+    await front.add("a")
+    streams = [front.send([number]) for number in range(10)]
+    ended: list[int] = []
+
+    async def read(number: int) -> None:
+        await tokens_of(streams[number])
+        ended.append(number)
+        front.end(streams[number])
+
+    front.end(streams.pop(5))
+    await asyncio.gather(*(read(number) for number in range(9)))
+    assert ended == list(range(9))
+    assert not front.dispatcher._waiting
+    front.dispatcher.close()
+
+
+async def test_a_replica_that_is_full_of_others_requests_returns_ours(front: Front) -> None:
+    await front.add("a", max_requests=3)
+    other = Front(front.peers)
+    other.replicas = front.replicas
+    other.list_replicas("a")
+    links = other.dispatcher._links
+    assert links is not None
+    await until(lambda: links.ready)
+    streams = [(front, other)[number % 2].send(length=30) for number in range(40)]
+    for number, stream in enumerate(streams):
+        assert len(await asyncio.wait_for(tokens_of(stream), 20)) == 30
+        (front, other)[number % 2].end(stream)
+    assert front.view.queued() == other.view.queued() == (0, 0)
+    other.dispatcher.close()
+
+
+async def test_a_draining_replica_hands_new_requests_to_another_unnoticed(front: Front) -> None:
+    await front.add("a")
+    gate = Gate(front.replicas["a"].runner)
+    running = front.send(length=20)
+    await running.wait()
+    draining = asyncio.create_task(front.replicas["a"].server.drain())
+    await asyncio.sleep(0)
+    late = front.send(length=20)
+    assert late.replica == "a"
+    gate.opened.set()
+    await front.add("b")
+    front.list_replicas("b")
+    assert len(await tokens_of(late)) == 20
+    assert late.replica == front.view.replica_of(late.request_id) == "b"
+    assert len(await tokens_of(running)) == 20
+    await asyncio.wait_for(draining, 5)
+
+
+async def test_without_a_replica_one_call_wakes_serve_and_the_requests_wait(front: Front) -> None:
+    streams = [front.send() for _ in range(5)]
+    await until(lambda: front.num_wakes)
+    await asyncio.sleep(0.05)
+    assert front.num_wakes == 1
+    assert front.view.num_unassigned == 5
+    await front.add("a")
+    front.woken.set()
+    for stream in streams:
+        assert len(await tokens_of(stream)) == 5
+    await until(lambda: front.dispatcher._waking is not None and front.dispatcher._waking.done())
+    assert front.num_wakes == 1
+
+
+async def test_a_request_whose_client_goes_while_it_waits_is_forgotten(front: Front) -> None:
+    stream, other = front.send(), front.send()
+    front.end(stream)
+    await front.add("a")
+    assert len(await tokens_of(other)) == 5
+    assert stream.replica == ""
+    assert len(front.dispatcher._calls) == 1
+
+
+async def test_a_request_that_cannot_be_encoded_fails_alone(front: Front) -> None:
+    await front.add("a")
+    request = EngineRequest("bad", [2**40], SamplingParams())
+    front.view.begin("bad")
+    stream = front.dispatcher.send(request, block_hashes=[], avoid=[])
+    with pytest.raises(RequestError, match="cannot be sent"):
+        stream.take()
+    assert len(await tokens_of(front.send())) == 5
+
+
+async def test_closing_fails_what_is_unfinished(front: Front) -> None:
+    await front.add("a")
+    gate = Gate(front.replicas["a"].runner)
+    stream = front.send(length=100)
+    await stream.wait()
+    front.dispatcher.close()
+    gate.opened.set()
+    with pytest.raises(EngineDeadError):
+        await tokens_of(stream)
