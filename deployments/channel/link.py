@@ -24,6 +24,7 @@ from deployments.channel.messages import Abort, Hello, Outputs, Status
 from deployments.channel.numbering import Arrivals, Outbox
 from deployments.channel.sockets import MAX_REQUEST_BYTES, Socket, SocketReader, connect_dealer, watch_connection
 from deployments.channel.stream import ReplicaStream
+from deployments.wire.sockets import check_endpoint
 from engine.errors import EngineDeadError, RequestError
 from engine.request import EngineRequest
 
@@ -69,6 +70,8 @@ class Link:
         self._on_returned = on_returned
         self._probe: asyncio.Task[None] | None = None
         self._sockets: list[SocketReader] = []
+        for endpoint in (address.requests, address.outputs):  # before a socket is made
+            check_endpoint(endpoint)
         self._open()
 
     def _open(self) -> None:
@@ -259,8 +262,9 @@ class Link:
         """Close the connection and fail all streams; ``tick`` starts another."""
         if self._requests.is_closed:
             return
-        if self.is_ready:
-            logger.warning("replica %s is lost: %s", self.replica, reason)
+        if self.is_ready:  # without streams it may just have been shut down
+            log = logger.warning if self._streams else logger.info
+            log("replica %s is lost: %s", self.replica, reason)
         self.is_ready = False
         for reader in self._sockets:
             reader.close()

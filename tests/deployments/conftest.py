@@ -34,8 +34,11 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engines() -> FakeEngines:
-    return FakeEngines([[output([70]), output([71, 72], "stop", cached=4)]])
+def engines(monkeypatch: pytest.MonkeyPatch) -> FakeEngines:
+    """The engines of every ingress that the test makes."""
+    made = FakeEngines([[output([70]), output([71, 72], "stop", cached=4)]])
+    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: made)
+    return made
 
 
 OpenClient = Callable[..., TestClient]
@@ -45,7 +48,6 @@ OpenClient = Callable[..., TestClient]
 def open_client(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenClient]:
     """Return a function that starts an ingress over the fake engines, with arguments of the application."""
     monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
-    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: engines)
     cluster_view.cache_clear()
     with ExitStack() as stack:
 

@@ -244,7 +244,9 @@ async def test_a_replica_that_is_not_listed_keeps_its_link_until_its_streams_end
 
 async def test_an_address_that_is_none_is_ignored(peers: Peers) -> None:
     ingress = peers.ingress()
-    for bad in ("tcp://localhost:1", "ipc:///tmp/x", "tcp://127.0.0.1:99999"):
-        ingress.links.set_replicas({"r1": ReplicaAddress(bad, bad, "secret").metadata})
-        await asyncio.sleep(0.05)
-        assert not len(ingress.links)
+    good = "tcp://127.0.0.1:1"
+    for number, bad in enumerate(("tcp://localhost:1", "ipc:///tmp/x", "tcp://127.0.0.1:99999")):
+        for requests, outputs in ((bad, bad), (good, bad)):
+            ingress.links.set_replicas({f"{number}{requests}": ReplicaAddress(requests, outputs, "secret").metadata})
+            await asyncio.sleep(0.05)
+            assert not len(ingress.links)
