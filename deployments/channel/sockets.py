@@ -8,6 +8,7 @@ reconnects by itself and loses what was on the way; the numbers of the messages 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -102,10 +103,8 @@ class SocketReader:
         """Send a message. If it cannot be sent now it is lost, as if the connection were."""
         if self.is_closed:
             return
-        try:
+        with contextlib.suppress(zmq.ZMQError):  # EHOSTUNREACH at a ROUTER
             self.socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.ZMQError:  # EHOSTUNREACH at a ROUTER
-            return
         if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._read)
 
@@ -114,6 +113,8 @@ class SocketReader:
         if not self.is_closed:
             self.is_closed = True
             self._loop.remove_reader(self._descriptor)
+            # Before the reader of its events is closed: ZeroMQ's I/O thread would wait forever for one.
+            self.socket.disable_monitor()
             self.socket.close(0)
 
     def _read(self) -> None:

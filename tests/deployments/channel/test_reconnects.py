@@ -250,3 +250,21 @@ async def test_an_address_that_is_none_is_ignored(peers: Peers) -> None:
             ingress.links.set_replicas({f"{number}{requests}": ReplicaAddress(requests, outputs, "secret").metadata})
             await asyncio.sleep(0.05)
             assert not len(ingress.links)
+
+
+async def test_links_that_are_lost_while_their_connection_breaks_stop_no_other(peers: Peers) -> None:
+    """Regression: ZeroMQ's I/O thread waited forever for the closed reader of a connection's events."""
+    replica, other = peers.replica(), peers.replica()
+    address, proxies = await peers.proxied(replica.server.address)
+    ingress = peers.ingress()
+    await ingress.join(r1=address, r2=other.server.address)
+    link = ingress.links["r1"]
+    for turn in range(60):
+        for proxy in proxies:
+            proxy.cut()
+        await asyncio.sleep(0.001 * (turn % 5))
+        link._lose("a test")
+        link._open()
+        await asyncio.sleep(0.01)
+    answer = tokens_of(ingress.submit([3], 5, replica="r2"))
+    assert await asyncio.wait_for(answer, 5) == other.answer([3], 5)
