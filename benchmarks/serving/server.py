@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,13 @@ class Server:
 
 @contextmanager
 def serve(
-    change: Callable[[dict[str, Any]], None], deployments: list[dict[str, Any]] | None = None, engines: int = 1
+    change: Callable[[dict[str, Any]], None],
+    deployments: list[dict[str, Any]] | None = None,
+    engines: int = 1,
+    *,
+    import_path: str | None = None,
+    launcher: str = "deployments.launch",
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """Run a server while the block runs.
 
@@ -61,6 +67,9 @@ def serve(
         change: edits the arguments of the application.
         deployments: Serve's own overrides for the application's deployments.
         engines: replicas to wait for.
+        import_path: of another application builder than the shipped one, which then has a launcher of its own.
+        launcher: the module that runs the server.
+        environment: variables of the server's processes.
     """
     with tempfile.TemporaryDirectory(prefix="pg") as directory, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -70,15 +79,17 @@ def serve(
         document["http_options"]["port"] = port
         application = document["applications"][0]
         change(application["args"])
+        if import_path:
+            application["import_path"] = import_path
         if deployments:
             application["deployments"] = deployments
         config = Path(directory) / "config.yaml"
         config.write_text(yaml.safe_dump(document))
         with (Path(directory) / "log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "deployments.launch", str(config)],
+                [sys.executable, "-m", launcher, str(config)],
                 cwd=ROOT,
-                env={**os.environ, "RAY_TMPDIR": directory},
+                env={**os.environ, "RAY_TMPDIR": directory, **(environment or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

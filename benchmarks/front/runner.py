@@ -1,0 +1,100 @@
+"""An engine that computes nothing: a runner whose tokens are random and whose step takes as long as one wants."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep, thread_time
+
+from engine.config import EngineConfig, EngineInfo
+from engine.engine import Engine
+from engine.kv.events import KVEventBatch
+from engine.observability.metrics import MetricSink
+from engine.outputs import EngineOutput
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
+
+__all__ = ["STEPS_FILE", "STEP_MS", "ComputeFreeEngine", "ComputeFreeRunner"]
+
+STEP_MS = "PAGODA_FRONT_STEP_MS"  # milliseconds that a step waits, as for a GPU; 0: none
+STEPS_FILE = "PAGODA_FRONT_STEPS_FILE"  # where the engine writes the CPU time of its steps
+WRITE_INTERVAL_S = 0.1
+NUM_BLOCKS, BLOCK_SIZE = 65_536, 16
+VOCABULARY = (300, 2000)  # plain text in the demo model's tokenizer
+NUM_DRAWN = 8192
+
+
+class ComputeFreeRunner:
+    """Returns random tokens after a wait, during which other threads run, as during a GPU's step.
+
+    Args:
+        config: names the model.
+        step_s: seconds to wait in each step.
+    """
+
+    def __init__(self, config: EngineConfig, step_s: float = 0.0) -> None:
+        model = json.loads((Path(config.model) / "config.json").read_text())
+        self.info = EngineInfo(
+            model=config.model,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            num_host_blocks=0,
+            max_model_len=model["max_position_embeddings"],
+            vocab_size=model["vocab_size"],
+            dtype="none",
+            device="cpu",
+            attention_backend="none",
+            eos_token_ids=(model["eos_token_id"],),
+            default_sampling={},
+        )
+        self._step_s = step_s
+        self._tokens = random.Random(0).choices(range(*VOCABULARY), k=NUM_DRAWN)
+        self._next = 0
+
+    def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+        """Return a token for each sequence."""
+        count = len(output.sampling)
+        if self._next + count > NUM_DRAWN:
+            self._next = 0
+        tokens = self._tokens[self._next : self._next + count]
+        self._next += count
+        if self._step_s:
+            sleep(self._step_s)
+        return SampledTokens(tokens)
+
+    def check_health(self) -> None:
+        """Always healthy."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class ComputeFreeEngine(Engine):
+    """An engine without a model. It adds up the CPU seconds of its steps and writes them to a file now and then."""
+
+    step_cpu_s = 0.0
+    _written = 0.0
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        sink: MetricSink | None = None,
+        on_kv_events: Callable[[KVEventBatch], None] | None = None,
+    ) -> ComputeFreeEngine:
+        """Build the engine; the environment gives the time of a step."""
+        runner = ComputeFreeRunner(config, float(os.environ.get(STEP_MS, "0")) / 1e3)
+        return cls(config, runner, sink, on_kv_events)
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step."""
+        started = thread_time()
+        outputs = super().step()
+        self.step_cpu_s += thread_time() - started
+        if (now := monotonic()) > self._written + WRITE_INTERVAL_S:
+            self._written = now
+            if path := os.environ.get(STEPS_FILE):
+                Path(path).write_text(f"{self.step_cpu_s:.6f}")
+        return outputs
