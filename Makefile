@@ -47,6 +47,7 @@ bench: $(VENV)/.installed-bench $(BENCH_MODEL)/config.json
 	$(BIN)/python -m benchmarks.kv_cache_curves --model $(BENCH_MODEL) --out benchmarks/results/kv_cache_curves.json \
 	  --plot benchmarks/results/kv_cache_curves.png
 	$(BIN)/python -m benchmarks.serve --model $(BENCH_MODEL) --out benchmarks/results/serve.json
+	$(BIN)/python -m benchmarks.front.cost --out benchmarks/results/front_cost.json
 
 build/qwen3-0.6b/config.json: | $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.checkpoints $(@D)

@@ -1,6 +1,9 @@
 """The cost of HTTP, Ray Serve and the ingress around one engine: throughput, time to first token, gaps between tokens.
 
     python -m benchmarks.serve --model DIR --out result.json
+    python -m benchmarks.serve --model DIR --peer vllm=PYTHON --repeats 2 --out result.json
+
+With ``--peer`` the script compares our server with that one and measures nothing else. Without:
 
 - throughput: the requests of w16, each from a client of its own, all at once, beside the offline LLM on the same
   requests. The LLM runs before the server starts and after it has ended. It does not limit prefills beside decodes;
@@ -35,6 +38,7 @@ from benchmarks.compare import parse_results
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
 from benchmarks.peers.runner import num_cores
+from benchmarks.serving.comparison import compare_servers, contestants, summarize, table
 from benchmarks.serving.load_generators import run_aiperf, run_guidellm
 from benchmarks.serving.measures import (
     MODEL_NAME,
@@ -179,13 +183,36 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--long-prompt", type=int, default=2048, help="tokens")
     parser.add_argument("--guidellm", metavar="PATH", help="run GuideLLM against the server too")
     parser.add_argument("--aiperf", metavar="PATH", help="run AIPerf against the server too")
+    parser.add_argument(
+        "--peer", action="append", metavar="vllm=PYTHON", help="compare with this server, and only that"
+    )
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each load on a compared server")
     parser.add_argument("--out", type=Path)
     return parser
+
+
+def _compare(parsed: argparse.Namespace) -> None:
+    """Compare our server with its peers, print the table, and write JSON to ``--out``."""
+    runs = contestants(parsed.model, parsed.peer, engine_options(parsed))
+    results = compare_servers(runs, parsed.repeats, parsed.seconds)
+    summary = summarize(results)
+    print("\n" + table(summary))
+    if parsed.out:
+        document: dict[str, Any] = {"machine": describe(torch.device("cpu")), "model": Path(parsed.model).name}
+        document |= {"options": engine_options(parsed), "summary": summary}
+        document["runs"] = {
+            load: {name: [asdict(one) for one in many] for name, many in servers.items()}
+            for load, servers in results.items()
+        }
+        parsed.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print the figures, and write JSON to ``--out``."""
     parsed = _parser().parse_args(arguments)
+    if parsed.peer:
+        _compare(parsed)
+        return
     os.environ.setdefault("OMP_NUM_THREADS", str(num_cores()))
     rng = random.Random(0)
     prompts = [[random_ids(rng, length) for _ in range(FIRST_TOKEN_REQUESTS)] for length in parsed.prompt_tokens]

@@ -2,3 +2,7 @@
 
 Everything but the runner is the shipped code: ingress, channel, replica, scheduler and block manager.
 """
+
+__all__ = ["IMPORT_PATH"]
+
+IMPORT_PATH = "benchmarks.front.application:build_app"  # for Serve's config

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.front import IMPORT_PATH
 from benchmarks.front.hot_spots import Profile, profile
-from benchmarks.front.launch import IMPORT_PATH
 from benchmarks.front.processes import ENGINE, INGRESS, KINDS, CpuTimes
 from benchmarks.front.runner import STEP_MS, STEPS_FILE
 from benchmarks.machine import describe

@@ -1,7 +1,8 @@
 """Where a process spends its CPU time: samples of py-spy, added up by module and by function.
 
 py-spy is a program of its own (`pip install py-spy`). It reads the process's memory from outside, so it neither needs
-the interpreter's lock nor prefers the moments when a thread gives it up.
+the interpreter's lock nor prefers the moments when a thread gives it up. It cannot tell every waiting thread from a
+busy one, so the threads are weighed by the CPU time that the kernel gives for each.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 __all__ = ["HotSpot", "Profile", "profile", "summarize"]
 
 SAMPLES_PER_S = 400
 NUM_HOT_SPOTS = 25
+THREAD = re.compile(r"^thread \((?P<id>\d+)\)")
 FRAME = re.compile(r"^(?P<function>.*) \((?P<file>[^()]*?)(:\d+)?\)$")
 STANDARD_LIBRARY = ("asyncio", "json", "contextlib", "threading", "typing", "enum", "dataclasses", "uuid", "copy")
 
@@ -66,36 +70,57 @@ def profile(py_spy: str, pid: int, seconds: float, us: float) -> Profile:
     """
     with tempfile.TemporaryDirectory(prefix="pg-spy") as directory:
         stacks = Path(directory) / "stacks"
-        command = [py_spy, "record", "--nonblocking", "--format", "raw", "--output", str(stacks)]
+        command = [py_spy, "record", "--nonblocking", "--threads", "--format", "raw", "--output", str(stacks)]
         command += ["--pid", str(pid), "--duration", str(int(seconds)), "--rate", str(SAMPLES_PER_S)]
+        before = _thread_cpu_s(pid)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0 or not stacks.exists():
             raise RuntimeError(f"py-spy ended with code {done.returncode}:\n{done.stderr[-2000:]}")
-        return summarize(stacks.read_text().splitlines(), us)
+        used = {thread: cpu_s - before.get(thread, 0.0) for thread, cpu_s in _thread_cpu_s(pid).items()}
+        return summarize(stacks.read_text().splitlines(), used, us)
 
 
-def summarize(stacks: Iterable[str], us: float) -> Profile:
-    """Add up collapsed stacks: frames as ``function (file:line)`` from the outermost, then the number of samples."""
-    modules: Counter[str] = Counter()
-    functions: Counter[str] = Counter()
+def _thread_cpu_s(pid: int) -> dict[int, float]:
+    return {one.id: one.user_time + one.system_time for one in psutil.Process(pid).threads()}
+
+
+def summarize(stacks: Iterable[str], thread_cpu_s: Mapping[int, float], us: float) -> Profile:
+    """Add up collapsed stacks: thread and frames from the outermost, then the number of samples.
+
+    Args:
+        stacks: a line is ``thread (ID): NAME;function (file:line);... COUNT``.
+        thread_cpu_s: seconds that each thread ran while the samples were taken.
+        us: microseconds to share out.
+    """
+    samples: dict[int, list[tuple[list[re.Match[str]], int]]] = defaultdict(list)
     for line in stacks:
         frames, _, count = line.rpartition(" ")
-        parsed = [found for frame in frames.split(";") if (found := FRAME.match(frame))]
-        if not parsed:
-            continue
-        functions[f"{parsed[-1]['function']} ({parsed[-1]['file']})"] += int(count)
-        modules[next((name for one in reversed(parsed) if (name := _module(one["file"]))), "standard library")] += int(
-            count
-        )
-    total = sum(functions.values())
-    return Profile(total, _largest(modules, total, us), _largest(functions, total, us))
+        thread, *rest = frames.split(";")
+        found = [match for frame in rest if (match := FRAME.match(frame))]
+        if found and (named := THREAD.match(thread)):
+            samples[int(named["id"])].append((found, int(count)))
+    modules: defaultdict[str, float] = defaultdict(float)
+    functions: defaultdict[str, float] = defaultdict(float)
+    total = sum(thread_cpu_s.values()) or 1.0
+    for thread_id, seen in samples.items():
+        weight = thread_cpu_s.get(thread_id, 0.0) / total / sum(number for _, number in seen)
+        for parsed, number in seen:
+            leaf = parsed[-1]
+            functions[f"{leaf['function']} ({leaf['file']})"] += number * weight
+            modules[_owner(parsed)] += number * weight
+    modules["threads without Python frames"] = 1 - sum(modules.values())
+    num_samples = sum(number for seen in samples.values() for _, number in seen)
+    return Profile(num_samples, _largest(modules, us), _largest(functions, us))
 
 
-def _largest(counts: Counter[str], total: int, us: float) -> list[HotSpot]:
-    return [
-        HotSpot(name, round(count / total, 4), round(us * count / total, 2))
-        for name, count in counts.most_common(NUM_HOT_SPOTS)
-    ]
+def _owner(frames: list[re.Match[str]]) -> str:
+    """Return the module or package of the innermost frame that is not of the standard library."""
+    return next((name for frame in reversed(frames) if (name := _module(frame["file"]))), "standard library")
+
+
+def _largest(shares: dict[str, float], us: float) -> list[HotSpot]:
+    largest = sorted(shares.items(), key=lambda one: -one[1])[:NUM_HOT_SPOTS]
+    return [HotSpot(name, round(share, 4), round(us * share, 2)) for name, share in largest]
 
 
 def _module(file: str) -> str | None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import sys
 from unittest.mock import patch
 
+from benchmarks.front import IMPORT_PATH
 from deployments import launch
 from deployments.launcher import preflight
-
-__all__ = ["IMPORT_PATH"]
-
-IMPORT_PATH = "benchmarks.front.application:build_app"
 
 if __name__ == "__main__":
     with patch.object(preflight, "IMPORT_PATH", IMPORT_PATH):

@@ -14,6 +14,7 @@ import selectors
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from time import perf_counter, process_time
 from typing import Any
@@ -112,7 +113,7 @@ class Window:
     def result(self, clients: int, max_tokens: int, *, streamed: bool, client_cpu_s: float) -> LoadResult:
         """Return the figures. Answers that are cut off count as far as they came."""
         seconds = self.end - self.start
-        per_event = max_tokens * len(self.answers) / sum(self.answers) if self.answers else float("nan")
+        per_event = max_tokens * len(self.answers) / sum(self.answers) if self.answers else 1.0
         p50, p99 = np.percentile(self.ttft_s, (50, 99)) if self.ttft_s else (float("nan"),) * 2
         return LoadResult(
             clients,
@@ -182,16 +183,22 @@ def run_load(
     body = {"model": model, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": streamed}
     start = perf_counter() + warm_s
     window = Window(start, start + seconds)
-    selector = selectors.DefaultSelector()
-    for number in range(clients):
-        client = _Client(number, (address.hostname or "", address.port or 80), window, body)
-        selector.register(client.socket, selectors.EVENT_READ, client)
-        client.send()
-    cpu_s = 0.0
-    is_measuring = False
+    with ExitStack() as open_until_end, selectors.DefaultSelector() as selector:
+        for number in range(clients):
+            client = _Client(number, (address.hostname or "", address.port or 80), window, body)
+            open_until_end.enter_context(client.socket)
+            selector.register(client.socket, selectors.EVENT_READ, client)
+            client.send()
+        cpu_s = _read_until_end(selector, window)
+        return window.result(clients, max_tokens, streamed=streamed, client_cpu_s=cpu_s)
+
+
+def _read_until_end(selector: selectors.BaseSelector, window: Window) -> float:
+    """Run the clients to the end of the window; return the CPU seconds that this takes in the window."""
+    cpu_s: float | None = None
     while (now := perf_counter()) < window.end and selector.get_map():
-        if not is_measuring and now >= start:
-            is_measuring, cpu_s = True, process_time()
+        if cpu_s is None and now >= window.start:
+            cpu_s = process_time()
             print(MEASURING, flush=True)
         for key, _ in selector.select(POLL_S):
             try:
@@ -200,7 +207,7 @@ def run_load(
                 window.failed += 1
                 print(error, file=sys.stderr, flush=True)
                 selector.unregister(key.fileobj)
-    return window.result(clients, max_tokens, streamed=streamed, client_cpu_s=process_time() - cpu_s)
+    return 0.0 if cpu_s is None else process_time() - cpu_s
 
 
 class LoadProcess:
