@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.check --size tiny --out r.json            # tiny everywhere
     python -m benchmarks.gpu.check --parts tokens decode_8b --out r.json  # these, and what they need
 
-It needs torch, triton, transformers and what the engine imports; no Ray, no network, no checkpoint: models have random
+It needs torch, triton, transformers and xxhash; no Ray, no network, no checkpoint: models have random
 weights. flash-attn is checked where it is installed. Each part runs in a process of its own, within a limit, and the
 JSON is written after each. On a CPU the same code runs with the CPU's kernels, which shows that the script works, not
 that the GPU's kernels do. It exits with 1 if a part failed or did not run.
