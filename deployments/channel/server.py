@@ -13,6 +13,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,6 +89,7 @@ class ChannelServer:
         self._count = RequestCount()
         self._ingresses: dict[bytes, _Ingress] = {}
         self._num_ingresses = 0  # so far
+        self._closed: deque[bytes] = deque(maxlen=MAX_INGRESSES)  # identities, which an ingress uses once
         self._is_draining = False
         self._has_logged_drop = False
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -149,17 +151,26 @@ class ChannelServer:
         if not hmac.compare_digest(hello.secret.encode(errors="replace"), self.address.secret.encode()):
             self._drop("a Hello has a wrong secret")
             return
-        ingress = self._ingresses.get(identity)
+        ingress = self._ingresses.get(identity) or self._new_ingress(identity, hello)
         if ingress is None:
-            if hello.received or hello.acknowledged or len(self._ingresses) >= MAX_INGRESSES:
-                self._send(identity, Status(0, 0, False, "this replica has closed the connection"))
-                return
-            self._num_ingresses += 1
-            connection = Connection(self._outputs, identity, self._count)
-            ingress = self._ingresses[identity] = _Ingress(self._num_ingresses, connection)
+            self._send(identity, Status(0, 0, False, "this replica has closed the connection"))
+            return
         ingress.num_silent_ticks = 0
         self._acknowledge(identity, ingress, hello)
         self._send_status(identity, ingress, resend=hello.sent > ingress.arrivals.received)
+
+    def _new_ingress(self, identity: bytes, hello: Hello) -> _Ingress | None:
+        """Return a new connection; None if the Hello continues one that was closed, or there are too many.
+
+        The first Hello of a closed connection may still have been on the way.
+        """
+        is_old = identity in self._closed or hello.received or hello.acknowledged
+        if is_old or len(self._ingresses) >= MAX_INGRESSES:
+            return None
+        self._num_ingresses += 1
+        made = _Ingress(self._num_ingresses, Connection(self._outputs, identity, self._count))
+        self._ingresses[identity] = made
+        return made
 
     def _acknowledge(self, identity: bytes, ingress: _Ingress, hello: Hello) -> None:
         """Note what the ingress has received, and send what it lacks."""
@@ -262,6 +273,7 @@ class ChannelServer:
     def _remove(self, identity: bytes, reason: str) -> None:
         """Abort the requests of a lost ingress."""
         ingress = self._ingresses.pop(identity)
+        self._closed.append(identity)
         logger.info("ingress %s has gone (%s); its unfinished requests are aborted", identity.hex()[:8], reason)
         _cancel_compiling(ingress)
         self._engine.remove_reader(ingress.connection)

@@ -11,6 +11,8 @@ import pytest
 from deployments.channel import link as link_module
 from deployments.channel import server as server_module
 from deployments.channel.address import ReplicaAddress
+from deployments.channel.codec import encode
+from deployments.channel.messages import Hello
 from engine.errors import EngineDeadError
 from tests.deployments.channel.peers import Ingress, Peers, Proxy, Replica, tokens_of, until
 from tests.engine.test_async_engine import Gate
@@ -194,6 +196,30 @@ async def test_a_replica_forgets_an_ingress_that_was_silent_and_the_ingress_star
     gate.opened.set()
     with pytest.raises(EngineDeadError, match="closed the connection"):
         await tokens_of(stream)
+    await until(lambda: ingress.links.ready)
+    assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_hello_that_was_on_the_way_does_not_revive_a_closed_connection(peers: Peers, answered: bool) -> None:
+    """Regression: the replica took it for a new connection, and waited for messages that it had acknowledged before."""
+    replica = peers.replica()
+    ingress = peers.ingress(tick_s=1e6)  # the test says hello
+    await ingress.join(r1=replica.server.address)
+    gate, link = Gate(replica.runner), ingress.links["r1"]
+    stream = ingress.submit([1], 50)
+    if answered:
+        await stream.wait()
+    link._say_hello()
+    await until(lambda: not len(link._outbox))
+    for identity in list(replica.server._ingresses):
+        replica.server._remove(identity, "a test")
+    link._requests.send(encode(Hello(link.address.secret, 0, 0, 0, False)))
+    link._say_hello()
+    gate.opened.set()
+    with pytest.raises(EngineDeadError, match="closed the connection"):
+        await tokens_of(stream)
+    link.tick()
     await until(lambda: ingress.links.ready)
     assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
 
