@@ -96,5 +96,12 @@ class ComputeFreeEngine(Engine):
         if (now := monotonic()) > self._written + WRITE_INTERVAL_S:
             self._written = now
             if path := os.environ.get(STEPS_FILE):
-                Path(path).write_text(f"{self.step_cpu_s:.6f}")
+                _replace(Path(path), f"{self.step_cpu_s:.6f}")
         return outputs
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that its reader never sees half written."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.front.cost import cost_of
 from benchmarks.front.hot_spots import summarize as summarize_samples
 from benchmarks.front.processes import KINDS, CpuTimes, kind_of
-from benchmarks.front.runner import STEP_MS, ComputeFreeEngine
+from benchmarks.front.runner import STEP_MS, STEPS_FILE, ComputeFreeEngine
 from benchmarks.serving.comparison import compare_servers, contestants, summarize, table
 from benchmarks.serving.load import Answer, LoadResult, Window, run_load
 from engine.config import EngineConfig
@@ -173,8 +173,9 @@ def test_samples_are_weighed_by_the_cpu_time_of_their_thread() -> None:
 # --- the engine that computes nothing ---------------------------------------------------------------------------
 
 
-def test_an_engine_without_a_model_generates_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_a_model_generates_every_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(STEP_MS, "0.5")
+    monkeypatch.setenv(STEPS_FILE, str(tmp_path / "steps"))
     engine = ComputeFreeEngine.from_config(EngineConfig.from_options(str(MODEL), {}))
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     for number in range(3):
@@ -184,7 +185,7 @@ def test_an_engine_without_a_model_generates_every_token(monkeypatch: pytest.Mon
         outputs += engine.step()
     assert sum(len(one.token_ids) for one in outputs) == 15
     assert sum(one.is_last for one in outputs) == 3
-    assert engine.step_cpu_s > 0
+    assert 0 < float((tmp_path / "steps").read_text()) <= engine.step_cpu_s + 1e-6
 
 
 # --- the comparison with another server -------------------------------------------------------------------------
