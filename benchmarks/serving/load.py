@@ -205,7 +205,8 @@ def _read_until_end(selector: selectors.BaseSelector, window: Window) -> float:
                 key.data.read()
             except ConnectionError as error:
                 window.failed += 1
-                print(error, file=sys.stderr, flush=True)
+                if window.failed == 1:  # the others are probably alike
+                    print(error, file=sys.stderr, flush=True)
                 selector.unregister(key.fileobj)
     return 0.0 if cpu_s is None else process_time() - cpu_s
 
