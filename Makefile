@@ -1,5 +1,6 @@
 # make serve   runs the server in the foreground          make test    runs every test
 # make lint    ruff and mypy                              make bench   runs the benchmarks
+# make status  shows the replicas of the running server
 # Each installs what it needs into .venv first, and again only when pyproject.toml has changed.
 #
 # make test-gpu-rehearsal   runs the GPU path on a machine without a GPU, which make test does not: the engine computes
@@ -13,11 +14,15 @@ CONFIG ?= serve_config.yaml
 BENCH_MODEL ?= build/qwen3-0.6b
 REHEARSAL := build/gpu-rehearsal
 
-.PHONY: serve test test-gpu-rehearsal lint bench clean
+.PHONY: serve status test test-gpu-rehearsal lint bench clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/python -m deployments.launch $(CONFIG)
+
+# Ray's dashboard requires Ray's token, which `serve status` sends in this mode only. RAY_DASHBOARD_ADDRESS changes where.
+status:
+	@RAY_AUTH_MODE=token $(BIN)/serve status
 
 # Tests of tests/e2e run alone, because their servers need the whole machine; the others run in parallel.
 test: $(VENV)/.installed-test

@@ -1,7 +1,7 @@
 """python -m demo.screenshots URL: takes the README's pictures of the web page from a running server.
 
-It keeps the server busy with conversations, asks something in the playground, and saves the page in light, in dark and
-as wide as a phone under demo/screenshots.
+It asks two questions in the playground beside other conversations, and saves the page in light, in dark and as wide as
+a phone under demo/screenshots. The second prompt begins with the first one and its answer, which the same replica holds.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def main(url: str) -> None:
         FOLDER.mkdir(exist_ok=True)
         wide = conversation(browser, url, width=1440, height=960)
         time.sleep(WARM_UP_S)
+        ask(wide, "Can you give an example?")
         clients.hurry()
-        ask(wide, "How does prefix caching work?")
         save(wide, "light")
         wide.emulate_media(color_scheme="dark")
-        ask(wide, "What is continuous batching?")
         save(wide, "dark")
         phone = conversation(browser, url, width=375, height=812)
         time.sleep(15)
+        ask(phone, "Can you give an example?")
         save(phone, "phone", full_page=True)
         browser.close()
 

@@ -75,7 +75,7 @@ def _banner(endpoint: Endpoint, seconds: float) -> str:
         f"{page}\n\n"
         f"  curl -N {endpoint.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
         f"    -d '{json.dumps(body)}'\n\n"
-        "`RAY_AUTH_MODE=token serve status`, in another terminal after `. .venv/bin/activate`, shows the replicas.\n"
+        "`make status`, in another terminal, shows the replicas.\n"
     )
 
 

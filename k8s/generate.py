@@ -131,6 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             manifest.write_text(texts[manifest])
             print(f"wrote {name}")
+    if not stale:
+        print(f"the RayServices agree with {SHIPPED.name}; nothing to write")
     return int(check and bool(stale))
 
 

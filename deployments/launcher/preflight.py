@@ -90,17 +90,27 @@ def _validate(document: dict[str, Any]) -> None:
 
 
 def require_free_port(endpoint: Endpoint) -> None:
-    """Raise ConfigError unless the endpoint's port is free."""
+    """Raise ConfigError unless a server can listen at the endpoint: its host is this machine's and its port is free."""
     family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((endpoint.host, endpoint.port))
-        except OSError as error:
-            reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-            raise ConfigError(
-                f"port {endpoint.port} on {endpoint.host} {reason}; free it, or change http_options.port"
-            ) from None
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
+            raise ConfigError(_why_not(endpoint, error)) from None
+
+
+def _why_not(endpoint: Endpoint, error: OSError | UnicodeError) -> str:
+    """Return why a server cannot listen at the endpoint, and the remedy."""
+    host, port = endpoint.host, endpoint.port
+    its_own = "give one of its addresses, 127.0.0.1, or 0.0.0.0 for all of them"
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return f"http_options.host='{host}' cannot be resolved to an address of this machine; {its_own}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"http_options.host='{host}' is no address of this machine; {its_own}"
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is taken; free it, or change http_options.port"
+    return f"port {port} on {host} cannot be used ({error.strerror}); change http_options.port"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -131,6 +131,31 @@ def test_a_taken_port() -> None:
     require_free_port(Endpoint("127.0.0.1", port, "/", "m"))
 
 
+@pytest.mark.parametrize(
+    ("host", "problem"),
+    [
+        ("192.0.2.1", "is no address of this machine; give one of its addresses, 127.0.0.1, or 0.0.0.0"),  # RFC 5737
+        ("no such host", "cannot be resolved to an address of this machine; give one of its addresses"),
+        ("a..b", "cannot be resolved"),
+    ],
+)
+def test_a_host_that_is_not_this_machine(host: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_free_port(Endpoint(host, 8000, "/", "m"))
+    assert str(caught.value).startswith(f"http_options.host='{host}' {problem}")
+    assert "port" not in str(caught.value)  # which may well be free
+
+
+def test_a_port_that_this_user_may_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(socket.socket):
+        def bind(self, address: Any) -> None:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "socket", Refusing)
+    with pytest.raises(ConfigError, match=r"port 80 on 127\.0\.0\.1 cannot be used \(Permission denied\); change"):
+        require_free_port(Endpoint("127.0.0.1", 80, "/", "m"))
+
+
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds no tokenizer; add one of tokenizer\.json"):

@@ -24,6 +24,7 @@ if not CHROMIUM.exists():
     pytest.skip(f"there is no {CHROMIUM}: apt-get install chromium", allow_module_level=True)
 
 KEY = "a-key-of-the-web-page-test"
+BLOCK_SIZE = 16  # the default on a CPU
 LAPTOP, PHONE = {"width": 1440, "height": 900}, {"width": 375, "height": 812}
 LONG = "Prefix caching keeps the KV blocks of earlier prompts, so that a new one need not compute them. " * 4
 
@@ -102,6 +103,23 @@ def change_requests(page: Page, **fields: Any) -> None:
 # --- the playground ---------------------------------------------------------------------------------------------------
 
 
+def test_the_second_question_of_a_chat_hits_the_cache(open_page: Opener) -> None:
+    page = open_page()
+    first = ask(page, "What is a KV cache?")
+    second = ask(page, "Can you give an example?")
+    _, before = numbers(fact(first, "cached"))
+    cached, asked = numbers(fact(second, "cached"))
+    assert before > 8 * BLOCK_SIZE  # the system prompt alone fills blocks
+    assert cached >= before // BLOCK_SIZE * BLOCK_SIZE
+    assert cached / asked > 0.75
+    badges = [answer.locator("[data-fact=replica] .replica").get_attribute("title") for answer in (first, second)]
+    assert badges[0] == badges[1]
+    for one in (first, second):
+        words = one.locator(".text").inner_text().split()
+        assert len(words) > 8  # a real answer, which the demo model gives with this system prompt
+    expect(page.locator("#routed tr").first.locator("td").nth(2)).to_have_text("hit")
+
+
 def test_a_chat_streams_and_shows_its_statistics(open_page: Opener) -> None:
     page = open_page()
     page.evaluate("""() => {
@@ -128,9 +146,9 @@ def test_a_chat_streams_and_shows_its_statistics(open_page: Opener) -> None:
     _, before = numbers(fact(first, "cached"))
     cached, asked = numbers(fact(second, "cached"))
     assert asked > before + made  # the conversation so far was sent
-    assert 16 <= cached < asked
+    assert BLOCK_SIZE <= cached < asked
     roles = [message["role"] for message in sent.value.request.post_data_json["messages"]]
-    assert roles == ["user"]
+    assert roles == ["system", "user"]
 
 
 def test_the_form_sets_the_parameters(open_page: Opener) -> None:
@@ -234,7 +252,7 @@ def test_errors_are_shown_and_the_conversation_continues(open_page: Opener) -> N
         page.unroute("**/v1/chat/completions")
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "Are you there?")
-    contents = [message["content"] for message in sent.value.post_data_json["messages"]]
+    contents = [message["content"] for message in sent.value.post_data_json["messages"] if message["role"] != "system"]
     assert contents == ["Hello?", "Half an", "Are you there?"]  # without the unanswered question
 
 

@@ -17,6 +17,17 @@ def test_the_manifests_are_up_to_date() -> None:
     assert main(["--check"]) == 0
 
 
+def test_a_run_that_writes_nothing_says_so(target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    before = target.manifest.read_text()
+    for arguments in ([], ["--check"]):
+        assert main(arguments) == 0
+        assert capsys.readouterr().out == "the RayServices agree with serve_config.yaml; nothing to write\n"
+    assert target.manifest.read_text() == before
+    target.manifest.write_text(before.replace("port: 8000", "port: 8001"))
+    assert main([]) == 0
+    assert capsys.readouterr().out == "wrote rayservice.yaml\n"
+
+
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     """Return the GPU target with a copy of its manifest."""
