@@ -1,7 +1,7 @@
 """python -m demo.screenshots URL: takes the README's pictures of the web page from a running server.
 
 It asks two questions in the playground beside other conversations, and saves the page in light, in dark and as wide as
-a phone under demo/screenshots. The second prompt begins with the first one and its answer, which the same replica holds.
+a phone under demo/screenshots. The second prompt begins with the first one and its answer, which one replica holds.
 """
 
 from __future__ import annotations
