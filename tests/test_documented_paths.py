@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("benchmarks", "demo", "deployments", "engine", "k8s", "kernels", "tests")
+FOLDERS = ("benchmarks", "demo", "deployments", "docs", "engine", "k8s", "kernels", "tests")
 TOP = "|".join(FOLDERS)
 PATH = re.compile(rf"(?<![\w./-])((?:{TOP})/[\w./-]*\w/?)")  # from the root of the checkout
-LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")  # a relative link in Markdown
+LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]+))?\)")  # a relative link in Markdown, and its anchor
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 DOTTED = rf"((?:{TOP})(?:\.[a-z_]\w*)+)"
 MODULES = (  # how a text names a module: as a command, in an import, as MODULE:ATTRIBUTE
     re.compile(rf" -m {DOTTED}"),
@@ -50,11 +51,21 @@ def test_what_does_not_exist_is_found() -> None:
 def test_markdown_names_what_exists(path: Path) -> None:
     text = path.read_text()
     assert not dead(text)
-    assert not [link for link in LINK.findall(text) if not (path.parent / link).exists()]
+    for name, anchor in LINK.findall(text):
+        target = path.parent / name if name else path
+        assert target.exists(), name
+        assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
 
 
-def test_the_readme_names_classes_and_methods_that_exist() -> None:
-    named = re.findall(r"`(\w+)(?:\.(\w+))?` (?:in|of) `([\w/]+\.py)`", (ROOT / "README.md").read_text())
+def anchors(path: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a Markdown file."""
+    titles = (re.sub(r"[^\w\- ]", "", title.lower()) for title in HEADING.findall(path.read_text()))
+    return {title.replace(" ", "-") for title in titles}
+
+
+def test_the_architecture_page_names_classes_and_methods_that_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    named = re.findall(r"`(\w+)(?:\.(\w+))?` (?:in|of) `([\w/]+\.py)`", page)
     assert len(named) > 3
     for name, method, path in named:
         source = (ROOT / path).read_text()
