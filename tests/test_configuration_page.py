@@ -24,6 +24,7 @@ NOT_OF_THE_FILE = {
     "max_queued_prefill_tokens",
     "skip_tokenizer_init",
 }
+OTHER_NAMES = {"PAGODA_STORE"}  # a constant of the C kernels
 
 
 def documented(text: str) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def test_the_page_lists_the_variables_that_the_code_reads() -> None:
     code = [path for name in ("deployments", "engine", "kernels") for path in (ROOT / name).rglob("*")]
     sources = (path.read_text() for path in code if path.suffix in (".py", ".sh"))
     read = {name for text in sources for name in re.findall(r"\bPAGODA_[A-Z_]+\b", text)}
-    assert read == set(re.findall(r"\bPAGODA_[A-Z_]+\b", PAGE))
+    assert read - OTHER_NAMES == set(re.findall(r"\bPAGODA_[A-Z_]+\b", PAGE))
 
 
 def test_the_keys_that_the_shipped_file_leaves_commented_out_exist() -> None:
