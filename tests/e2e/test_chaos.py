@@ -1,7 +1,8 @@
 """Processes are killed and stopped under load: no request fails, and no token is lost, repeated or changed.
 
-PAGODA_CHAOS_SECONDS is how long replicas are killed (20 by default, 120 for the record). The test that stops them takes
-a third of that, because a stopped replica affects a stream like a killed one, only later.
+PAGODA_CHAOS_SECONDS is how long replicas are killed (20 by default, 120 for the record), PAGODA_CHAOS_CLIENTS how many
+clients there are (32). The test that stops replicas takes a third of that time, because a stopped replica affects a
+stream like a killed one, only later.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.e2e.conftest import Server, running_server
 from tests.e2e.load import Answer, Clients, Question, Report, questions, record
 
 SECONDS = float(os.environ.get("PAGODA_CHAOS_SECONDS", "20"))
+CLIENTS = int(os.environ.get("PAGODA_CHAOS_CLIENTS", "32"))
 EVERY_S = 10.0
 ENGINES = 4
 
@@ -153,7 +155,7 @@ def _assert_no_failures(report: Report) -> None:
 
 async def test_a_replica_is_killed_every_ten_seconds(server: Server, asked: list[tuple[Question, Answer]]) -> None:
     chaos = Chaos(server, signal.SIGKILL, seed=1)
-    async with Clients(server.url, asked).running() as report, chaos.watched():
+    async with Clients(server.url, asked, count=CLIENTS).running() as report, chaos.watched():
         await asyncio.sleep(2)
         await chaos.kill_replicas(max(1, round(SECONDS / EVERY_S)))
     print(chaos)
@@ -166,7 +168,7 @@ async def test_a_replica_is_stopped_every_ten_seconds(server: Server, asked: lis
     """A stopped process keeps its connections open: only its silence reveals it."""
     chaos = Chaos(server, signal.SIGSTOP, seed=2)
     try:
-        async with Clients(server.url, asked).running() as report, chaos.watched():
+        async with Clients(server.url, asked, count=CLIENTS).running() as report, chaos.watched():
             await asyncio.sleep(2)
             await chaos.kill_replicas(max(1, round(SECONDS / EVERY_S / 3)))
     finally:
@@ -186,7 +188,7 @@ def _connections(pid: int) -> int:
 async def test_a_killed_ingress_costs_only_its_own_clients_a_retry(
     server: Server, asked: list[tuple[Question, Answer]]
 ) -> None:
-    async with Clients(server.url, asked, retries=3).running() as report:
+    async with Clients(server.url, asked, count=CLIENTS, retries=3).running() as report:
         await asyncio.sleep(4)
         pid = random.Random(3).choice(sorted(_live(server, "ingress").values()))
         its_clients = _connections(pid)
