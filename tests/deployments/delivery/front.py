@@ -1,0 +1,192 @@
+"""Front: an ingress and two replicas on a network in memory, and clients that read when the test lets them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from starlette.types import Message
+
+from deployments.api.protocol import ChatRequest, GenerationRequest
+from deployments.api.responses import ChatWriter, CompletionWriter, ResponseWriter
+from deployments.api.serving import _streamed
+from deployments.channel.link import Link
+from deployments.channel.server import ChannelServer
+from deployments.requests.dispatcher import Dispatcher
+from deployments.requests.engine_client import EngineClient, Engines
+from deployments.requests.generation import Generation
+from deployments.requests.prompt import Prompt
+from deployments.routing.cluster_view import ClusterView
+from engine.observability.load import EngineLoad
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.text.text_stream import TextStream
+from engine.text.tokenizer import Tokenizer
+from tests.deployments.delivery.network import Network, Router
+from tests.deployments.delivery.scripted_engine import Answer, ScriptedEngine
+
+IDLE = EngineLoad(
+    num_running=0,
+    num_waiting=0,
+    queued_prefill_tokens=0,
+    num_blocks=100,
+    num_free_blocks=100,
+    prefill_tokens_per_s=1000.0,
+    decode_step_s=0.01,
+    num_steps=1,
+)
+NEVER_S = 1e6  # the test itself calls what timers would
+
+
+async def settle() -> None:
+    """Let every task run until it waits."""
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+class Client:
+    """Receives the ASGI messages of a response, each when it may."""
+
+    def __init__(self) -> None:
+        self.body = b""
+        self.has_ended = False
+        self.has_gone = asyncio.Event()
+        self._allowed = asyncio.Semaphore(0)
+
+    def allow(self, count: int) -> None:
+        """Let so many messages pass."""
+        for _ in range(count):
+            self._allowed.release()
+
+    async def send(self, message: Message) -> None:
+        await self._allowed.acquire()
+        if message["type"] == "http.response.body":
+            assert not self.has_ended
+            self.body += message["body"]
+            self.has_ended = not message["more_body"]
+
+    async def receive(self) -> Message:
+        await self.has_gone.wait()
+        return {"type": "http.disconnect"}
+
+
+class Request:
+    """One HTTP request with the scripted answers to it: a body, and its prompt and parameters.
+
+    Args:
+        answers: one for each choice.
+    """
+
+    def __init__(self, body: GenerationRequest, prompt: Prompt, params: SamplingParams, answers: list[Answer]) -> None:
+        self.body = body
+        self.prompt = prompt
+        self.answers = answers
+        self._params = params
+
+    def generations(self, engines: EngineClient, tokenizer: Tokenizer) -> list[Generation]:
+        """Return a Generation for each choice; its seed says which."""
+        token_ids = self.prompt.token_ids
+        return [
+            Generation(
+                engines,
+                EngineRequest(f"request {index}", token_ids, replace(self._params, seed=index)),
+                self.prompt,
+                TextStream(tokenizer, token_ids, self._params),
+                index=index,
+                max_migrations=3,
+            )
+            for index in range(len(self.answers))
+        ]
+
+    def answer(self, request: EngineRequest) -> Answer:
+        """Return the scripted answer to a request for a choice."""
+        assert request.params.seed is not None
+        return self.answers[request.params.seed]
+
+
+async def respond(engines: EngineClient, request: Request, tokenizer: Tokenizer, client: Client) -> list[Generation]:
+    """Stream a request's answers to a client; returns the generations at the end."""
+    kind: type[ResponseWriter] = ChatWriter if isinstance(request.body, ChatRequest) else CompletionWriter
+    writer = kind("id", 1_700_000_000, "m", request.body, tokenizer)
+    generations = request.generations(engines, tokenizer)
+    response = await _streamed(writer, generations, request.body)
+    await response({"type": "http"}, client.receive, client.send)
+    return generations
+
+
+def engine_client(engines: Engines, view: ClusterView) -> EngineClient:
+    """Return a client whose requests neither stall nor time out."""
+    return EngineClient(engines, view, stall_timeout_s=NEVER_S, request_timeout_s=NEVER_S)
+
+
+class Front:
+    """Two replicas and an ingress.
+
+    Args:
+        answer: of every engine to a request.
+    """
+
+    def __init__(self, network: Network, answer: Callable[[EngineRequest], Answer]) -> None:
+        self.network = network
+        self.view = ClusterView()
+        self.engines = {name: ScriptedEngine(answer) for name in ("r1", "r2")}
+        self.servers = {
+            name: ChannelServer(engine, "127.0.0.1", max_requests=100, tick_s=NEVER_S)  # type: ignore[arg-type]
+            for name, engine in self.engines.items()
+        }
+        self.dispatcher = Dispatcher(self.view, asyncio.Event().wait, max_requests=100)
+        self.dispatcher.start()
+        self.client = engine_client(self.dispatcher, self.view)
+        self.view.set_replicas(
+            {name: {"block_size": 4, **server.address.metadata} for name, server in self.servers.items()}
+        )
+        for name in self.servers:
+            self.view.routing.report(name, IDLE, now=time.monotonic())
+
+    @property
+    def links(self) -> list[Link]:
+        """The links to both replicas."""
+        links = self.dispatcher._links
+        assert links is not None
+        return [links[name] for name in self.servers]
+
+    def routers(self, replica: str) -> Iterable[Router]:
+        """Return the sockets of a replica."""
+        address = self.servers[replica].address
+        return [self.network.routers[int(one.rpartition(":")[2])] for one in (address.requests, address.outputs)]
+
+    def tick(self) -> None:
+        """Let the ingress acknowledge and look for lost messages, as it does periodically."""
+        for link in self.links:
+            link.tick()
+
+    def forget_ingress(self, replica: str) -> None:
+        """Let a replica take the ingress for dead."""
+        server = self.servers[replica]
+        for identity in list(server._ingresses):
+            server._remove(identity, "a test")
+
+    def kill(self, replica: str) -> None:
+        """End a replica's process."""
+        for router in self.routers(replica):
+            router.is_dead = True
+            for line in list(router.lines.values()):
+                line.cut(0)
+
+    async def run_quietly(self) -> None:
+        """Let everything happen once, without a disturbance."""
+        for line in self.network.lines:
+            line.connect()
+        for engine in self.engines.values():
+            engine.step(1)
+        for line in self.network.lines:
+            line.move(1000)
+        await settle()
+
+    def close(self) -> None:
+        """Close the links and the servers."""
+        self.dispatcher.close()
+        for server in self.servers.values():
+            server.close()
