@@ -154,6 +154,8 @@ class Link:
             self._open()
         elif self._is_connected:  # else ZeroMQ would keep every Hello
             self._say_hello()
+        elif self.is_ready:  # it listened when its connection broke, and may have died before it could reconnect
+            self._start_probe()
 
     def _forget(self, number: int) -> ReplicaStream:
         stream = self._streams.pop(number)
@@ -244,11 +246,15 @@ class Link:
     def _on_connection(self, is_connected: bool) -> None:
         if is_connected:
             self._say_hello(resend=True)
-        elif self._probe is None or self._probe.done():
+        else:
+            self._start_probe()
+
+    def _start_probe(self) -> None:
+        if self._probe is None or self._probe.done():
             self._probe = asyncio.get_running_loop().create_task(self._probe_replica())
 
     async def _probe_replica(self) -> None:
-        """After the loss of a connection: see whether the replica still listens."""
+        """See whether the replica still listens; if not, it is lost."""
         address = urlsplit(self.address.requests)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):

@@ -10,6 +10,7 @@ import pytest
 
 from deployments.channel import link as link_module
 from deployments.channel import server as server_module
+from deployments.channel import sockets as sockets_module
 from deployments.channel.address import ReplicaAddress
 from deployments.channel.codec import encode
 from deployments.channel.messages import Hello
@@ -139,6 +140,30 @@ async def test_a_replica_that_is_killed_fails_its_streams_at_once(peers: Peers) 
         await proxy.listen()
     await until(lambda: ingress.links.ready)
     assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
+
+
+async def test_a_replica_that_dies_before_its_connection_is_back_fails_its_streams(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: only the break was a reason to look whether it still listens, and the streams hung."""
+    monkeypatch.setattr(sockets_module, "RECONNECT_IVL_MS", 10_000)
+    replica = peers.replica()
+    address, proxies = await peers.proxied(replica.server.address)
+    ingress = peers.ingress()
+    await ingress.join(r1=address)
+    gate = Gate(replica.runner)
+    stream = ingress.submit([1], 50)
+    await stream.wait()
+    for proxy in proxies:
+        proxy.cut()
+    await until(lambda: not ingress.links["r1"]._is_connected)
+    await asyncio.sleep(0.05)  # it was looked for, and found
+    assert ingress.links["r1"].is_ready
+    for proxy in proxies:
+        await proxy.refuse()
+    with pytest.raises(EngineDeadError, match="does not listen"):
+        await asyncio.wait_for(tokens_of(stream), 3)
+    gate.opened.set()
 
 
 async def test_an_ingress_that_vanishes_leaves_nothing(peers: Peers) -> None:
