@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engine.outputs import EngineOutput, FinishReason, RequestTiming, TokenLogprobs
 from engine.output_reader import OutputReader
+from engine.outputs import EngineOutput, FinishReason, RequestTiming, TokenLogprobs
 from engine.request import EngineRequest
 
 RESUMED_CACHED_TOKENS = 1000  # cached at a replica that continues an answer; the client must not see them

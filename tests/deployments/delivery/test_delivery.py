@@ -19,13 +19,13 @@ from deployments.channel.stream import ReplicaStream
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
 from deployments.routing.cluster_view import ClusterView
-from engine.outputs import EngineOutput, FinishReason, Logprob
+from engine.outputs import FinishReason, Logprob
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.delivery.front import Client, Front, Request, engine_client, respond, settle
 from tests.deployments.delivery.network import Network
-from tests.deployments.delivery.scripted_engine import RESUMED_CACHED_TOKENS, Answer
+from tests.deployments.delivery.scripted_engine import Answer
 from tests.deployments.delivery.sse_content import Content
 from tests.deployments.fakes import FakeStream
 
