@@ -156,6 +156,7 @@ class Serving:
             index=index,
             prompt_only=body.prompt_only,
             max_migrations=self._limits.max_migrations,
+            keeps_logprobs=not body.stream,
         )
 
     def _fill_record(

@@ -1,7 +1,7 @@
 """Errors of requests on the wire, with the fields of RequestError.
 
 ``ReplicaFullError`` and ``ReplicaDrainingError`` are no failures of the request: another replica may take it, and
-nothing was computed.
+nothing was computed. ``StreamPausedError`` is raised in the ingress only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from deployments.channel.messages import Failure
 from engine.errors import EngineDeadError, OverloadedError, PagodaError, PromptTooLongError, RequestError
 
-__all__ = ["ReplicaDrainingError", "ReplicaFullError", "error_of", "failure_of"]
+__all__ = ["ReplicaDrainingError", "ReplicaFullError", "StreamPausedError", "error_of", "failure_of"]
 
 
 class ReplicaFullError(PagodaError):
@@ -18,6 +18,10 @@ class ReplicaFullError(PagodaError):
 
 class ReplicaDrainingError(PagodaError):
     """A replica that shuts down takes no more requests."""
+
+
+class StreamPausedError(PagodaError):
+    """The reader of a stream lags, so its request was aborted; it may continue once all outputs were taken."""
 
 
 _REQUEST_ERRORS: dict[str, type[RequestError]] = {

@@ -19,11 +19,18 @@ import zmq
 
 from deployments.channel.address import ReplicaAddress
 from deployments.channel.codec import ChannelMessageError, decode_from_replica, encode, encode_request, output_of
-from deployments.channel.errors import ReplicaDrainingError, ReplicaFullError, error_of
+from deployments.channel.errors import ReplicaDrainingError, ReplicaFullError, StreamPausedError, error_of
 from deployments.channel.messages import Abort, Hello, Outputs, Status
 from deployments.channel.numbering import Arrivals, Outbox
 from deployments.channel.sockets import MAX_REQUEST_BYTES, Socket, SocketReader, connect_dealer, watch_connection
 from deployments.channel.stream import ReplicaStream
+from deployments.observability.ingress_metrics import (
+    CHANNEL_LOST_REPLICAS,
+    CHANNEL_RECONNECTIONS,
+    CHANNEL_RESENDS,
+    STREAM_PAUSES,
+    ingress_recorder,
+)
 from deployments.wire.sockets import check_endpoint
 from engine.errors import EngineDeadError, RequestError
 from engine.request import EngineRequest
@@ -80,6 +87,7 @@ class Link:
         self.is_ready = False
         self._outbox, self._arrivals = Outbox(), Arrivals()
         self._is_connected = False
+        self._num_broken = 0  # connections
         self._received_at_last_status = self._num_stalled_statuses = 0
         self._last_acknowledged = self._num_unacknowledged_bytes = 0  # of outputs
         self._num_streams = 0  # so far
@@ -190,7 +198,7 @@ class Link:
             if self._num_unacknowledged_bytes > MAX_UNACKNOWLEDGED_BYTES:
                 self._say_hello()
         elif self._arrivals.has_gap and not had_gap:
-            self._say_hello(resend=True)
+            self._ask_for_lost_outputs()
 
     def _on_outputs(self, message: Outputs) -> None:
         streams = self._streams
@@ -203,11 +211,19 @@ class Link:
                 stream.put(output_of(output, stream.request_id, self.replica))
                 if output.is_last:
                     self._forget(output.stream)
+                elif stream.is_full:
+                    self._pause(stream)
         for failure in message.failures:
             if failure.stream in streams:
                 self._fail(self._forget(failure.stream), error_of(failure, self.replica))
         if len(streams) < num_streams:
             self._on_change()
+
+    def _pause(self, stream: ReplicaStream) -> None:
+        """End a stream whose reader lags; the reader may continue its request later."""
+        self.cancel(stream)
+        stream.fail(StreamPausedError(f"the client of {stream.request_id} does not read"))
+        ingress_recorder().increment(STREAM_PAUSES)
 
     def _fail(self, stream: ReplicaStream, error: Exception) -> None:
         if isinstance(error, ReplicaFullError | ReplicaDrainingError):
@@ -221,6 +237,7 @@ class Link:
             return
         self._outbox.acknowledge(status.received)
         if status.resend:
+            ingress_recorder().increment(CHANNEL_RESENDS, content="requests")
             for _, data in self._outbox.after(status.received):
                 self._requests.send(data)
         self._find_lost_tail(status.sent)
@@ -235,7 +252,11 @@ class Link:
         self._num_stalled_statuses = self._num_stalled_statuses + 1 if is_stalled else 0
         if self._num_stalled_statuses >= MAX_STALLED_STATUSES:
             self._num_stalled_statuses = 0
-            self._say_hello(resend=True)
+            self._ask_for_lost_outputs()
+
+    def _ask_for_lost_outputs(self) -> None:
+        ingress_recorder().increment(CHANNEL_RESENDS, content="outputs")
+        self._say_hello(resend=True)
 
     # --- connection -----------------------------------------------------------------------------------------------
 
@@ -246,7 +267,11 @@ class Link:
     def _on_connection(self, is_connected: bool) -> None:
         if is_connected:
             self._say_hello(resend=True)
+            if self._num_broken:
+                self._num_broken -= 1
+                ingress_recorder().increment(CHANNEL_RECONNECTIONS)
         else:
+            self._num_broken += 1
             self._start_probe()
 
     def _start_probe(self) -> None:
@@ -271,6 +296,8 @@ class Link:
         if self.is_ready:  # without streams it may just have been shut down
             log = logger.warning if self._streams else logger.info
             log("replica %s is lost: %s", self.replica, reason)
+        if self._streams:
+            ingress_recorder().increment(CHANNEL_LOST_REPLICAS)
         self.is_ready = False
         for reader in self._sockets:
             reader.close()

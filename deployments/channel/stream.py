@@ -9,17 +9,32 @@ from engine.outputs import EngineOutput
 __all__ = ["ReplicaStream"]
 
 
+MAX_QUEUED_LOGPROBS = 8192  # about 150 bytes each, and some 5 microseconds of the event loop to write as JSON
+
+
 class ReplicaStream:
     """What a replica has sent for a request and the reader has not taken: joined, so that a slow reader gets it whole.
 
-    What is kept is at most the rest of the answer.
+    What is kept is bounded, so that clients that read slowly or not at all neither fill the memory nor make chunks
+    that hold up other streams: at most the rest of the answer, 40 bytes a token, and of log-probabilities about 1.2 MB.
+    With more of them the stream ``is_full``, and the link pauses it: it aborts the request and fails the stream with
+    StreamPausedError.
 
     Attributes:
         request_id: of the request.
         replica: the name of the replica; empty until the request was sent to one.
     """
 
-    __slots__ = ("_error", "_num_cached_tokens", "_outputs", "_token_ids", "_waiter", "replica", "request_id")
+    __slots__ = (
+        "_error",
+        "_num_cached_tokens",
+        "_num_logprobs",
+        "_outputs",
+        "_token_ids",
+        "_waiter",
+        "replica",
+        "request_id",
+    )
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -27,6 +42,7 @@ class ReplicaStream:
         self._outputs: list[EngineOutput] = []
         self._token_ids: list[int] = []  # after ``_outputs``
         self._num_cached_tokens = 0
+        self._num_logprobs = 0  # in ``_outputs``
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -34,6 +50,11 @@ class ReplicaStream:
     def wait_in_progress(self) -> object | None:
         """The reader's wait, another object for each; None while it does not wait."""
         return self._waiter
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the reader lags by more log-probabilities than are kept."""
+        return self._num_logprobs > MAX_QUEUED_LOGPROBS
 
     # --- called by the link -----------------------------------------------------------------------------------------
 
@@ -48,6 +69,8 @@ class ReplicaStream:
         self._flush_tokens()
         self._outputs.append(output)
         self._num_cached_tokens = output.num_cached_tokens
+        if output.logprobs is not None:
+            self._num_logprobs += sum(map(len, output.logprobs))
         if self._waiter is not None:
             self._wake(self._waiter)
 
@@ -76,6 +99,8 @@ class ReplicaStream:
         index = self._outputs[0].index
         taken = [output for output in self._outputs if output.index == index]
         self._outputs = [output for output in self._outputs if output.index != index]
+        if self._num_logprobs:
+            self._num_logprobs = sum(len(one) for output in self._outputs for one in output.logprobs or ())
         return taken[0] if len(taken) == 1 else EngineOutput.join(taken, self.replica)
 
     async def wait(self) -> None:

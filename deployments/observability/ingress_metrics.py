@@ -16,6 +16,9 @@ from deployments.observability.recorder import Recorder
 from engine.observability.metrics import Metric
 
 __all__ = [
+    "CHANNEL_LOST_REPLICAS",
+    "CHANNEL_RECONNECTIONS",
+    "CHANNEL_RESENDS",
     "HTTP_REQUESTS",
     "INGRESS_INFO",
     "INGRESS_METRICS",
@@ -31,6 +34,7 @@ __all__ = [
     "ROUTING_DECISIONS",
     "ROUTING_DECISION_SECONDS",
     "ROUTING_PREDICTED_HIT_TOKENS",
+    "STREAM_PAUSES",
     "ingress_recorder",
 ]
 
@@ -77,6 +81,24 @@ KV_INDEX_DROPPED = Metric(
     known=(("malformed",), ("oversized",)),
 )
 REQUEST_MIGRATIONS = Metric("request_migrations", "counter", "Requests moved to another replica after theirs was lost.")
+CHANNEL_RECONNECTIONS = Metric(
+    "channel_reconnections", "counter", "Connections to live engine replicas that broke and were made again."
+)
+CHANNEL_RESENDS = Metric(
+    "channel_resends",
+    "counter",
+    "Times that messages between ingress and engines were lost and sent again, by what they carry.",
+    ("content",),
+    known=(("requests",), ("outputs",)),
+)
+CHANNEL_LOST_REPLICAS = Metric(
+    "channel_lost_replicas", "counter", "Engine replicas lost while they had requests of this ingress."
+)
+STREAM_PAUSES = Metric(
+    "stream_pauses",
+    "counter",
+    "Requests aborted because their client reads too slowly; they continue when it has read what there is.",
+)
 REPLICAS = Metric("replicas", "gauge", "Engine replicas known to this ingress.", ("state",))
 REPLICAS_MIN = Metric("replicas_min", "gauge", "Configured minimum number of engine replicas.")
 

@@ -2,7 +2,8 @@
 
 It sends the prompt to a replica, detokenises the tokens that come back, and ends at a stop string. It keeps every
 token and log-probability: when a replica dies, stalls or is drained, it sends the prompt and the tokens to another
-replica, and the answer goes on with no token lost and none twice. It knows nothing of HTTP.
+replica, and the answer goes on with no token lost and none twice. So does an answer that was paused because its client
+reads too slowly. It knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+from deployments.channel.errors import StreamPausedError
 from deployments.errors import ReplicasLostError, is_replica_loss
 from deployments.observability.ingress_metrics import REQUEST_MIGRATIONS, ingress_recorder
 from deployments.requests.attempt import Attempt
@@ -55,6 +57,8 @@ class Generation:
         index: of this answer within its HTTP request.
         prompt_only: drop the one token that the engine must generate; the client wants the prompt's log-probabilities.
         max_migrations: how many lost replicas the answer survives.
+        keeps_logprobs: keep the log-probabilities of all tokens, for a whole response; a stream's are in its deltas,
+            and those of a long answer take 100 MB.
     """
 
     def __init__(
@@ -67,21 +71,24 @@ class Generation:
         index: int = 0,
         prompt_only: bool = False,
         max_migrations: int = 3,
+        keeps_logprobs: bool = True,
     ) -> None:
         self._engines = engines
         self._request = request
         self._text = text
         self._prompt_only = prompt_only
         self._max_migrations = max_migrations
+        self._keeps_logprobs = keeps_logprobs
         self._avoid: list[str] = []  # replicas that failed this answer
         self._num_overload_retries = 0
+        self._num_pauses = 0
         self.num_migrations = 0
         self.attempts: list[Attempt] = []
         self.index = index
         self.prompt = prompt
         self.replica = ""  # the replica of the last tokens
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []  # of token_ids, if requested
+        self.logprobs: list[TokenLogprobs] = []  # of token_ids, if requested and kept
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # if requested; the first token has none
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
@@ -140,7 +147,7 @@ class Generation:
 
     def _remaining_request(self) -> EngineRequest:
         """Return the request with the tokens received so far, after which the engine goes on."""
-        retries = self._num_overload_retries + self.num_migrations
+        retries = self._num_overload_retries + self.num_migrations + self._num_pauses
         if not retries:
             return self._request
         params = self._request.params
@@ -165,7 +172,8 @@ class Generation:
         else:
             delta = self._detokenise(output)
         self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or ()
+        if self._keeps_logprobs:
+            self.logprobs += delta.logprobs or ()
         self.finish_reason = delta.finish_reason
         return delta
 
@@ -181,7 +189,10 @@ class Generation:
         return delta
 
     def _prepare_retry(self, error: Exception, replica: str) -> None:
-        """Avoid ``replica`` from now on; raises if another replica cannot do better."""
+        """Avoid ``replica`` from now on, unless it only paused; raises if another replica cannot do better."""
+        if isinstance(error, StreamPausedError):
+            self._num_pauses += 1
+            return
         if isinstance(error, OverloadedError):
             if not replica or replica in self._avoid or self._num_overload_retries >= MAX_OVERLOAD_RETRIES:
                 raise error

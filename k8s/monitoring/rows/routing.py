@@ -60,14 +60,17 @@ ROUTING = [
     Panel(
         "Events lost and requests moved",
         "Gaps in an engine's KV events (the ingress requests a snapshot), rejected "
-        "messages, and requests that continued at another replica after theirs was lost.",
+        "messages, and requests that continued at another replica after theirs was lost. A broken connection to a live "
+        "engine, and the messages that it lost and that were sent again, cost no request anything but time.",
         "ops",
         [
             ("gaps", rate_or_zero(ingress("kv_index_gaps_total"))),
             ("rejected messages", rate_or_zero(ingress("kv_index_dropped_messages_total"))),
             ("migrations", rate_or_zero(ingress("request_migrations_total"))),
+            ("reconnections", rate_or_zero(ingress("channel_reconnections_total"))),
+            ("messages sent again", rate_or_zero(ingress("channel_resends_total"))),
         ],
-        colours={"gaps": ORANGE, "rejected messages": RED, "migrations": PURPLE},
+        colours={"gaps": ORANGE, "rejected messages": RED, "migrations": PURPLE, "reconnections": YELLOW},
     ),
     Panel(
         "Time of a decision",

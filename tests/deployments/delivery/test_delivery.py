@@ -1,4 +1,4 @@
-"""A client gets the same content however its tokens are batched, joined, lost, sent again and moved to another replica.
+"""A client gets the same content however its tokens are batched, joined, lost, sent again, paused and moved.
 
 The content is compared with that of a stream whose tokens came one by one, past the channel.
 """
@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from deployments.channel import stream as stream_module
 from deployments.channel.stream import ReplicaStream
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
@@ -175,7 +177,7 @@ class Disturbances:
 async def _delivered(request: Request, tokenizer: Tokenizer, data: st.DataObject) -> tuple[Content, list[Generation]]:
     """Return what a client of a disturbed front gets; nothing is left of its request afterwards."""
     network = Network()
-    with network.installed():
+    with network.installed(), patch.object(stream_module, "MAX_QUEUED_LOGPROBS", 6):
         front, client = Front(network, request.answer), Client()
         await settle()
         await front.run_quietly()
@@ -224,7 +226,7 @@ async def _assert_nothing_is_left(front: Front) -> None:
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data(), request=_requests())
 def test_a_stream_has_the_content_of_one_that_got_every_token_by_itself(
     data: st.DataObject, request: Request, tokenizer_path: Path

@@ -9,6 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, TaskCancelledError
 from ray.serve.exceptions import RequestCancelledError
 
+from deployments.channel.errors import StreamPausedError
 from deployments.errors import ReplicasLostError, as_api_error
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.prompt import Prompt
@@ -181,6 +182,27 @@ async def test_a_stream_that_ends_without_a_reason_is_a_loss() -> None:
     generation, engines = _generation([[output([5])], [output([6], "length", replica="r2")]])
     assert [delta.finish_reason for delta in await _all(generation)] == [None, "length"]
     assert engines.calls[1][0].output_token_ids == [5]
+
+
+async def test_a_paused_answer_continues_wherever_it_is_sent_and_loses_no_replica() -> None:
+    """Its client has read what there was."""
+    paused: list[Script] = [[output([5 + number], logprobs=[-1.0]), StreamPausedError("slow")] for number in range(9)]
+    generation, engines = _generation([*paused, [output([14], "length", logprobs=[-2.0])]], max_tokens=20, logprobs=0)
+    assert [delta.text for delta in await _all(generation)] == [f"<{token}>" for token in range(5, 15)]
+    assert [call[1]["avoid"] for call in engines.calls] == [[]] * 10
+    assert engines.calls[-1][0].output_token_ids == list(range(5, 14))
+    assert len({call[0].request_id for call in engines.calls}) == 10
+    assert generation.num_migrations == 0
+    assert generation.num_logprobs == 10
+
+
+async def test_a_stream_does_not_keep_its_logprobs() -> None:
+    request = EngineRequest("id", [1], SamplingParams(max_tokens=2, logprobs=0))
+    text: Any = FakeText()
+    engines = FakeEngines([[output([5], logprobs=[-1.0]), output([6], "length", logprobs=[-2.0])]])
+    generation = Generation(client(engines), request, Prompt([1], []), text, keeps_logprobs=False)
+    assert [len(delta.logprobs or ()) for delta in await _all(generation)] == [1, 1]
+    assert generation.num_logprobs == 0
 
 
 @pytest.mark.parametrize("error", [TaskCancelledError(), GetTimeoutError(), RequestCancelledError("x")])
