@@ -1,0 +1,4 @@
+"""Parsers of a model's answer: text in, events out (content, reasoning, tool calls), the same however it is cut.
+
+Knows the formats in which models write tool calls and reasoning. Does not know HTTP, tokens or engines.
+"""
