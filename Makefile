@@ -1,9 +1,9 @@
-# make serve   runs the server in the foreground          make test    runs every test
-# make lint    ruff and mypy                              make bench   runs the benchmarks
-# make status  shows the replicas of the running server
+# make serve   runs the server in the foreground          make test        runs the tests, in at most 10 minutes
+# make lint    ruff and mypy                              make test-long   runs those marked `long`, in some 15 minutes
+# make bench   runs the benchmarks                        make status      shows the replicas of the running server
 # Each installs what it needs into .venv first, and again only when pyproject.toml has changed.
 #
-# make test-gpu-rehearsal   runs the GPU path on a machine without a GPU, which make test does not: the engine computes
+# make test-gpu-rehearsal   runs the GPU path on a machine without a GPU, which the others do not: the engine computes
 # on tensors that say they are on cuda:0, and each step's waits, copies, launches and compilations are checked. It needs
 # torch's CUDA build, so it has an environment of its own in build/ (4.8 GB), from tests/gpu_rehearsal/requirements.txt.
 
@@ -14,7 +14,7 @@ CONFIG ?= serve_config.yaml
 BENCH_MODEL ?= build/qwen3-0.6b
 REHEARSAL := build/gpu-rehearsal
 
-.PHONY: serve status test test-gpu-rehearsal lint bench clean
+.PHONY: serve status test test-long test-gpu-rehearsal lint bench clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -24,10 +24,14 @@ serve: $(VENV)/.installed
 status:
 	@RAY_AUTH_MODE=token $(BIN)/serve status
 
-# Tests of tests/e2e run alone, because their servers need the whole machine; the others run in parallel.
-test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/e2e --numprocesses 2 --dist worksteal
-	$(BIN)/python -m pytest tests/e2e
+# Tests of tests/e2e run alone, because their servers need the whole machine; the others run in parallel. Together the
+# two targets run every test: test-long has those that wait for restarts, cause chaos, or repeat what another test does
+# with more seeds and settings.
+test test-long: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/e2e -m $(MARKED) --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest tests/e2e -m $(MARKED)
+test: MARKED := "not long"
+test-long: MARKED := long
 
 test-gpu-rehearsal: $(REHEARSAL)/.installed
 	PAGODA_GPU_REHEARSAL=1 OMP_NUM_THREADS=1 $(REHEARSAL)/bin/python -m pytest --numprocesses 2 --dist loadfile \

@@ -34,6 +34,8 @@ with warnings.catch_warnings():
 
 import psutil
 
+from tests.deployments.collector import Collector, collecting
+
 ROOT = Path(__file__).resolve().parents[2]
 assert ray.__file__
 
@@ -202,8 +204,15 @@ def ray_dir() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that most tests share: the shipped config in float32, with bodies of at most 1 MiB.
+def collector() -> Iterator[Collector]:
+    """The collector to which the shared server exports its spans."""
+    with collecting() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
+    """The server that most tests share: the shipped config in float32, with bodies of at most 1 MiB, and traced.
 
     In bfloat16 two tokens often have exactly equal logits, and the batch decides which one is greedy. In float32 texts
     are reproducible.
@@ -213,7 +222,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         args["limits"]["max_body_bytes"] = 2**20
         args["engine"]["dtype"] = "float32"
 
-    with running_server(tmp_path_factory.mktemp("server"), change) as running:
+    traces = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces", "OTEL_BSP_SCHEDULE_DELAY": "200"}
+    with running_server(tmp_path_factory.mktemp("server"), change, environment=traces) as running:
         yield running
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.conftest import Server, running_server
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def scaled(tmp_path: Path) -> Iterator[Server]:

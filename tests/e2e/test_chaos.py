@@ -28,7 +28,7 @@ CLIENTS = int(os.environ.get("PAGODA_CHAOS_CLIENTS", "32"))
 EVERY_S = 10.0
 ENGINES = 4
 
-pytestmark = pytest.mark.timeout(300 + 2 * SECONDS)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300 + 2 * SECONDS)]
 
 
 def _change(args: dict[str, Any]) -> None:

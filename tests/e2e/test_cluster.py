@@ -24,7 +24,7 @@ from tests.e2e.cluster import ENGINES_PER_NODE, REPLY_PREFIX, WORKERS
 from tests.e2e.conftest import ROOT, alive, free_port
 from tests.e2e.load import Clients, questions, record
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 class RunningCluster:

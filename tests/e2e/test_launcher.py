@@ -66,10 +66,16 @@ def test_a_missing_file(tmp_path: Path) -> None:
     _assert_one_line(_launch(tmp_path / "none.yaml"), "none.yaml")
 
 
+@pytest.mark.long
 def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: Path) -> None:
     """An error that only the engine finds is printed in one line too, and ends the launcher."""
     once = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}  # by default Serve tries three times with pauses
-    server = start_server(tmp_path, ray_dir, lambda args: args["engine"].update(max_model_len=10**6), once)
+
+    def change(args: dict[str, Any]) -> None:
+        args["engine"]["max_model_len"] = 10**6
+        args["replicas"]["num_engine_replicas"] = 1
+
+    server = start_server(tmp_path, ray_dir, change, once)
     try:
         assert server.wait(timeout_s=120) == 1
         last = server.log.read_text().strip().splitlines()
@@ -78,6 +84,7 @@ def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: 
         end_server(server)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_cuts_no_stream_and_leaves_no_process(tmp_path: Path, ray_dir: Path, number: signal.Signals) -> None:
     server = start_server(tmp_path, ray_dir)

@@ -19,9 +19,9 @@ from tests.e2e.conftest import Server, running_server, write_config
 from tests.e2e.load import Answer, Clients, Question, ask, new_client, questions, record
 
 ENGINES = 4
-NUM_LONG_STREAMS = 16  # long enough to run while all replicas drain
+NUM_LONG_STREAMS, LONG_TOKENS = 16, 1000  # long enough to run while all replicas drain
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def _change(args: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ async def test_a_rolling_update(server: Server, asked: list[tuple[Question, Answ
 
 async def test_deleting_the_applications_lets_streams_finish(server: Server) -> None:
     """This is how to drain a server; `serve shutdown` ends the proxy and with it every stream at once."""
-    body = {"max_tokens": 1900, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body = {"max_tokens": LONG_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
     body |= {"logprobs": 5}  # makes the answers slow enough to outlast the deletion
     async with new_client(server.url) as client:
         streams = [
@@ -119,4 +119,4 @@ async def test_deleting_the_applications_lets_streams_finish(server: Server) -> 
         await _until(lambda: not server.pids("ingress"), 30)
         assert not any(stream.done() for stream in streams)
         answers = await asyncio.gather(*streams)
-    assert [len(answer.token_ids[0]) for answer in answers] == [1900] * NUM_LONG_STREAMS
+    assert [len(answer.token_ids[0]) for answer in answers] == [LONG_TOKENS] * NUM_LONG_STREAMS

@@ -16,6 +16,8 @@ import pytest
 
 from tests.e2e.conftest import Server, running_server
 
+pytestmark = pytest.mark.long
+
 RUNNING, WAITING, TIMEOUT_S = 2, 3, 15.0
 
 

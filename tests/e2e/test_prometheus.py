@@ -23,10 +23,13 @@ from tests.e2e.conftest import Server, end_server, start_server
 from tests.e2e.prometheus import Prometheus, running_prometheus, wait_for
 from tests.k8s.monitoring_files import PREFIXES, label_queries, queries, rules, write_rules
 
-pytestmark = pytest.mark.skipif(
-    not shutil.which("prometheus") or not shutil.which("promtool"),
-    reason="prometheus and promtool are not installed: apt-get install prometheus",
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not shutil.which("prometheus") or not shutil.which("promtool"),
+        reason="prometheus and promtool are not installed: apt-get install prometheus",
+    ),
+]
 
 # How often Ray's processes report to the agent, 10 s by default; the agent drops a gauge after twice as long.
 ENVIRONMENT = {"RAY_metrics_report_interval_ms": "3000"}

@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.deployments.collector import SERVER, Collector, Span, collecting
-from tests.e2e.conftest import Server, end_server, start_server
+from tests.deployments.collector import SERVER, Collector, Span
+from tests.e2e.conftest import Server
 
 CALLER, CALLERS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PHASES = ["route", "queue", "prefill", "decode"]
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with collecting() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
-    ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
-    environment = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces", "OTEL_BSP_SCHEDULE_DELAY": "200"}
-    server = start_server(tmp_path_factory.mktemp("traced"), ray_dir, environment=environment)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        end_server(server)
-        shutil.rmtree(ray_dir, ignore_errors=True)
 
 
 def _spans_of(collector: Collector, trace: str, count: int) -> list[Span]:
@@ -47,11 +24,11 @@ def _spans_of(collector: Collector, trace: str, count: int) -> list[Span]:
     return found()
 
 
-def _line(server: Server, text: str, timeout_s: float = 20.0) -> str:
-    """Wait for a line with ``text`` in the launcher's output, and return it."""
+def _line(server: Server, text: str, timeout_s: float = 20.0, *, start: int = 0) -> str:
+    """Wait for a line with ``text`` in the launcher's output after ``start`` characters, and return it."""
     deadline = time.monotonic() + timeout_s
     while True:
-        for line in server.log.read_text().splitlines():
+        for line in server.log.read_text()[start:].splitlines():
             if text in line:
                 return line
         assert time.monotonic() < deadline, server.log.read_text()
@@ -59,12 +36,12 @@ def _line(server: Server, text: str, timeout_s: float = 20.0) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_can_be_followed(traced: Server, collector: Collector, stream: bool) -> None:
+def test_a_request_can_be_followed(server: Server, collector: Collector, stream: bool) -> None:
     trace = CALLER[:-1] + str(int(stream))
     headers = {"traceparent": f"00-{trace}-{CALLERS_SPAN}-01", "X-Request-Id": f"followed-{stream}"}
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "stream": stream}
     sent = time.time_ns()
-    url = f"{traced.url}/v1/chat/completions"
+    url = f"{server.url}/v1/chat/completions"
     answer = httpx.post(url, json=body | {"max_tokens": 40, "ignore_eos": True}, headers=headers, timeout=60)
     done = time.time_ns()
     assert answer.headers.get_list("x-request-id") == [f"followed-{stream}"]  # once
@@ -88,20 +65,20 @@ def test_a_request_can_be_followed(traced: Server, collector: Collector, stream:
     assert (spans["prefill"].end - spans["prefill"].start) / 1e9 == pytest.approx(
         said["gen_ai.latency.time_in_model_prefill"], rel=0.01
     )
-    line = _line(traced, f"id=followed-{stream} ")
+    line = _line(server, f"id=followed-{stream} ")
     assert f"trace_id={trace}" in line
     assert f"replica={said['pagoda.replica']}" in line
     assert "output_tokens=40" in line
     assert "reason=length status=200" in line
 
 
-def test_a_disconnected_client_is_logged_and_traced(traced: Server, collector: Collector) -> None:
+def test_a_disconnected_client_is_logged_and_traced(server: Server, collector: Collector) -> None:
     trace = "1" * 32
     headers = {"traceparent": f"00-{trace}-{CALLERS_SPAN}-01", "X-Request-Id": "gone"}
     body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{traced.url}/v1/completions", json=body, headers=headers, timeout=60) as stream:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as stream:
         next(stream.iter_lines())
-    line = _line(traced, "id=gone ")
+    line = _line(server, "id=gone ")
     assert "reason=abort status=499" in line
     tokens = re.search(r"output_tokens=(\d+)", line)
     assert tokens is not None
@@ -110,20 +87,21 @@ def test_a_disconnected_client_is_logged_and_traced(traced: Server, collector: C
     assert root.attributes["error.type"] == "client_closed_request"
 
 
-def test_missing_and_oversized_request_ids_are_replaced(traced: Server) -> None:
-    url, body = f"{traced.url}/v1/completions", {"prompt": "a", "max_tokens": 1}
+def test_missing_and_oversized_request_ids_are_replaced(server: Server) -> None:
+    url, body = f"{server.url}/v1/completions", {"prompt": "a", "max_tokens": 1}
     made = httpx.post(url, json=body, timeout=60).headers["x-request-id"]
-    assert _line(traced, f"id={made} ")
+    assert _line(server, f"id={made} ")
     answer = httpx.post(url, json=body, headers={"X-Request-Id": "x" * 500}, timeout=60)
     ours = answer.json()["id"].removeprefix("cmpl-")
     assert ours in answer.headers["x-request-id"]
-    assert _line(traced, f"id={ours} ")
-    assert "x" * 500 not in traced.log.read_text()
+    assert _line(server, f"id={ours} ")
+    assert "x" * 500 not in server.log.read_text()
 
 
-def test_an_engine_logs_its_throughput(traced: Server) -> None:
+def test_an_engine_logs_its_throughput(server: Server) -> None:
     body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True}
-    httpx.post(f"{traced.url}/v1/completions", json=body, timeout=60)
-    line = _line(traced, "Avg prompt throughput")
+    start = len(server.log.read_text())
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    line = _line(server, "Avg prompt throughput", start=start)
     assert re.search(r"Avg generation throughput: [\d.]+ tokens/s, Running: \d+ reqs, Waiting: \d+ reqs", line)
     assert re.search(r"KV cache usage: [\d.]+%, Prefix cache hit rate: [\d.]+%", line)

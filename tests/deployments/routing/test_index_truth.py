@@ -187,7 +187,7 @@ def num_gaps(recorders: Iterable[Recorder]) -> float:
     return sum(one.value for recorder in recorders for one in recorder.snapshot() if one.metric is KV_INDEX_GAPS)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_the_index_is_exact_after_a_random_hour(seed: int) -> None:
     with ExitStack() as stack:
         cluster, rng = Cluster(stack, seed), random.Random(seed)

@@ -23,11 +23,18 @@ NUM_PROMPTS = 64
 MAX_TOKENS = 12
 POOL_TOKENS = 640  # hardly more than the longest request takes, so that sequences are preempted
 Setting = tuple[bool, int, int, float]  # prefix caching, token budget, block size, swap space in GiB
-# The families sweep all of them; the larger demo model shows each value once or twice.
 SETTINGS: list[Setting] = [
     (caching, budget, block_size, 0.002 if caching == (budget == 16) else 0.0)
     for caching, budget, block_size in product((True, False), (16, 2048), (1, 4, 16, 256))
 ]
+# `make test` computes each value of each setting once or twice, `make test-long` all other combinations.
+FEW_SETTINGS: list[Setting] = [
+    (True, 16, 4, 0.002),
+    (True, 2048, 16, 0.0),
+    (False, 16, 1, 0.0),
+    (False, 2048, 256, 0.002),
+]
+MORE_SETTINGS = [setting for setting in SETTINGS if setting not in FEW_SETTINGS]
 DEMO_SETTINGS: list[Setting] = [
     (True, 16, 4, 0.0),
     (True, 2048, 16, 0.05),
@@ -137,9 +144,17 @@ def check_against_oracle(
 
 @pytest.mark.timeout(600)
 def test_greedy_equals_transformers_for_every_family(family: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_against_oracle(family.model, family.path, monkeypatch, make_prompts(384), SETTINGS)
+    check_against_oracle(family.model, family.path, monkeypatch, make_prompts(384), FEW_SETTINGS)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_greedy_equals_transformers_in_every_other_setting(family: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(FEW_SETTINGS) + len(MORE_SETTINGS) == len(SETTINGS)
+    check_against_oracle(family.model, family.path, monkeypatch, make_prompts(384), MORE_SETTINGS)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_greedy_equals_transformers_for_the_demo_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()

@@ -1,8 +1,8 @@
 """Random requests, aborts, failures and cache resets on small pools: each read is right, every answer undisturbed.
 
 The hypothesis state machine explores, and shrinks what it finds; it makes about 25,000 steps. The seeded driver, which
-has the same rules and the same checks after each step but none of hypothesis' overhead, makes the 100,000 that are
-asked for, and counts them.
+has the same rules and the same checks after each step but none of hypothesis' overhead, makes 100,000 and counts them:
+20,000 in `make test`, the others in `make test-long`.
 """
 
 from __future__ import annotations
@@ -167,15 +167,25 @@ def test_blocks_that_were_matched_are_not_taken_after_a_preemption_has_replaced_
     drive(seed, free_tokens=free_tokens)
 
 
-def test_a_hundred_thousand_random_steps() -> None:
-    """All of them by the seeded driver; a failure names the seed, and ``drive(seed)`` repeats it."""
+def _drive_seeds(first_seed: int, num_steps: int) -> None:
+    """Drive one seed after another for so many steps; a failure names the seed, and ``drive(seed)`` repeats it."""
     counts: Counter[str] = Counter()
-    seed = 0
-    while counts["steps"] < 100_000:
+    seed = first_seed
+    while counts["steps"] < num_steps:
         try:
             counts += drive(seed).counts
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         seed += 1
-    missed = {name: counts[name] for name, least in LEAST.items() if counts[name] < least}
+    wanted = {name: least * num_steps // 100_000 for name, least in LEAST.items()}
+    missed = {name: counts[name] for name, least in wanted.items() if counts[name] < least}
     assert not missed, f"too seldom in {counts['steps']} steps: {missed}"
+
+
+def test_twenty_thousand_random_steps() -> None:
+    _drive_seeds(0, 20_000)
+
+
+@pytest.mark.long
+def test_eighty_thousand_other_random_steps() -> None:
+    _drive_seeds(1_000, 80_000)
