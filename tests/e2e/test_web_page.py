@@ -372,6 +372,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.long
 def test_without_a_key_nothing_is_served(keyed: Server) -> None:
     with httpx.Client(base_url=keyed.url, timeout=30) as plain:
         for path in ("/", "/live", "/metrics", "/v1/models", "/web/app.js"):
@@ -385,11 +386,13 @@ def test_without_a_key_nothing_is_served(keyed: Server) -> None:
     assert KEY not in keyed.log.read_text()
 
 
+@pytest.mark.long
 def test_a_browser_asks_for_the_key(browser: Browser, keyed: Server) -> None:
     with browser.new_context() as context, pytest.raises(Error, match="ERR_INVALID_AUTH_CREDENTIALS"):
         context.new_page().goto(keyed.url)  # it would ask its user, but is headless
 
 
+@pytest.mark.long
 def test_a_browser_with_a_wrong_key_is_refused(browser: Browser, keyed: Server) -> None:
     with browser.new_context(http_credentials={"username": "me", "password": "an-unknown-key"}) as context:
         answer = context.new_page().goto(keyed.url)
@@ -399,6 +402,7 @@ def test_a_browser_with_a_wrong_key_is_refused(browser: Browser, keyed: Server) 
         assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
+@pytest.mark.long
 def test_with_the_key_the_page_works(browser: Browser, keyed: Server) -> None:
     problems: list[str] = []
     with browser.new_context(http_credentials={"username": "me", "password": KEY}) as context:
