@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from deployments.api.parsers.registry import NONE, REASONING_PARSERS, TOOL_PARSERS
 from deployments.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
 from deployments.routing.options import RoutingOptions
 from engine.config import EngineConfig
@@ -134,6 +136,8 @@ class AppConfig(_Options):
     model: str = Field(min_length=1)
     model_name: str | None = Field(default=None, min_length=1)
     web: bool = True
+    tool_parser: str | None = None  # None: as the chat template implies; "none": no tool calls are parsed
+    reasoning_parser: str | None = None
     engine: dict[str, Any] = Field(default_factory=dict)
     replicas: ReplicaOptions = ReplicaOptions()
     limits: LimitOptions = LimitOptions()
@@ -153,6 +157,8 @@ class AppConfig(_Options):
             config = cls.model_validate(args)
         except ValidationError as error:
             raise ConfigError(_describe(error)) from None
+        _require_known("tool_parser", config.tool_parser, TOOL_PARSERS)
+        _require_known("reasoning_parser", config.reasoning_parser, REASONING_PARSERS)
         config.autoscaling.require_order(config.replicas.num_engine_replicas)
         engine = config.engine_config  # building it raises ConfigError for the engine's other options
         if engine.skip_tokenizer_init:
@@ -216,6 +222,14 @@ class AppConfig(_Options):
             raise ConfigError(f"model: '{self.model}' holds no config.json; give a Hugging Face checkpoint's directory")
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise ConfigError(f"model: '{self.model}' holds no tokenizer; add one of {', '.join(TOKENIZER_FILES)}")
+
+
+def _require_known(key: str, name: str | None, known: Iterable[str]) -> None:
+    """Raise ConfigError unless ``name`` is None, one of ``known``, or turns the parser off."""
+    if name is not None and name not in (names := [*known, NONE]):
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"give one of {', '.join(names)}"
+        raise ConfigError(f"args.{key}={name!r} is unknown; {hint}")
 
 
 def unknown_key_message(key: str, known: list[str], where: str) -> str:

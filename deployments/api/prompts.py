@@ -22,6 +22,7 @@ from engine.errors import PromptTooLongError, RequestError
 from engine.prefix_hash import hash_blocks, root_hash
 from engine.request import PromptValidator
 from engine.sampling_params import SamplingParams
+from engine.text.special_tokens import texts_in
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 
@@ -64,12 +65,18 @@ class PromptBuilder:
 
     async def chat(self, request: ChatRequest) -> list[Prompt]:
         """Render and tokenise a conversation."""
-        messages = [message.for_template() for message in request.messages]
+        has_calls = any(message.tool_calls for message in request.messages)
+        as_text = has_calls and self.tokenizer.renders_arguments_as_text
+        messages = [message.for_template(arguments_as_text=as_text) for message in request.messages]
+        options = request.template_options
         size = sum(len(message["content"]) for message in messages)
-        self._check_length(size, "messages")
+        self._check_length(size, "messages")  # a template may leave out some of the rest
+        if options or has_calls:
+            size = sum(map(len, texts_in([*messages, options])))
 
         def build(tokenizer: Tokenizer) -> Prompt:
-            return self._build(tokenizer.encode_chat(messages), request.cache_salt, "messages")
+            token_ids = tokenizer.encode_chat(messages, template_options=options)
+            return self._build(token_ids, request.cache_salt, "messages")
 
         return [await self.run_with_tokenizer(build, cost=size + COST_PER_MESSAGE * len(messages))]
 
@@ -123,7 +130,7 @@ class PromptBuilder:
 
     def text_stream(self, prompt: Prompt, params: SamplingParams) -> TextStream:
         """Return the stream that turns the output tokens of ``prompt`` into text."""
-        return TextStream(self.tokenizer, prompt.token_ids, params)
+        return TextStream(self.tokenizer, prompt.token_ids, params, prompt.shown_special_tokens)
 
     async def run_with_tokenizer(self, work: Callable[[Tokenizer], Any], *, cost: int) -> Any:
         """Run ``work`` with a tokenizer, in the background if ``cost`` exceeds MAX_INLINE_COST.

@@ -9,22 +9,24 @@ are rejected unless they have their neutral value. This module does not know how
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from deployments.api.structured import reject_old_names
+from deployments.api.structured import reject_old_names, structured_outputs
+from deployments.api.tools.fields import Effort, NamedChoice, ToolChoice, Tools, check_depth, check_tools
+from deployments.api.tools.grammar import forced_calls
+from deployments.api.tools.messages import MAX_MESSAGES, Message, check_template_options
 from deployments.errors import ApiError
 from engine.errors import RequestError, shown
 from engine.sampling_params import MAX_LOGPROBS
+from engine.structured_outputs.params import StructuredOutputsParams
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message", "StreamOptions"]
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Word = Annotated[str, Field(max_length=1000)]
 Words = Annotated[list[Word], Field(fail_fast=True)]  # stops at the first error: a body may hold a million of them
-MAX_MESSAGES = 10_000
-MAX_PARTS = 1_000
 
 # Parameters that are known but not offered, with their neutral values.
 NOT_OFFERED: dict[str, tuple[Any, ...]] = {
@@ -47,6 +49,8 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),
 }
 NOT_OFFERED_IN_CHAT: dict[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,)}
+OFFERED_IN_CHAT = ("tools", "documents")
+MAX_DOCUMENTS = 1_000
 
 
 class _Body(BaseModel):
@@ -161,6 +165,15 @@ class GenerationRequest(_Body):
         """The field of this body that set an engine's parameter, where its name differs."""
         return {}
 
+    @property
+    def form(self) -> StructuredOutputsParams | None:
+        """The form that the answer must have.
+
+        Raises:
+            RequestError: if it is invalid.
+        """
+        return structured_outputs(self.response_format, self.structured_outputs)
+
     def renamed(self, error: RequestError) -> RequestError:
         """Return an error about a parameter of the engine as an error about the field of this body that set it."""
         if error.param == "structured_outputs" and self.structured_outputs is None:
@@ -235,46 +248,74 @@ class CompletionRequest(GenerationRequest):
         return max((number for number in given if number is not None), default=None)
 
 
-class TextPart(_Body):
-    """One part of a message's content."""
-
-    type: str
-    text: str | None = None
-
-
-class Message(_Body):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message as the chat template gets it.
-
-        Raises:
-            ApiError: 501 for parts that are not text.
-        """
-        extra = self.model_extra or {}
-        for name in ("tool_calls", "function_call"):
-            if extra.get(name):
-                raise ApiError(501, f"messages: {name} is not offered yet; leave it out", param="messages")
-        if self.content is None or isinstance(self.content, str):
-            return {"role": self.role, "content": self.content or ""}
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise ApiError(501, f"messages: content of type {shown(part.type)} is not offered", param="messages")
-        return {"role": self.role, "content": "\n".join(part.text or "" for part in self.content)}
-
-
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     endpoint = "/v1/chat/completions"
-    not_offered = NOT_OFFERED | NOT_OFFERED_IN_CHAT
+    not_offered = {name: NOT_OFFERED[name] for name in NOT_OFFERED if name not in OFFERED_IN_CHAT} | NOT_OFFERED_IN_CHAT
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # SamplingParams does not see it beside the newer name
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None  # None: auto if there are tools
+    parallel_tool_calls: bool | None = None  # false: at most one call
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool = True
+
+    def check(self) -> None:
+        """Reject what the base class rejects, and invalid combinations of fields that only chat has."""
+        super().check()
+        check_tools(self.tools, self.tool_choice)
+        check_depth("documents", self.documents)
+        check_template_options(self.chat_template_kwargs)
+        has_form = self.structured_outputs is not None or (self.response_format or {}).get("type") not in (None, "text")
+        if self.offered_tools and has_form:
+            param = "response_format" if self.structured_outputs is None else "structured_outputs"
+            remedy = "leave one of them out, or set tool_choice to none"
+            raise RequestError("cannot be combined with tools", param=param, remedy=remedy)
+
+    @property
+    def offered_tools(self) -> Tools:
+        """The tools that the answer may call: none with ``tool_choice`` none."""
+        return [] if self.tools is None or self.tool_choice == "none" else self.tools
+
+    @property
+    def forces_calls(self) -> bool:
+        """Whether the answer must be tool calls, which a grammar ensures."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
+
+    @property
+    def max_calls(self) -> int | None:
+        """Maximum number of tool calls of an answer; None for any number."""
+        return 1 if self.parallel_tool_calls is False else None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template gets besides the messages."""
+        options: dict[str, Any] = {}
+        if self.offered_tools:
+            options["tools"] = [tool.model_dump(exclude_unset=True) for tool in self.offered_tools]
+        if self.documents:
+            options["documents"] = self.documents
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            options |= {"enable_thinking": False, "thinking": False}  # Qwen's and DeepSeek's names
+        return options | (self.chat_template_kwargs or {})
+
+    @property
+    def form(self) -> StructuredOutputsParams | None:
+        """The form that the request gives, or that the choice of a tool forces."""
+        return forced_calls(self.offered_tools, self.tool_choice, parallel=self.max_calls is None) or super().form
+
+    def renamed(self, error: RequestError) -> RequestError:
+        """As the base class; an error about the form of forced calls is about their tools."""
+        if error.param == "structured_outputs" and self.forces_calls:
+            return error.renamed("tools")
+        return super().renamed(error)
 
     @property
     def num_logprobs(self) -> int | None:

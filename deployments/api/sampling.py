@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from deployments.api.protocol import GenerationRequest
-from deployments.api.structured import structured_outputs
 from deployments.config import LimitOptions
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
@@ -75,7 +74,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> 
             max_tokens=1 if request.prompt_only else request.requested_tokens,
             logprobs=0 if is_ranked and request.num_logprobs is None else request.num_logprobs,
             prompt_logprobs=request.num_prompt_logprobs,
-            structured_outputs=structured_outputs(request.response_format, request.structured_outputs),
+            structured_outputs=request.form,
         )
     except RequestError as error:
         raise request.renamed(error) from None

@@ -24,6 +24,8 @@ from deployments.api.queue_limits import check_queue_limits
 from deployments.api.responses import Answer, ChatWriter, CompletionWriter, ResponseWriter, best_answers, usage
 from deployments.api.sampling import check_num_answers, params_for_answers
 from deployments.api.sse import EventStream
+from deployments.api.tools.answers import AnswerFormats
+from deployments.api.tools.writer import ParsedChatWriter, ParsedChunkWriter, ParsedWriters
 from deployments.config import AppConfig
 from deployments.errors import ApiError
 from deployments.requests.engine_client import EngineClient
@@ -64,12 +66,21 @@ class Serving:
         self._prompts = prompts
         self._log = log
         self._started = int(time.time())
+        self._parsers = (config.tool_parser, config.reasoning_parser)
+        self._formats: AnswerFormats | None = None  # once there is a tokenizer
 
     async def chat(self, body: ChatRequest) -> Response:
         """Answer a conversation."""
         self._admit(body)
         builder = await self._prompts.get()
-        return await self._respond(body, await builder.chat(body), builder, ChatWriter)
+        prompts = await builder.chat(body)
+        if self._formats is None:
+            self._formats = AnswerFormats(builder.tokenizer, *self._parsers)
+        answer_format = self._formats.of(body, prompts[0])
+        if answer_format is None:
+            return await self._respond(body, prompts, builder, ChatWriter)
+        prompts = answer_format.showing_its_markers(prompts)
+        return await self._respond(body, prompts, builder, ParsedWriters(answer_format))
 
     async def completions(self, body: CompletionRequest) -> Response:
         """Continue one or several prompts."""
@@ -113,7 +124,7 @@ class Serving:
         body: GenerationRequest,
         prompts: Sequence[Prompt],
         builder: PromptBuilder,
-        writer_class: type[ResponseWriter],
+        writer_class: type[ResponseWriter] | ParsedWriters,
     ) -> Response:
         """Send the prompts to the engines; returns the whole response, or the stream once its first event exists."""
         check_num_answers(body, len(prompts), self._limits)
@@ -173,10 +184,16 @@ async def _streamed(writer: ResponseWriter, generations: Sequence[Generation], b
     deltas = merge([generation.deltas() for generation in generations])
     try:
         first = await anext(deltas)  # an error before the first byte still has a status of its own
-        return EventStream(first, deltas, ChunkWriter(writer, generations, body), _headers(generations))
+        return EventStream(first, deltas, _chunk_writer(writer, generations, body), _headers(generations))
     except BaseException:
         await deltas.aclose()
         raise
+
+
+def _chunk_writer(writer: ResponseWriter, generations: Sequence[Generation], body: GenerationRequest) -> ChunkWriter:
+    if isinstance(writer, ParsedChatWriter):
+        return ParsedChunkWriter(writer, generations, body)
+    return ChunkWriter(writer, generations, body)
 
 
 async def _whole(

@@ -68,7 +68,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         events = self._first
         while self._num_unfinished:
-            await send_chunk({"type": "http.response.body", "body": events, "more_body": True})
+            if events:  # a parser may hold back all the text of a delta
+                await send_chunk({"type": "http.response.body", "body": events, "more_body": True})
             events = await self._next()
         await self._deltas.aclose()
         await send({"type": "http.response.body", "body": events, "more_body": False})

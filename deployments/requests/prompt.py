@@ -14,9 +14,11 @@ class Prompt:
     Attributes:
         token_ids: at least one token id.
         block_hashes: the chained hashes of its full blocks.
+        shown_special_tokens: ids of special tokens that the answer's text shows, since its parser needs them.
         echo_text: the text that a completion with ``echo`` returns before the answer; empty otherwise.
     """
 
     token_ids: list[int]
     block_hashes: list[int]
     echo_text: str = ""
+    shown_special_tokens: frozenset[int] = frozenset()

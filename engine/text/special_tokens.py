@@ -18,7 +18,7 @@ class SpecialTokenMask:
 
     Args:
         special_tokens: the longest first, since one may contain another.
-        messages: of one conversation.
+        messages: of one conversation; and whatever else its template gets.
 
     Attributes:
         masked_messages: the messages with placeholders.
@@ -34,11 +34,12 @@ class SpecialTokenMask:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield each text in nested lists and mappings."""
+    """Yield each text in nested lists and mappings, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for inner in value.values():
+        for key, inner in value.items():
+            yield from texts_in(key)
             yield from texts_in(inner)
     elif isinstance(value, Sequence):
         for inner in value:
@@ -52,7 +53,7 @@ def _replace(value: Any, replacements: dict[str, str]) -> Any:
             value = value.replace(old, new)
         return value
     if isinstance(value, Mapping):
-        return {key: _replace(inner, replacements) for key, inner in value.items()}
+        return {_replace(key, replacements): _replace(inner, replacements) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_replace(inner, replacements) for inner in value]
     return value

@@ -15,15 +15,29 @@ __all__ = ["TextStream"]
 class TextStream:
     """Detokenises the tokens of one request, and ends the text at the first stop string.
 
+    Args:
+        tokenizer: of the model.
+        prompt_token_ids: the tokens before the text.
+        params: which text is wanted.
+        shown_special_tokens: special tokens that are text even if ``params`` skips special tokens.
+
     Attributes:
         num_tokens: tokens in the text; those after a stop string are not counted.
         stop_string: the stop string that ended the text, or None. The caller then ends the request.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-        )
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        shown_special_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        skips = params.skip_special_tokens
+        self._skipped: frozenset[int] | None = None  # left out here, since the detokenizer skips all or none
+        if skips and shown_special_tokens:
+            self._skipped, skips = tokenizer.special_ids - shown_special_tokens, False
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skips)
         self._filter: StopStringFilter | None = None
         if params.stop_strings:
             self._filter = StopStringFilter(params.stop_strings, include_stop=params.include_stop_str_in_output)
@@ -38,6 +52,8 @@ class TextStream:
         """
         if self._filter is None:
             self.num_tokens += len(token_ids)
+            if self._skipped is not None:
+                token_ids = self._shown(token_ids)
             return self._detokenizer.push(token_ids, final=final)
         text = ""
         for token_id in token_ids:  # one by one: the text ends with the same token however the tokens are batched
@@ -49,9 +65,12 @@ class TextStream:
             self.stop_string = self._filter.matched
         return text
 
+    def _shown(self, token_ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id not in (self._skipped or ())]
+
     def _filtered(self, stop_filter: StopStringFilter, token_id: int) -> str:
         self.num_tokens += 1
-        decoded = self._detokenizer.push([token_id])
+        decoded = self._detokenizer.push([token_id] if self._skipped is None else self._shown([token_id]))
         if self.num_tokens <= self._min_tokens:
             return decoded
         text = stop_filter.push(decoded)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError, RequestError
@@ -71,6 +72,42 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template, of all of them if there are several; empty if there is none."""
+        template = self._tokenizer.chat_template or ""
+        return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
+    @cached_property
+    def renders_arguments_as_text(self) -> bool:
+        """Whether the chat template takes the arguments of a tool call as JSON text, not as a mapping.
+
+        A template that takes text either fails with a mapping, or writes it as Python does.
+        """
+        call = {"type": "function", "id": "call_000", "function": {"name": "f", "arguments": {"key": "value"}}}
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            rendered = str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception:  # templates raise anything
+            return self._renders_text_arguments(messages, call)
+        return "'key'" in rendered
+
+    def _renders_text_arguments(self, messages: list[Any], call: dict[str, Any]) -> bool:
+        call["function"]["arguments"] = '{"key": "value"}'
+        try:
+            return "key" in str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception:  # it refuses tool calls of any kind
+            return False
+
+    def special_token_ids(self, tokens: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those of ``tokens`` that are special tokens."""
+        return frozenset(self._tokenizer.convert_tokens_to_ids([one for one in tokens if one in self._special_tokens]))
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of all special tokens."""
+        return self._special_ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``. Special tokens spelled out in it become special tokens.
@@ -159,10 +196,21 @@ class Tokenizer:
     def _special_ids(self) -> frozenset[int]:
         return frozenset(self._tokenizer.convert_tokens_to_ids(self._special_tokens))
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         """Render ``messages`` with the checkpoint's chat template and return the token ids.
 
-        A special token spelled out in a message stays plain text; only the template writes control tokens.
+        A special token spelled out in a message or an option stays plain text; only the template writes control tokens.
+
+        Args:
+            messages: of the conversation.
+            add_generation_prompt: whether the prompt ends with the start of the answer.
+            template_options: further variables of the template, such as ``tools`` and ``documents``.
 
         Raises:
             RequestError: if there is no template, or the template refuses the messages.
@@ -178,10 +226,14 @@ class Tokenizer:
                     param="messages",
                     remedy="give mappings with role and content",
                 )
-        mask = SpecialTokenMask(self._spelled_out(messages), messages)
+        everything = [*messages, template_options] if template_options else messages
+        mask = SpecialTokenMask(self._spelled_out(everything), everything)
         try:
             rendered = self._tokenizer.apply_chat_template(
-                mask.masked_messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                mask.masked_messages[: len(messages)],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **(mask.masked_messages[-1] if template_options else {}),
             )
         except Exception as error:  # templates raise anything: jinja2 errors, TypeError, KeyError
             problem = f"cannot be rendered: the chat template refused them: {error}"

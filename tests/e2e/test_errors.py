@@ -52,7 +52,7 @@ REJECTED = [
     ("chat/completions", CHAT | BAD_SCHEMA, 400, "response_format", "cannot be compiled"),
     ("chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "2"),
     ("chat/completions", CHAT | {"presence_penalty": 3}, 400, "presence_penalty", "3"),
-    ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, 501, "tools", "function"),
+    ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools", "function"),
     ("chat/completions", CHAT | {"max_completion_tokens": 0}, 400, "max_completion_tokens", "0"),
 ]
 

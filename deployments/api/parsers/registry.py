@@ -117,7 +117,7 @@ class Parsers:
         return cls(None if tool == NONE else tool, None if reasoning == NONE else reasoning)
 
     @property
-    def _is_harmony(self) -> bool:
+    def _is_harmony(self) -> bool:  # also without tools, since plain answers have headers too
         return self.tool == HARMONY[0] or self.reasoning == HARMONY[1]
 
     @property

@@ -1,0 +1,95 @@
+"""AnswerFormats: which parser, if any, reads the answers to a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from deployments.api.parsers.answer_parser import AnswerParser
+from deployments.api.parsers.families.forced import named_call, required_calls
+from deployments.api.parsers.registry import TOOL_PARSERS, Family, Parsers
+from deployments.api.protocol import ChatRequest
+from deployments.api.tools.fields import NamedChoice
+from deployments.api.tools.grammar import parameters_of
+from deployments.requests.prompt import Prompt
+from engine.errors import RequestError
+from engine.text.tokenizer import Tokenizer
+
+__all__ = ["AnswerFormat", "AnswerFormats"]
+
+_PROMPT_END = 16  # tokens of the prompt's end that show whether reasoning has begun
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """The parser of the answers to one request, and the form of their tool calls' ids.
+
+    Attributes:
+        family: reads the text.
+        shown_special_tokens: ids of special tokens that it needs to see.
+        max_calls: maximum number of tool calls of an answer; None for any number.
+        include_reasoning: whether reasoning is part of the response.
+        call_id_length: characters of a tool call's id.
+    """
+
+    family: Family
+    shown_special_tokens: frozenset[int] = frozenset()
+    max_calls: int | None = None
+    include_reasoning: bool = True
+    call_id_length: int = 29
+
+    def new_parser(self) -> AnswerParser:
+        """Return the parser of one answer."""
+        return AnswerParser(self.family, max_calls=self.max_calls, include_reasoning=self.include_reasoning)
+
+    def showing_its_markers(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts of answers whose text has the special tokens that the parser needs."""
+        return [replace(prompt, shown_special_tokens=self.shown_special_tokens) for prompt in prompts]
+
+
+class AnswerFormats:
+    """Chooses the formats of answers for one model.
+
+    Args:
+        tokenizer: its chat template implies the parsers that are not given.
+        tool_parser: a key of TOOL_PARSERS, "none", or None.
+        reasoning_parser: a key of REASONING_PARSERS, "none", or None.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tool_parser: str | None, reasoning_parser: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._parsers = Parsers.choose(tokenizer.chat_template, tool_parser, reasoning_parser)
+        self._shown = tokenizer.special_token_ids(self._parsers.markers)
+        tool = TOOL_PARSERS.get(self._parsers.tool or "")
+        self._id_length = AnswerFormat.call_id_length if tool is None else tool.call_id_length
+
+    def of(self, request: ChatRequest, prompt: Prompt) -> AnswerFormat | None:
+        """Return the format of the answers to ``request``; None if their text is their content.
+
+        Raises:
+            RequestError: if the model may choose to call tools, but the form of its calls is not known.
+        """
+        family, shown = self._forced(request), frozenset[int]()
+        if family is None:
+            family, shown = self._natural(request, prompt), self._shown
+        if family is None:
+            return None
+        return AnswerFormat(family, shown, request.max_calls, request.include_reasoning, self._id_length)
+
+    def _forced(self, request: ChatRequest) -> Family | None:
+        """Return the parser of an answer whose form the request forces, in which there is no reasoning."""
+        if isinstance(request.tool_choice, NamedChoice):
+            return partial(named_call, name=request.tool_choice.function.name)
+        return required_calls if request.forces_calls else None
+
+    def _natural(self, request: ChatRequest, prompt: Prompt) -> Family | None:
+        """Return the parser of the model's own format."""
+        tools = {tool.function.name: parameters_of(tool) for tool in request.offered_tools} or None
+        if tools is not None and self._parsers.tool is None:
+            remedy = "set tool_parser in the server's configuration, or send tool_choice required or a function"
+            raise RequestError("needs a parser of this model's tool calls", param="tools", remedy=remedy)
+        if tools is None and self._parsers.reasoning is None:
+            return None
+        end = self._tokenizer.decode(prompt.token_ids[-_PROMPT_END:], skip_special_tokens=False)
+        return self._parsers.family(tools, end)

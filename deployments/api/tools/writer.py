@@ -1,0 +1,128 @@
+"""ParsedChatWriter and ParsedChunkWriter: chat responses whose answers are parsed into content, reasoning and calls.
+
+The answers of all other requests are written by ChatWriter and ChunkWriter.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.api.chunks import ChunkWriter, encode_event
+from deployments.api.parsers.answer_parser import AnswerParser
+from deployments.api.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
+from deployments.api.protocol import GenerationRequest
+from deployments.api.responses import Answer, ChatWriter
+from deployments.api.tools.answers import AnswerFormat
+from deployments.requests.generation import Delta, Generation
+from engine.outputs import FinishReason
+from engine.text.tokenizer import Tokenizer
+
+__all__ = ["ParsedChatWriter", "ParsedChunkWriter", "ParsedWriters"]
+
+_TOOL_CALLS = "tool_calls"  # the finish_reason of an answer that ends with tool calls
+_ALPHABET = string.ascii_letters + string.digits
+
+
+class ParsedChatWriter(ChatWriter):
+    """POST /v1/chat/completions with answers in a format."""
+
+    def __init__(
+        self,
+        response_id: str,
+        created: int,
+        model: str,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        answer_format: AnswerFormat,
+    ) -> None:
+        super().__init__(response_id, created, model, request, tokenizer)
+        self.format = answer_format
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        parser = self.format.new_parser()
+        events = parser.feed(answer.text, final=True)
+        choice = super()._choice(index, answer)
+        choice["message"] = {"role": "assistant", "content": None, "refusal": None, **self.fields(events, parser)}
+        for call in choice["message"].get("tool_calls", ()):
+            del call["index"]
+        if not events:
+            choice["message"]["content"] = ""
+        choice["finish_reason"] = finish_reason(choice["finish_reason"], parser)
+        return choice
+
+    def fields(self, events: Sequence[Event], parser: AnswerParser) -> dict[str, Any]:
+        """Return the fields of a message, or of a delta of one, that ``parser`` has just made of its text."""
+        text: dict[type[Event], str] = {}
+        calls: list[dict[str, Any]] = []
+        index = parser.num_calls - sum(isinstance(event, CallStart) for event in events)
+        for event in events:
+            if isinstance(event, CallStart):
+                calls.append(self._new_call(index, event.name))
+                index += 1
+            elif isinstance(event, CallArguments):
+                if not calls:
+                    calls.append({"index": index - 1, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += event.text
+            else:
+                text[type(event)] = text.get(type(event), "") + event.text
+        fields: dict[str, Any] = {}
+        if Reasoning in text:
+            fields |= {"reasoning": text[Reasoning], "reasoning_content": text[Reasoning]}
+        if Content in text:
+            fields["content"] = text[Content]
+        return fields | ({"tool_calls": calls} if calls else {})
+
+    def _new_call(self, index: int, name: str) -> dict[str, Any]:
+        prefix = "call_" if self.format.call_id_length > 9 else ""
+        id_ = prefix + "".join(secrets.choice(_ALPHABET) for _ in range(self.format.call_id_length - len(prefix)))
+        return {"index": index, "id": id_, "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+class ParsedChunkWriter(ChunkWriter):
+    """Writes the events of a response whose answers are parsed while they arrive.
+
+    Text that the parser holds back makes no event, unless there are log-probabilities or token ids to send with it.
+    """
+
+    def __init__(self, writer: ParsedChatWriter, generations: Sequence[Generation], body: GenerationRequest) -> None:
+        super().__init__(writer, generations, body)
+        self._chat = writer
+        self._parsers = [writer.format.new_parser() for _ in generations]
+        self._has_started = [False] * len(generations)
+
+    def chunk(self, delta: Delta) -> bytes:
+        """Return the event of one delta; nothing if there is nothing to send."""
+        parser, first = self._parsers[delta.index], not self._has_started[delta.index]
+        fields = self._chat.fields(parser.feed(delta.text, final=delta.finish_reason is not None), parser)
+        has_more = self._has_logprobs or self._has_token_ids or self._continuous_usage
+        if not (fields or first or delta.finish_reason is not None or has_more):
+            return b""
+        self._has_started[delta.index] = True
+        chunk = self._chunk(delta, first=first)
+        choice = chunk["choices"][0]
+        choice["delta"] = {"role": "assistant", "content": "", **fields} if first else fields
+        choice["finish_reason"] = finish_reason(delta.finish_reason, parser)
+        return encode_event(chunk)
+
+
+@dataclass(frozen=True)
+class ParsedWriters:
+    """Makes the writers of answers in a format."""
+
+    format: AnswerFormat
+    id_prefix: str = ChatWriter.id_prefix
+
+    def __call__(
+        self, response_id: str, created: int, model: str, request: GenerationRequest, tokenizer: Tokenizer
+    ) -> ParsedChatWriter:
+        """Return a writer."""
+        return ParsedChatWriter(response_id, created, model, request, tokenizer, self.format)
+
+
+def finish_reason(reason: str | None, parser: AnswerParser) -> str | None:
+    """Return why an answer has ended, as the OpenAI API names it."""
+    return _TOOL_CALLS if reason == FinishReason.STOP and parser.num_calls else reason

@@ -1,0 +1,216 @@
+"""Chat answers with tool calls and reasoning: whole and streamed say the same, in OpenAI's format."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from deployments.requests.generation import Generation
+from deployments.requests.prompt import Prompt
+from engine.errors import EngineDeadError
+from engine.outputs import EngineOutput
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.text.text_stream import TextStream
+from engine.text.tokenizer import Tokenizer
+from tests.deployments.api.parsers.shapes import call, parse, parser
+from tests.deployments.api.tools.conftest import MARKERS, Answers
+from tests.deployments.api.tools.test_requests import CHAT, NAMED, USER
+from tests.deployments.conftest import OpenClient
+from tests.deployments.fakes import FakeEngines, client, events, output
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+ANSWER = f'<think>\nHmm.\n</think>\n\nLet me see.\n{CALL}\n<tool_call>{{"name": "g"}}</tool_call>'
+SMALL: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": name}} for name in ("f", "g")]}
+BODY: dict[str, Any] = {"messages": [USER], "max_tokens": 90} | SMALL
+
+
+def joined(chunks: list[dict[str, Any]], index: int = 0) -> tuple[dict[str, Any], str | None]:
+    """Return the message that a choice's chunks add up to, as clients add them, and its finish_reason."""
+    message: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    reasons = []
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] != index:
+                continue
+            delta = choice["delta"]
+            for key in ("role", "content", "reasoning", "reasoning_content"):
+                if key in delta:
+                    message[key] = message.get(key, "") + delta[key]
+            for piece in delta.get("tool_calls", ()):
+                if piece["index"] == len(calls):
+                    assert set(piece) == {"index", "id", "type", "function"}
+                    assert set(piece["function"]) == {"name", "arguments"}
+                    calls.append(piece)
+                else:
+                    assert piece["index"] == len(calls) - 1
+                    assert set(piece) == {"index", "function"}
+                    calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+            reasons.append(choice["finish_reason"])
+    assert all(reason is None for reason in reasons[:-1])
+    return message | ({"tool_calls": calls} if calls else {}), reasons[-1]
+
+
+def _without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {key: value for key, value in call.items() if key not in ("id", "index")}
+        for call in message.get("tool_calls", ())
+    ]
+    return {key: message.get(key) or "" for key in ("content", "reasoning", "reasoning_content")} | {"calls": calls}
+
+
+def _both(api: TestClient, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the message and the finish_reason, which are the same whole and streamed."""
+    whole = api.post("/v1/chat/completions", json=body)
+    assert whole.status_code == 200, whole.text
+    streamed = api.post("/v1/chat/completions", json=body | {"stream": True})
+    message, reason = joined(events(streamed.text))
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    choice = whole.json()["choices"][0]
+    assert _without_ids(choice["message"]) == _without_ids(message)
+    assert choice["finish_reason"] == reason
+    return choice["message"], choice["finish_reason"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_reasoning_content_and_calls(parsed: TestClient, answers: Answers, size: int) -> None:
+    answers(ANSWER, size=size)
+    message, reason = _both(parsed, BODY)
+    assert reason == "tool_calls"
+    assert message["reasoning"] == message["reasoning_content"] == "Hmm."
+    assert (message["role"], message["content"]) == ("assistant", "Let me see.")
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "f", "arguments": '{"a": 1}'},
+        {"name": "g", "arguments": "{}"},
+    ]
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert all(len(one) == 29 and one.startswith("call_") for one in ids)
+
+
+def test_arguments_are_streamed(parsed: TestClient, answers: Answers) -> None:
+    answers(CALL)
+    chunks = events(parsed.post("/v1/chat/completions", json=BODY | {"stream": True}).text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant"
+    assert sum("tool_calls" in delta for delta in deltas) > 2
+    assert all("role" not in delta for delta in deltas[1:])
+
+
+def test_an_answer_without_calls(parsed: TestClient, answers: Answers) -> None:
+    answers("Hello. \n")
+    message, reason = _both(parsed, BODY)
+    assert (message["content"], reason) == ("Hello. \n", "stop")
+    assert "tool_calls" not in message
+    answers("")
+    assert _both(parsed, BODY)[0]["content"] == ""
+    answers(f"{CALL}")
+    assert _both(parsed, BODY)[0]["content"] is None
+
+
+def test_a_truncated_call_has_the_reason_length(parsed: TestClient, answers: Answers) -> None:
+    answers(CALL[: CALL.index(": 1") + 1], finish_reason="length")
+    message, reason = _both(parsed, BODY)
+    assert reason == "length"
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a":'}
+
+
+def test_without_tools_calls_are_text(parsed: TestClient, answers: Answers) -> None:
+    answers(f"<think>Hmm.</think>{CALL}")
+    for body in ({"messages": [USER], "max_tokens": 90}, BODY | {"tool_choice": "none"}):
+        message, reason = _both(parsed, body)
+        assert (message["content"], message["reasoning"], reason) == (CALL, "Hmm.", "stop")
+
+
+def test_one_call_at_most(parsed: TestClient, answers: Answers) -> None:
+    answers(ANSWER)
+    assert len(_both(parsed, BODY | {"parallel_tool_calls": False})[0]["tool_calls"]) == 1
+
+
+def test_reasoning_can_be_left_out(parsed: TestClient, answers: Answers) -> None:
+    answers(ANSWER)
+    message, _ = _both(parsed, BODY | {"include_reasoning": False})
+    assert "reasoning" not in message
+    assert message["content"] == "Let me see."
+
+
+def test_forced_calls(parsed: TestClient, answers: Answers) -> None:
+    answers('[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]')
+    message, reason = _both(parsed, BODY | {"tool_choice": "required"})
+    assert ([call["function"]["name"] for call in message["tool_calls"]], reason) == (["f", "g"], "tool_calls")
+    answers('{"a": [1, 2]}')
+    message, reason = _both(parsed, CHAT | {"tools": SMALL["tools"], "tool_choice": NAMED})
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": [1, 2]}'}
+    assert (message["content"], reason) == (None, "tool_calls")
+
+
+def test_several_choices_with_logprobs_ids_and_usage(
+    parsed: TestClient, engines: FakeEngines, answers: Answers
+) -> None:
+    answers(ANSWER)
+    script = [one for one in engines.scripts[0] if isinstance(one, EngineOutput)]
+    engines.scripts = [[output(one.token_ids, one.finish_reason, logprobs=[-1.0]) for one in script]]
+    extras = {"logprobs": True, "return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
+    body = BODY | {"n": 2, "temperature": 1, "stream": True} | extras
+    chunks = events(parsed.post("/v1/chat/completions", json=body).text)
+    for index in (0, 1):
+        message, reason = joined(chunks, index)
+        assert (message["content"], reason) == ("Let me see.", "tool_calls")
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == index]
+        ids = [token for choice in own for token in choice["token_ids"]]
+        assert ids == [token for one in script for token in one.token_ids]
+        assert len([entry for choice in own for entry in choice["logprobs"]["content"]]) == len(ids)
+    assert all("usage" in chunk for chunk in chunks)
+
+
+def test_the_stream_has_no_empty_events(parsed: TestClient, answers: Answers) -> None:
+    answers(CALL)
+    body = BODY | {"stream": True}
+    with parsed.stream("POST", "/v1/chat/completions", json=body) as answer:
+        text = "".join(answer.iter_text())
+    assert all(line.startswith("data: ") for line in text.split("\n\n")[:-1])
+    for chunk in events(text)[1:-1]:
+        assert chunk["choices"][0]["delta"]
+
+
+def test_names_in_the_configuration_win(open_client: OpenClient, parsed_path: Any, answers: Answers) -> None:
+    api = open_client(model=str(parsed_path), tool_parser="none", reasoning_parser="none")
+    answers("<think>Hmm.</think>Hi")
+    assert api.post("/v1/chat/completions", json=BODY).status_code == 400
+    body = {"messages": [USER], "max_tokens": 50}
+    assert api.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == "Hmm.Hi"
+    mistral = open_client(model=str(parsed_path), tool_parser="mistral", reasoning_parser="none")
+    answers('[TOOL_CALLS]f[ARGS]{"a": 1}')
+    (made,) = _both(mistral, BODY)[0]["tool_calls"]
+    assert (made["function"]["name"], len(made["id"])) == ("f", 9)
+
+
+@pytest.mark.parametrize("lost_after", range(1, 18))
+async def test_a_stream_in_a_call_goes_on_elsewhere(tokenizer: Tokenizer, lost_after: int) -> None:
+    text = f"Now: {CALL} ok"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    first = [output([token]) for token in ids[:lost_after]]
+    rest = output(ids[lost_after:], "stop", replica="r2")
+    engines = FakeEngines([[*first, EngineDeadError("gone")], [rest]])
+    params = SamplingParams(max_tokens=200)
+    stream = TextStream(tokenizer, [5], params, tokenizer.special_token_ids(MARKERS))
+    generation = Generation(client(engines), EngineRequest("id", [5], params), Prompt([5], [7]), stream)
+    pieces = [delta.text async for delta in generation.deltas()]
+    assert generation.num_migrations == 1
+    assert "".join(pieces) == text
+    assert parse(parser("hermes"), *pieces) == parse(parser("hermes"), text)
+    assert call("f", '{"a": 1}')[0] in parse(parser("hermes"), *pieces)
+
+
+def test_special_tokens_that_are_no_markers_stay_hidden(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a<tool_call>b<|im_end|>c", add_special_tokens=False)
+    shown = tokenizer.special_token_ids([*MARKERS, "unknown"])
+    for stop in (None, "zz"):
+        stream = TextStream(tokenizer, [5], SamplingParams(stop=stop), shown)
+        assert "".join(stream.push([token]) for token in ids) + stream.push([2], final=True) == "a<tool_call>bc"
+        assert stream.num_tokens == len(ids) + 1
+    assert json.dumps(TextStream(tokenizer, [5], SamplingParams()).push(ids, final=True)) == '"abc"'
