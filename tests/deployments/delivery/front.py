@@ -175,12 +175,13 @@ class Front:
             for line in list(router.lines.values()):
                 line.cut(0)
 
-    async def run_quietly(self) -> None:
-        """Let everything happen once, without a disturbance."""
+    async def run_quietly(self, num_steps: int = 1) -> None:
+        """Let everything happen once, without a disturbance, and so many steps of the engines."""
         for line in self.network.lines:
             line.connect()
         for engine in self.engines.values():
-            engine.step(1)
+            for _ in range(num_steps):
+                engine.step(1)
         for line in self.network.lines:
             line.move(1000)
         await settle()

@@ -32,6 +32,7 @@ from tests.deployments.delivery.sse_content import Content
 from tests.deployments.fakes import FakeStream
 
 MAX_LOSSES = 3  # of a replica; a Generation survives as many
+NUM_LATE_ROUNDS = 20
 MAX_ROUNDS = 200  # after the disturbances; a stream that has not ended by then hangs
 
 _tokenizer = cache(Tokenizer)
@@ -125,7 +126,8 @@ class Disturbances:
         self._names = st.sampled_from([action.__name__ for action in [*actions, self.lose_replica]])
 
     async def run(self, responding: asyncio.Task[Any]) -> None:
-        for name in self._data.draw(st.lists(self._names, max_size=60), label="disturbances"):
+        count = self._draw(0, 40)
+        for name in self._data.draw(st.lists(self._names, min_size=count, max_size=count), label="disturbances"):
             self._actions[name]()
             await settle()
             if responding.done():
@@ -185,7 +187,7 @@ async def _delivered(request: Request, tokenizer: Tokenizer, data: st.DataObject
         try:
             await settle()
             await Disturbances(front, client, data).run(responding)
-            await _finish(front, client, responding)
+            await _finish(front, client, responding, data)
             await _assert_nothing_is_left(front)
         finally:
             responding.cancel()
@@ -195,12 +197,15 @@ async def _delivered(request: Request, tokenizer: Tokenizer, data: st.DataObject
     return Content.of(client.body), responding.result()
 
 
-async def _finish(front: Front, client: Client, responding: asyncio.Task[Any]) -> None:
-    for _ in range(MAX_ROUNDS):
+async def _finish(front: Front, client: Client, responding: asyncio.Task[Any], data: st.DataObject) -> None:
+    """Let the stream end without disturbances; some clients read only when the engines have nothing more to do."""
+    num_steps, reads_late = data.draw(st.integers(1, 5)), data.draw(st.booleans())
+    for number in range(MAX_ROUNDS):
         if responding.done():
             return
-        client.allow(10)
-        await front.run_quietly()
+        if number > NUM_LATE_ROUNDS or not reads_late:
+            client.allow(10)
+        await front.run_quietly(num_steps)
         front.tick()
     raise AssertionError("the stream hangs")
 
