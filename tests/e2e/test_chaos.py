@@ -2,7 +2,7 @@
 
 PAGODA_CHAOS_SECONDS is how long replicas are killed (20 by default, 120 for the record), PAGODA_CHAOS_CLIENTS how many
 clients there are (32). The test that stops replicas takes a third of that time, because a stopped replica affects a
-stream like a killed one, only later.
+stream like a killed one, only later; so does the one that cuts connections, of which there are many in a second.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Server, running_server
+from tests.e2e.connections import channel_connections, cut
 from tests.e2e.load import Answer, Clients, Question, Report, questions, record
 
 SECONDS = float(os.environ.get("PAGODA_CHAOS_SECONDS", "20"))
@@ -176,6 +177,35 @@ async def test_a_replica_is_stopped_every_ten_seconds(server: Server, asked: lis
     print(chaos)
     _assert_no_failures(report)
     assert chaos.num_with_migrations > 0
+
+
+async def test_connections_between_live_processes_are_cut(server: Server, asked: list[tuple[Question, Answer]]) -> None:
+    """What is on the way is lost, and sent again: no request moves."""
+    moved, reconnected = _migrations(server), _total(server, "pagoda_channel_reconnections_total")
+    lost = _total(server, "pagoda_channel_lost_replicas_total")
+    rng, num_cut = random.Random(4), 0
+    engines, ingresses = server.pids("engine"), server.pids("ingress").values()
+    async with Clients(server.url, asked, count=CLIENTS).running() as report:
+        deadline = time.monotonic() + SECONDS / 3
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+            pid = rng.choice(sorted(engines.values()))
+            found = await asyncio.to_thread(channel_connections, pid, ingresses)
+            for fd in rng.sample(found, rng.randint(1, len(found))) if found else ():
+                with suppress(OSError):  # it has just been closed
+                    cut(pid, fd)
+                    num_cut += 1
+    resent = _total(server, "pagoda_channel_resends_total")
+    reconnected = _total(server, "pagoda_channel_reconnections_total") - reconnected
+    print(f"{num_cut} connections cut, {reconnected:g} of the channel made again, messages sent again {resent:g} times")
+    _assert_no_failures(report)
+    assert reconnected > 5
+    assert _migrations(server) == moved
+    assert _total(server, "pagoda_channel_lost_replicas_total") == lost
+
+
+def _total(server: Server, name: str) -> float:
+    return sum(server.metric(name).values())
 
 
 def _connections(pid: int) -> int:

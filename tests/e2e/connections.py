@@ -1,0 +1,61 @@
+"""Cuts TCP connections between the processes of a server, from outside: neither process notices before the other.
+
+It takes a copy of the socket from a process with pidfd_getfd(2), which Linux 5.6 allows to whoever may trace it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Collection
+from contextlib import closing
+
+import psutil
+
+SYS_PIDFD_GETFD = 438
+
+
+def channel_connections(engine: int, ingresses: Collection[int]) -> list[int]:
+    """Return the file descriptors of an engine's connections to ingresses, Ray's excepted.
+
+    Only ingresses connect to the ports of the channel and of the KV events, and many processes to those of Ray.
+    """
+    peers = {
+        (one.laddr.ip, one.laddr.port): pid
+        for pid in psutil.pids()
+        for one in _connections(pid)
+        if one.status == psutil.CONN_ESTABLISHED
+    }
+    accepted: dict[int, list[tuple[int, int | None]]] = {}
+    own = _connections(engine)
+    listening = {one.laddr.port for one in own if one.status == psutil.CONN_LISTEN}
+    for one in own:
+        if one.status == psutil.CONN_ESTABLISHED and one.laddr.port in listening:
+            accepted.setdefault(one.laddr.port, []).append((one.fd, peers.get((one.raddr.ip, one.raddr.port))))
+    return [fd for pairs in accepted.values() if all(pid in ingresses for _, pid in pairs) for fd, _ in pairs]
+
+
+def cut(pid: int, fd: int) -> None:
+    """Shut down a socket of another process.
+
+    Raises:
+        OSError: the process may not be traced, or the socket has been closed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    process = os.pidfd_open(pid)
+    try:
+        copied = libc.syscall(SYS_PIDFD_GETFD, process, fd, 0)
+        if copied < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        with closing(socket.socket(fileno=copied)) as copy:
+            copy.shutdown(socket.SHUT_RDWR)
+    finally:
+        os.close(process)
+
+
+def _connections(pid: int) -> list[psutil._common.pconn]:
+    try:
+        return psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return []
