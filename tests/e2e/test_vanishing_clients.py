@@ -27,9 +27,9 @@ def _request(number: int) -> bytes:
 
 
 async def _client(server: Server, number: int, rng: random.Random) -> str:
-    """Send a request, read as many events as chance will have it, and reset or close the connection."""
+    """Send a request, read some events, and reset or close the connection; whole answers are not waited for."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    wanted, received, text = rng.choice([0, 1, 8]), 0, b""
+    wanted, received, text = rng.choice([0, 1, 8]) if number % 5 else 0, 0, b""
     is_polite, seconds = rng.random() < 0.5, rng.random() * 0.5
     try:
         writer.write(_request(number))
@@ -37,9 +37,7 @@ async def _client(server: Server, number: int, rng: random.Random) -> str:
             await asyncio.sleep(seconds)
         while received < wanted and (data := await asyncio.wait_for(reader.read(2**16), 60)):
             text += data
-            received = text.count(b"data: ") or data.count(b"\r\n0\r\n") * wanted
-            if b'"object":"text_completion"' in data and number % 5 == 0:
-                break  # a whole answer
+            received = text.count(b"data: ")
     finally:
         if is_polite:
             writer.close()
@@ -95,7 +93,7 @@ class Usage:
 
 async def test_five_hundred_clients_that_vanish_leave_nothing(server: Server) -> None:
     usage = Usage(server)
-    await _vanish(server, 2 * AT_ONCE)  # the proxy keeps some connections to the ingress
+    await _vanish(server, AT_ONCE)  # the proxy keeps some connections to the ingress
     assert not any((await usage.until_nothing_is_used()).values())
     before = usage.descriptors()
     aborted = sum(server.metric("pagoda_requests_finished_total", reason="abort").values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from starlette.types import Message
@@ -14,6 +14,7 @@ from deployments.api.responses import ChatWriter, CompletionWriter, ResponseWrit
 from deployments.api.serving import _streamed
 from deployments.channel.link import Link
 from deployments.channel.server import ChannelServer
+from deployments.channel.stream import ReplicaStream
 from deployments.requests.dispatcher import Dispatcher
 from deployments.requests.engine_client import EngineClient, Engines
 from deployments.requests.generation import Generation
@@ -26,6 +27,8 @@ from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.delivery.network import Network, Router
 from tests.deployments.delivery.scripted_engine import Answer, ScriptedEngine
+from tests.deployments.delivery.sse_content import Content
+from tests.deployments.fakes import FakeStream
 
 IDLE = EngineLoad(
     num_running=0,
@@ -91,7 +94,7 @@ class Request:
         return [
             Generation(
                 engines,
-                EngineRequest(f"request {index}", token_ids, replace(self._params, seed=index)),
+                EngineRequest(f"request {token_ids[0]}.{index}", token_ids, replace(self._params, seed=index)),
                 self.prompt,
                 TextStream(tokenizer, token_ids, self._params),
                 index=index,
@@ -114,6 +117,28 @@ async def respond(engines: EngineClient, request: Request, tokenizer: Tokenizer,
     response = await _streamed(writer, generations, request.body)
     await response({"type": "http"}, client.receive, client.send)
     return generations
+
+
+class _OneByOne:
+    """Engines whose outputs are one token each and reach the reader as they are, past the channel."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def send(self, request: EngineRequest, *, block_hashes: Sequence[int], avoid: Sequence[str]) -> ReplicaStream:
+        outputs = self._request.answer(request).outputs(request, iter(lambda: 1, -1))
+        return FakeStream(request.request_id, list(outputs))
+
+    def cancel(self, stream: ReplicaStream) -> None:
+        """There is nothing to cancel."""
+
+
+async def respond_undisturbed(request: Request, tokenizer: Tokenizer) -> tuple[Content, list[Generation]]:
+    """Return what a client gets that receives every token by itself."""
+    client = Client()
+    client.allow(10_000)
+    generations = await respond(engine_client(_OneByOne(request), ClusterView()), request, tokenizer, client)
+    return Content.of(client.body), generations
 
 
 def engine_client(engines: Engines, view: ClusterView) -> EngineClient:

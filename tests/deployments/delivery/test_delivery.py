@@ -6,7 +6,6 @@ The content is compared with that of a stream whose tokens came one by one, past
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,15 @@ from hypothesis import strategies as st
 
 from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.channel import stream as stream_module
-from deployments.channel.stream import ReplicaStream
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
-from deployments.routing.cluster_view import ClusterView
 from engine.outputs import FinishReason, Logprob
-from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from tests.deployments.delivery.front import Client, Front, Request, engine_client, respond, settle
+from tests.deployments.delivery.front import Client, Front, Request, respond, respond_undisturbed, settle
 from tests.deployments.delivery.network import Network
 from tests.deployments.delivery.scripted_engine import Answer
 from tests.deployments.delivery.sse_content import Content
-from tests.deployments.fakes import FakeStream
 
 MAX_LOSSES = 3  # of a replica; a Generation survives as many
 NUM_LATE_ROUNDS = 20
@@ -81,30 +76,6 @@ def _requests(draw: Any) -> Request:
     echo = "xy" if getattr(body, "echo", False) else ""
     answers = [draw(_answers(params)) for _ in range(body.num_answers)]
     return Request(body, Prompt([7, 8], [3], echo), params, answers)
-
-
-# --- the stream that got every token by itself ------------------------------------------------------------------------
-
-
-class _OneByOne:
-    """Engines whose outputs are one token each and reach the reader as they are."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    def send(self, request: EngineRequest, *, block_hashes: Sequence[int], avoid: Sequence[str]) -> ReplicaStream:
-        outputs = self._request.answer(request).outputs(request, iter(lambda: 1, -1))
-        return FakeStream(request.request_id, list(outputs))
-
-    def cancel(self, stream: ReplicaStream) -> None:
-        """There is nothing to cancel."""
-
-
-async def _expected(request: Request, tokenizer: Tokenizer) -> tuple[Content, list[Generation]]:
-    client = Client()
-    client.allow(10_000)
-    generations = await respond(engine_client(_OneByOne(request), ClusterView()), request, tokenizer, client)
-    return Content.of(client.body), generations
 
 
 # --- disturbances -----------------------------------------------------------------------------------------------------
@@ -239,7 +210,7 @@ def test_a_stream_has_the_content_of_one_that_got_every_token_by_itself(
     tokenizer = _tokenizer(tokenizer_path)
 
     async def both() -> None:
-        expected, alone = await _expected(request, tokenizer)
+        expected, alone = await respond_undisturbed(request, tokenizer)
         content, generations = await _delivered(request, tokenizer, data)
         assert content == expected
         for ours, theirs in zip(generations, alone, strict=True):
