@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep, thread_time
 
+from benchmarks.front.step_delays import StepDelays
 from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
 from engine.kv.events import KVEventBatch
@@ -16,10 +17,11 @@ from engine.observability.metrics import MetricSink
 from engine.outputs import EngineOutput
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 
-__all__ = ["STEPS_FILE", "STEP_MS", "ComputeFreeEngine", "ComputeFreeRunner"]
+__all__ = ["DELAYS_FILE", "STEPS_FILE", "STEP_MS", "ComputeFreeEngine", "ComputeFreeRunner"]
 
 STEP_MS = "PAGODA_FRONT_STEP_MS"  # milliseconds that a step waits, as for a GPU; 0: none
 STEPS_FILE = "PAGODA_FRONT_STEPS_FILE"  # where the engine writes the CPU time of its steps
+DELAYS_FILE = "PAGODA_FRONT_DELAYS_FILE"  # where the engine appends how late each of its steps was (step_delay.py)
 WRITE_INTERVAL_S = 0.1
 NUM_BLOCKS, BLOCK_SIZE = 65_536, 16
 VOCABULARY = (300, 2000)  # plain text in the demo model's tokenizer
@@ -50,6 +52,7 @@ class ComputeFreeRunner:
             default_sampling={},
         )
         self._step_s = step_s
+        self.delays = StepDelays(os.environ.get(DELAYS_FILE))
         self._tokens = random.Random(0).choices(range(*VOCABULARY), k=NUM_DRAWN)
         self._next = 0
 
@@ -61,6 +64,7 @@ class ComputeFreeRunner:
         tokens = self._tokens[self._next : self._next + count]
         self._next += count
         if self._step_s:
+            self.delays.start_wait(self._step_s)
             sleep(self._step_s)
         return SampledTokens(tokens)
 
@@ -76,6 +80,7 @@ class ComputeFreeEngine(Engine):
 
     step_cpu_s = 0.0
     _written = 0.0
+    _delays: StepDelays
 
     @classmethod
     def from_config(
@@ -86,17 +91,22 @@ class ComputeFreeEngine(Engine):
     ) -> ComputeFreeEngine:
         """Build the engine; the environment gives the time of a step."""
         runner = ComputeFreeRunner(config, float(os.environ.get(STEP_MS, "0")) / 1e3)
-        return cls(config, runner, sink, on_kv_events)
+        made = cls(config, runner, sink, on_kv_events)
+        made._delays = runner.delays
+        return made
 
     def step(self) -> list[EngineOutput]:
         """Run one step."""
         started = thread_time()
         outputs = super().step()
         self.step_cpu_s += thread_time() - started
+        if not self.has_unfinished:
+            self._delays.go_idle()
         if (now := monotonic()) > self._written + WRITE_INTERVAL_S:
             self._written = now
             if path := os.environ.get(STEPS_FILE):
                 _replace(Path(path), f"{self.step_cpu_s:.6f}")
+            self._delays.write()
         return outputs
 
 

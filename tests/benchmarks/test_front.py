@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -15,6 +16,8 @@ from benchmarks.front.cost import cost_of
 from benchmarks.front.hot_spots import summarize as summarize_samples
 from benchmarks.front.processes import KINDS, CpuTimes, kind_of
 from benchmarks.front.runner import STEP_MS, STEPS_FILE, ComputeFreeEngine
+from benchmarks.front.step_delay import delays_of
+from benchmarks.front.step_delays import StepDelays
 from benchmarks.serving.comparison import compare_servers, contestants, summarize, table
 from benchmarks.serving.load import Answer, LoadResult, Window, run_load
 from engine.config import EngineConfig
@@ -186,6 +189,37 @@ def test_an_engine_without_a_model_generates_every_token(monkeypatch: pytest.Mon
     assert sum(len(one.token_ids) for one in outputs) == 15
     assert sum(one.is_last for one in outputs) == 3
     assert 0 < float((tmp_path / "steps").read_text()) <= engine.step_cpu_s + 1e-6
+
+
+# --- how late its steps start -----------------------------------------------------------------------------------
+
+
+def test_a_delay_is_the_time_in_which_the_thread_could_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "delays"
+    delays = StepDelays(str(path))
+    for _ in range(3):
+        delays.start_wait(0.001)
+        time.sleep(0.001)
+        until = time.thread_time() + 0.01  # its own work is no delay
+        while time.thread_time() < until:
+            pass
+        time.sleep(0.02)
+    delays.go_idle()
+    time.sleep(0.2)
+    delays.start_wait(0.0)
+    delays.write()
+    found = delays_of("x", path.read_text().splitlines())
+    assert found.steps == 2
+    assert 19e3 < found.p50 < 150e3
+    assert found.p50 <= found.largest
+
+
+def test_the_part_of_a_delay_without_a_processor_is_subtracted() -> None:
+    found = delays_of("x", ["100.0 40.0", "300.0 300.0", "-5.0 0.0"])
+    assert (found.mean, found.p50, found.largest) == (133.3, 100.0, 300.0)
+    assert (found.waiting_mean, found.waiting_p99) == (20.0, 60.0)
+    with pytest.raises(ValueError, match="run it for longer"):
+        delays_of("x", [])
 
 
 # --- the comparison with another server -------------------------------------------------------------------------

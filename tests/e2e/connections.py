@@ -21,19 +21,15 @@ def channel_connections(engine: int, ingresses: Collection[int]) -> list[int]:
 
     Only ingresses connect to the ports of the channel and of the KV events, and many processes to those of Ray.
     """
-    peers = {
-        (one.laddr.ip, one.laddr.port): pid
-        for pid in psutil.pids()
-        for one in _connections(pid)
-        if one.status == psutil.CONN_ESTABLISHED
-    }
-    accepted: dict[int, list[tuple[int, int | None]]] = {}
+    from_ingresses = {(one.laddr.ip, one.laddr.port) for pid in ingresses for one in _connections(pid)}
+    accepted: dict[int, list[tuple[int, bool]]] = {}
     own = _connections(engine)
     listening = {one.laddr.port for one in own if one.status == psutil.CONN_LISTEN}
     for one in own:
         if one.status == psutil.CONN_ESTABLISHED and one.laddr.port in listening:
-            accepted.setdefault(one.laddr.port, []).append((one.fd, peers.get((one.raddr.ip, one.raddr.port))))
-    return [fd for pairs in accepted.values() if all(pid in ingresses for _, pid in pairs) for fd, _ in pairs]
+            is_ours = (one.raddr.ip, one.raddr.port) in from_ingresses
+            accepted.setdefault(one.laddr.port, []).append((one.fd, is_ours))
+    return [fd for pairs in accepted.values() if all(is_ours for _, is_ours in pairs) for fd, _ in pairs]
 
 
 def cut(pid: int, fd: int) -> None:
