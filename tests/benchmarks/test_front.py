@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -194,24 +193,28 @@ def test_an_engine_without_a_model_generates_every_token(monkeypatch: pytest.Mon
 # --- how late its steps start -----------------------------------------------------------------------------------
 
 
-def test_a_delay_is_the_time_in_which_the_thread_could_not_run(tmp_path: Path) -> None:
+def test_a_delay_is_the_gap_without_the_work_of_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "delays"
-    delays = StepDelays(str(path))
-    for _ in range(3):
-        delays.start_wait(0.001)
-        time.sleep(0.001)
-        until = time.thread_time() + 0.01  # its own work is no delay
-        while time.thread_time() < until:
-            pass
-        time.sleep(0.02)
+    delays, clocks = StepDelays(str(path)), {"monotonic": 0.0, "thread_time": 0.0, "_queued_s": 0.0}
+    for name in clocks:
+        monkeypatch.setattr(f"benchmarks.front.step_delays.{name}", lambda name=name: clocks[name])
+
+    def step(wall_s: float, cpu_s: float = 0.0, queued_s: float = 0.0) -> None:
+        clocks["monotonic"] += wall_s
+        clocks["thread_time"] += cpu_s
+        clocks["_queued_s"] += queued_s
+        delays.start_wait(0.004)
+
+    step(0.0)
+    step(0.005, cpu_s=0.001)
+    step(0.010, cpu_s=0.001, queued_s=0.003)
     delays.go_idle()
-    time.sleep(0.2)
-    delays.start_wait(0.0)
+    step(9.0)
     delays.write()
-    found = delays_of("x", path.read_text().splitlines())
-    assert found.steps == 2
-    assert 19e3 < found.p50 < 150e3
-    assert found.p50 <= found.largest
+    step(0.0045)
+    delays.write()
+    pairs = [tuple(map(float, line.split())) for line in path.read_text().splitlines()]
+    assert pairs == [pytest.approx((0.0, 0.0)), pytest.approx((5000.0, 3000.0)), pytest.approx((500.0, 0.0))]
 
 
 def test_the_part_of_a_delay_without_a_processor_is_subtracted() -> None:
