@@ -38,7 +38,7 @@ STREAM_TOKENS = 64
 
 @dataclass(frozen=True)
 class Delays:
-    """The delays of the steps of one load, in microseconds; ``waiting`` is their part for which a processor was free."""
+    """The delays of the steps of one load, in microseconds; ``waiting``: without the queue for a processor."""
 
     load: str
     steps: int
@@ -141,9 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="pg-delay") as directory:
         found = [alone(model, parsed.step_ms, parsed.seconds, Path(directory) / "alone")]
         found += served(model, parsed.step_ms, parsed.seconds, Path(directory) / "served")
-    print(
-        f"{'microseconds':24} {'steps':>6} {'mean':>8} {'p50':>8} {'p99':>8} {'largest':>8}   without a processor's queue"
-    )
+    print(f"{'microseconds':24} {'steps':>6} {'mean':>8} {'p50':>8} {'p99':>8} {'largest':>8}   without the queue")
     for one in found:
         columns = " ".join(f"{value:8.0f}" for value in (one.mean, one.p50, one.p99, one.largest))
         print(f"{one.load:24} {one.steps:6} {columns}   mean {one.waiting_mean:6.0f}  p99 {one.waiting_p99:6.0f}")
