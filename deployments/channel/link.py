@@ -25,9 +25,9 @@ from deployments.channel.numbering import Arrivals, Outbox
 from deployments.channel.sockets import MAX_REQUEST_BYTES, Socket, SocketReader, connect_dealer, watch_connection
 from deployments.channel.stream import ReplicaStream
 from deployments.observability.ingress_metrics import (
+    CHANNEL_GAPS,
     CHANNEL_LOST_REPLICAS,
     CHANNEL_RECONNECTIONS,
-    CHANNEL_RESENDS,
     STREAM_PAUSES,
     ingress_recorder,
 )
@@ -237,7 +237,7 @@ class Link:
             return
         self._outbox.acknowledge(status.received)
         if status.resend:
-            ingress_recorder().increment(CHANNEL_RESENDS, content="requests")
+            ingress_recorder().increment(CHANNEL_GAPS, content="requests")
             for _, data in self._outbox.after(status.received):
                 self._requests.send(data)
         self._find_lost_tail(status.sent)
@@ -255,7 +255,7 @@ class Link:
             self._ask_for_lost_outputs()
 
     def _ask_for_lost_outputs(self) -> None:
-        ingress_recorder().increment(CHANNEL_RESENDS, content="outputs")
+        ingress_recorder().increment(CHANNEL_GAPS, content="outputs")
         self._say_hello(resend=True)
 
     # --- connection -----------------------------------------------------------------------------------------------

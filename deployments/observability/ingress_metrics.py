@@ -16,9 +16,9 @@ from deployments.observability.recorder import Recorder
 from engine.observability.metrics import Metric
 
 __all__ = [
+    "CHANNEL_GAPS",
     "CHANNEL_LOST_REPLICAS",
     "CHANNEL_RECONNECTIONS",
-    "CHANNEL_RESENDS",
     "HTTP_REQUESTS",
     "INGRESS_INFO",
     "INGRESS_METRICS",
@@ -84,10 +84,10 @@ REQUEST_MIGRATIONS = Metric("request_migrations", "counter", "Requests moved to 
 CHANNEL_RECONNECTIONS = Metric(
     "channel_reconnections", "counter", "Connections to live engine replicas that broke and were made again."
 )
-CHANNEL_RESENDS = Metric(
-    "channel_resends",
+CHANNEL_GAPS = Metric(
+    "channel_gaps",
     "counter",
-    "Times that messages between ingress and engines were lost and sent again, by what they carry.",
+    "Gaps in the messages between ingress and engines, each followed by a resend, by what they carry.",
     ("content",),
     known=(("requests",), ("outputs",)),
 )

@@ -61,14 +61,14 @@ ROUTING = [
         "Events lost and requests moved",
         "Gaps in an engine's KV events (the ingress requests a snapshot), rejected "
         "messages, and requests that continued at another replica after theirs was lost. A broken connection to a live "
-        "engine, and the messages that it lost and that were sent again, cost no request anything but time.",
+        "engine and a gap in its messages cost time only: what is missing is sent again.",
         "ops",
         [
             ("gaps", rate_or_zero(ingress("kv_index_gaps_total"))),
             ("rejected messages", rate_or_zero(ingress("kv_index_dropped_messages_total"))),
             ("migrations", rate_or_zero(ingress("request_migrations_total"))),
             ("reconnections", rate_or_zero(ingress("channel_reconnections_total"))),
-            ("messages sent again", rate_or_zero(ingress("channel_resends_total"))),
+            ("gaps in the channel", rate_or_zero(ingress("channel_gaps_total"))),
         ],
         colours={"gaps": ORANGE, "rejected messages": RED, "migrations": PURPLE, "reconnections": YELLOW},
     ),
