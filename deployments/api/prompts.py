@@ -70,9 +70,10 @@ class PromptBuilder:
         messages = [message.for_template(arguments_as_text=as_text) for message in request.messages]
         options = request.template_options
         size = sum(len(message["content"]) for message in messages)
-        self._check_length(size, "messages")  # a template may leave out some of the rest
+        self._check_length(size, "messages")
         if options or has_calls:
             size = sum(map(len, texts_in([*messages, options])))
+            self._check_length(size, "tools" if request.offered_tools else "messages")
 
         def build(tokenizer: Tokenizer) -> Prompt:
             token_ids = tokenizer.encode_chat(messages, template_options=options)

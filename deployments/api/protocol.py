@@ -312,8 +312,8 @@ class ChatRequest(GenerationRequest):
         return forced_calls(self.offered_tools, self.tool_choice, parallel=self.max_calls is None) or super().form
 
     def renamed(self, error: RequestError) -> RequestError:
-        """As the base class; an error about the form of forced calls is about their tools."""
-        if error.param == "structured_outputs" and self.forces_calls:
+        """As the base class; beside tools, a form is made of them."""
+        if error.param == "structured_outputs" and self.offered_tools:
             return error.renamed("tools")
         return super().renamed(error)
 

@@ -80,7 +80,7 @@ class Serving:
         if answer_format is None:
             return await self._respond(body, prompts, builder, ChatWriter)
         prompts = answer_format.showing_its_markers(prompts)
-        return await self._respond(body, prompts, builder, ParsedWriters(answer_format))
+        return await self._respond(answer_format.constrained(body), prompts, builder, ParsedWriters(answer_format))
 
     async def completions(self, body: CompletionRequest) -> Response:
         """Continue one or several prompts."""

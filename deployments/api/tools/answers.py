@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from deployments.api.parsers.answer_parser import AnswerParser
+from deployments.api.parsers.families import hermes
 from deployments.api.parsers.families.forced import named_call, required_calls
 from deployments.api.parsers.registry import TOOL_PARSERS, Family, Parsers
 from deployments.api.protocol import ChatRequest
 from deployments.api.tools.fields import NamedChoice
-from deployments.api.tools.grammar import parameters_of
+from deployments.api.tools.grammar import parameters_of, strict_calls
 from deployments.requests.prompt import Prompt
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ class AnswerFormat:
         max_calls: maximum number of tool calls of an answer; None for any number.
         include_reasoning: whether reasoning is part of the response.
         call_id_length: characters of a tool call's id.
+        grammar: of an answer that may call strict tools, in llguidance's notation; None for none.
     """
 
     family: Family
@@ -38,6 +40,13 @@ class AnswerFormat:
     max_calls: int | None = None
     include_reasoning: bool = True
     call_id_length: int = 29
+    grammar: str | None = None
+
+    def constrained(self, request: ChatRequest) -> ChatRequest:
+        """Return ``request`` with the form of its answers."""
+        if self.grammar is None:
+            return request
+        return request.model_copy(update={"structured_outputs": {"grammar": self.grammar}})
 
     def new_parser(self) -> AnswerParser:
         """Return the parser of one answer."""
@@ -75,7 +84,13 @@ class AnswerFormats:
             family, shown = self._natural(request, prompt), self._shown
         if family is None:
             return None
-        return AnswerFormat(family, shown, request.max_calls, request.include_reasoning, self._id_length)
+        grammar = None if request.forces_calls else self._grammar(request)
+        return AnswerFormat(family, shown, request.max_calls, request.include_reasoning, self._id_length, grammar)
+
+    def _grammar(self, request: ChatRequest) -> str | None:
+        """Return the grammar of calls of strict tools, if the model's format has one."""
+        is_json = self._parsers.tool == "hermes" and not self._tokenizer.special_token_ids(hermes.MARKERS)
+        return strict_calls(request.offered_tools, hermes.MARKERS) if is_json else None
 
     def _forced(self, request: ChatRequest) -> Family | None:
         """Return the parser of an answer whose form the request forces, in which there is no reasoning."""

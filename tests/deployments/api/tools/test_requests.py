@@ -156,6 +156,13 @@ def test_what_is_nested_too_deep_is_rejected(parsed: TestClient, field: str) -> 
     assert "deeper than 64" in answer.json()["error"]["message"]
 
 
+def test_tools_that_are_longer_than_the_context_are_rejected(parsed: TestClient, engines: FakeEngines) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 20_000}}
+    answer = parsed.post("/v1/chat/completions", json=CHAT | {"tools": [tool]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert "characters" in answer.json()["error"]["message"]
+
+
 def test_every_parameter_of_the_renderer_is_reserved() -> None:
     from transformers import PreTrainedTokenizerBase
 
