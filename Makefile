@@ -22,7 +22,8 @@ serve: $(VENV)/.installed
 
 # Ray's dashboard requires Ray's token, which `serve status` sends in this mode only. RAY_DASHBOARD_ADDRESS changes where.
 status:
-	@RAY_AUTH_MODE=token $(BIN)/serve status
+	@RAY_AUTH_MODE=token $(BIN)/serve status || \
+	  { echo "pagoda: no server answers; start one with make serve, or set RAY_DASHBOARD_ADDRESS" >&2; exit 1; }
 
 # Tests of tests/e2e run alone, because their servers need the whole machine; the others run in parallel. Together the
 # two targets run every test: test-long has those that wait for restarts, cause chaos, or repeat what another test does

@@ -13,6 +13,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,6 +178,19 @@ def test_all_reasons_are_needed() -> None:
 def test_a_wrong_command_is_found(line: str) -> None:
     with pytest.raises((AssertionError, KeyError, ConfigError)):
         test_commands_are_as_described("here", line)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_make_status_sends_the_token_and_names_the_remedy(tmp_path: Path, answers: bool) -> None:
+    serve = tmp_path / "serve"
+    serve.write_text(f'#!/bin/sh\necho "$RAY_AUTH_MODE $1"; exit {0 if answers else 1}\n')
+    serve.chmod(0o755)
+    result = subprocess.run(
+        ["make", "status", f"BIN={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.stdout == "token status\n"
+    assert (result.returncode == 0) == answers
+    assert ("start one with make serve" in result.stderr) == (not answers)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
