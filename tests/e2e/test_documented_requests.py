@@ -52,7 +52,7 @@ def test_a_request_is_answered(server: Server, block: CodeBlock, line: str) -> N
     elif '"stream": true' in line:
         events = [event.removeprefix("data: ") for event in answer.split("\n\n") if event]
         assert events[-1] == "[DONE]"
-        assert len(events) > 3
+        assert len(events) >= 3  # tokens that come together share an event
         assert not any("error" in json.loads(event) for event in events[:-1])
     else:
         assert "error" not in json.loads(answer), answer
@@ -97,7 +97,8 @@ def test_the_log_lines_have_the_fields_of_the_page(server: Server) -> None:
 
 
 def shape(line: str) -> str:
-    """Return a log line without its values."""
+    """Return a log line without its values, and without the trace of a server that has a collector."""
+    line = re.sub(r" trace_id=\w+$", "", line)
     line = re.sub(r"^(INFO) \S+ \S+ (\w+) \w+ --", r"\1 \2 --", line)
     return re.sub(r"[\d.]+(?=%| tokens| reqs)", "N", re.sub(r"=\S+", "=", line))
 
