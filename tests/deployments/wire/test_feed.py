@@ -146,6 +146,32 @@ def test_a_replica_is_lost_while_its_resync_fails(joined: Feed) -> None:
     assert joined.blocks == {7}
 
 
+def waits_until_requests(feed: Feed, count: int) -> list[float]:
+    """Let snapshots fail to arrive; return the seconds until each of the next ``count`` requests."""
+    waits: list[float] = []
+    requested_at, nonce = feed.now, feed.feed.nonce
+    while len(waits) < count:
+        feed.load(0)  # the replica is not silent
+        feed.tick(0.25)
+        if feed.feed.nonce != nonce:
+            waits.append(feed.now - requested_at)
+            requested_at, nonce = feed.now, feed.feed.nonce
+    return waits
+
+
+def test_the_wait_for_a_snapshot_doubles_up_to_eight_times_and_starts_again_after_one(joined: Feed) -> None:
+    joined.events(7, stored(7))
+    assert waits_until_requests(joined, 2) == [1.0, 2.0]
+    assert not joined.known.count("events_lost", "r")
+    assert waits_until_requests(joined, 1) == [4.0]
+    assert joined.known.count("events_lost", "r") == 1, "the third snapshot that does not arrive is a loss"
+    assert waits_until_requests(joined, 2) == [8.0, 8.0]
+    joined.snapshot(9, 7)
+    joined.events(11, stored(8))
+    assert waits_until_requests(joined, 2) == [1.0, 2.0]
+    assert joined.known.count("events_lost", "r") == 1
+
+
 def test_silence_is_a_loss_and_the_next_message_requests_a_snapshot(joined: Feed) -> None:
     joined.tick(1.9)
     assert not joined.known.count("events_lost", "r")
