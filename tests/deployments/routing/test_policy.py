@@ -95,6 +95,18 @@ def test_a_slow_replica_costs_more() -> None:
     assert first(state, prompt(1), "ab") == "b"
 
 
+def test_a_replica_much_faster_than_the_mean_may_have_a_queue() -> None:
+    """A rate within three times the mean counts as the mean, but this one is beyond."""
+    state = make_state("abcd")
+    for now in (1.0, 2.0):  # the mean follows within a tenth of a second
+        for name in "bcd":
+            state.report(name, IDLE, now=now)
+        state.report("a", replace(IDLE, queued_prefill_tokens=1_000, prefill_tokens_per_s=10_000.0), now=now)
+    assert first(state, prompt(1), now=2.0) == "a"
+    state.report("a", replace(IDLE, queued_prefill_tokens=1_000, prefill_tokens_per_s=2_000.0), now=3.0)
+    assert first(state, prompt(1), now=3.0) != "a"
+
+
 def test_an_unmeasured_prefill_rate_is_the_mean_of_the_others() -> None:
     state = make_state("ab")
     state.report("a", replace(IDLE, queued_prefill_tokens=100, prefill_tokens_per_s=0.0), now=0.0)
