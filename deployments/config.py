@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deployments.api.parsers.registry import NONE, REASONING_PARSERS, TOOL_PARSERS
+from deployments.api.parsers.registry import NONE, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
 from deployments.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
 from deployments.routing.options import RoutingOptions
 from engine.config import EngineConfig
@@ -157,7 +157,7 @@ class AppConfig(_Options):
             config = cls.model_validate(args)
         except ValidationError as error:
             raise ConfigError(_describe(error)) from None
-        _require_known("tool_parser", config.tool_parser, TOOL_PARSERS)
+        _require_known("tool_parser", config.tool_parser, [*TOOL_PARSERS, RESPONSE_TEMPLATE])
         _require_known("reasoning_parser", config.reasoning_parser, REASONING_PARSERS)
         config.autoscaling.require_order(config.replicas.num_engine_replicas)
         engine = config.engine_config  # building it raises ConfigError for the engine's other options

@@ -79,6 +79,12 @@ class Tokenizer:
         template = self._tokenizer.chat_template or ""
         return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
 
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """The checkpoint's description of its answers' format, as transformers reads it; None if it has none."""
+        template = getattr(self._tokenizer, "response_template", None)
+        return template if isinstance(template, Mapping) else None
+
     @cached_property
     def renders_arguments_as_text(self) -> bool:
         """Whether the chat template takes the arguments of a tool call as JSON text, not as a mapping.

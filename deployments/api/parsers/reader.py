@@ -47,6 +47,14 @@ class Reader:
         self._text, self.position = "", 0
         return text
 
+    def take_one(self) -> str:
+        """Read one character, which there must be."""
+        character = self._text[self.position]
+        self.position += 1
+        if self.position == len(self._text):
+            self.forget()
+        return character
+
     def until(self, markers: Sequence[str], event: Callable[[str], Event]) -> Steps[str | None]:
         """Emit the text before the first of ``markers``; returns the marker, which is read, or None at the end.
 
@@ -152,8 +160,10 @@ class Reader:
         if self._ended:
             return 0
         longest = min(max(map(len, markers)) - 1, len(self._text) - self.position)
-        for length in range(longest, 0, -1):
-            tail = self._text[len(self._text) - length :]
-            if any(marker.startswith(tail) for marker in markers):
-                return length
+        tail = self._text[len(self._text) - longest :]
+        if not any(marker[0] in tail for marker in markers):
+            return 0  # quickly, since nearly no text has one
+        for start in range(longest):
+            if any(marker.startswith(tail[start:]) for marker in markers):
+                return longest - start
         return 0

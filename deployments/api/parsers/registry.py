@@ -9,12 +9,15 @@ from typing import Any, TypeAlias
 
 from deployments.api.parsers.events import Steps
 from deployments.api.parsers.families import deepseek, harmony, hermes, llama3_json, mistral, pythonic, qwen3_coder
+from deployments.api.parsers.families.response_template import response_template
 from deployments.api.parsers.families.think import plain, reasoning
 from deployments.api.parsers.reader import Reader
+from engine.errors import ConfigError
 
-__all__ = ["NONE", "REASONING_PARSERS", "TOOL_PARSERS", "Parsers", "Tools"]
+__all__ = ["NONE", "REASONING_PARSERS", "RESPONSE_TEMPLATE", "TOOL_PARSERS", "Parsers", "Tools"]
 
 NONE = "none"  # the name that turns a parser off
+RESPONSE_TEMPLATE = "response_template"  # the format that the tokenizer itself describes, tool calls and reasoning
 HARMONY = ("openai", "openai_gptoss")  # one format has both tool calls and reasoning
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the parameters
@@ -102,18 +105,34 @@ class Parsers:
     """The parsers of one model; None for a format that the model does not have.
 
     Attributes:
-        tool: a key of TOOL_PARSERS.
+        tool: a key of TOOL_PARSERS, or RESPONSE_TEMPLATE.
         reasoning: a key of REASONING_PARSERS.
+        template: the tokenizer's response template, for RESPONSE_TEMPLATE.
     """
 
     tool: str | None = None
     reasoning: str | None = None
+    template: Mapping[str, Any] | None = None
 
     @classmethod
-    def choose(cls, chat_template: str, tool: str | None, reasoning: str | None) -> Parsers:
-        """Return the parsers that are configured; those of the chat template where None is."""
+    def choose(
+        cls,
+        chat_template: str,
+        tool: str | None,
+        reasoning: str | None,
+        template: Mapping[str, Any] | None = None,
+    ) -> Parsers:
+        """Return the parsers that are configured; those of the chat template where None is.
+
+        Raises:
+            ConfigError: if the response template is configured and there is none.
+        """
+        if tool == RESPONSE_TEMPLATE and template is None:
+            raise ConfigError(f"tool_parser={tool!r}: this tokenizer has no response template; give another parser")
         tool = tool or _sign(_TOOL_SIGNS, chat_template)
         reasoning = reasoning or _sign(_REASONING_SIGNS, chat_template)
+        if tool == RESPONSE_TEMPLATE or (tool is None and reasoning is None and template is not None):
+            return cls(RESPONSE_TEMPLATE, None, template)
         return cls(None if tool == NONE else tool, None if reasoning == NONE else reasoning)
 
     @property
@@ -123,7 +142,8 @@ class Parsers:
     @property
     def markers(self) -> frozenset[str]:
         """The special tokens that the parsers need to see."""
-        tool = TOOL_PARSERS[self.tool].markers if self.tool else ()
+        of_calls = TOOL_PARSERS.get(self.tool or "")
+        tool = of_calls.markers if of_calls is not None else ()
         reasoning = REASONING_PARSERS[self.reasoning].markers if self.reasoning else ()
         return frozenset((*tool, *reasoning, *(harmony.MARKERS if self._is_harmony else ())))
 
@@ -134,6 +154,8 @@ class Parsers:
             tools: those that the answer may call; None for none.
             prompt: the end of the prompt's text, which shows whether reasoning has begun there.
         """
+        if self.template is not None:
+            return partial(response_template, template=self.template, prompt=prompt, has_tools=tools is not None)
         if self._is_harmony:
             return partial(harmony.harmony, has_tools=tools is not None and self.tool is not None)
         rest = plain if tools is None or self.tool is None else TOOL_PARSERS[self.tool].new(tools)

@@ -19,7 +19,7 @@ from engine.text.tokenizer import Tokenizer
 
 __all__ = ["AnswerFormat", "AnswerFormats"]
 
-_PROMPT_END = 16  # tokens of the prompt's end that show whether reasoning has begun
+_PROMPT_END = 32  # tokens of the prompt's end that show whether reasoning has begun
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,10 @@ class AnswerFormats:
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str | None, reasoning_parser: str | None) -> None:
         self._tokenizer = tokenizer
-        self._parsers = Parsers.choose(tokenizer.chat_template, tool_parser, reasoning_parser)
-        self._shown = tokenizer.special_token_ids(self._parsers.markers)
+        template = tokenizer.response_template
+        self._parsers = Parsers.choose(tokenizer.chat_template, tool_parser, reasoning_parser, template)
+        is_own = self._parsers.template is None
+        self._shown = tokenizer.special_token_ids(self._parsers.markers) if is_own else tokenizer.special_ids
         tool = TOOL_PARSERS.get(self._parsers.tool or "")
         self._id_length = AnswerFormat.call_id_length if tool is None else tool.call_id_length
 
@@ -104,7 +106,7 @@ class AnswerFormats:
         if tools is not None and self._parsers.tool is None:
             remedy = "set tool_parser in the server's configuration, or send tool_choice required or a function"
             raise RequestError("needs a parser of this model's tool calls", param="tools", remedy=remedy)
-        if tools is None and self._parsers.reasoning is None:
-            return None
+        if self._parsers.family(tools, "") is None:
+            return None  # at once, for models without a format
         end = self._tokenizer.decode(prompt.token_ids[-_PROMPT_END:], skip_special_tokens=False)
         return self._parsers.family(tools, end)
