@@ -127,7 +127,12 @@ class PromptBuilder:
             work = partial(with_bad_words, common, vocab_size=self._info.vocab_size)
             common = await self.run_with_tokenizer(work, cost=sum(map(len, common.bad_words)))
         self._validator.check_params(common)
-        return [params_for_prompt(common, self.max_total_tokens - len(prompt.token_ids)) for prompt in prompts]
+        return [
+            params_for_prompt(
+                common, self.max_total_tokens - len(prompt.token_ids), needs_seed=index > 0 and request.seed is None
+            )
+            for index, prompt in enumerate(prompts)
+        ]
 
     def text_stream(self, prompt: Prompt, params: SamplingParams) -> TextStream:
         """Return the stream that turns the output tokens of ``prompt`` into text."""

@@ -1,4 +1,4 @@
-"""Routes of the HTTP application. An endpoint is a coroutine function that returns a response.
+"""The HTTP application and its routes. An endpoint is a coroutine function that returns a response.
 
 An endpoint's exceptions become error responses here, so that the framework sees none.
 """
@@ -6,18 +6,62 @@ An endpoint's exceptions become error responses here, so that the framework sees
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.api.error_responses import error_response
+from deployments.api.error_responses import ERROR_HANDLERS, error_response
+from deployments.api.middleware import path_of
 
-__all__ = ["Endpoint", "api_route"]
+__all__ = ["Api", "Endpoint", "api_route"]
 
 Endpoint = Callable[..., Awaitable[Response]]
+
+
+class Api(Starlette):
+    """The HTTP application: Starlette, with a shorter way to the endpoints whose path has no parameters.
+
+    Starlette's own way, through its middleware and all routes before the right one, takes a tenth of a short request.
+
+    Args:
+        routes: made by ``api_route``.
+        middleware: the first one is the outermost.
+        lifespan: entered before the first request.
+    """
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        middleware: Sequence[Middleware],
+        lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
+    ) -> None:
+        super().__init__(routes=routes, middleware=middleware, exception_handlers=ERROR_HANDLERS, lifespan=lifespan)
+        self._fixed = {
+            (method, route.path): _wrapped(route.app, middleware)
+            for route in routes
+            for method in route.methods or ()
+            if "{" not in route.path
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or the lifespan."""
+        app = self._fixed.get((scope["method"], path_of(scope))) if scope["type"] == "http" else None
+        if app is None:
+            await super().__call__(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+
+def _wrapped(app: ASGIApp, middleware: Sequence[Middleware]) -> ASGIApp:
+    for cls, args, kwargs in reversed(middleware):
+        app = cls(app, *args, **kwargs)
+    return app
 
 
 def api_route(path: str, method: str, endpoint: Endpoint) -> Route:
@@ -41,7 +85,7 @@ class _Application:
         self._takes_request = "request" in inspect.signature(endpoint).parameters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arguments = dict(scope["path_params"])
+        arguments = dict(scope.get("path_params", {}))
         if self._takes_request:
             arguments["request"] = Request(scope, receive, send)
         try:

@@ -56,19 +56,20 @@ def check_num_answers(request: GenerationRequest, num_prompts: int, limits: Limi
 
 
 def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters of all prompts of a request; ``defaults`` are the model's.
+    """Return the sampling parameters of a request's first prompt; ``defaults`` are the model's.
+
+    They always have a seed: a stream that continues on another replica then samples the same tokens there.
 
     Raises:
         RequestError: for a value out of range; it names the field of the request.
     """
-    fields = {name: getattr(request, name) for name in _NAMES}
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = {name: value for name in _NAMES if (value := getattr(request, name)) is not None}
     is_ranked = request.num_generated > request.num_answers
     if request.prompt_only and request.min_tokens:
         raise RequestError("exceeds max_tokens=0", param="min_tokens", value=request.min_tokens, remedy="lower it")
     try:
         return SamplingParams(
-            **{**defaults, **given},
+            **{"seed": _new_seed(), **defaults, **given},
             best_of=None if request.num_generated == request.num_answers else request.num_generated,
             # An engine generates at least one token; Generation drops it.
             max_tokens=1 if request.prompt_only else request.requested_tokens,
@@ -94,12 +95,11 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: 
         raise error.renamed("bad_words") from None
 
 
-def params_for_prompt(params: SamplingParams, room: int) -> SamplingParams:
-    """Return ``params`` with at most ``room`` tokens, and with a seed of its own if the request has none."""
-    # Always a seed: a stream that continues on another replica then samples the same tokens there.
-    seed = secrets.randbits(62) if params.seed is None else params.seed
+def params_for_prompt(params: SamplingParams, room: int, *, needs_seed: bool) -> SamplingParams:
+    """Return ``params`` with at most ``room`` tokens, and with another seed if the prompt needs one of its own."""
+    seed = _new_seed() if needs_seed else params.seed
     if params.max_tokens is not None and params.max_tokens <= room:
-        return replace(params, seed=seed)
+        return replace(params, seed=seed) if needs_seed else params
     return replace(params, seed=seed, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
@@ -110,6 +110,10 @@ def params_for_answers(params: SamplingParams) -> list[SamplingParams]:
     assert params.seed is not None
     seeds = [_int64(params.seed + index) for index in range(params.num_sequences)]
     return [replace(params, n=1, best_of=None, seed=seed) for seed in seeds]
+
+
+def _new_seed() -> int:
+    return secrets.randbits(62)
 
 
 def _int64(number: int) -> int:

@@ -34,6 +34,7 @@ __all__ = ["KVEventPublisher"]
 
 logger = logging.getLogger("ray.serve")
 
+MIN_TURN_S = 0.005  # a thread that woke for each step would take the interpreter's lock from the step thread
 MAX_BATCHES_PER_TURN = 256
 MAX_AWAITED = 1024  # queued announcements; older ones are dropped, events replace them
 MAX_SUBSCRIPTIONS_PER_TURN = 64
@@ -118,6 +119,7 @@ class KVEventPublisher:
             while not self._is_closed:
                 ready = {polled for polled, _ in poller.poll(self._poll_timeout_ms())}
                 self._run_once(has_subscriptions=self._socket in ready)
+                time.sleep(MIN_TURN_S)
         except Exception:
             logger.exception("the KV publisher has ended; ingresses will route without this replica's events")
         finally:

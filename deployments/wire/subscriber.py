@@ -30,6 +30,7 @@ __all__ = ["KVEventSubscriber", "Listener"]
 logger = logging.getLogger("ray.serve")
 
 MAX_MESSAGES_PER_TURN = 64  # of one replica
+MIN_TURN_S = 0.005  # a thread that woke for each message would take the interpreter's lock from the event loop
 MAX_TICK_S = 0.05
 MAX_SOCKETS = 4096  # replicas
 CLOSE_TIMEOUT_S = 5.0
@@ -121,6 +122,7 @@ class KVEventSubscriber:
             while not self._is_closed:
                 timeout_ms = math.ceil(1000 * self._tick_s) if self._links else None
                 self._run_once([socket for socket, _ in self._poller.poll(timeout_ms)])
+                time.sleep(MIN_TURN_S)
         except Exception:
             logger.exception("the KV subscriber has ended; this ingress will route without events")
             for link in self._links.values():
