@@ -2,7 +2,7 @@
 
 PAGODA_CHAOS_SECONDS is how long replicas are killed (20 by default, 120 for the record), PAGODA_CHAOS_CLIENTS how many
 clients there are (32). The test that stops replicas takes a third of that time, because a stopped replica affects a
-stream like a killed one, only later; so does the one that cuts connections, of which there are many in a second.
+stream like a killed one, only later. As many connections are cut as there are seconds.
 """
 
 from __future__ import annotations
@@ -185,20 +185,19 @@ async def test_connections_between_live_processes_are_cut(server: Server, asked:
     rng, num_cut = random.Random(4), 0
     engines, ingresses = server.pids("engine"), server.pids("ingress").values()
     async with Clients(server.url, asked, count=CLIENTS).running() as report:
-        deadline = time.monotonic() + SECONDS / 3
-        while time.monotonic() < deadline:
-            await asyncio.sleep(0.2)
+        await asyncio.sleep(2)
+        while num_cut < SECONDS:
             pid = rng.choice(sorted(engines.values()))
-            found = await asyncio.to_thread(channel_connections, pid, ingresses)
-            for fd in rng.sample(found, rng.randint(1, len(found))) if found else ():
+            for fd in await asyncio.to_thread(channel_connections, pid, ingresses):
                 with suppress(OSError):  # it has just been closed
                     cut(pid, fd)
                     num_cut += 1
+            await asyncio.sleep(0.5)  # until they are made again
     moved = _migrations(server) - moved
     reconnected = _total(server, "pagoda_channel_reconnections_total") - reconnected
     print(f"{num_cut} connections cut, {reconnected:g} of the channel made again, {moved:g} requests moved")
     _assert_no_failures(report)
-    assert reconnected > 5
+    assert reconnected > num_cut / 4  # some are of the KV events
     assert moved < reconnected, "broken connections moved requests"  # a few may stall on a busy machine
 
 
