@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -33,6 +34,7 @@ __all__ = ["Cost", "cost_of", "main"]
 STREAM_TOKENS, WHOLE_TOKENS = 64, 1
 PROFILED_CLIENTS, PROFILE_S = 64, 10.0
 CLIENT = "client"
+RELOAD_S = 3.0  # HAProxy closes idle connections when it reloads the list of ingresses
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,9 @@ def front_server(model: str, step_ms: float, ingresses: int) -> Iterator[FrontSe
         with serve(
             change, import_path=IMPORT_PATH, launcher="benchmarks.front.launch", environment=environment
         ) as server:
+            while len(CpuTimes(server.process.pid).pids(INGRESS)) < ingresses:
+                time.sleep(RELOAD_S)
+            time.sleep(RELOAD_S)
             yield FrontServer(server, steps_file, step_ms, ingresses)
 
 
