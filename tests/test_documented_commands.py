@@ -185,9 +185,8 @@ def test_make_status_sends_the_token_and_names_the_remedy(tmp_path: Path, answer
     serve = tmp_path / "serve"
     serve.write_text(f'#!/bin/sh\necho "$RAY_AUTH_MODE $1"; exit {0 if answers else 1}\n')
     serve.chmod(0o755)
-    result = subprocess.run(
-        ["make", "status", f"BIN={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = ["make", "--no-print-directory", "status", f"BIN={tmp_path}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.stdout == "token status\n"
     assert (result.returncode == 0) == answers
     assert ("start one with make serve" in result.stderr) == (not answers)
