@@ -24,6 +24,9 @@ class Body(Protocol):
     def check(self) -> None:
         """Raise RequestError, or ApiError, for an invalid combination."""
 
+    def was_parsed_from(self, num_bytes: int) -> None:
+        """Set the length of the JSON."""
+
 
 BodyType = TypeVar("BodyType", bound=Body)
 
@@ -80,6 +83,7 @@ def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
     except ValidationError as error:
         raise _as_api_error(error, fields) from None
     request.check()
+    request.was_parsed_from(len(body))
     return request
 
 

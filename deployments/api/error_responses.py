@@ -41,5 +41,5 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return error_response(ApiError(error.status_code, reasons.get(error.status_code, str(error.detail))))
 
 
-# Answer what fails outside an endpoint: unknown paths and methods, and errors of a middleware.
+# Answer what fails outside an endpoint: unknown paths and methods.
 ERROR_HANDLERS: Mapping[Any, ExceptionHandler] = {Exception: _on_error, HTTPException: _on_http_error}

@@ -65,21 +65,21 @@ class PromptBuilder:
 
     async def chat(self, request: ChatRequest) -> list[Prompt]:
         """Render and tokenise a conversation."""
-        has_calls = any(message.tool_calls for message in request.messages)
-        as_text = has_calls and self.tokenizer.renders_arguments_as_text
-        messages = [message.for_template(arguments_as_text=as_text) for message in request.messages]
-        options = request.template_options
-        size = sum(len(message["content"]) for message in messages)
-        self._check_length(size, "messages")
-        if options or has_calls:
-            size = sum(map(len, texts_in([*messages, options])))
-            self._check_length(size, "tools" if request.offered_tools else "messages")
 
         def build(tokenizer: Tokenizer) -> Prompt:
+            has_calls = any(message.tool_calls for message in request.messages)
+            as_text = has_calls and tokenizer.renders_arguments_as_text
+            messages = [message.for_template(arguments_as_text=as_text) for message in request.messages]
+            options = request.template_options
+            self._check_length(sum(len(message["content"]) for message in messages), "messages")
+            if options or has_calls:
+                size = sum(map(len, texts_in([*messages, options])))
+                self._check_length(size, "tools" if request.offered_tools else "messages")
             token_ids = tokenizer.encode_chat(messages, template_options=options)
             return self._build(token_ids, request.cache_salt, "messages")
 
-        return [await self.run_with_tokenizer(build, cost=size + COST_PER_MESSAGE * len(messages))]
+        # All values of the body count, since also numbers and empty lists take time.
+        return [await self.run_with_tokenizer(build, cost=request.num_bytes + COST_PER_MESSAGE * len(request.messages))]
 
     async def completion(self, request: CompletionRequest, max_prompts: int) -> list[Prompt]:
         """Tokenise one or several prompts.
@@ -122,7 +122,8 @@ class PromptBuilder:
         Raises:
             RequestError: for a value out of range, or an id outside the vocabulary.
         """
-        common = sampling_params(request, self._info.default_sampling)
+        defaults = self._info.default_sampling
+        common = await self.run_with_tokenizer(lambda _: sampling_params(request, defaults), cost=request.num_bytes)
         if common.bad_words:
             work = partial(with_bad_words, common, vocab_size=self._info.vocab_size)
             common = await self.run_with_tokenizer(work, cost=sum(map(len, common.bad_words)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr
 
 from deployments.api.structured import reject_old_names, structured_outputs
 from deployments.api.tools.fields import Effort, NamedChoice, ToolChoice, Tools, check_depth, check_tools
@@ -68,6 +68,7 @@ class GenerationRequest(_Body):
     """The fields that chat and completions have in common."""
 
     endpoint: ClassVar[str]
+    _num_bytes: int = PrivateAttr(default=0)
     not_offered: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_OFFERED
     model: str | None = None
     max_tokens: int | None = None
@@ -123,6 +124,15 @@ class GenerationRequest(_Body):
                 raise RequestError("cannot be set by a request", param=name, remedy="leave it out")
         reject_old_names(extra)
         self._check_offered(extra)
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the JSON, which bounds the time that the request takes to prepare."""
+        return self._num_bytes
+
+    def was_parsed_from(self, num_bytes: int) -> None:
+        """Set the length of the JSON."""
+        self._num_bytes = num_bytes
 
     def _check_offered(self, extra: Mapping[str, Any]) -> None:
         for name, neutral in self.not_offered.items():

@@ -280,12 +280,13 @@ class Link:
 
     async def _probe_replica(self) -> None:
         """See whether the replica still listens; if not, it is lost."""
-        address = urlsplit(self.address.requests)
+        address, requests = urlsplit(self.address.requests), self._requests
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 _, writer = await asyncio.open_connection(address.hostname, address.port)
         except OSError as error:  # TimeoutError is one
-            self._lose(f"it does not listen: {type(error).__name__}")
+            if requests is self._requests:  # else another connection has been opened meanwhile
+                self._lose(f"it does not listen: {type(error).__name__}")
         else:
             writer.close()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 
-from deployments.api.parsers.events import CallArguments, CallStart, Content, Event, Reasoning, Steps
+from deployments.api.parsers.events import CallStart, Content, Event, Reasoning, Steps
 from deployments.api.parsers.reader import Reader
 
 __all__ = ["AnswerParser"]
+
+_PIECE = 4096  # characters; searching all of a long answer for each marker would take time quadratic in its length
 
 
 class AnswerParser:
@@ -33,17 +36,20 @@ class AnswerParser:
         self._max_calls = max_calls
         self._include_reasoning = include_reasoning
         self._last: type[Event] | None = None  # the kind of the last event
-        self._space = {Content: "", Reasoning: ""}  # whitespace that was held back, of each kind of text
+        self._space: dict[type[Event], list[str]] = {Content: [], Reasoning: []}  # whitespace that was held back
         self._begun: set[type[Event]] = set()  # kinds that have had an event
         self._is_dropped = False  # whether the last call was
         self.num_calls = 0
 
     def feed(self, text: str, *, final: bool = False) -> list[Event]:
         """Return the events that ``text`` completes; with ``final``, also those of text that was held back."""
-        self._reader.push(text, final=final)
-        events = [event for found in self._found() for event in self._tidied(found)]
+        events: list[Event] = []
+        for start in range(0, len(text) or 1, _PIECE):
+            end = start + _PIECE
+            self._reader.push(text[start:end], final=final and end >= len(text))
+            events += [event for found in self._found() for event in self._tidied(found)]
         if final and self._last in (Content, None):
-            events.append(Content(self._space[Content]))
+            events.append(Content("".join(self._space[Content])))
         return list(_joined(events))
 
     def _found(self) -> Iterator[Event]:
@@ -68,13 +74,15 @@ class AnswerParser:
     def _text(self, event: Content | Reasoning) -> Iterator[Event]:
         """Emit text without its last whitespace, which is held back until more text of this kind follows."""
         kind = type(event)
-        text = self._space[kind] + event.text
-        shown = text.rstrip()
-        self._space[kind] = text[len(shown) :]
+        shown = event.text.rstrip()
+        space = event.text[len(shown) :]
         if kind is Reasoning:
             self._last = kind
         if not shown:
+            self._space[kind].append(space)
             return
+        shown = "".join(self._space[kind]) + shown
+        self._space[kind] = [space]
         if kind not in self._begun and (kind is Reasoning or self._last is not None):
             shown = shown.lstrip()
         self._begun.add(kind)
@@ -85,17 +93,9 @@ class AnswerParser:
 
 def _joined(events: Iterable[Event]) -> Iterator[Event]:
     """Join neighbours that are pieces of the same text."""
-    last: Event | None = None
-    for event in events:
-        if isinstance(event, Content) and not event.text:
-            continue
-        if last is not None and type(event) is type(last) and not isinstance(event, CallStart):
-            assert isinstance(last, Content | Reasoning | CallArguments)
-            assert not isinstance(event, CallStart)
-            last = type(last)(last.text + event.text)
-            continue
-        if last is not None:
-            yield last
-        last = event
-    if last is not None:
-        yield last
+    wanted = (event for event in events if not isinstance(event, Content) or event.text)
+    for kind, group in groupby(wanted, type):
+        if kind is CallStart:
+            yield from group
+        else:
+            yield kind("".join(event.text for event in group if not isinstance(event, CallStart)))

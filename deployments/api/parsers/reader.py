@@ -85,15 +85,16 @@ class Reader:
         Raises:
             MalformedError: the text ends before, is longer, or has a character of ``never``.
         """
+        begin = seen = self.position
         while True:
-            found = [(start, one) for one in markers if (start := self._text.find(one, self.position)) >= 0]
+            found = [(start, one) for one in markers if (start := self._text.find(one, seen)) >= 0]
             end, marker = min(found) if found else (len(self._text) - self._partial(markers), "")
-            text = self._text[self.position : end]
-            if len(text) > limit or any(character in text for character in never):
+            if end - begin > limit or any(self._text.find(one, seen, end) >= 0 for one in never):
                 raise MalformedError
             if marker:
                 self.position = end + len(marker)
-                return text, marker
+                return self._text[begin:end], marker
+            seen = end  # no marker starts before
             yield from self._more()
 
     def literal(self, expected: str) -> Steps[bool]:

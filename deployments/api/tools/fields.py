@@ -14,6 +14,7 @@ __all__ = ["Effort", "NamedChoice", "Tool", "ToolCall", "ToolChoice", "Tools", "
 
 MAX_TOOLS = 1_000
 MAX_CALLS = 1_000
+MAX_VALUES = 65_536  # of schemas, documents and options of the template; rendering that many takes about half a second
 MAX_DEPTH = 64  # of schemas, arguments, documents and options of the template
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^\S+$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -111,7 +112,7 @@ def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None
     if isinstance(choice, NamedChoice) and choice.function.name not in names:
         problem = f"names the function {shown(choice.function.name)}, which is not in tools"
         raise RequestError(problem, param="tool_choice", remedy="choose one that is")
-    check_depth("tools", [tool.function.parameters for tool in tools])
+    check_depth("tools", [(tool.function.parameters, tool.function.model_extra, tool.model_extra) for tool in tools])
 
 
 def check_depth(param: str, value: object) -> None:
@@ -120,11 +121,14 @@ def check_depth(param: str, value: object) -> None:
     Raises:
         RequestError: about ``param``.
     """
-    level = [value]
+    level, num_values = [value], 0
     for _ in range(MAX_DEPTH + 1):
         level = [inner for outer in level for inner in _inner(outer)]
         if not level:
             return
+        num_values += len(level)
+        if num_values > MAX_VALUES:
+            raise RequestError(f"has more than {MAX_VALUES} values", param=param, remedy="use fewer")
     raise RequestError(f"is nested deeper than {MAX_DEPTH}", param=param, remedy="use a flatter value")
 
 

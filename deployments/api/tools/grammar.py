@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from deployments.api.tools.fields import NamedChoice, Tool, ToolChoice
 from engine.errors import RequestError
@@ -100,7 +101,7 @@ def _moved(schema: Any, root: str) -> Any:
     if isinstance(schema, dict):
         return {
             key: root + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
             else _moved(value, root)
             for key, value in schema.items()
         }
@@ -109,4 +110,4 @@ def _moved(schema: Any, root: str) -> Any:
 
 def _pointer(name: str) -> str:
     """Return a name as a part of a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")
+    return quote(name.replace("~", "~0").replace("/", "~1"), safe="~")

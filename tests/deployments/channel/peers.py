@@ -189,6 +189,7 @@ class Proxy:
 
     async def close(self) -> None:
         await self.refuse()
+        await asyncio.sleep(0)  # connections that were accepted just now get their task
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -201,7 +202,7 @@ class Proxy:
         task.add_done_callback(self._tasks.discard)
         try:
             there, back = await asyncio.open_connection(*self._target)
-        except OSError:
+        except (OSError, asyncio.CancelledError):  # cancelled at the end of the test
             writer.transport.abort()
             return
         self._writers |= {writer, back}

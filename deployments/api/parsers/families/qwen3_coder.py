@@ -40,14 +40,17 @@ def _call(reader: Reader, tools: Mapping[str, Mapping[str, Any]], *, is_wrapped:
         yield from reader.expect(_FUNCTION)
     name, _ = yield from reader.take_until([">"], limit=_MAX_NAME, never="\n<")
     properties = tools.get(name, {}).get("properties")
-    yield CallStart(checked_name(name))
+    checked_name(name)
+    has_ended = yield from _has_ended(reader)  # before the call is emitted: until here it may become text
+    yield CallStart(name)
     opening = "{"
-    while not (yield from _has_ended(reader)):
+    while not has_ended:
         key, _ = yield from reader.take_until([">"], limit=_MAX_NAME, never="\n<")
         yield CallArguments(f"{opening}{encode_basestring(key)}: ")
         opening = ", "
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         yield from _value(reader, schema if isinstance(schema, Mapping) else {})
+        has_ended = yield from _has_ended(reader)
     yield CallArguments("{}" if opening == "{" else "}")
 
 
@@ -84,12 +87,16 @@ def _string_piece(text: str) -> CallArguments:
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema names, also those of its alternatives; "any" stands for what it does not name."""
-    named = schema.get("type", ())
-    types = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
+    types = {one for one in _listed(schema.get("type")) if isinstance(one, str)}
     for key in ("anyOf", "oneOf"):
-        for alternative in schema.get(key) or ():
+        for alternative in _listed(schema.get(key)):
             types |= _types(alternative) if isinstance(alternative, Mapping) else set()
     return types | ({"any"} if {"$ref", "allOf", "enum", "const"} & schema.keys() and not types else set())
+
+
+def _listed(value: object) -> list[object]:
+    """Return a list as it is, and any other value, since no one has checked the schema, as a list of one."""
+    return value if isinstance(value, list) else [value]
 
 
 def _as_json(text: str, types: set[str]) -> str:

@@ -12,12 +12,15 @@ from typing import Any
 from deployments.api.parsers.events import CallArguments, CallStart, Content, Event, Reasoning, Steps
 from deployments.api.parsers.families.think import plain
 from deployments.api.parsers.json_calls import checked_name
+from deployments.api.parsers.json_scanner import valid_json
 from deployments.api.parsers.reader import MalformedError, Reader
 
 __all__ = ["response_template"]
 
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 _CALLS = "tool_calls"
+# What transformers' content parsers raise, and what a call of another shape does.
+_ERRORS = (ValueError, LookupError, TypeError, AttributeError, RecursionError, MalformedError)
 
 
 def response_template(reader: Reader, template: Mapping[str, Any], prompt: str, *, has_tools: bool) -> Steps[None]:
@@ -36,14 +39,14 @@ def response_template(reader: Reader, template: Mapping[str, Any], prompt: str, 
                 found = list(_events(event, has_tools))
                 held = "" if found else held
                 yield from found
-        except (ValueError, KeyError, TypeError, MalformedError):
+        except _ERRORS:
             yield Content(held)
             yield from plain(reader)
             return
     try:
         _, events = parser.finalize()
         found = [one for event in events for one in _events(event, has_tools)]
-    except (ValueError, KeyError, TypeError, MalformedError):
+    except _ERRORS:
         found = [Content(held)]
     yield from found
 
@@ -70,7 +73,9 @@ def _events(event: Mapping[str, Any], has_tools: bool) -> Iterator[Event]:
 
 
 def _call(function: Mapping[str, Any]) -> Iterator[Event]:
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    if (checked := valid_json(text)) is None or not checked.startswith("{"):
+        raise MalformedError
     yield CallStart(checked_name(str(function["name"])))
-    yield CallArguments(text.encode(errors="backslashreplace").decode())
+    yield CallArguments(checked.encode(errors="backslashreplace").decode())

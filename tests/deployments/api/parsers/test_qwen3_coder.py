@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from deployments.api.parsers.answer_parser import AnswerParser
 from deployments.api.parsers.events import CallArguments, CallStart, Content
+from deployments.api.parsers.registry import Parsers
 from tests.deployments.api.parsers.shapes import TOOLS, Shape, call, parse, parser, text
 
 
@@ -68,6 +71,8 @@ SHAPES = [
     Shape("truncated name", "<tool_call>\n<function=get_we", text("<tool_call>\n<function=get_we")),
     Shape("truncated key", "<function=f><parameter=", (CallStart("f"),)),
     Shape("JSON instead", '<tool_call>{"name": "f"}</tool_call>', text('<tool_call>{"name": "f"}</tool_call>')),
+    Shape("nothing after the name", "<tool_call><function=f></tool_call>", text("<tool_call><function=f></tool_call>")),
+    Shape("text after the name", "<function=f>so</function>", text("<function=f>so</function>")),
     Shape("no name", "<tool_call><function=></function>", text("<tool_call><function=></function>")),
     Shape("name with a line break", "<function=a\nb>", text("<function=a\nb>")),
     Shape(
@@ -88,6 +93,13 @@ def test_strings_are_streamed_as_they_come() -> None:
     machine.feed("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
     assert machine.feed("New\n") == [CallArguments("New")]
     assert machine.feed("York\n</par") == [CallArguments("\\nYork")]
+
+
+@pytest.mark.parametrize("schema", [{"type": None}, {"type": 3}, {"anyOf": 5}, {"oneOf": {"type": "string"}}])
+def test_a_schema_that_no_one_has_checked_raises_nothing(schema: dict[str, Any]) -> None:
+    family = Parsers("qwen3_coder", None).family({"f": {"properties": {"a": schema}}}, "")
+    assert family is not None
+    assert parse(AnswerParser(family), xml("f", a="1"))[0] == CallStart("f")
 
 
 def test_whole_calls_are_valid_json() -> None:

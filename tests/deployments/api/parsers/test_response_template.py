@@ -47,6 +47,9 @@ SHAPES = [
     Shape("truncated marker", "a <|tool_c", text("a <|tool_c")),
     Shape("truncated call", CALL[: CALL.index("}")], text(CALL[: CALL.index("}")])),
     Shape("no end marker", CALL.removesuffix("<tool_call|>"), F),
+    Shape(
+        "arguments that are no object", "<|tool_call>call:f[1]<tool_call|>", text("<|tool_call>call:f[1]<tool_call|>")
+    ),
     Shape("broken call", CALL.replace("1", "oops"), text(CALL.replace("1", "oops"))),
     Shape("text after a broken call", f"x {CALL.replace('1', '')} {CALL}", text(f"x {CALL.replace('1', '')} {CALL}")),
     Shape("angles", "a < b <| c", text("a < b <| c")),

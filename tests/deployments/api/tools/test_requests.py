@@ -120,6 +120,8 @@ REJECTED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "a b"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]}, "tools", "'x'"),
     ({"tools": [F] * 1001}, "tools", "1000"),
+    ({"tools": [F | {"x": [1] * 70_000}]}, "tools", "65536 values"),
+    ({"documents": [{"text": [1] * 70_000}]}, "documents", "65536 values"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "tools"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "tools"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "chat_template"),
@@ -139,7 +141,7 @@ def test_rejected(parsed: TestClient, engines: FakeEngines, fields: dict[str, An
     assert not engines.calls
 
 
-@pytest.mark.parametrize("field", ["tools", "documents", "chat_template_kwargs", "messages"])
+@pytest.mark.parametrize("field", ["tools", "unknown", "documents", "chat_template_kwargs", "messages"])
 def test_what_is_nested_too_deep_is_rejected(parsed: TestClient, field: str) -> None:
     deep: Any = {}
     for _ in range(300):
@@ -147,12 +149,14 @@ def test_what_is_nested_too_deep_is_rejected(parsed: TestClient, field: str) -> 
     call = {"function": {"name": "f", "arguments": json.dumps(deep)}}
     fields: dict[str, Any] = {
         "tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}],
+        "unknown": [{"type": "function", "function": {"name": "f"}, "x": deep}],
         "documents": [deep],
         "chat_template_kwargs": deep,
         "messages": [USER, {"role": "assistant", "tool_calls": [call]}],
     }
-    answer = parsed.post("/v1/chat/completions", json={"messages": [USER], field: fields[field]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    param = "tools" if field == "unknown" else field
+    answer = parsed.post("/v1/chat/completions", json={"messages": [USER], param: fields[field]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert "deeper than 64" in answer.json()["error"]["message"]
 
 
