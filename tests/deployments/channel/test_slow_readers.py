@@ -69,7 +69,8 @@ def test_a_stream_is_full_until_its_reader_takes_the_outputs() -> None:
 async def test_a_stream_whose_reader_takes_nothing_is_paused_and_frees_its_blocks(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_module, "MAX_QUEUED_LOGPROBS", 30)
+    # More than the messages that a link takes before the other readers run.
+    monkeypatch.setattr(stream_module, "MAX_QUEUED_LOGPROBS", 150)
     replica, ingress = await peers.pair(num_blocks=1024)
     before = _num_pauses()
     slow = ingress.submit([1, 2], 300, logprobs=0)
@@ -80,8 +81,8 @@ async def test_a_stream_whose_reader_takes_nothing_is_paused_and_frees_its_block
     assert not ingress.links["r1"].num_streams
     output = slow.take()
     assert output is not None
-    assert len(output.token_ids) == 31
-    assert output.token_ids == replica.answer([1, 2], 31)
+    assert len(output.token_ids) == 151
+    assert output.token_ids == replica.answer([1, 2], 151)
     with pytest.raises(StreamPausedError):
         slow.take()
     assert _num_pauses() == before + 1
