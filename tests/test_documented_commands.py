@@ -5,7 +5,6 @@ tests/e2e/test_documented_requests.py sends the requests to a running server.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import re
 import subprocess
@@ -18,7 +17,8 @@ from typing import Any
 
 import pytest
 import yaml
-from pydantic import BaseModel
+
+from tests.option_names import option_names
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
@@ -28,7 +28,6 @@ with warnings.catch_warnings():
 from deployments.config import AppConfig
 from deployments.launcher.preflight import check_config
 from deployments.observability.ingress_metrics import INGRESS_METRICS
-from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.observability.metrics import METRICS
 from tests.documents import DOCUMENTS, PAGES, README, ROOT, CodeBlock, code_blocks, commands, shell_lines, uses_server
@@ -195,22 +194,13 @@ def test_make_status_sends_the_token_and_names_the_remedy(tmp_path: Path, answer
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def _keys(section: str) -> set[str]:
-    if section == "engine":
-        return {field.name for field in dataclasses.fields(EngineConfig)}
-    options = AppConfig.model_fields[section].annotation
-    assert isinstance(options, type)
-    assert issubclass(options, BaseModel)
-    return set(options.model_fields)
-
-
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
 def test_options_metrics_and_targets_in_the_text_exist(page: Any) -> None:
     text = page.read_text()
     for section, key in re.findall(
         r"`(replicas|engine|limits|router|autoscaling|logging|tracing)\.(\w+)(?=[`:])", text
     ):
-        assert key in _keys(section), f"{section}.{key}"
+        assert key in option_names(section), f"{section}.{key}"
     metrics = {metric.name for metric in (*METRICS, *INGRESS_METRICS)}
     for name in re.findall(r"`pagoda_([a-z_]+)`", text):
         assert {name, name.removesuffix("_total")} & metrics, name

@@ -122,8 +122,8 @@ class PromptBuilder:
         Raises:
             RequestError: for a value out of range, or an id outside the vocabulary.
         """
-        defaults = self._info.default_sampling
-        common = await self.run_with_tokenizer(lambda _: sampling_params(request, defaults), cost=request.num_bytes)
+        defaults, cost = self._info.default_sampling, request.num_bytes if request.has_form else 0
+        common = await self.run_with_tokenizer(lambda _: sampling_params(request, defaults), cost=cost)
         if common.bad_words:
             work = partial(with_bad_words, common, vocab_size=self._info.vocab_size)
             common = await self.run_with_tokenizer(work, cost=sum(map(len, common.bad_words)))

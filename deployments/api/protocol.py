@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr
 
 from deployments.api.structured import reject_old_names, structured_outputs
-from deployments.api.tools.fields import Effort, NamedChoice, ToolChoice, Tools, check_depth, check_tools
+from deployments.api.tools.fields import Effort, NamedChoice, ToolChoice, Tools, check_size, check_tools
 from deployments.api.tools.grammar import forced_calls
 from deployments.api.tools.messages import MAX_MESSAGES, Message, check_template_options
 from deployments.errors import ApiError
@@ -118,7 +118,6 @@ class GenerationRequest(_Body):
             raise RequestError(
                 "cannot be streamed", param="prompt_logprobs", value=self.prompt_logprobs, remedy="leave out stream"
             )
-        _check_tools(extra)
         for name in ("chat_template", "chat_template_kwargs"):
             if extra.get(name):
                 raise RequestError("cannot be set by a request", param=name, remedy="leave it out")
@@ -176,6 +175,11 @@ class GenerationRequest(_Body):
         return {}
 
     @property
+    def has_form(self) -> bool:
+        """Whether the answer must have a form, which takes time to check."""
+        return self.structured_outputs is not None or (self.response_format or {}).get("type") not in (None, "text")
+
+    @property
     def form(self) -> StructuredOutputsParams | None:
         """The form that the answer must have.
 
@@ -226,6 +230,7 @@ class CompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         """Reject what the base class rejects, and invalid combinations of fields that only completions have."""
+        _check_tools(self.model_extra or {})
         super().check()
         if self.stream and self.num_generated > self.num_answers:
             problem = f"with n={self.num_answers} cannot be streamed"
@@ -279,10 +284,9 @@ class ChatRequest(GenerationRequest):
         """Reject what the base class rejects, and invalid combinations of fields that only chat has."""
         super().check()
         check_tools(self.tools, self.tool_choice)
-        check_depth("documents", self.documents)
+        check_size("documents", self.documents)
         check_template_options(self.chat_template_kwargs)
-        has_form = self.structured_outputs is not None or (self.response_format or {}).get("type") not in (None, "text")
-        if self.offered_tools and has_form:
+        if self.offered_tools and super().has_form:
             param = "response_format" if self.structured_outputs is None else "structured_outputs"
             remedy = "leave one of them out, or set tool_choice to none"
             raise RequestError("cannot be combined with tools", param=param, remedy=remedy)
@@ -315,6 +319,11 @@ class ChatRequest(GenerationRequest):
         if self.reasoning_effort == "none":
             options |= {"enable_thinking": False, "thinking": False}  # Qwen's and DeepSeek's names
         return options | (self.chat_template_kwargs or {})
+
+    @property
+    def has_form(self) -> bool:
+        """Also if the choice of a tool forces one."""
+        return self.forces_calls or super().has_form
 
     @property
     def form(self) -> StructuredOutputsParams | None:

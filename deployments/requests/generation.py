@@ -1,7 +1,7 @@
 """Generation: one answer to one prompt, from the first request to an engine to the last piece of text.
 
 It sends the prompt to a replica, detokenises the tokens that come back, and ends at a stop string. It keeps every
-token and log-probability: when a replica dies, stalls or is drained, it sends the prompt and the tokens to another
+token: when a replica dies, stalls or is drained, it sends the prompt and the tokens to another
 replica, and the answer goes on with no token lost and none twice. So does an answer that was paused because its client
 reads too slowly. It knows nothing of HTTP.
 """

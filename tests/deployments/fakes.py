@@ -115,6 +115,18 @@ class FakeEngines:
         stream.cancelled = True
 
 
+IDLE = EngineLoad(
+    num_running=0,
+    num_waiting=0,
+    queued_prefill_tokens=0,
+    num_blocks=100,
+    num_free_blocks=100,
+    prefill_tokens_per_s=1000.0,
+    decode_step_s=0.01,
+    num_steps=1,
+)
+
+
 def waiting(requests: int, tokens: int) -> EngineLoad:
     """Return the load of an engine with these many waiting requests and prompt tokens."""
     return EngineLoad(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import yaml
-from pydantic import BaseModel
 
-from deployments.config import AppConfig
 from deployments.observability.ingress_metrics import INGRESS_METRICS
-from engine.config import EngineConfig
 from engine.observability.metrics import METRICS
 from tests.k8s.crd import SCHEMAS
 from tests.k8s.manifests import DEMO, K8S, ROOT, head, ray_service, serve_config
+from tests.option_names import option_names
 
 TEXT = (K8S / "README.md").read_text()
 TABLE = TEXT[TEXT.index("## When the first token takes too long") :]
@@ -25,16 +22,7 @@ def test_every_option_in_the_table_exists() -> None:
     assert len(named) > 15
     for option in named:
         section, key = option.strip("`").split(".")
-        assert key in _keys(section), option
-
-
-def _keys(section: str) -> set[str]:
-    if section == "engine":
-        return {field.name for field in dataclasses.fields(EngineConfig)}
-    options = AppConfig.model_fields[section].annotation
-    assert isinstance(options, type)
-    assert issubclass(options, BaseModel)
-    return set(options.model_fields)
+        assert key in option_names(section), option
 
 
 def test_every_metric_in_the_table_exists() -> None:

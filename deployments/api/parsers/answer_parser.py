@@ -37,7 +37,7 @@ class AnswerParser:
         self._include_reasoning = include_reasoning
         self._last: type[Event] | None = None  # the kind of the last event
         self._space: dict[type[Event], list[str]] = {Content: [], Reasoning: []}  # whitespace that was held back
-        self._begun: set[type[Event]] = set()  # kinds that have had an event
+        self._started: set[type[Event]] = set()  # kinds that have had an event
         self._is_dropped = False  # whether the last call was
         self.num_calls = 0
 
@@ -83,9 +83,9 @@ class AnswerParser:
             return
         shown = "".join(self._space[kind]) + shown
         self._space[kind] = [space]
-        if kind not in self._begun and (kind is Reasoning or self._last is not None):
+        if kind not in self._started and (kind is Reasoning or self._last is not None):
             shown = shown.lstrip()
-        self._begun.add(kind)
+        self._started.add(kind)
         self._last = kind
         if kind is Content or self._include_reasoning:
             yield kind(shown)

@@ -62,7 +62,7 @@ class Reader:
         """
         while True:
             found = [(start, one) for one in markers if (start := self._text.find(one, self.position)) >= 0]
-            start, marker = min(found) if found else (len(self._text) - self._partial(markers), None)
+            start, marker = min(found) if found else (len(self._text) - self._partial_marker_length(markers), None)
             if start > self.position:
                 text, self.position = self._text[self.position : start], start
                 yield event(text)
@@ -88,7 +88,7 @@ class Reader:
         begin = seen = self.position
         while True:
             found = [(start, one) for one in markers if (start := self._text.find(one, seen)) >= 0]
-            end, marker = min(found) if found else (len(self._text) - self._partial(markers), "")
+            end, marker = min(found) if found else (len(self._text) - self._partial_marker_length(markers), "")
             if end - begin > limit or any(self._text.find(one, seen, end) >= 0 for one in never):
                 raise MalformedError
             if marker:
@@ -156,7 +156,7 @@ class Reader:
             raise MalformedError
         yield None
 
-    def _partial(self, markers: Sequence[str]) -> int:
+    def _partial_marker_length(self, markers: Sequence[str]) -> int:
         """Return the length of the longest end of the text that may be the start of a marker."""
         if self._ended:
             return 0

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engine.errors import RequestError, shown
 
-__all__ = ["Effort", "NamedChoice", "Tool", "ToolCall", "ToolChoice", "Tools", "check_depth", "check_tools"]
+__all__ = ["Effort", "NamedChoice", "Tool", "ToolCall", "ToolChoice", "Tools", "check_size", "check_tools"]
 
 MAX_TOOLS = 1_000
 MAX_CALLS = 1_000
@@ -82,13 +82,13 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 def _arguments(given: str | dict[str, Any] | None) -> str | dict[str, Any]:
     if not isinstance(given, str):
-        check_depth("messages", given)
+        check_size("messages", given)
         return given or {}
     try:
         parsed = json.loads(given) if given.strip() else {}
     except (ValueError, RecursionError):
         return given
-    check_depth("messages", parsed)
+    check_size("messages", parsed)
     return parsed if isinstance(parsed, dict) else given
 
 
@@ -112,11 +112,11 @@ def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None
     if isinstance(choice, NamedChoice) and choice.function.name not in names:
         problem = f"names the function {shown(choice.function.name)}, which is not in tools"
         raise RequestError(problem, param="tool_choice", remedy="choose one that is")
-    check_depth("tools", [(tool.function.parameters, tool.function.model_extra, tool.model_extra) for tool in tools])
+    check_size("tools", [(tool.function.parameters, tool.function.model_extra, tool.model_extra) for tool in tools])
 
 
-def check_depth(param: str, value: object) -> None:
-    """Reject a value that is nested too deep to be rendered.
+def check_size(param: str, value: object) -> None:
+    """Reject a value that has too many parts, or is nested too deep, to be rendered.
 
     Raises:
         RequestError: about ``param``.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.api.tools.fields import MAX_CALLS, ToolCall, check_depth
+from deployments.api.tools.fields import MAX_CALLS, ToolCall, check_size
 from deployments.errors import ApiError
 from engine.errors import RequestError, shown
 
@@ -89,4 +89,4 @@ def check_template_options(options: Mapping[str, Any] | None) -> None:
         if name in RESERVED:
             remedy = "leave it out; tools and documents are fields of the request"
             raise RequestError(f"sets {shown(name)}", param="chat_template_kwargs", remedy=remedy)
-    check_depth("chat_template_kwargs", options)
+    check_size("chat_template_kwargs", options)

@@ -20,7 +20,6 @@ from deployments.requests.engine_client import EngineClient, Engines
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
 from deployments.routing.cluster_view import ClusterView
-from engine.observability.load import EngineLoad
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text.text_stream import TextStream
@@ -28,18 +27,8 @@ from engine.text.tokenizer import Tokenizer
 from tests.deployments.delivery.network import Network, Router
 from tests.deployments.delivery.scripted_engine import Answer, ScriptedEngine
 from tests.deployments.delivery.sse_content import Content
-from tests.deployments.fakes import FakeStream
+from tests.deployments.fakes import IDLE, FakeStream
 
-IDLE = EngineLoad(
-    num_running=0,
-    num_waiting=0,
-    queued_prefill_tokens=0,
-    num_blocks=100,
-    num_free_blocks=100,
-    prefill_tokens_per_s=1000.0,
-    decode_step_s=0.01,
-    num_steps=1,
-)
 NEVER_S = 1e6  # the test itself calls what timers would
 
 

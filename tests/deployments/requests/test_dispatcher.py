@@ -15,22 +15,11 @@ from deployments.requests.dispatcher import Dispatcher
 from deployments.routing.cluster_view import ClusterView
 from deployments.routing.options import RoutingOptions
 from engine.errors import EngineDeadError, RequestError
-from engine.observability.load import EngineLoad
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.channel.peers import Peers, Replica, tokens_of, until
+from tests.deployments.fakes import IDLE
 from tests.engine.test_async_engine import Gate
-
-IDLE = EngineLoad(
-    num_running=0,
-    num_waiting=0,
-    queued_prefill_tokens=0,
-    num_blocks=100,
-    num_free_blocks=100,
-    prefill_tokens_per_s=1000.0,
-    decode_step_s=0.01,
-    num_steps=1,
-)
 
 
 class Front:

@@ -28,15 +28,15 @@ _PREFIX = "functions."
 def harmony(reader: Reader, *, has_tools: bool) -> Steps[None]:
     """Read messages; without tools, those to functions are content. Text without a header is content."""
     event: Callable[[str], Event] = Content
-    begun: set[Callable[[str], Event]] = set()  # kinds that have had a message, which a line break separates
+    started: set[Callable[[str], Event]] = set()  # kinds that have had a message, which a line break separates
     while (marker := (yield from reader.until([_START, _CHANNEL, *_ENDS], event))) is not None:
         event = Content
         if marker in (_START, _CHANNEL):
             kind = yield from _message(reader, marker, has_tools)
             if kind is not None:
-                if kind in begun:
+                if kind in started:
                     yield kind("\n")
-                begun.add(kind)
+                started.add(kind)
                 event = kind
 
 
