@@ -26,7 +26,7 @@ from deployments.api.body import read_body
 from deployments.api.json_response import JsonResponse
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
 from deployments.api.middleware import CountRequests, RecordRequests
-from deployments.api.protocol import ChatRequest, CompletionRequest
+from deployments.api.openai.protocol import ChatRequest, CompletionRequest
 from deployments.api.routes import Api, Endpoint, api_route
 from deployments.api.serving import Serving
 from deployments.broadcast import all_ingresses, broadcast

@@ -7,7 +7,7 @@ compares ids with the vocabulary, and the caller that has a tokenizer turns bad 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from engine.rules import (
 )
 from engine.structured_outputs.params import StructuredOutputsParams
 
-__all__ = ["MAX_STOP_STRINGS", "SamplingParams"]
+__all__ = ["ENDED", "MAX_STOP_STRINGS", "NOT_STARTED", "SamplingParams", "ThinkingBudget"]
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKEN_IDS = 1024
@@ -38,7 +38,62 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64  # the sampler keeps so many last tokens of a sequence
 MAX_LOGPROBS = 20
+MAX_INT32 = 2**31 - 1
 _ROUNDS_TO_ZERO = 2.0**-150  # the greatest number that is 0 as a float32
+
+# What stands for a number of tokens of reasoning:
+NOT_STARTED = -1
+ENDED = -2
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """The maximum number of tokens of reasoning, and the tokens around it.
+
+    The state of a sequence is a pure function of its output, so a budget holds after a preemption and on another
+    replica.
+
+    Attributes:
+        num_tokens: tokens after the start of the reasoning; then its end is generated, whatever its probability.
+        end_token_id: the token that ends reasoning.
+        start_token_id: the token that starts it, once; None: the prompt ends within the reasoning.
+
+    Raises:
+        RequestError: for a value that is no number of at least 0.
+    """
+
+    num_tokens: int
+    end_token_id: int
+    start_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for value in (self.num_tokens, *self.token_ids):
+            if not is_integer(value) or not 0 <= value <= MAX_INT32:
+                remedy = f"give integers of 0 to {MAX_INT32}"
+                raise RequestError("is out of range", param="thinking_budget", value=value, remedy=remedy)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids that must be in the vocabulary."""
+        return (self.end_token_id,) if self.start_token_id is None else (self.end_token_id, self.start_token_id)
+
+    def num_thinking_tokens(self, output: Sequence[int]) -> int:
+        """Return the tokens of reasoning so far, NOT_STARTED before them, or ENDED."""
+        start = 0
+        if self.start_token_id is not None:
+            start = _after(output, self.start_token_id, 0)
+            if start < 0:
+                return NOT_STARTED
+        return len(output) - start if _after(output, self.end_token_id, start) < 0 else ENDED
+
+
+def _after(token_ids: Sequence[int], wanted: int, start: int) -> int:
+    """Return the index after the first ``wanted`` from ``start`` on; -1 if there is none."""
+    try:
+        return token_ids.index(wanted, start) + 1
+    except ValueError:
+        return -1
 
 
 def _flag_or_never(value: Any) -> Any:
@@ -102,6 +157,12 @@ def _structured_outputs(value: Any) -> Any:
     return value
 
 
+def _thinking_budget(value: Any) -> Any:
+    if not isinstance(value, ThinkingBudget):
+        raise RuleError("must be a ThinkingBudget", value=value)
+    return value
+
+
 def _bad_words_token_ids(value: Any) -> Any:
     words = items(value, 2 * MAX_BAD_WORDS, "words")  # a word may have a spelling with and without a space
     for word in words:
@@ -140,6 +201,7 @@ _RULES: dict[str, Rule] = {
     "logprobs": optional(integer(0, MAX_LOGPROBS)),
     "prompt_logprobs": optional(integer(0, MAX_LOGPROBS)),
     "structured_outputs": optional(_structured_outputs),
+    "thinking_budget": optional(_thinking_budget),
 }
 
 # Beams are sorted by the model's own probabilities, so parameters that change, cut or report those are rejected unless
@@ -161,6 +223,7 @@ _REJECTED_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "logprobs": (None,),
     "prompt_logprobs": (None,),
     "structured_outputs": (None,),
+    "thinking_budget": (None,),
 }
 
 
@@ -196,6 +259,7 @@ class SamplingParams:
         logprobs: log-probabilities of the generated token and of this many most likely tokens, at most 20; None is off.
         prompt_logprobs: the same for the prompt's tokens.
         structured_outputs: a JSON schema, regex, choice or grammar that the text must follow.
+        thinking_budget: maximum tokens of reasoning, after which it is ended.
 
     Raises:
         RequestError: for a value out of range; its ``param`` names the parameter.
@@ -228,6 +292,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_budget: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         values = vars(self)
@@ -237,6 +302,9 @@ class SamplingParams:
             raise RequestError(
                 f"exceeds max_tokens={self.max_tokens}", param="min_tokens", value=self.min_tokens, remedy="lower it"
             )
+        if self.thinking_budget is not None and self.structured_outputs is not None:
+            remedy = "leave one of them out"
+            raise RequestError("cannot be combined with structured_outputs", param="thinking_budget", remedy=remedy)
         if self.beam_width is None:
             self._check_number_of_draws()
         else:
@@ -287,6 +355,7 @@ class SamplingParams:
             and not (self.logit_bias or self.allowed_token_ids or self.bad_words or self.bad_words_token_ids)
             and not (self.uses_beam_search or self.needs_logprobs)
             and self.structured_outputs is None
+            and self.thinking_budget is None
         )
 
     @property
@@ -311,6 +380,7 @@ class SamplingParams:
             "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_words_token_ids": (token_id for word in self.bad_words_token_ids or () for token_id in word),
+            "thinking_budget": () if self.thinking_budget is None else self.thinking_budget.token_ids,
         }
         for name, token_ids in named.items():
             if ids := tuple(token_ids):

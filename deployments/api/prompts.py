@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from deployments.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.api.sampling import params_for_prompt, sampling_params, with_bad_words
 from deployments.requests.prompt import Prompt
 from engine.config import EngineInfo

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from deployments.api.protocol import GenerationRequest
+from deployments.api.openai.protocol import GenerationRequest
 from deployments.config import LimitOptions
 from engine.errors import RequestError
 from engine.sampling_params import SamplingParams
@@ -76,6 +76,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> 
             logprobs=0 if is_ranked and request.num_logprobs is None else request.num_logprobs,
             prompt_logprobs=request.num_prompt_logprobs,
             structured_outputs=request.form,
+            thinking_budget=request.thinking_budget,
         )
     except RequestError as error:
         raise request.renamed(error) from None

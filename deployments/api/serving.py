@@ -10,22 +10,20 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.responses import Response
 
-from deployments.api.chunks import ChunkWriter
 from deployments.api.json_response import JsonResponse
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
+from deployments.api.openai.answer_formats import AnswerFormat, AnswerFormats
+from deployments.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from deployments.api.openai.writers import ChatWriters, CompletionWriters
 from deployments.api.prompts import PromptBuilder
-from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.api.queue_limits import check_queue_limits
-from deployments.api.responses import Answer, ChatWriter, CompletionWriter, ResponseWriter, best_answers, usage
 from deployments.api.sampling import check_num_answers, params_for_answers
 from deployments.api.sse import EventStream
-from deployments.api.tools.answers import AnswerFormats
-from deployments.api.tools.writer import ParsedChatWriter, ParsedChunkWriter, ParsedWriters
+from deployments.api.writers import Answer, EventWriter, ResponseHead, Usage, Writers, best_answers
 from deployments.config import AppConfig
 from deployments.errors import ApiError
 from deployments.requests.engine_client import EngineClient
@@ -41,6 +39,9 @@ from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 __all__ = ["Serving"]
+
+Body = TypeVar("Body", bound=GenerationRequest)
+NewWriters: TypeAlias = Callable[[AnswerFormat | None], Writers[ChatRequest]]
 
 COST_PER_LOGPROB = 16  # of writing one log-probability, in units of tokenising one character
 
@@ -69,8 +70,13 @@ class Serving:
         self._parsers = (config.tool_parser, config.reasoning_parser)
         self._formats: AnswerFormats | None = None  # once there is a tokenizer
 
-    async def chat(self, body: ChatRequest) -> Response:
-        """Answer a conversation."""
+    async def chat(self, body: ChatRequest, writers: NewWriters = ChatWriters) -> Response:
+        """Answer a conversation.
+
+        Args:
+            body: the conversation; other APIs translate theirs to it.
+            writers: how the API writes answers in a format.
+        """
         self._admit(body)
         builder = await self._prompts.get()
         prompts = await builder.chat(body)
@@ -78,16 +84,16 @@ class Serving:
             self._formats = AnswerFormats(builder.tokenizer, *self._parsers)
         answer_format = self._formats.of(body, prompts[0])
         if answer_format is None:
-            return await self._respond(body, prompts, builder, ChatWriter)
+            return await self._respond(body, prompts, builder, writers(None))
         prompts = answer_format.showing_its_markers(prompts)
-        return await self._respond(answer_format.constrained(body), prompts, builder, ParsedWriters(answer_format))
+        return await self._respond(answer_format.constrained(body), prompts, builder, writers(answer_format))
 
     async def completions(self, body: CompletionRequest) -> Response:
         """Continue one or several prompts."""
         self._admit(body)
         builder = await self._prompts.get()
         prompts = await builder.completion(body, self._limits.max_prompts_per_request)
-        return await self._respond(body, prompts, builder, CompletionWriter)
+        return await self._respond(body, prompts, builder, CompletionWriters())
 
     async def models(self) -> Response:
         """List the served models."""
@@ -121,21 +127,21 @@ class Serving:
 
     async def _respond(
         self,
-        body: GenerationRequest,
+        body: Body,
         prompts: Sequence[Prompt],
         builder: PromptBuilder,
-        writer_class: type[ResponseWriter] | ParsedWriters,
+        writers: Writers[Body],
     ) -> Response:
         """Send the prompts to the engines; returns the whole response, or the stream once its first event exists."""
         check_num_answers(body, len(prompts), self._limits)
         generations = await self._generations(body, prompts, builder)
-        response_id = f"{writer_class.id_prefix}-{body.request_id or current_record().request_id}"
+        response_id = f"{writers.id_prefix}{body.request_id or current_record().request_id}"
         self._fill_record(body, generations, response_id, self._log.prompt(builder.tokenizer, prompts[0].token_ids))
-        new_writer = partial(writer_class, response_id, int(time.time()), self._model, body)
+        head = ResponseHead(response_id, int(time.time()), self._model)
         try:
             if body.stream:
-                return await _streamed(new_writer(builder.tokenizer), generations, body)
-            return await _whole(new_writer, generations, body, builder)
+                return await _streamed(writers.events(head, body, builder.tokenizer, generations), generations)
+            return await _whole(writers, head, generations, body, builder)
         except RequestError as error:  # it names the engine's parameter, not the body's
             raise body.renamed(error) from None
 
@@ -180,40 +186,33 @@ class Serving:
         record.num_answers, record.num_generated = body.num_answers, body.num_generated
 
 
-async def _streamed(writer: ResponseWriter, generations: Sequence[Generation], body: GenerationRequest) -> Response:
+async def _streamed(events: EventWriter, generations: Sequence[Generation]) -> Response:
     deltas = merge([generation.deltas() for generation in generations])
     try:
         first = await anext(deltas)  # an error before the first byte still has a status of its own
-        return EventStream(first, deltas, _chunk_writer(writer, generations, body), _headers(generations))
+        return EventStream(first, deltas, events, _headers(generations))
     except BaseException:
         await deltas.aclose()
         raise
 
 
-def _chunk_writer(writer: ResponseWriter, generations: Sequence[Generation], body: GenerationRequest) -> ChunkWriter:
-    if isinstance(writer, ParsedChatWriter):
-        return ParsedChunkWriter(writer, generations, body)
-    return ChunkWriter(writer, generations, body)
-
-
 async def _whole(
-    new_writer: Callable[[Tokenizer], ResponseWriter],
-    generations: Sequence[Generation],
-    body: GenerationRequest,
-    builder: PromptBuilder,
+    writers: Writers[Body], head: ResponseHead, generations: Sequence[Generation], body: Body, builder: PromptBuilder
 ) -> Response:
     answers = [Answer(generation) for generation in generations]
     async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
         async for delta in deltas:
             answers[delta.index].add(delta)
     best = best_answers(answers, body.num_generated, body.num_answers)
-    tokens = usage(generations, body.num_generated)
+    usage = Usage.of(generations, body.num_generated)
 
     def respond(tokenizer: Tokenizer) -> Response:
-        return JsonResponse(new_writer(tokenizer).response(best, tokens), headers=_headers(generations))
+        return JsonResponse(writers.whole(head, body, tokenizer).response(best, usage), headers=_headers(generations))
 
     num_logprobs = sum(generation.num_logprobs for generation in generations)
-    response: Response = await builder.run_with_tokenizer(respond, cost=COST_PER_LOGPROB * num_logprobs)
+    num_characters = sum(len(answer.text) for answer in best)
+    cost = COST_PER_LOGPROB * num_logprobs + int(writers.cost_per_character * num_characters)
+    response: Response = await builder.run_with_tokenizer(respond, cost=cost)
     return response
 
 

@@ -11,14 +11,12 @@ from collections.abc import AsyncGenerator, Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.api.chunks import ChunkWriter, encode_event
 from deployments.api.error_responses import record_api_error
 from deployments.api.middleware import direct_send
+from deployments.api.writers import EventWriter
 from deployments.requests.generation import Delta
 
 __all__ = ["EventStream"]
-
-DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
@@ -31,20 +29,20 @@ class EventStream(Response):
     Args:
         first: the first delta. It exists before the response starts, so that an error until then has its own status.
         deltas: yields the other deltas of all choices.
-        chunks: writes the events.
+        events: writes the events.
         headers: besides those of an event stream.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: Delta, deltas: AsyncGenerator[Delta, None], chunks: ChunkWriter, headers: Mapping[str, str]
+        self, first: Delta, deltas: AsyncGenerator[Delta, None], events: EventWriter, headers: Mapping[str, str]
     ) -> None:
         self.status_code = 200
         self.background = None
         self._deltas = deltas
-        self._chunks = chunks
-        self._num_unfinished = chunks.num_choices
+        self._events = events
+        self._num_unfinished = events.num_choices
         self._first = self._write(first)
         self.init_headers({**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
@@ -80,13 +78,13 @@ class EventStream(Response):
             return self._write(await anext(self._deltas))
         except Exception as error:
             self._num_unfinished = 0
-            return encode_event(record_api_error(error).body) + DONE
+            return self._events.error(record_api_error(error))
 
     def _write(self, delta: Delta) -> bytes:
-        event = self._chunks.chunk(delta)
+        event = self._events.chunk(delta)
         if delta.finish_reason is not None:
             self._num_unfinished -= 1
-        return event if self._num_unfinished else event + self._chunks.usage() + DONE
+        return event if self._num_unfinished else event + self._events.end()
 
 
 async def _end_at_disconnect(receive: Receive, sending: asyncio.Timeout) -> None:

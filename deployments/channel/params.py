@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, ThinkingBudget
 from engine.structured_outputs.params import StructuredOutputsParams
 
 __all__ = ["pack_params", "unpack_params"]
 
-_STRUCTURED = "structured_outputs"
+_STRUCTURED, _THINKING = "structured_outputs", "thinking_budget"
 _TEXTS = ("stop", "bad_words")  # may hold half characters, which msgpack's strings cannot
 _UNBOUNDED = ("top_k", "max_tokens", "min_tokens")
 _MAX_INT = 2**63 - 1  # a larger bound has the same effect, and does not fit
 _DEFAULTS = SamplingParams()  # as the constructor keeps them: ``stop`` is an empty tuple
-_PARAMETERS = [(one.name, getattr(_DEFAULTS, one.name)) for one in fields(SamplingParams) if one.name != _STRUCTURED]
+_PARAMETERS = [
+    (one.name, getattr(_DEFAULTS, one.name))
+    for one in fields(SamplingParams)
+    if one.name not in (_STRUCTURED, _THINKING)
+]
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
@@ -30,6 +34,8 @@ def pack_params(params: SamplingParams) -> dict[str, Any]:
             packed[name] = min(value, _MAX_INT)
     if (form := params.structured_outputs) is not None:
         packed[_STRUCTURED] = {form.kind: getattr(form, form.kind)}
+    if params.thinking_budget is not None:
+        packed[_THINKING] = asdict(params.thinking_budget)
     return packed
 
 
@@ -46,4 +52,6 @@ def unpack_params(packed: dict[str, Any]) -> SamplingParams:
             values[name] = [text.decode(errors="surrogatepass") for text in values[name]]
     if (form := values.get(_STRUCTURED)) is not None:
         values[_STRUCTURED] = StructuredOutputsParams(**form)
+    if (budget := values.get(_THINKING)) is not None:
+        values[_THINKING] = ThinkingBudget(**budget)
     return SamplingParams(**values)

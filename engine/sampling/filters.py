@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from engine.device_copy import to_device
+from engine.sampling_params import ENDED, NOT_STARTED
 from engine.sequence import Sequence
 
 __all__ = ["LogitFilter", "MinTokens", "build_filters"]
@@ -268,7 +269,50 @@ class OutputPenalties(LogitFilter):
         self._counts.scatter_add_(1, new, torch.ones_like(new, dtype=torch.int32))
 
 
-# In the order in which vLLM's V1 engine applies them.
+class ThinkingLimit(LogitFilter):
+    """thinking_budget: forces the end of reasoning that has used its budget."""
+
+    needs_history = True
+
+    def __init__(
+        self, indices: torch.Tensor, limits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, used: torch.Tensor
+    ) -> None:
+        self._indices = indices  # int64 [n]
+        self._limits = limits  # int64 [n]
+        self._starts = starts  # int64 [n]; NOT_STARTED for none
+        self._ends = ends  # int64 [n]
+        self._used = used  # int64 [n]: tokens of reasoning, NOT_STARTED or ENDED
+
+    @classmethod
+    def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+        served = [(index, s, s.params.thinking_budget) for index, s in enumerate(sequences)]
+        budgets = [(index, s, budget) for index, s, budget in served if budget is not None]
+        if not budgets:
+            return None
+        starts = [NOT_STARTED if one.start_token_id is None else one.start_token_id for _, _, one in budgets]
+        return cls(
+            indices=_ids([index for index, _, _ in budgets], device),
+            limits=_ids([budget.num_tokens for _, _, budget in budgets], device),
+            starts=_ids(starts, device),
+            ends=_ids([budget.end_token_id for _, _, budget in budgets], device),
+            used=_ids([budget.num_thinking_tokens(s.output_token_ids) for _, s, budget in budgets], device),
+        )
+
+    def apply(self, logits: torch.Tensor) -> None:
+        picked = logits.index_select(0, self._indices)
+        forced = torch.full_like(picked, -torch.inf).scatter_(1, self._ends[:, None], 0.0)
+        is_over = (self._used >= 0) & (self._used >= self._limits)
+        logits.index_copy_(0, self._indices, torch.where(is_over[:, None], forced, picked))
+
+    def advance(self, token_ids: torch.Tensor) -> None:
+        new = token_ids[self._indices]
+        is_thinking = self._used >= 0
+        self._used += is_thinking
+        self._used.masked_fill_(is_thinking & (new == self._ends), ENDED)
+        self._used.masked_fill_((self._used == NOT_STARTED) & (new == self._starts), 0)
+
+
+# In the order in which vLLM's V1 engine applies them; the end of reasoning overrides them all.
 _BUILDERS: tuple[Callable[[Sequence_[Sequence], int, torch.device], LogitFilter | None], ...] = (
     AllowedTokens.build,
     BadWords.build,
@@ -276,6 +320,7 @@ _BUILDERS: tuple[Callable[[Sequence_[Sequence], int, torch.device], LogitFilter 
     LogitBias.build,
     RepetitionPenalty.build,
     OutputPenalties.build,
+    ThinkingLimit.build,
 )
 
 

@@ -62,8 +62,10 @@ class Tokenizer:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def warm_up(self) -> None:
-        """Read the vocabulary and compile the chat template, for which the first request would have to wait."""
+        """Read the vocabulary and compile the templates, for which the first request would have to wait."""
         assert self.longest_token
+        if self.response_template is not None:
+            import transformers.utils.chat_parsing  # noqa: F401  (slow to import, and needed for few models)
         if self.has_chat_template:
             with suppress(RequestError):  # a template may refuse these messages
                 self.encode_chat([{"role": "user", "content": "a"}])
@@ -109,6 +111,11 @@ class Tokenizer:
     def special_token_ids(self, tokens: Iterable[str]) -> frozenset[int]:
         """Return the ids of those of ``tokens`` that are special tokens."""
         return frozenset(self._tokenizer.convert_tokens_to_ids([one for one in tokens if one in self._special_tokens]))
+
+    def single_token_id(self, text: str) -> int | None:
+        """Return the id of the one token that ``text`` is; None if it is several."""
+        token_ids = self.encode(text, add_special_tokens=False)
+        return token_ids[0] if len(token_ids) == 1 else None
 
     @property
     def special_ids(self) -> frozenset[int]:

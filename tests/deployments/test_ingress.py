@@ -15,8 +15,8 @@ from ray.serve.exceptions import BackPressureError
 from starlette.testclient import TestClient
 
 from deployments.api.body import MAX_INLINE_BYTES, parse_body
+from deployments.api.openai.protocol import NOT_OFFERED
 from deployments.api.prompts import PromptBuilder
-from deployments.api.protocol import NOT_OFFERED
 from deployments.errors import RequestTimeoutError
 from deployments.routing.cluster_view import cluster_view
 from engine.observability.load import EngineLoad

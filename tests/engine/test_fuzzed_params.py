@@ -18,7 +18,7 @@ from engine.errors import RequestError
 from engine.llm import LLM
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, ThinkingBudget
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.conftest import SavedModel
 from tests.engine.oracle import Activity, answers, check_idle, make_llm, random_tokens, run
@@ -71,6 +71,9 @@ FIELDS: dict[str, Callable[[random.Random], Any]] = {
     "logprobs": lambda rng: rng.choice([None, 0, 1, 20, 21]),
     "prompt_logprobs": lambda rng: rng.choice([None, 0, 1, 20, -1]),
     "stop": lambda rng: rng.choice([None, "x", ["x", "y"]]),
+    "thinking_budget": lambda rng: rng.choice(
+        [None, ThinkingBudget(0, 5), ThinkingBudget(3, 5, 6), ThinkingBudget(2, VOCAB_SIZE), ThinkingBudget(1, 2)]
+    ),
 }  # fmt: skip
 
 

@@ -51,6 +51,11 @@ class ReasoningParser:
     markers: tuple[str, str]
     is_open: bool = False
 
+    def is_open_after(self, prompt: str) -> bool:
+        """Whether an answer to ``prompt``, of which the end suffices, starts with reasoning without a marker."""
+        opens, closes = (prompt.rstrip().endswith(marker) for marker in self.markers)
+        return opens or (self.is_open and not closes)
+
 
 _hermes = ToolParser(lambda tools: hermes.hermes, hermes.MARKERS)
 _qwen3_coder = ToolParser(lambda tools: partial(qwen3_coder.qwen3_coder, tools=tools), qwen3_coder.MARKERS)
@@ -162,9 +167,12 @@ class Parsers:
         if self.reasoning is None:
             return None if rest is plain else rest
         of_model = REASONING_PARSERS[self.reasoning]
-        opens, closes = (prompt.rstrip().endswith(marker) for marker in of_model.markers)
-        is_open = opens or (of_model.is_open and not closes)
-        return partial(reasoning, rest=rest, markers=of_model.markers, is_open=is_open)
+        return partial(reasoning, rest=rest, markers=of_model.markers, is_open=of_model.is_open_after(prompt))
+
+    @property
+    def reasoning_parser(self) -> ReasoningParser | None:
+        """The format of reasoning, if it has a marker before and one after it."""
+        return None if self.template is not None or self._is_harmony else REASONING_PARSERS.get(self.reasoning or "")
 
 
 def _sign(signs: tuple[tuple[tuple[str, ...], str], ...], chat_template: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from deployments.api.protocol import CompletionRequest
+from deployments.api.openai.protocol import CompletionRequest
 from deployments.api.sampling import check_num_answers
 from deployments.config import LimitOptions
 from deployments.errors import as_api_error

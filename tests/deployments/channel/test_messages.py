@@ -25,7 +25,7 @@ from deployments.channel.messages import Abort, Hello, Outputs, Status, Submit
 from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
 from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming
 from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, ThinkingBudget
 from engine.structured_outputs.params import StructuredOutputsParams
 
 ids = st.integers(0, 2**31 - 1)
@@ -73,7 +73,9 @@ beams: dict[str, st.SearchStrategy[Any]] = {
     "early_stopping": st.sampled_from([True, False, "never"]),
     "stop_token_ids": st.lists(ids, max_size=5),
 }
+thinking = st.builds(ThinkingBudget, st.integers(0, 2**31 - 1), ids, st.one_of(st.none(), ids))
 params = st.one_of(
+    st.fixed_dictionaries({"thinking_budget": thinking}),
     st.fixed_dictionaries({}, optional={"max_tokens": st.just(2**20), **sampled}),
     st.fixed_dictionaries(beams),
     st.fixed_dictionaries({"temperature": st.just(0.0)}, optional={"logprobs": sampled["logprobs"]}),

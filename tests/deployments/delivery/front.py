@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from starlette.types import Message
 
-from deployments.api.protocol import ChatRequest, GenerationRequest
-from deployments.api.responses import ChatWriter, CompletionWriter, ResponseWriter
+from deployments.api.openai.protocol import ChatRequest, GenerationRequest
+from deployments.api.openai.response_writers import ChatWriter, CompletionWriter, ResponseWriter
 from deployments.api.serving import _streamed
 from deployments.channel.link import Link
 from deployments.channel.server import ChannelServer

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from deployments.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.channel import stream as stream_module
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt

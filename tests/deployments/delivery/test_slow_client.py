@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deployments.api.protocol import ChatRequest
+from deployments.api.openai.protocol import ChatRequest
 from deployments.channel import stream as stream_module
 from deployments.requests.prompt import Prompt
 from engine.outputs import FinishReason, Logprob

@@ -17,7 +17,7 @@ from transformers import (
 
 from engine.request import EngineRequest
 from engine.sampling.filters import build_filters
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, ThinkingBudget
 from engine.sequence import Sequence, SequenceGroup
 from engine.structured_outputs.bitmask import apply_bitmask
 
@@ -135,6 +135,38 @@ def test_bias_and_allowed_tokens_do_what_they_say() -> None:
         expected[1, [i for i in range(VOCAB_SIZE) if i not in (3, 11)]] = -math.inf
         expected[4, [i for i in range(VOCAB_SIZE) if i not in (3, 4)]] = -math.inf
         assert torch.equal(changed, expected)
+
+
+THINK, END = 4, 6  # the tokens around reasoning
+
+
+def _must_end(output: list[int], budget: ThinkingBudget) -> bool:
+    """Whether the reasoning in ``output`` has used its budget, token by token."""
+    used, is_over = 0 if budget.start_token_id is None else None, False
+    for token_id in output:
+        if used is None:
+            used = 0 if token_id == THINK else None
+        else:
+            used, is_over = used + 1, is_over or token_id == END
+    return used is not None and not is_over and used >= budget.num_tokens
+
+
+@pytest.mark.parametrize("num_output_tokens", [0, 1, 30])
+def test_reasoning_ends_after_its_budget(num_output_tokens: int) -> None:
+    budgets = [ThinkingBudget(number, END, start) for number in (0, 1, 3, 20) for start in (None, THINK)]
+    kinds = [{"thinking_budget": one, "allowed_token_ids": [1, THINK]} for one in budgets]
+    sequences = make_sequences([{}, *kinds])
+    for sequence in sequences:  # as after a preemption
+        sequence.token_ids += [random.Random(num_output_tokens).randrange(VOCAB_SIZE) for _ in range(num_output_tokens)]
+    num_forced = 0
+    for logits, changed in filtered_steps(sequences, steps=60):
+        assert torch.equal(changed[0], logits[0])
+        for index, budget in enumerate(budgets, start=1):
+            is_forced = _must_end(sequences[index].output_token_ids, budget)
+            finite = changed[index].isfinite().nonzero().flatten().tolist()
+            assert finite == ([END] if is_forced else [1, THINK])
+            num_forced += is_forced
+    assert num_forced > 0
 
 
 def test_nobody_pays_for_what_nobody_asks() -> None:

@@ -21,7 +21,8 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     "{{ m.tool_call_id }}<|im_end|>\n{% endfor %}{{ reasoning_effort }}{{ extra }}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{# <tool_call> #}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{{ opening }}{# <tool_call> #}"
 )
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 

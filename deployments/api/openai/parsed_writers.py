@@ -8,20 +8,20 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from deployments.api.chunks import ChunkWriter, encode_event
+from deployments.api.openai.answer_formats import AnswerFormat
+from deployments.api.openai.chunks import ChunkWriter, encode_event
+from deployments.api.openai.protocol import GenerationRequest
+from deployments.api.openai.response_writers import ChatWriter
 from deployments.api.parsers.answer_parser import AnswerParser
 from deployments.api.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
-from deployments.api.protocol import GenerationRequest
-from deployments.api.responses import Answer, ChatWriter
-from deployments.api.tools.answers import AnswerFormat
+from deployments.api.writers import Answer, ResponseHead
 from deployments.requests.generation import Delta, Generation
 from engine.outputs import FinishReason
 from engine.text.tokenizer import Tokenizer
 
-__all__ = ["ParsedChatWriter", "ParsedChunkWriter", "ParsedWriters"]
+__all__ = ["ParsedChatWriter", "ParsedChunkWriter", "finish_reason"]
 
 _TOOL_CALLS = "tool_calls"  # the finish_reason of an answer that ends with tool calls
 _ALPHABET = string.ascii_letters + string.digits
@@ -31,15 +31,9 @@ class ParsedChatWriter(ChatWriter):
     """POST /v1/chat/completions with answers in a format."""
 
     def __init__(
-        self,
-        response_id: str,
-        created: int,
-        model: str,
-        request: GenerationRequest,
-        tokenizer: Tokenizer,
-        answer_format: AnswerFormat,
+        self, head: ResponseHead, request: GenerationRequest, tokenizer: Tokenizer, answer_format: AnswerFormat
     ) -> None:
-        super().__init__(response_id, created, model, request, tokenizer)
+        super().__init__(head, request, tokenizer)
         self.format = answer_format
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
@@ -107,20 +101,6 @@ class ParsedChunkWriter(ChunkWriter):
         choice["delta"] = {"role": "assistant", "content": "", **fields} if first else fields
         choice["finish_reason"] = finish_reason(delta.finish_reason, parser)
         return encode_event(chunk)
-
-
-@dataclass(frozen=True)
-class ParsedWriters:
-    """Makes the writers of answers in a format."""
-
-    format: AnswerFormat
-    id_prefix: str = ChatWriter.id_prefix
-
-    def __call__(
-        self, response_id: str, created: int, model: str, request: GenerationRequest, tokenizer: Tokenizer
-    ) -> ParsedChatWriter:
-        """Return a writer."""
-        return ParsedChatWriter(response_id, created, model, request, tokenizer, self.format)
 
 
 def finish_reason(reason: str | None, parser: AnswerParser) -> str | None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from deployments.api.tools.fields import NamedChoice, Tool, ToolChoice
+from deployments.api.openai.tools import NamedChoice, Tool, ToolChoice
 from engine.errors import RequestError
 from engine.structured_outputs.params import StructuredOutputsParams
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from deployments.api.tools.messages import RESERVED
+from deployments.api.openai.messages import RESERVED
 from engine.errors import RequestError
+from engine.sampling_params import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
-from tests.deployments.api.tools.conftest import Answers
+from tests.deployments.api.openai.conftest import Answers
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines
 from tests.engine.checkpoints import save_tokenizer
@@ -179,6 +180,38 @@ def test_without_a_parser_the_model_may_not_choose(client: TestClient, engines: 
     assert "tool_parser" in answer.json()["error"]["message"]
     for choice in ("required", NAMED, "none"):
         assert client.post("/v1/chat/completions", json=CHAT | {"tool_choice": choice}).status_code == 200
+
+
+# --- the thinking budget ----------------------------------------------------------------------------------------------
+
+
+def _budget(client: TestClient, engines: FakeEngines, **fields: Any) -> ThinkingBudget | None:
+    body = {"messages": [USER], "max_tokens": 5, "thinking_token_budget": 7} | fields
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return engines.calls[-1][0].params.thinking_budget
+
+
+def test_a_thinking_budget_has_the_models_markers(
+    roomy: TestClient, engines: FakeEngines, tokenizer: Tokenizer
+) -> None:
+    start, end = (tokenizer.single_token_id(marker) for marker in ("<think>", "</think>"))
+    assert start is not None
+    assert end is not None
+    assert _budget(roomy, engines) == ThinkingBudget(7, end, start)
+    assert _budget(roomy, engines, thinking_token_budget=0) == ThinkingBudget(0, end, start)
+    assert _budget(roomy, engines, tools=[F]) == ThinkingBudget(7, end, start)
+    opened = {"chat_template_kwargs": {"opening": "<think>\n"}}
+    assert _budget(roomy, engines, **opened) == ThinkingBudget(7, end, None)
+    assert _budget(roomy, engines, tools=[F], tool_choice="required") is None  # nothing but a call
+    assert _budget(roomy, engines, response_format={"type": "json_object"}) is None
+
+
+def test_a_thinking_budget_needs_a_model_that_thinks(client: TestClient, parsed: TestClient) -> None:
+    for one, budget in ((client, 7), (parsed, -1), (parsed, 2**31), (parsed, "7")):
+        answer = one.post("/v1/chat/completions", json={"messages": [USER], "thinking_token_budget": budget})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "thinking_token_budget"
 
 
 def _schema(client: TestClient, engines: FakeEngines, answers: Answers, **fields: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from deployments.api.logprobs import LOWEST, CompletionLogprobs, chat_logprobs, prompt_logprobs
+from deployments.api.openai.logprobs import LOWEST, CompletionLogprobs, chat_logprobs, prompt_logprobs
 from deployments.api.prompts import MAX_INLINE_COST, PromptBuilder
 from engine.outputs import Logprob, TokenLogprobs
 from engine.text.tokenizer import Tokenizer

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from deployments.api.chunks import ChunkWriter
-from deployments.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from deployments.api.responses import ChatWriter, CompletionWriter, ResponseWriter, usage
+from deployments.api.openai.chunks import ChunkWriter
+from deployments.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from deployments.api.openai.response_writers import ChatWriter, CompletionWriter, ResponseWriter, usage_fields
+from deployments.api.writers import ResponseHead, Usage
 from deployments.requests.generation import Delta
 from deployments.requests.prompt import Prompt
 from engine.outputs import FinishReason, Logprob
@@ -78,7 +79,7 @@ def _delta(draw: Any, body: GenerationRequest, index: int) -> Delta:
 
 def _writer(body: GenerationRequest, tokenizer: Tokenizer) -> ResponseWriter:
     kind = ChatWriter if isinstance(body, ChatRequest) else CompletionWriter
-    return kind('%d "id" %(text)s', 1_700_000_000, "a 100% model", body, tokenizer)
+    return kind(ResponseHead('%d "id" %(text)s', 1_700_000_000, "a 100% model"), body, tokenizer)
 
 
 def _expected(writer: ResponseWriter, generations: list[Any], deltas: list[Delta], body: GenerationRequest) -> bytes:
@@ -89,15 +90,16 @@ def _expected(writer: ResponseWriter, generations: list[Any], deltas: list[Delta
         chunk = writer.delta_chunk(delta, generations[delta.index], first=delta.index not in started)
         started.add(delta.index)
         if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = usage(generations, body.num_generated)
+            chunk["usage"] = usage_fields(Usage.of(generations, body.num_generated))
         elif options is not None and options.include_usage:
             chunk["usage"] = None
         chunks.append(chunk)
     if options is not None and options.include_usage:
-        chunks.append(writer.usage_chunk(usage(generations, body.num_generated)))
-    return b"".join(
+        chunks.append(writer.usage_chunk(Usage.of(generations, body.num_generated)))
+    events = b"".join(
         b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n" for chunk in chunks
     )
+    return events + b"data: [DONE]\n\n"
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -113,7 +115,7 @@ def test_the_bytes_are_those_of_the_dicts(data: st.DataObject, body: GenerationR
     for delta in deltas:
         generations[delta.index].token_ids += delta.token_ids
         events += chunks.chunk(delta)
-    assert events + chunks.usage() == _expected(_writer(body, tokenizer), answers(), deltas, body)
+    assert events + chunks.end() == _expected(_writer(body, tokenizer), answers(), deltas, body)
 
 
 # --- the messages of the response -------------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from deployments.api.openai.tool_grammar import strict_calls
+from deployments.api.openai.tools import Tool
 from deployments.api.parsers.families.hermes import MARKERS
-from deployments.api.tools.fields import Tool
-from deployments.api.tools.grammar import strict_calls
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
 from engine.structured_outputs.params import StructuredOutputsParams
 from engine.text.tokenizer import Tokenizer
-from tests.deployments.api.tools.test_requests import CHAT
+from tests.deployments.api.openai.test_tool_requests import CHAT
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines
 

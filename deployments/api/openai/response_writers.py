@@ -1,4 +1,4 @@
-"""The OpenAI response bodies: whole responses, chunks of a stream, and usage.
+"""The bodies of chat and completion responses: whole ones, chunks of a stream, and usage.
 
 They are plain dicts. ChunkWriter makes bytes of those of a stream. This module knows neither replicas nor HTTP.
 """
@@ -7,55 +7,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.api.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from deployments.api.protocol import CompletionRequest, GenerationRequest
+from deployments.api.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from deployments.api.openai.protocol import CompletionRequest, GenerationRequest
+from deployments.api.writers import Answer, ResponseHead, Usage
 from deployments.requests.generation import Delta, Generation
 from engine.text.tokenizer import Tokenizer
 
-__all__ = ["Answer", "ChatWriter", "CompletionWriter", "ResponseWriter", "best_answers", "usage"]
-
-
-@dataclass(slots=True)
-class Answer:
-    """One answer of a whole response, collected from its deltas."""
-
-    generation: Generation
-    pieces: list[str] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def add(self, delta: Delta) -> None:
-        """Append a delta."""
-        self.pieces.append(delta.text)
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-
-    @property
-    def text(self) -> str:
-        """The answer's text."""
-        return "".join(self.pieces)
-
-
-def best_answers(answers: Sequence[Answer], num_generated: int, n: int) -> list[Answer]:
-    """Return the ``n`` best of each prompt's ``num_generated`` answers by mean log-probability, the best first."""
-    if num_generated == n:
-        return list(answers)
-    best: list[Answer] = []
-    for start in range(0, len(answers), num_generated):
-        of_prompt = answers[start : start + num_generated]
-        best += sorted(of_prompt, key=lambda answer: answer.generation.mean_logprob, reverse=True)[:n]
-    return best
+__all__ = ["ChatWriter", "CompletionWriter", "ResponseWriter", "usage_fields"]
 
 
 class ResponseWriter(ABC):
     """Writes the answers to one request as the response bodies of one endpoint.
 
     Args:
-        response_id: shared by all chunks of a response.
-        created: Unix time in seconds, shared by all chunks.
-        model: the served name.
+        head: shared by all chunks of a response.
         request: which fields the client wants.
         tokenizer: for the tokens' texts.
     """
@@ -64,19 +31,15 @@ class ResponseWriter(ABC):
     whole: str  # the ``object`` of a whole response
     chunk: str  # the ``object`` of a stream's chunk
 
-    def __init__(
-        self, response_id: str, created: int, model: str, request: GenerationRequest, tokenizer: Tokenizer
-    ) -> None:
-        self._id = response_id
-        self._created = created
-        self._model = model
+    def __init__(self, head: ResponseHead, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self._head = head
         self._request = request
         self._tokenizer = tokenizer
 
-    def response(self, answers: Sequence[Answer], tokens: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole response; ``tokens`` is its usage."""
+    def response(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """Return the whole response."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        body = self._head(self.whole) | {"choices": choices, "usage": tokens}
+        body = self._shared(self.whole) | {"choices": choices, "usage": usage_fields(usage)}
         return body | self._response_extras(answers[0].generation)
 
     def delta_chunk(self, delta: Delta, generation: Generation, *, first: bool) -> dict[str, Any]:
@@ -89,14 +52,14 @@ class ResponseWriter(ABC):
             choice["token_ids"] = delta.token_ids
             if first:
                 choice["prompt_token_ids"] = generation.prompt.token_ids
-        return self._head(self.chunk) | {"choices": [choice]}
+        return self._shared(self.chunk) | {"choices": [choice]}
 
-    def usage_chunk(self, tokens: dict[str, Any]) -> dict[str, Any]:
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """Return the last chunk of a stream that includes usage."""
-        return self._head(self.chunk) | {"choices": [], "usage": tokens}
+        return self._shared(self.chunk) | {"choices": [], "usage": usage_fields(usage)}
 
-    def _head(self, object_name: str) -> dict[str, Any]:
-        return {"id": self._id, "object": object_name, "created": self._created, "model": self._model}
+    def _shared(self, object_name: str) -> dict[str, Any]:
+        return {"id": self._head.id, "object": object_name, "created": self._head.created, "model": self._head.model}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         generation = answer.generation
@@ -136,7 +99,7 @@ class ResponseWriter(ABC):
 class ChatWriter(ResponseWriter):
     """POST /v1/chat/completions."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
@@ -159,14 +122,12 @@ class ChatWriter(ResponseWriter):
 class CompletionWriter(ResponseWriter):
     """POST /v1/completions."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     whole = "text_completion"
     chunk = "text_completion"
 
-    def __init__(
-        self, response_id: str, created: int, model: str, request: GenerationRequest, tokenizer: Tokenizer
-    ) -> None:
-        super().__init__(response_id, created, model, request, tokenizer)
+    def __init__(self, head: ResponseHead, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        super().__init__(head, request, tokenizer)
         self._echoes = isinstance(request, CompletionRequest) and request.echo
         self._logprobs_of: dict[int, CompletionLogprobs] = {}  # by choice
 
@@ -199,14 +160,11 @@ class CompletionWriter(ResponseWriter):
         return {name: parts[0][name] + parts[1][name] for name in parts[0]}
 
 
-def usage(generations: Sequence[Generation], num_generated: int) -> dict[str, Any]:
-    """Return the token counts so far. A prompt counts once, however many answers (``num_generated``) it has."""
-    prompt = sum(len(generation.prompt.token_ids) for generation in generations[::num_generated])
-    completion = sum(len(generation.token_ids) for generation in generations)
-    cached = sum(generation.num_cached_tokens for generation in generations[::num_generated])
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """Return the ``usage`` of a response."""
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }

@@ -13,13 +13,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr
 
-from deployments.api.structured import reject_old_names, structured_outputs
-from deployments.api.tools.fields import Effort, NamedChoice, ToolChoice, Tools, check_size, check_tools
-from deployments.api.tools.grammar import forced_calls
-from deployments.api.tools.messages import MAX_MESSAGES, Message, check_template_options
+from deployments.api.openai.messages import MAX_MESSAGES, Message, check_template_options
+from deployments.api.openai.structured import reject_old_names, structured_outputs
+from deployments.api.openai.tool_grammar import forced_calls
+from deployments.api.openai.tools import Effort, NamedChoice, ToolChoice, Tools, check_size, check_tools
 from deployments.errors import ApiError
 from engine.errors import RequestError, shown
-from engine.sampling_params import MAX_LOGPROBS
+from engine.sampling_params import MAX_INT32, MAX_LOGPROBS, ThinkingBudget
 from engine.structured_outputs.params import StructuredOutputsParams
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message", "StreamOptions"]
@@ -188,6 +188,11 @@ class GenerationRequest(_Body):
         """
         return structured_outputs(self.response_format, self.structured_outputs)
 
+    @property
+    def thinking_budget(self) -> ThinkingBudget | None:
+        """When reasoning is ended."""
+        return None
+
     def renamed(self, error: RequestError) -> RequestError:
         """Return an error about a parameter of the engine as an error about the field of this body that set it."""
         if error.param == "structured_outputs" and self.structured_outputs is None:
@@ -279,6 +284,8 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool = True
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None  # then reasoning is ended
+    _thinking_budget: ThinkingBudget | None = PrivateAttr(default=None)
 
     def check(self) -> None:
         """Reject what the base class rejects, and invalid combinations of fields that only chat has."""
@@ -335,6 +342,17 @@ class ChatRequest(GenerationRequest):
         if error.param == "structured_outputs" and self.offered_tools:
             return error.renamed("tools")
         return super().renamed(error)
+
+    @property
+    def thinking_budget(self) -> ThinkingBudget | None:
+        """``thinking_token_budget``, once the model's markers of reasoning are known; a form has no reasoning."""
+        return None if self.has_form else self._thinking_budget
+
+    def with_thinking_budget(self, budget: ThinkingBudget | None) -> ChatRequest:
+        """Return the request with its budget in the model's tokens."""
+        request = self.model_copy()
+        request._thinking_budget = budget
+        return request
 
     @property
     def num_logprobs(self) -> int | None:

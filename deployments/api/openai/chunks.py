@@ -1,4 +1,4 @@
-"""ChunkWriter: the server-sent events of one streamed response.
+"""ChunkWriter: the server-sent events of one streamed chat or completion response.
 
 ResponseWriter says what is in a chunk. From a choice's second chunk on, only the fields that vary are encoded: the
 others are part of a template, which is made from a chunk of ResponseWriter.
@@ -13,12 +13,15 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from deployments.api.json_response import encode_json
-from deployments.api.protocol import GenerationRequest
-from deployments.api.responses import ResponseWriter, usage
+from deployments.api.openai.protocol import GenerationRequest
+from deployments.api.openai.response_writers import ResponseWriter, usage_fields
+from deployments.api.writers import Usage
+from deployments.errors import ApiError
 from deployments.requests.generation import Delta, Generation
 
 __all__ = ["ChunkWriter", "encode_event"]
 
+DONE = b"data: [DONE]\n\n"
 _MARK = uuid.uuid4().hex  # the start of a value that varies; no client can guess it
 _VARYING = re.compile(f'"{_MARK}([a-z_]+)"')
 
@@ -63,9 +66,14 @@ class ChunkWriter:
         """Number of choices."""
         return len(self._generations)
 
-    def usage(self) -> bytes:
-        """Return the event after the last chunk: the usage, if it is wanted."""
-        return encode_event(self._writer.usage_chunk(self._usage())) if self._includes_usage else b""
+    def end(self) -> bytes:
+        """Return the events after the last chunk: the usage, if it is wanted, and the end."""
+        usage = encode_event(self._writer.usage_chunk(self._usage())) if self._includes_usage else b""
+        return usage + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the events of a stream that has failed."""
+        return encode_event(error.body) + DONE
 
     def _varying(self, delta: Delta) -> dict[str, str]:
         """Return the JSON of the values that vary."""
@@ -80,7 +88,7 @@ class ChunkWriter:
         if self._has_token_ids:
             varying["token_ids"] = encode_json(delta.token_ids)
         if self._continuous_usage:
-            varying["usage"] = encode_json(self._usage())
+            varying["usage"] = encode_json(usage_fields(self._usage()))
         return varying
 
     def _template(self, index: int) -> str:
@@ -99,10 +107,10 @@ class ChunkWriter:
     def _chunk(self, delta: Delta, *, first: bool) -> dict[str, Any]:
         chunk = self._writer.delta_chunk(delta, self._generations[delta.index], first=first)
         if self._continuous_usage:
-            chunk["usage"] = self._usage()
+            chunk["usage"] = usage_fields(self._usage())
         elif self._includes_usage:
             chunk["usage"] = None
         return chunk
 
-    def _usage(self) -> dict[str, Any]:
-        return usage(self._generations, self._num_generated)
+    def _usage(self) -> Usage:
+        return Usage.of(self._generations, self._num_generated)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.api.tools.fields import MAX_CALLS, ToolCall, check_size
+from deployments.api.openai.tools import MAX_CALLS, ToolCall, check_size
 from deployments.errors import ApiError
 from engine.errors import RequestError, shown
 

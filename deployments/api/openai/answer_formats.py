@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from deployments.api.openai.protocol import ChatRequest
+from deployments.api.openai.tool_grammar import parameters_of, strict_calls
+from deployments.api.openai.tools import NamedChoice
 from deployments.api.parsers.answer_parser import AnswerParser
 from deployments.api.parsers.families import hermes
 from deployments.api.parsers.families.forced import named_call, required_calls
 from deployments.api.parsers.registry import TOOL_PARSERS, Family, Parsers
-from deployments.api.protocol import ChatRequest
-from deployments.api.tools.fields import NamedChoice
-from deployments.api.tools.grammar import parameters_of, strict_calls
 from deployments.requests.prompt import Prompt
 from engine.errors import RequestError
+from engine.sampling_params import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 
 __all__ = ["AnswerFormat", "AnswerFormats"]
 
+COST_OF_RESPONSE_TEMPLATE = 80.0  # a character, in units of tokenising one; its expressions are searched from Python
 _PROMPT_END = 32  # tokens of the prompt's end that show whether reasoning has begun
 
 
@@ -33,6 +35,8 @@ class AnswerFormat:
         include_reasoning: whether reasoning is part of the response.
         call_id_length: characters of a tool call's id.
         grammar: of an answer that may call strict tools, in llguidance's notation; None for none.
+        thinking_budget: when the reasoning is ended; None for never.
+        cost_per_character: of parsing, in units of tokenising one character.
     """
 
     family: Family
@@ -41,12 +45,14 @@ class AnswerFormat:
     include_reasoning: bool = True
     call_id_length: int = 29
     grammar: str | None = None
+    thinking_budget: ThinkingBudget | None = None
+    cost_per_character: float = 1.0
 
     def constrained(self, request: ChatRequest) -> ChatRequest:
-        """Return ``request`` with the form of its answers."""
-        if self.grammar is None:
-            return request
-        return request.model_copy(update={"structured_outputs": {"grammar": self.grammar}})
+        """Return ``request`` with the form of its answers, or the end of their reasoning."""
+        if self.grammar is not None:
+            return request.model_copy(update={"structured_outputs": {"grammar": self.grammar}})
+        return request if self.thinking_budget is None else request.with_thinking_budget(self.thinking_budget)
 
     def new_parser(self) -> AnswerParser:
         """Return the parser of one answer."""
@@ -72,6 +78,7 @@ class AnswerFormats:
         self._parsers = Parsers.choose(tokenizer.chat_template, tool_parser, reasoning_parser, template)
         is_own = self._parsers.template is None
         self._shown = tokenizer.special_token_ids(self._parsers.markers) if is_own else tokenizer.special_ids
+        self._cost_per_character = AnswerFormat.cost_per_character if is_own else COST_OF_RESPONSE_TEMPLATE
         tool = TOOL_PARSERS.get(self._parsers.tool or "")
         self._id_length = AnswerFormat.call_id_length if tool is None else tool.call_id_length
 
@@ -79,15 +86,25 @@ class AnswerFormats:
         """Return the format of the answers to ``request``; None if their text is their content.
 
         Raises:
-            RequestError: if the model may choose to call tools, but the form of its calls is not known.
+            RequestError: if the model may choose to call tools, but the form of its calls is not known; or if the
+                reasoning has a budget, but its markers are not known.
         """
         family, shown = self._forced(request), frozenset[int]()
         if family is None:
             family, shown = self._natural(request, prompt), self._shown
+        budget = self._budget(request, prompt)
         if family is None:
             return None
-        grammar = None if request.forces_calls else self._grammar(request)
-        return AnswerFormat(family, shown, request.max_calls, request.include_reasoning, self._id_length, grammar)
+        return AnswerFormat(
+            family,
+            shown,
+            request.max_calls,
+            request.include_reasoning,
+            self._id_length,
+            grammar=None if request.forces_calls else self._grammar(request),
+            thinking_budget=budget,
+            cost_per_character=self._cost_per_character,
+        )
 
     def _grammar(self, request: ChatRequest) -> str | None:
         """Return the grammar of calls of strict tools, if the model's format has one."""
@@ -100,6 +117,24 @@ class AnswerFormats:
             return partial(named_call, name=request.tool_choice.function.name)
         return required_calls if request.forces_calls else None
 
+    def _budget(self, request: ChatRequest, prompt: Prompt) -> ThinkingBudget | None:
+        if request.thinking_token_budget is None:
+            return None
+        reasoning = self._parsers.reasoning_parser
+        ids = [] if reasoning is None else [self._tokenizer.single_token_id(one) for one in reasoning.markers]
+        if reasoning is None or None in ids:
+            remedy = "leave it out, or set reasoning_parser in the server's configuration"
+            raise RequestError(
+                "needs a model whose markers of reasoning are tokens", param="thinking_token_budget", remedy=remedy
+            )
+        start, end = ids
+        assert end is not None
+        is_open = reasoning.is_open_after(self._end_of(prompt))
+        return ThinkingBudget(request.thinking_token_budget, end, None if is_open else start)
+
+    def _end_of(self, prompt: Prompt) -> str:
+        return self._tokenizer.decode(prompt.token_ids[-_PROMPT_END:], skip_special_tokens=False)
+
     def _natural(self, request: ChatRequest, prompt: Prompt) -> Family | None:
         """Return the parser of the model's own format."""
         tools = {tool.function.name: parameters_of(tool) for tool in request.offered_tools} or None
@@ -108,5 +143,4 @@ class AnswerFormats:
             raise RequestError("needs a parser of this model's tool calls", param="tools", remedy=remedy)
         if self._parsers.family(tools, "") is None:
             return None  # at once, for models without a format
-        end = self._tokenizer.decode(prompt.token_ids[-_PROMPT_END:], skip_special_tokens=False)
-        return self._parsers.family(tools, end)
+        return self._parsers.family(tools, self._end_of(prompt))
