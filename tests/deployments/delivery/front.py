@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from starlette.types import Message
 
 from deployments.api.openai.protocol import ChatRequest, GenerationRequest
-from deployments.api.openai.response_writers import ChatWriter, CompletionWriter, ResponseWriter
+from deployments.api.openai.writers import ChatWriters, CompletionWriters
 from deployments.api.serving import _streamed
+from deployments.api.writers import ResponseHead, Writers
 from deployments.channel.link import Link
 from deployments.channel.server import ChannelServer
 from deployments.channel.stream import ReplicaStream
@@ -100,10 +102,10 @@ class Request:
 
 async def respond(engines: EngineClient, request: Request, tokenizer: Tokenizer, client: Client) -> list[Generation]:
     """Stream a request's answers to a client; returns the generations at the end."""
-    kind: type[ResponseWriter] = ChatWriter if isinstance(request.body, ChatRequest) else CompletionWriter
-    writer = kind("id", 1_700_000_000, "m", request.body, tokenizer)
+    writers: Writers[Any] = ChatWriters(None) if isinstance(request.body, ChatRequest) else CompletionWriters()
     generations = request.generations(engines, tokenizer)
-    response = await _streamed(writer, generations, request.body)
+    head = ResponseHead("id", 1_700_000_000, "m")
+    response = await _streamed(writers.events(head, request.body, tokenizer, generations), generations)
     await response({"type": "http"}, client.receive, client.send)
     return generations
 
