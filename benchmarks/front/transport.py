@@ -116,13 +116,18 @@ def measure(count: int, sizes: list[int], period_s: float, repeats: int) -> list
     share = {"num_cpus": 0.1}
     sender = serve.deployment(ray_actor_options=share)(Sender).bind()
     receiver = serve.deployment(ray_actor_options=share)(Receiver).bind(sender)
-    handle = serve.run(receiver, name="transport", route_prefix=None)
+    return asyncio.run(
+        _measure(serve.run(receiver, name="transport", route_prefix=None), count, sizes, period_s, repeats)
+    )
+
+
+async def _measure(receiver: Any, count: int, sizes: list[int], period_s: float, repeats: int) -> list[TransportCost]:
     costs = []
     for size in sizes:
         found: dict[str, list[tuple[float, float]]] = {SERVE: [], ZEROMQ: [], IDLE: []}
         for _ in range(repeats):
             for mode, results in found.items():
-                results.append(handle.receive.remote(mode, count, size, period_s).result())
+                results.append(await receiver.receive.remote(mode, count, size, period_s))
         idle = [min(one) for one in zip(*found.pop(IDLE), strict=True)]
         for mode, results in found.items():
             least = [min(one) - base for one, base in zip(zip(*results, strict=True), idle, strict=True)]

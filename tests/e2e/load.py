@@ -9,12 +9,14 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+OnChunk = Callable[[httpx.Response, int], Awaitable[None]]
 
 TOKENS = 120  # an answer takes some seconds while 32 clients share two cores
 REQUEST_TIMEOUT_S = 120.0
@@ -30,9 +32,12 @@ class Question:
 
 @dataclass
 class Answer:
-    """The content of an answer, by choice."""
+    """The content of an answer, by choice.
 
-    texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
+    The parts are its text, its reasoning, and the name and the arguments of each tool call, in their order.
+    """
+
+    parts: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
     token_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     finish_reasons: dict[int, str] = field(default_factory=dict)
 
@@ -40,10 +45,23 @@ class Answer:
         """Append a chunk, or add a whole choice."""
         index, message = choice["index"], choice.get("message") or choice.get("delta") or {}
         assert index not in self.finish_reasons, f"data after the end of choice {index}"
-        self.texts[index] += choice.get("text") or message.get("content") or ""
+        self._extend(index, "reasoning", message.get("reasoning"))
+        self._extend(index, "text", choice.get("text") or message.get("content"))
+        for call in message.get("tool_calls") or ():
+            if "id" in call:
+                self.parts[index].append(("call", call["function"]["name"]))
+            self._extend(index, "arguments", call["function"]["arguments"])
         self.token_ids[index] += choice["token_ids"]
         if choice["finish_reason"] is not None:
             self.finish_reasons[index] = choice["finish_reason"]
+
+    def _extend(self, index: int, kind: str, text: str | None) -> None:
+        """Append a piece of text to the last part, if that is of the same kind."""
+        parts = self.parts[index]
+        if text and parts and parts[-1][0] == kind:
+            parts[-1] = (kind, parts[-1][1] + text)
+        elif text:
+            parts.append((kind, text))
 
 
 class RequestFailed(Exception):  # noqa: N818
@@ -57,6 +75,16 @@ class ServerGone(RequestFailed):
 PROXY_ERROR_TEXT = "Internal Server Error"  # of HAProxy's 502, 503 and 504 in Serve's configuration
 
 
+def _tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters | {"additionalProperties": False}}}
+
+
+_LETTER = {"type": "string", "minLength": 60, "maxLength": 120}
+_TOOLS = [_tool("write", {"text": _LETTER, "copies": {"type": "integer"}}), _tool("send", {"letter": _LETTER})]
+_NAMED = {"type": "function", "function": {"name": "write"}}
+_SCHEMA = {"name": "letter", "schema": _TOOLS[0]["function"]["parameters"]}
+
 # The kinds of requests. Half are greedy, half have a seed.
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -67,6 +95,10 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "seed": 9, "n": 2, "max_tokens": TOKENS // 2},
     {"temperature": 0, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
     {"temperature": 0.9, "seed": 10, "structured_outputs": {"regex": "([a-z]{3,7} ){300}"}},
+    {"temperature": 0.9, "seed": 11, "chat": True, "tools": _TOOLS, "tool_choice": "required"},
+    {"temperature": 0.9, "seed": 12, "chat": True, "response_format": {"type": "json_schema", "json_schema": _SCHEMA}},
+    {"temperature": 0, "chat": True, "structured_outputs": {"regex": "<think>([a-z]{3,7} ){30}</think>[a-z ]{200}"}},
+    {"temperature": 0, "chat": True, "tools": _TOOLS, "tool_choice": _NAMED, "stream": False},
 )
 _LONG_PREFIX = (  # several KV blocks
     "You are a patient guide to the rivers of the world, and you tell long stories. " * 4
@@ -86,8 +118,8 @@ def _question(number: int, kind: dict[str, Any]) -> Question:
     return Question("/v1/chat/completions" if is_chat else "/v1/completions", common | asked | kind)
 
 
-async def ask(client: httpx.AsyncClient, question: Question) -> Answer:
-    """Send one request and read its answer to the end.
+async def ask(client: httpx.AsyncClient, question: Question, on_chunk: OnChunk | None = None) -> Answer:
+    """Send one request and read its answer to the end; ``on_chunk`` gets the stream and the number of its chunk.
 
     Raises:
         RequestFailed: the answer is an error or incomplete.
@@ -101,7 +133,7 @@ async def ask(client: httpx.AsyncClient, question: Question) -> Answer:
         for choice in whole.json()["choices"]:
             answer.add(choice)
         return answer
-    line = ""
+    line, num_chunks = "", 0
     async with client.stream("POST", question.path, json=body) as response:
         if response.status_code != 200:
             _require_success(response.status_code, (await response.aread()).decode())
@@ -110,6 +142,9 @@ async def ask(client: httpx.AsyncClient, question: Question) -> Answer:
                 break
             chunk = json.loads(line.removeprefix("data: "))
             _require("error" not in chunk, line)
+            num_chunks += 1
+            if on_chunk is not None:
+                await on_chunk(response, num_chunks)
             for choice in chunk["choices"]:
                 answer.add(choice)
     _require(line == "data: [DONE]", f"the stream ended with {line!r}")
@@ -226,4 +261,4 @@ def difference(answer: Answer, expected: Answer) -> str:
             pairs = enumerate(zip(ours, theirs, strict=False))
             index_of_first = next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
             return f"choice {index}, {len(ours)} tokens instead of {len(theirs)}, first difference at {index_of_first}"
-    return f"the same tokens, but {answer.texts} for {expected.texts}, {answer.finish_reasons}"
+    return f"the same tokens, but {answer.parts} for {expected.parts}, {answer.finish_reasons}"

@@ -38,6 +38,7 @@ def _change(args: dict[str, Any]) -> None:
     args["replicas"].update(num_engine_replicas=ENGINES, num_ingress_replicas=2)
     args["replicas"].update(cpus_per_engine=0.1, cpus_per_ingress=0.1)
     args["limits"].update(health_check_period_s=1.0, health_check_timeout_s=2.0, max_migrations=3)
+    args |= {"tool_parser": "hermes", "reasoning_parser": "qwen3"}
     args["limits"].update(stall_timeout_s=6.0)  # a new engine sends nothing while it compiles its first grammar
 
 
@@ -52,7 +53,10 @@ def asked(chaos_server: Server) -> list[tuple[Question, Answer]]:
     """Requests with the answers of an undisturbed server."""
     _wait_for_all_replicas(chaos_server)
     some = questions(48)
-    return list(zip(some, asyncio.run(record(chaos_server.url, some)), strict=True))
+    answers = asyncio.run(record(chaos_server.url, some))
+    kinds = {kind for answer in answers for parts in answer.parts.values() for kind, _ in parts}
+    assert kinds == {"text", "reasoning", "call", "arguments"}
+    return list(zip(some, answers, strict=True))
 
 
 @pytest.fixture

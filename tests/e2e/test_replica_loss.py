@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import Server
+from tests.e2e.load import ask, new_client, questions
 
 BODY: dict[str, Any] = {
     "prompt": "Tell me a long story about rivers",
@@ -85,6 +86,24 @@ async def test_a_killed_replica_loses_no_token_and_is_replaced(server: Server) -
         assert [answer.status_code for answer in answers] == [200] * 8
     await _wait_for_both_replicas(server)
     assert sum(value for (name, _), value in server.metrics().items() if name == "pagoda_request_migrations_total") >= 1
+
+
+async def test_an_answer_goes_on_in_the_middle_of_its_tool_calls(server: Server) -> None:
+    await _wait_for_both_replicas(server)
+    calls = next(one for one in questions(12) if one.body.get("tool_choice") == "required")
+    async with new_client(server.url) as client:
+        expected = await ask(client, calls)
+        [parts] = expected.parts.values()
+        assert [kind for kind, _ in parts[:2]] == ["call", "arguments"]
+
+        async def kill(response: httpx.Response, number: int) -> None:
+            if number == 5:
+                pids = await asyncio.to_thread(server.engine_pids)
+                os.kill(pids[response.headers["x-pagoda-replica"]], signal.SIGKILL)
+
+        moved = sum(server.metric("pagoda_request_migrations_total").values())
+        assert await ask(client, calls, on_chunk=kill) == expected
+    assert sum(server.metric("pagoda_request_migrations_total").values()) == moved + 1
 
 
 async def test_several_choices_with_logprobs_continue_unchanged(server: Server) -> None:
