@@ -10,7 +10,6 @@ from deployments.api.openai.protocol import ChatRequest
 from deployments.api.openai.tool_grammar import parameters_of, strict_calls
 from deployments.api.openai.tools import NamedChoice
 from deployments.api.parsers.answer_parser import AnswerParser
-from deployments.api.parsers.families import hermes
 from deployments.api.parsers.families.forced import named_call, required_calls
 from deployments.api.parsers.registry import TOOL_PARSERS, Family, Parsers
 from deployments.requests.prompt import Prompt
@@ -79,8 +78,8 @@ class AnswerFormats:
         is_own = self._parsers.template is None
         self._shown = tokenizer.special_token_ids(self._parsers.markers) if is_own else tokenizer.special_ids
         self._cost_per_character = AnswerFormat.cost_per_character if is_own else COST_OF_RESPONSE_TEMPLATE
-        tool = TOOL_PARSERS.get(self._parsers.tool or "")
-        self._id_length = AnswerFormat.call_id_length if tool is None else tool.call_id_length
+        self._tool = TOOL_PARSERS.get(self._parsers.tool or "")
+        self._id_length = AnswerFormat.call_id_length if self._tool is None else self._tool.call_id_length
 
     def of(self, request: ChatRequest, prompt: Prompt) -> AnswerFormat | None:
         """Return the format of the answers to ``request``; None if their text is their content.
@@ -108,8 +107,10 @@ class AnswerFormats:
 
     def _grammar(self, request: ChatRequest) -> str | None:
         """Return the grammar of calls of strict tools, if the model's format has one."""
-        is_json = self._parsers.tool == "hermes" and not self._tokenizer.special_token_ids(hermes.MARKERS)
-        return strict_calls(request.offered_tools, hermes.MARKERS) if is_json else None
+        markers = None if self._tool is None else self._tool.json_markers
+        if markers is None or self._tokenizer.special_token_ids(markers):
+            return None
+        return strict_calls(request.offered_tools, markers)
 
     def _forced(self, request: ChatRequest) -> Family | None:
         """Return the parser of an answer whose form the request forces, in which there is no reasoning."""

@@ -32,11 +32,13 @@ class ToolParser:
         new: returns the parser for a request's tools.
         markers: the special tokens that it needs to see.
         call_id_length: characters of a call's id; some templates accept one length only.
+        json_markers: the texts around a call that is a JSON object with ``name`` and ``arguments``; None for others.
     """
 
     new: Callable[[Tools], Family]
     markers: tuple[str, ...]
     call_id_length: int = 29
+    json_markers: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class ReasoningParser:
         return opens or (self.is_open and not closes)
 
 
-_hermes = ToolParser(lambda tools: hermes.hermes, hermes.MARKERS)
+_hermes = ToolParser(lambda tools: hermes.hermes, hermes.MARKERS, json_markers=hermes.MARKERS)
 _qwen3_coder = ToolParser(lambda tools: partial(qwen3_coder.qwen3_coder, tools=tools), qwen3_coder.MARKERS)
 _llama3_json = ToolParser(lambda tools: partial(llama3_json.llama3_json, tools=tools), llama3_json.MARKERS)
 _pythonic = ToolParser(lambda tools: partial(pythonic.pythonic, tools=tools), pythonic.MARKERS)
