@@ -1,4 +1,4 @@
-"""Calls to every replica of a deployment, for metrics and for the web page."""
+"""Calls to every replica of a deployment, for metrics, for the web page, and to find what one of them keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-__all__ = ["all_ingresses", "broadcast"]
+__all__ = ["all_ingresses", "broadcast", "first_result"]
 
 TIMEOUT_S = 2.0  # for a replica's answer; Prometheus waits 10 s for a scrape
 
@@ -28,14 +28,47 @@ async def broadcast(handle: DeploymentHandle[Any], method: str) -> dict[str, Any
 
     A replica that fails or does not answer in time is left out.
     """
-    try:
-        # Serve's own results_async raises if any replica fails.
-        results = await asyncio.wait_for(handle.broadcast(method)._fetch_replica_results_async(), TIMEOUT_S)
-    except Exception as error:  # there may be no replica
-        del error
+    calls = await _calls(handle, method)
+    if not calls:
         return {}
-    calls = [asyncio.ensure_future(result.get_async()) for result in results]  # type: ignore[no-untyped-call]
     answered, late = await asyncio.wait(calls, timeout=TIMEOUT_S)
     for call in late:
         call.cancel()
     return dict(call.result() for call in answered if call.exception() is None)
+
+
+async def first_result(handle: DeploymentHandle[Any], method: str, *args: Any) -> Any:
+    """Call ``method`` on every replica of ``handle``; returns the first result that is not None, else None.
+
+    Args:
+        handle: leads to the deployment.
+        method: returns (the replica's name, its result).
+        args: of the method.
+
+    A replica that fails or does not answer in time is left out, and none is waited for after the result.
+    """
+    pending: set[asyncio.Future[Any]] = set(await _calls(handle, method, *args))
+    deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+    try:
+        while pending:
+            timeout = deadline - asyncio.get_running_loop().time()
+            answered, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            results = [call.result()[1] for call in answered if call.exception() is None]
+            found = next((result for result in results if result is not None), None)
+            if found is not None or not answered:
+                return found
+        return None
+    finally:
+        for call in pending:
+            call.cancel()
+
+
+async def _calls(handle: DeploymentHandle[Any], method: str, *args: Any) -> list[asyncio.Future[Any]]:
+    """Call ``method`` on every replica; none if there is no replica."""
+    try:
+        # Serve's own results_async raises if any replica fails.
+        results = await asyncio.wait_for(handle.broadcast(method, *args)._fetch_replica_results_async(), TIMEOUT_S)
+    except Exception as error:  # there may be no replica
+        del error
+        return []
+    return [asyncio.ensure_future(result.get_async()) for result in results]  # type: ignore[no-untyped-call]

@@ -72,6 +72,9 @@ class LimitOptions(_Options):
     max_prompts_per_request: int = Field(default=1024, ge=1)
     max_n: int = Field(default=16, ge=1, le=MAX_SEQUENCES)
     max_best_of: int = Field(default=16, ge=1, le=MAX_SEQUENCES)
+    max_stored_responses: int = Field(default=1000, ge=0)
+    max_stored_response_bytes: int = Field(default=2**28, ge=0)
+    stored_response_ttl_s: Seconds = 3600.0
     request_timeout_s: Seconds = 600.0
     stall_timeout_s: Seconds = 30.0
     max_migrations: int = Field(default=3, ge=0)

@@ -27,9 +27,11 @@ from deployments.api.json_response import JsonResponse
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
 from deployments.api.middleware import CountRequests, RecordRequests
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest
+from deployments.api.responses.endpoints import Responses
+from deployments.api.responses.store import StoredResponse
 from deployments.api.routes import Api, Endpoint, api_route
 from deployments.api.serving import Serving
-from deployments.broadcast import all_ingresses, broadcast
+from deployments.broadcast import all_ingresses, broadcast, first_result
 from deployments.config import AppConfig
 from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import INGRESS_INFO, REPLICAS_MIN, ingress_recorder
@@ -85,6 +87,7 @@ class Ingress:
             request_timeout_s=config.limits.request_timeout_s,
         )
         self._serving = Serving(config, client, self._view, self._prompts, self._log)
+        self._responses = Responses(self._serving, config.limits, _ask_ingresses)
         ingress_recorder().set(INGRESS_INFO, 1, model=config.served_name)
         ingress_recorder().set(REPLICAS_MIN, config.min_engine_replicas)
 
@@ -100,6 +103,10 @@ class Ingress:
         routes: list[tuple[str, str, Endpoint]] = [
             ("/v1/chat/completions", "POST", self.chat),
             ("/v1/completions", "POST", self.completions),
+            ("/v1/responses", "POST", self._responses.create),
+            ("/v1/responses/{response_id}", "GET", self._responses.retrieve),
+            ("/v1/responses/{response_id}", "DELETE", self._responses.delete),
+            ("/v1/responses/{response_id}/input_items", "GET", self._responses.input_items),
             ("/v1/models", "GET", self._serving.models),
             ("/v1/models/{name:path}", "GET", self._serving.model),
             ("/health", "GET", self.health),
@@ -185,6 +192,18 @@ class Ingress:
     async def recently_routed(self) -> tuple[str, list[RoutedRequest]]:
         """Return this ingress's name and where it has sent its last requests."""
         return _name(), self._view.recently_routed()
+
+    async def stored_response(self, response_id: str) -> tuple[str, StoredResponse | None]:
+        """Return this ingress's name and a response that it keeps, or None."""
+        return _name(), self._responses.store.get(response_id)
+
+    async def delete_response(self, response_id: str) -> tuple[str, bool | None]:
+        """Drop a response that this ingress keeps; returns its name and True, or None if it keeps none."""
+        return _name(), self._responses.store.delete(response_id) or None
+
+
+async def _ask_ingresses(method: str, response_id: str) -> Any:
+    return await first_result(all_ingresses(), method, response_id)
 
 
 def _name() -> str:

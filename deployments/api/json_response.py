@@ -25,4 +25,5 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         """Return the body."""
-        return _encode_finite(content).encode()
+        # Half a character, which JSON can escape and UTF-8 cannot hold, becomes its escape.
+        return _encode_finite(content).encode(errors="backslashreplace")

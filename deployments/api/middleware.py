@@ -22,7 +22,10 @@ __all__ = ["CountRequests", "RecordRequests", "direct_send", "path_of"]
 logger = logging.getLogger("ray.serve")
 
 _COUNTED_PATHS = frozenset(
-    {"/", "/live", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ping", "/metrics", "/version"}
+    (
+        *("/", "/live", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
+        *("/health", "/ping", "/metrics", "/version"),
+    )
 )
 _SEND = "pagoda.send"  # the key of a scope that holds the server's own ``send``
 _TRACE_HEADERS = ("traceparent", "tracestate")

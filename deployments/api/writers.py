@@ -58,12 +58,14 @@ class Answer:
 
     generation: Generation
     pieces: list[str] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)  # of each piece
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     def add(self, delta: Delta) -> None:
         """Append a delta."""
         self.pieces.append(delta.text)
+        self.token_counts.append(len(delta.token_ids))
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     @property

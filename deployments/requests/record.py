@@ -21,7 +21,7 @@ __all__ = ["OPERATIONS", "RequestRecord", "current_record", "record_error", "set
 
 CLIENT_CLOSED = 499  # the status that is logged; the client has disconnected and gets none
 # The paths whose requests are logged and traced, and OpenTelemetry's names for their operations.
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deployments.broadcast import broadcast
+from deployments.broadcast import broadcast, first_result
 
 
 @dataclass
@@ -31,8 +31,8 @@ class FakeHandle:
 
     results: list[FakeResult]
 
-    def broadcast(self, method: str) -> FakeHandle:
-        assert method == "metrics"
+    def broadcast(self, method: str, *args: str) -> FakeHandle:
+        assert (method, args) in (("metrics", ()), ("find", ("x",)))
         return self
 
     async def _fetch_replica_results_async(self) -> list[FakeResult]:
@@ -49,3 +49,15 @@ async def test_replicas_that_fail_or_do_not_answer_are_left_out(monkeypatch: pyt
 
 async def test_without_replicas_there_are_no_results() -> None:
     assert await broadcast(FakeHandle([]), "metrics") == {}  # type: ignore[arg-type]
+
+
+async def test_the_first_result_is_not_delayed_by_other_replicas() -> None:
+    results = [FakeResult(), FakeResult(("a", None)), FakeResult(RuntimeError("broken")), FakeResult(("b", 2))]
+    found = await asyncio.wait_for(first_result(FakeHandle(results), "find", "x"), 1.0)  # type: ignore[arg-type]
+    assert found == 2
+
+
+async def test_no_replica_has_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.broadcast.TIMEOUT_S", 0.05)
+    for results in ([FakeResult(("a", None)), FakeResult(RuntimeError("broken"))], [FakeResult()], []):
+        assert await first_result(FakeHandle(results), "find", "x") is None  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from deployments.api.openai.messages import RESERVED
 from engine.errors import RequestError
 from engine.sampling_params import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
-from tests.deployments.api.openai.conftest import Answers
+from tests.deployments.api.conftest import Answers
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines
 from tests.engine.checkpoints import save_tokenizer

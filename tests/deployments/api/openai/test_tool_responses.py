@@ -16,7 +16,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
-from tests.deployments.api.openai.conftest import MARKERS, Answers
+from tests.deployments.api.conftest import MARKERS, Answers
 from tests.deployments.api.openai.test_tool_requests import CHAT, NAMED, USER
 from tests.deployments.api.parsers.shapes import call, parse, parser
 from tests.deployments.conftest import OpenClient

@@ -1,0 +1,56 @@
+"""Errors of request bodies that name the wrong field by its JSON path, such as ``input[2].content``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from deployments.errors import ApiError
+from engine.errors import shown
+
+__all__ = ["NotOfferedError", "invalid_field", "json_path"]
+
+
+class NotOfferedError(ValueError):
+    """A validator rejects what the API has and Pagoda does not; the client gets 501."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what} is not offered; {remedy}")
+
+
+def invalid_field(error: ValidationError, fields: Any) -> ApiError:
+    """Return one line for the first wrong field of ``fields``: 400, or 501 for what is known but not offered."""
+    errors = error.errors(include_url=False)
+    name = errors[0]["loc"][:1]
+    # The branch of a union that knows the value, or got deepest, describes the error best.
+    of_field = (item for item in errors if item["loc"][:1] == name)
+    first = max(of_field, key=lambda item: (_is_not_offered(item), len(item["loc"])))
+    path = json_path(first["loc"], fields)
+    if first["type"] == "missing":
+        path = f"{path}.{first['loc'][-1]}" if path else str(first["loc"][-1])
+        return ApiError(400, f"{path} is missing; give it", param=path)
+    if _is_not_offered(first):
+        return ApiError(501, f"{path}: {first['ctx']['error']}", param=path)
+    message = first["msg"].removeprefix("Value error, ")
+    problem = f"{path}={shown(first['input'])} is invalid: {message[0].lower()}{message[1:]}"
+    return ApiError(400, problem, param=path)
+
+
+def _is_not_offered(error: Mapping[str, Any]) -> bool:
+    return isinstance(error.get("ctx", {}).get("error"), NotOfferedError)
+
+
+def json_path(location: Sequence[int | str], fields: Any) -> str:
+    """Return the part of pydantic's ``location`` that exists in ``fields``; it names branches of unions, too."""
+    path, value = "", fields
+    for part in location:
+        if isinstance(part, int) and isinstance(value, list) and part < len(value):
+            path += f"[{part}]"
+        elif isinstance(part, str) and isinstance(value, dict) and part in value:
+            path += f".{part}" if path else part
+        else:
+            continue
+        value = value[part]
+    return path

@@ -1,0 +1,90 @@
+"""ResponseStore: the responses that an ingress keeps in its memory, so that later requests can continue them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["ResponseStore", "StoredResponse"]
+
+_BYTES_PER_ENTRY = 1024  # of Python's objects, about
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response that is kept.
+
+    Attributes:
+        response: its JSON.
+        input: the JSON list of its input items, those of earlier responses included.
+    """
+
+    response: bytes
+    input: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory, about."""
+        return len(self.response) + len(self.input) + _BYTES_PER_ENTRY
+
+
+class ResponseStore:
+    """Keeps responses by id; the oldest go first. Several threads may use it.
+
+    Args:
+        max_responses: number of responses; 0 keeps none.
+        max_bytes: of all of them.
+        ttl_s: seconds for which one is kept.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self, max_responses: int, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._stored: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()  # id -> deadline, the oldest first
+        self._num_bytes = 0
+
+    def put(self, response_id: str, stored: StoredResponse) -> None:
+        """Keep a response, unless it alone exceeds the limit, and drop the oldest ones beyond the limits."""
+        with self._lock:
+            self._drop(response_id)
+            if stored.num_bytes > self._max_bytes:
+                return
+            self._stored[response_id] = self._clock() + self._ttl_s, stored
+            self._num_bytes += stored.num_bytes
+            self._drop_expired()
+            while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
+                self._drop(next(iter(self._stored)))
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        """Return a response; None if it is not kept."""
+        with self._lock:
+            self._drop_expired()
+            found = self._stored.get(response_id)
+            return None if found is None else found[1]
+
+    def delete(self, response_id: str) -> bool:
+        """Drop a response; returns whether it was kept."""
+        with self._lock:
+            self._drop_expired()
+            return self._drop(response_id)
+
+    def _drop_expired(self) -> None:
+        now = self._clock()
+        while self._stored and next(iter(self._stored.values()))[0] <= now:
+            self._drop(next(iter(self._stored)))
+
+    def _drop(self, response_id: str) -> bool:
+        _, stored = self._stored.pop(response_id, (0.0, None))
+        if stored is None:
+            return False
+        self._num_bytes -= stored.num_bytes
+        return True

@@ -1,0 +1,61 @@
+"""Creating responses, whole and streamed, with everything that comes back checked against the official types."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.deployments.api.responses.official import check_events, check_response, events_of
+from tests.deployments.fakes import INFO
+
+PATH = "/v1/responses"
+
+
+def post(client: TestClient, **body: Any) -> dict[str, Any]:
+    """Return the response to a body, which is the same whole and streamed."""
+    answer = client.post(PATH, json={"input": "Hi"} | body)
+    assert answer.status_code == 200, answer.text
+    whole: dict[str, Any] = answer.json()
+    check_response(whole)
+    streamed = check_events(stream(client, **body))
+    assert comparable(streamed) == comparable(whole)
+    return whole
+
+
+def stream(client: TestClient, **body: Any) -> list[dict[str, Any]]:
+    """Return the events of a streamed response."""
+    answer = client.post(PATH, json={"input": "Hi"} | body | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return events_of(answer.text)
+
+
+def comparable(value: Any) -> Any:
+    """Return a response without ids and times."""
+    if isinstance(value, list):
+        return [comparable(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: comparable(one)
+        for key, one in value.items()
+        if key not in ("id", "call_id", "created_at", "completed_at", "previous_response_id")
+    }
+
+
+def rejected(client: TestClient, status: int = 400, **body: Any) -> dict[str, Any]:
+    """Return the error to a body."""
+    answer = client.post(PATH, json={"input": "Hi"} | body)
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.fixture(autouse=True)
+def long_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's context holds the prompts of conversations with tools."""
+    monkeypatch.setattr("tests.deployments.fakes.INFO", replace(INFO, max_model_len=1024, num_blocks=512))
