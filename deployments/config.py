@@ -141,6 +141,7 @@ class AppConfig(_Options):
     web: bool = True
     tool_parser: str | None = None  # None: as the chat template implies; "none": no tool calls are parsed
     reasoning_parser: str | None = None
+    strip_billing_header: bool = True  # of Claude Code, from prompts; see deployments/api/messages/attribution.py
     engine: dict[str, Any] = Field(default_factory=dict)
     replicas: ReplicaOptions = ReplicaOptions()
     limits: LimitOptions = LimitOptions()

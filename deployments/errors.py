@@ -82,6 +82,8 @@ class ApiError(PagodaError):
     @property
     def headers(self) -> dict[str, str]:
         """Extra response headers."""
+        if self.status == 501:
+            return {"X-Should-Retry": "false"}  # the clients of OpenAI and Anthropic retry every other 5xx
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 

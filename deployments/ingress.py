@@ -25,6 +25,7 @@ from deployments.api.api_keys import ApiKeys, RequireKey
 from deployments.api.body import read_body
 from deployments.api.json_response import JsonResponse
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
+from deployments.api.messages.endpoints import MessagesApi
 from deployments.api.middleware import CountRequests, RecordRequests
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest
 from deployments.api.responses.endpoints import Responses
@@ -88,6 +89,11 @@ class Ingress:
         )
         self._serving = Serving(config, client, self._view, self._prompts, self._log)
         self._responses = Responses(self._serving, config.limits, _ask_ingresses)
+        self._messages = MessagesApi(
+            self._serving,
+            max_body_bytes=config.limits.max_body_bytes,
+            strip_billing_header=config.strip_billing_header,
+        )
         ingress_recorder().set(INGRESS_INFO, 1, model=config.served_name)
         ingress_recorder().set(REPLICAS_MIN, config.min_engine_replicas)
 
@@ -107,6 +113,8 @@ class Ingress:
             ("/v1/responses/{response_id}", "GET", self._responses.retrieve),
             ("/v1/responses/{response_id}", "DELETE", self._responses.delete),
             ("/v1/responses/{response_id}/input_items", "GET", self._responses.input_items),
+            ("/v1/messages", "POST", self._messages.create),
+            ("/v1/messages/count_tokens", "POST", self._messages.count_tokens),
             ("/v1/models", "GET", self._serving.models),
             ("/v1/models/{name:path}", "GET", self._serving.model),
             ("/health", "GET", self.health),

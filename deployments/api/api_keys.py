@@ -4,10 +4,11 @@ Keys come from the environment of each node, ``PAGODA_API_KEYS`` (separated by c
 ``PAGODA_API_KEYS_FILE`` names (one a line), and never from the YAML. Only their SHA-256 is kept, and each of them is
 compared in constant time.
 
-Clients send ``Authorization: Bearer KEY``. A browser cannot do that when it opens a page, so HTTP Basic with the key as
-password (and any user name) is accepted too: the browser prompts its user for the key and then sends it with every
-request. It also sends it for a script or form of another site. A request with Basic and a method other than GET or HEAD
-is therefore rejected unless it comes from Pagoda's own page. No cookie and no script holds the key.
+Clients send ``Authorization: Bearer KEY``, or ``X-Api-Key: KEY`` as Anthropic's do. A browser cannot do either when it
+opens a page, so HTTP Basic with the key as password (and any user name) is accepted too: the browser prompts its user
+for the key and then sends it with every request. It also sends it for a script or form of another site. A request with
+Basic and a method other than GET or HEAD is therefore rejected unless it comes from Pagoda's own page. No cookie and no
+script holds the key.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deployments.api.error_responses import error_response
 from deployments.api.middleware import path_of
 from deployments.errors import ApiError
-from deployments.requests.record import record_error
 from engine.errors import ConfigError
 
 __all__ = ["ApiKeys", "RequireKey"]
@@ -128,24 +129,27 @@ class RequireKey:
         else:
             await rejection(scope, receive, send)
 
-    def _rejection(self, scope: Scope) -> JSONResponse | None:
+    def _rejection(self, scope: Scope) -> Response | None:
         """Return the response that rejects a request, or None if it has a valid key."""
         headers = Headers(scope=scope)
+        given = headers.get("x-api-key")  # no browser sends it by itself
+        if given is not None and self._keys.accept(given.encode("latin-1")):
+            return None
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         scheme, key = scheme.lower(), _key(scheme.lower(), credentials.strip())
         if key is None or not self._keys.accept(key):
-            return self._unauthorized(scope, headers, was_given=bool(scheme))
+            return self._unauthorized(scope, headers, was_given=bool(scheme) or given is not None)
         if scheme == "basic" and scope["method"] not in ("GET", "HEAD") and not _is_from_our_page(headers):
             return _answer(ApiError(403, "requests from another site need Authorization: Bearer KEY"))
         return None
 
-    def _unauthorized(self, scope: Scope, headers: Headers, *, was_given: bool) -> JSONResponse:
+    def _unauthorized(self, scope: Scope, headers: Headers, *, was_given: bool) -> Response:
         prompt_browser = self._prompts_browser and path_of(scope) == "/" and "text/html" in headers.get("accept", "")
         problem = "the API key is wrong" if was_given else "an API key is needed"
         how = (
             "reload and give it as the password, with any user name"
             if prompt_browser
-            else "send Authorization: Bearer KEY"
+            else "send Authorization: Bearer KEY or X-Api-Key: KEY"
         )
         answer = _answer(ApiError(401, f"{problem}; {how}", code="invalid_api_key"))
         answer.headers["WWW-Authenticate"] = 'Basic realm="Pagoda", charset="UTF-8"' if prompt_browser else "Bearer"
@@ -172,6 +176,7 @@ def _is_from_our_page(headers: Headers) -> bool:
     return origin is None or origin.partition("://")[2] == headers.get("host")
 
 
-def _answer(error: ApiError) -> JSONResponse:
-    record_error(error)
-    return JSONResponse(error.body, error.status, headers=error.headers | {"Cache-Control": "no-store"})
+def _answer(error: ApiError) -> Response:
+    answer = error_response(error)
+    answer.headers["Cache-Control"] = "no-store"
+    return answer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from typing import Any, NoReturn, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -100,10 +100,24 @@ def _as_api_error(error: ValidationError, fields: Mapping[str, Any]) -> ApiError
     if not errors[0]["loc"]:  # the error is in a key
         return ApiError(400, f"the body is invalid: {errors[0]['msg'].lower()}", code="invalid_json")
     name = str(errors[0]["loc"][0])
-    if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
-        return ApiError(400, f"{name} is missing; give it", param=name)
     # The branch of a union that got deepest describes the error best.
     first = max((item for item in errors if item["loc"][0] == name), key=lambda item: len(item["loc"]))
-    where = name + "".join(f"[{part}]" for part in first["loc"][1:] if isinstance(part, int))
-    value = first["input"] if first["type"] != "missing" else fields[name]
-    return ApiError(400, f"{where}={shown(value)} is invalid: {first['msg'][0].lower()}{first['msg'][1:]}", param=name)
+    if first["type"] == "missing":
+        *outer, missing = first["loc"]
+        inside = _path(outer, fields)
+        return ApiError(400, f"{inside}.{missing} is missing; give it".lstrip("."), param=name)
+    problem = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+    return ApiError(400, f"{_path(first['loc'], fields)}={shown(first['input'])} is invalid: {problem}", param=name)
+
+
+def _path(location: Sequence[int | str], fields: Mapping[str, Any]) -> str:
+    """Return the path of a value in the body, such as ``messages[0].content``, without pydantic's names of types."""
+    path, value = "", cast("object", fields)
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+            value = value[part] if isinstance(value, list) and part < len(value) else None
+        elif isinstance(value, dict) and part in value:
+            path += f".{part}" if path else part
+            value = value[part]
+    return path

@@ -1,4 +1,7 @@
-"""Error responses: an exception becomes the OpenAI error body and is put into the request's record."""
+"""Error responses: an exception becomes the error body of the request's API and is put into the request's record.
+
+That is the OpenAI API, except below /v1/messages.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,31 @@ from starlette.types import ExceptionHandler
 
 from deployments.api.json_response import JsonResponse
 from deployments.errors import ApiError, as_api_error
-from deployments.requests.record import record_error
+from deployments.requests.record import find_record, is_messages_path, record_error
 
-__all__ = ["ERROR_HANDLERS", "error_response", "record_api_error"]
+__all__ = ["ERROR_HANDLERS", "error_body", "error_response", "record_api_error"]
+
+# The ``type`` of an error in the Messages API, by status.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    501: "invalid_request_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error, in the form of the API that the current request's path belongs to."""
+    record = find_record()
+    if record is None or not is_messages_path(record.path):
+        return error.body
+    default = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _MESSAGES_TYPES.get(error.status, default)
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": record.request_id}
 
 
 def record_api_error(error: Exception) -> ApiError:
@@ -27,7 +52,7 @@ def record_api_error(error: Exception) -> ApiError:
 def error_response(error: Exception) -> Response:
     """Return the response to a request that failed with ``error``."""
     api_error = record_api_error(error)
-    return JsonResponse(api_error.body, api_error.status, headers=api_error.headers)
+    return JsonResponse(error_body(api_error), api_error.status, headers=api_error.headers)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -15,17 +15,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.observability.ingress_metrics import HTTP_REQUESTS, ingress_recorder
-from deployments.requests.record import OPERATIONS, RequestRecord, set_current_record
+from deployments.requests.record import OPERATIONS, RequestRecord, is_messages_path, set_current_record
 
 __all__ = ["CountRequests", "RecordRequests", "direct_send", "path_of"]
 
 logger = logging.getLogger("ray.serve")
 
 _COUNTED_PATHS = frozenset(
-    (
-        *("/", "/live", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
-        *("/health", "/ping", "/metrics", "/version"),
-    )
+    {"/", "/live", "/v1/models", "/health", "/ping", "/metrics", "/version", "/v1/messages/count_tokens", *OPERATIONS}
 )
 _SEND = "pagoda.send"  # the key of a scope that holds the server's own ``send``
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -96,6 +93,8 @@ class RecordRequests:
                 record.sent_status = message["status"]
                 if request_id != given:  # Serve itself returns an id that came with the request
                     MutableHeaders(scope=message).append("X-Request-Id", request_id)
+                if is_messages_path(record.path):
+                    MutableHeaders(scope=message).append("Request-Id", request_id)
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 record.is_complete = True

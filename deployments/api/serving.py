@@ -88,6 +88,12 @@ class Serving:
         prompts = answer_format.showing_its_markers(prompts)
         return await self._respond(answer_format.constrained(body), prompts, builder, writers(answer_format))
 
+    async def count_tokens(self, body: ChatRequest) -> int:
+        """Return the number of tokens of a conversation's prompt."""
+        self._require_model(body.model)
+        builder = await self._prompts.get()
+        return len((await builder.chat(body))[0].token_ids)
+
     async def completions(self, body: CompletionRequest) -> Response:
         """Continue one or several prompts."""
         self._admit(body)

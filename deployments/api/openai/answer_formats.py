@@ -124,6 +124,8 @@ class AnswerFormats:
         reasoning = self._parsers.reasoning_parser
         ids = [] if reasoning is None else [self._tokenizer.single_token_id(one) for one in reasoning.markers]
         if reasoning is None or None in ids:
+            if not request.requires_thinking_budget:
+                return None
             remedy = "leave it out, or set reasoning_parser in the server's configuration"
             raise RequestError(
                 "needs a model whose markers of reasoning are tokens", param="thinking_token_budget", remedy=remedy

@@ -272,6 +272,7 @@ class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     endpoint = "/v1/chat/completions"
+    requires_thinking_budget: ClassVar[bool] = True  # reject a budget if the model's reasoning cannot be limited
     not_offered = {name: NOT_OFFERED[name] for name in NOT_OFFERED if name not in OFFERED_IN_CHAT} | NOT_OFFERED_IN_CHAT
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # SamplingParams does not see it beside the newer name

@@ -115,7 +115,7 @@ REJECTED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "any"}, "tool_choice", "any"),
     ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", "'h'"),
     ({"tools": [F, F]}, "tools", "twice"),
-    ({"tools": [{"type": "function"}]}, "tools", "required"),
+    ({"tools": [{"type": "function"}]}, "tools", "tools[0].function is missing"),
     ({"tools": [{"type": "retrieval"}]}, "tools", "retrieval"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "''"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "a b"),
@@ -129,7 +129,11 @@ REJECTED: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     ({"chat_template": "x"}, "chat_template", "request"),
     ({"reasoning_effort": "much"}, "reasoning_effort", "much"),
-    ({"messages": [USER | {"tool_calls": [{"function": {}}]}]}, "messages", "required"),
+    (
+        {"messages": [USER | {"tool_calls": [{"function": {}}]}]},
+        "messages",
+        "messages[0].tool_calls[0].function.name is missing",
+    ),
 ]
 
 

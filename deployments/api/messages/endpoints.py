@@ -1,0 +1,44 @@
+"""The endpoints of the Messages API."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.api.body import read_body
+from deployments.api.json_response import JsonResponse
+from deployments.api.messages.attribution import without_billing_header
+from deployments.api.messages.protocol import CountTokensRequest, MessagesRequest
+from deployments.api.messages.response_writers import MessagesWriters
+from deployments.api.openai.protocol import ChatRequest
+from deployments.api.serving import Serving
+
+__all__ = ["MessagesApi"]
+
+
+class MessagesApi:
+    """Answers requests of Anthropic's clients.
+
+    Args:
+        serving: answers the chat requests that they stand for.
+        max_body_bytes: maximum size of a body.
+        strip_billing_header: whether Claude Code's billing header is kept out of prompts.
+    """
+
+    def __init__(self, serving: Serving, *, max_body_bytes: int, strip_billing_header: bool) -> None:
+        self._serving = serving
+        self._max_body_bytes = max_body_bytes
+        self._strip_billing_header = strip_billing_header
+
+    async def create(self, request: Request) -> Response:
+        """Answer a conversation."""
+        body = await read_body(MessagesRequest, request, self._max_body_bytes)
+        return await self._serving.chat(self._chat(body), MessagesWriters)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Return the number of tokens of a conversation's prompt."""
+        body = await read_body(CountTokensRequest, request, self._max_body_bytes)
+        return JsonResponse({"input_tokens": await self._serving.count_tokens(self._chat(body))})
+
+    def _chat(self, body: CountTokensRequest) -> ChatRequest:
+        return without_billing_header(body.chat) if self._strip_billing_header else body.chat
