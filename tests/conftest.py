@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # The same examples every time, so that a failure is repeated by running it again, and no opinion on how fast they are:
-# the machine may be busy. New examples: HYPOTHESIS_PROFILE=random.
+# the machine may be busy. New examples: HYPOTHESIS_PROFILE=random. For mutants: a failure need not be made small.
 settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("mutation", settings.get_profile("repeatable"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

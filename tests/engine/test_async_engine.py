@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import random
 import threading
-import tracemalloc
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from engine import async_engine as async_engine_module
 from engine.async_engine import AsyncEngine
 from engine.engine import Engine
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
-from engine.output_streams import OutputStream
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
-from engine.sequence import Sequence, SequenceGroup
+from tests.engine.async_streams import Gate, collect, wait_until_idle
 from tests.engine.shadow import ShadowRunner, make_engine
 
 
@@ -33,16 +26,6 @@ async def running() -> AsyncIterator[tuple[AsyncEngine, ShadowRunner, Engine]]:
     async_engine = AsyncEngine(engine)
     yield async_engine, runner, engine
     await async_engine.shutdown()
-
-
-async def collect(stream: AsyncIterator[EngineOutput]) -> list[int]:
-    return [token_id async for batch in stream for token_id in batch.token_ids]
-
-
-async def wait_until_idle(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(10):
-        while engine.stats().num_running or engine.stats().num_waiting or engine.stats().num_used_blocks:
-            await asyncio.sleep(0.005)
 
 
 async def test_concurrent_streams_each_get_their_own_tokens(running: tuple[AsyncEngine, ShadowRunner, Engine]) -> None:
@@ -60,23 +43,6 @@ async def test_the_last_batch_says_why_it_ended(running: tuple[AsyncEngine, Shad
     batches = [batch async for batch in running[0].generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=3)))]
     assert [batch.finish_reason for batch in batches[:-1]] == [None] * (len(batches) - 1)
     assert batches[-1].finish_reason == "length"
-
-
-class Gate:
-    """Holds the runner's second step, and all later ones, until it is opened."""
-
-    def __init__(self, runner: ShadowRunner) -> None:
-        self.is_held = threading.Event()
-        self.opened = threading.Event()
-        self.run: Callable[[SchedulerOutput, StepTimes], list[int]] = runner.run
-        self._runner = runner
-        runner.run = self._hold  # type: ignore[method-assign]
-
-    def _hold(self, output: SchedulerOutput, times: StepTimes) -> list[int]:
-        if self._runner.num_steps >= 1:
-            self.is_held.set()
-            self.opened.wait(30)
-        return self.run(output, times)
 
 
 async def test_a_slow_reader_gets_what_has_queued_in_one_batch() -> None:
@@ -269,124 +235,6 @@ async def test_closing_a_stream_frees_its_blocks(running: tuple[AsyncEngine, Sha
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
     await wait_until_idle(engine)
-
-
-class Client:
-    """Sends random requests, and disconnects from, aborts or ends some of them in the middle."""
-
-    def __init__(self, engine: AsyncEngine, rng: random.Random) -> None:
-        self.engine = engine
-        self.rng = rng
-        self.undisturbed: list[tuple[list[int], SamplingParams, dict[int, list[int]]]] = []
-        self.did: Counter[str] = Counter()
-
-    def draw_params(self) -> SamplingParams:
-        common = {"max_tokens": self.rng.randint(1, 12), "stop_token_ids": self.rng.choice([[], [1, 2, 3]])}
-        kind = self.rng.randrange(4)
-        if kind == 0:
-            return SamplingParams(temperature=0, beam_width=3, n=self.rng.randint(1, 3), **common)
-        if kind == 1:
-            return SamplingParams(n=2, best_of=3, **common)
-        return SamplingParams(n=self.rng.choice([1, 3]) if kind == 2 else 1, **common)
-
-    async def request(self, index: int) -> None:
-        prompt = [self.rng.randrange(4) for _ in range(self.rng.randint(1, 30))]
-        params, what = self.draw_params(), self.rng.choice(["", "", "leave", "abort", "end", "cancel"])
-        stream = self.engine.generate(EngineRequest(str(index), prompt, params, priority=self.rng.randint(0, 2)))
-        if what == "cancel":
-            task = asyncio.ensure_future(collect(stream))
-            for _ in range(self.rng.randrange(20)):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        else:
-            answers = await self.read(str(index), stream, what, self.rng.randrange(6))
-            if not what:
-                self.undisturbed.append((prompt, params, answers))
-        self.did[what] += 1
-
-    async def read(
-        self, request_id: str, stream: AsyncIterator[EngineOutput], what: str, when: int
-    ) -> dict[int, list[int]]:
-        answers: dict[int, list[int]] = {}
-        position = 0
-        async for batch in stream:
-            answers.setdefault(batch.index, []).extend(batch.token_ids)
-            if position == when and what == "abort":
-                self.engine.abort(request_id)
-            elif position == when and what == "end":
-                self.engine.end_answer(request_id, batch.index)
-            elif position == when and what == "leave":
-                await stream.aclose()  # type: ignore[attr-defined]
-            position += 1
-        return answers
-
-
-def check_answers(client: Client, runner: ShadowRunner) -> None:
-    """Compare the answers with those of an undisturbed engine; other tests compare ``best_of``."""
-    for prompt, params, answers in client.undisturbed:
-        assert sorted(answers) == list(range(params.n))
-        stops = params.stop_token_ids or ()
-        limit = len(prompt) + (params.max_tokens or 0)
-        if params.uses_beam_search:
-            found = runner.search(prompt, params, limit)
-            assert answers == {index: found[index].token_ids for index in range(params.n)}
-        elif params.best_of is None:
-            for index, answer in answers.items():
-                whole = runner.answer(prompt, limit - len(prompt), index=index)
-                end = next((i + 1 for i, token_id in enumerate(whole) if token_id in stops), len(whole))
-                assert answer == whole[:end]
-    client.undisturbed.clear()
-
-
-def memory_of_the_engine() -> int:
-    """Return the bytes that the code of the engine and of asyncio has allocated, without the tests' own."""
-    gc.collect()
-    of_engine = Path(async_engine_module.__file__).parent / "*"
-    filters = [tracemalloc.Filter(True, str(of_engine)), tracemalloc.Filter(True, f"{Path(asyncio.__file__).parent}/*")]
-    return sum(one.size for one in tracemalloc.take_snapshot().filter_traces(filters).statistics("filename"))
-
-
-def num_objects_of_requests() -> int:
-    gc.collect()
-    kinds = {Sequence, SequenceGroup, EngineOutput, EngineOutput, OutputStream}
-    return sum(type(one) in kinds for one in gc.get_objects())
-
-
-async def test_a_thousand_mixed_requests_with_random_aborts_leave_nothing_behind() -> None:
-    """No block, no task, no stream, and no memory: the second five hundred take none beyond the first."""
-    engine, runner = make_engine(
-        num_blocks=48, num_host_blocks=24, block_size=4, max_num_batched_tokens=64, max_num_seqs=16
-    )
-    async_engine = AsyncEngine(engine)
-    client = Client(async_engine, random.Random(0))
-    objects_before = num_objects_of_requests()
-    memory = []
-    try:
-        async with asyncio.timeout(120):
-            for wave in range(20):
-                if wave == 8:  # it is slow, and what counts is the second half
-                    tracemalloc.start()
-                await asyncio.gather(*(client.request(50 * wave + i) for i in range(50)))
-                await wait_until_idle(async_engine)
-                assert not engine.has_unfinished
-                assert not len(async_engine._streams)
-                assert engine.block_manager.num_free_blocks == 48
-                assert engine.block_manager.host_pool.num_free == 24
-                assert len(asyncio.all_tasks()) == 1
-                check_answers(client, runner)
-                if wave in (9, 10, 11, 17, 18, 19):
-                    memory.append(memory_of_the_engine())
-    finally:
-        tracemalloc.stop()
-        await async_engine.shutdown()
-    # Of each kind enough; how many exactly depends on how fast the machine is.
-    assert min(client.did[what] for what in ("", "leave", "abort", "end", "cancel")) > 50
-    assert runner.num_copied["swap_out"] > 50
-    # 40 bytes a request would be seen. Tables that were made before the tracing are counted from their next
-    # growth on, so the fullest of the first readings is what the second half is held to.
-    assert min(memory[3:]) < max(memory[:3]) + 16 * 1024, memory
-    assert num_objects_of_requests() <= objects_before
 
 
 async def test_after_shutdown_requests_fail_clearly_and_the_thread_is_gone() -> None:

@@ -17,8 +17,8 @@ from engine.errors import EngineDeadError
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from tests.engine.async_streams import Gate
 from tests.engine.shadow import ShadowRunner, make_engine
-from tests.engine.test_async_engine import Gate
 
 
 @dataclass(eq=False)

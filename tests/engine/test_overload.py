@@ -14,9 +14,9 @@ from engine.errors import EngineDeadError, OverloadedError
 from engine.observability.load import EngineLoad
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from tests.engine.async_streams import Gate, collect, wait_until_idle
 from tests.engine.observability.clock import Clock
 from tests.engine.shadow import ShadowRunner, make_engine, metrics_of
-from tests.engine.test_async_engine import Gate, collect, wait_until_idle
 
 PARAMS = SamplingParams(max_tokens=4)
 

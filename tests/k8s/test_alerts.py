@@ -1,7 +1,7 @@
 """Each alert fires if its cause exists and not otherwise, as evaluated by Prometheus itself.
 
 A series is written as promtool has it, a value a minute: `1x5` is 1 and five times 1 again, `0+60x5` rises by 60 five
-times, `_x5` is nothing for five minutes.
+times, `_x5` is nothing for five minutes. Of an alert that compares days it is a value every five minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ HITS, QUERIES = 'prefix_cache_hit_tokens_total{replica="a"}', 'prefix_cache_quer
 USAGE, PREEMPTIONS = 'kv_cache_usage_ratio{replica="a"}', 'preemptions_total{replica="a", kind="recompute"}'
 GOOD, BAD = (f'http_requests_total{{ingress="i", path="/v1/completions", status="{status}"}}' for status in (200, 503))
 HEALTHY = {'engine_start_time_seconds{replica="healthy"}': "0x90"}
-DAY = 1440  # minutes
+STEP = {"PagodaHitRateCollapsed": 5}  # minutes between two values, if not 1
+DAY = 1440 // 5  # values
 
 
 def first_tokens(within_objective: str, all_of_them: str) -> dict[str, str]:
@@ -66,10 +67,10 @@ CASES: dict[str, list[tuple[str, dict[str, str], int, bool]]] = {
         ("hardly anybody asks", first_tokens("0+0x60", "0+1x60"), 30, False),
     ],
     "PagodaHitRateCollapsed": [
-        ("no hits any more", {HITS: f"0+6000x{DAY} {6000 * DAY}x90", QUERIES: f"0+12000x{DAY + 90}"}, DAY + 60, True),
-        ("new replicas without a hit", {HITS: f"0+6000x{DAY}", QUERIES: f"0+12000x{DAY + 90}"}, DAY + 60, True),
-        ("as ever", {HITS: f"0+6000x{DAY + 90}", QUERIES: f"0+12000x{DAY + 90}"}, DAY + 60, False),
-        ("never were any", {HITS: f"0x{DAY + 90}", QUERIES: f"0+12000x{DAY + 90}"}, DAY + 60, False),
+        ("no hits any more", {HITS: f"0+30000x{DAY} {30000 * DAY}x18", QUERIES: f"0+60000x{DAY + 18}"}, DAY + 12, True),
+        ("new replicas without a hit", {HITS: f"0+30000x{DAY}", QUERIES: f"0+60000x{DAY + 18}"}, DAY + 12, True),
+        ("as ever", {HITS: f"0+30000x{DAY + 18}", QUERIES: f"0+60000x{DAY + 18}"}, DAY + 12, False),
+        ("never were any", {HITS: f"0x{DAY + 18}", QUERIES: f"0+60000x{DAY + 18}"}, DAY + 12, False),
     ],
     "PagodaKVCacheFull": [
         ("full and preempting", {USAGE: "0.97x60", PREEMPTIONS: "0+2x60"}, 30, True),
@@ -93,22 +94,24 @@ def _input(series: dict[str, str]) -> list[dict[str, str]]:
     return [{"series": name, "values": values} for name, values in zip(names, series.values(), strict=True)]
 
 
-def _tests() -> list[dict[str, object]]:
+def _tests(step: int) -> list[dict[str, object]]:
+    """Return the cases of the alerts whose series have a value every ``step`` minutes."""
     return [
         {
             "name": f"{alert}: {what}",
-            "interval": "1m",
+            "interval": f"{step}m",
             "input_series": _input(series),
             "promql_expr_test": [
                 {
                     "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) or vector(0)',
-                    "eval_time": f"{minute}m",
+                    "eval_time": f"{at * step}m",
                     "exp_samples": [{"labels": "{}", "value": int(fires)}],
                 }
             ],
         }
         for alert, cases in CASES.items()
-        for what, series, minute, fires in cases
+        if STEP.get(alert, 1) == step
+        for what, series, at, fires in cases
     ]
 
 
@@ -119,9 +122,10 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not()
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed: apt-get install prometheus")
-def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [1, 5])
+def test_alerts_fire_when_they_should(tmp_path: Path, step: int) -> None:
     write_rules(tmp_path / "rules.yaml")
-    document = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": _tests()}
+    document = {"rule_files": ["rules.yaml"], "evaluation_interval": f"{step}m", "tests": _tests(step)}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(document))
     for command in (["check", "rules", "rules.yaml"], ["test", "rules", "tests.yaml"]):
         done = subprocess.run(["promtool", *command], cwd=tmp_path, capture_output=True, text=True, timeout=100)

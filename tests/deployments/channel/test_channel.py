@@ -11,7 +11,7 @@ from deployments.channel.errors import ReplicaDrainingError, ReplicaFullError
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
 from engine.structured_outputs.params import StructuredOutputsParams
 from tests.deployments.channel.peers import Peers, outputs_of, tokens_of, until
-from tests.engine.test_async_engine import Gate
+from tests.engine.async_streams import Gate
 
 
 async def test_concurrent_streams_of_two_ingresses_each_get_their_own_tokens(peers: Peers) -> None:

@@ -14,7 +14,7 @@ from deployments.observability.ingress_metrics import (
 )
 from engine.errors import EngineDeadError
 from tests.deployments.channel.peers import Peers, tokens_of, until
-from tests.engine.test_async_engine import Gate
+from tests.engine.async_streams import Gate
 
 
 def _counts() -> dict[str, float]:

@@ -16,7 +16,7 @@ from deployments.channel.codec import encode
 from deployments.channel.messages import Hello
 from engine.errors import EngineDeadError
 from tests.deployments.channel.peers import Ingress, Peers, Proxy, Replica, tokens_of, until
-from tests.engine.test_async_engine import Gate
+from tests.engine.async_streams import Gate
 
 
 class Paced:

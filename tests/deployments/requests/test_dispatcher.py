@@ -19,7 +19,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.channel.peers import Peers, Replica, tokens_of, until
 from tests.deployments.fakes import IDLE
-from tests.engine.test_async_engine import Gate
+from tests.engine.async_streams import Gate
 
 
 class Front:

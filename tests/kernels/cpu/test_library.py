@@ -19,10 +19,14 @@ from kernels.cpu.linear import PackedLinear, WeightKind, linear
 
 
 def test_a_second_build_finds_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path))
+    sources, cache = tmp_path / "csrc", tmp_path / "cache"
+    sources.mkdir()
+    (sources / "one.c").write_text("int one(void) { return 1; }\n")
+    monkeypatch.setattr(building, "SOURCES", sources)
+    monkeypatch.setenv("PAGODA_CACHE_DIR", str(cache))
     first = build()
-    assert first.parent == tmp_path
-    assert sorted(tmp_path.iterdir()) == [first, tmp_path / "lock"]  # nothing unfinished is left
+    assert first.parent == cache
+    assert sorted(cache.iterdir()) == [first, cache / "lock"]  # nothing unfinished is left
     monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("the library was built already"))
     assert build() == first
 
