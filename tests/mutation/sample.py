@@ -1,0 +1,174 @@
+"""Draws mutants of a package at random, and counts those that its tests notice. ``--help`` shows the options.
+
+This is a script, not a module of the package ``tests``: mutmut imports the tests from its own copy of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import sys
+import tomllib
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU_LIMIT_S = 300
+RESULTS = ROOT / "benchmarks" / "results" / "mutation.json"
+PACKAGES: dict[str, Any] = tomllib.loads((Path(__file__).parent / "packages.toml").read_text())
+LINKED = ("deployments", "engine", "kernels", "demo", "k8s", "benchmarks", "serve_config.yaml")
+CONFIG = """
+[tool.mutmut]
+source_paths = {sources}
+do_not_mutate = {left_out}
+do_not_mutate_patterns = ['\\blog(ger)?\\.(debug|info|warning|error|exception)\\(']  # messages may change
+also_copy = {linked}
+pytest_add_cli_args_test_selection = {tests}
+pytest_add_cli_args = ["-o", "addopts=", "-p", "no:cacheprovider", "-m", "not long"]
+timeout_constant = 20.0
+timeout_multiplier = 4.0
+track_dependencies = false
+"""
+
+
+def prepare(name: str, package: dict[str, Any]) -> None:
+    """Make the folder in which mutmut works, with links to the code, and go there."""
+    folder = ROOT / "build" / "mutation" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for linked in ("tests", *LINKED):
+        (folder / linked).unlink(missing_ok=True)
+        (folder / linked).symlink_to(ROOT / linked)
+    config = CONFIG.format(
+        sources=package["sources"], left_out=package.get("left_out", []), linked=list(LINKED), tests=package["tests"]
+    )
+    (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + config)
+    os.chdir(folder)
+
+
+def generate() -> list[str]:
+    """Write all mutants; return their names."""
+    from mutmut import __main__ as mutmut
+
+    Path("mutants").mkdir(exist_ok=True)
+    mutmut.copy_src_dir()
+    mutmut.copy_also_copy_files()
+    mutmut.create_mutants(1)
+    return sorted(exit_codes())
+
+
+def exit_codes() -> dict[str, int | None]:
+    """Return what mutmut has recorded of each mutant: pytest's exit code, or None."""
+    found: dict[str, int | None] = {}
+    for file in Path("mutants").rglob("*.meta"):
+        found.update(json.loads(file.read_text())["exit_code_by_key"])
+    return found
+
+
+def run(names: list[str], slow_tests: list[str]) -> dict[str, str]:
+    """Run the tests of each mutant, and for a survivor all tests; return mutmut's word for the outcome."""
+    from mutmut import __main__ as mutmut
+
+    os.environ.update(OMP_NUM_THREADS="1", HYPOTHESIS_PROFILE="mutation")
+    mutmut._run(names, 1)
+    outcomes = {name: mutmut.status_by_exit_code[code] for name, code in exit_codes().items() if name in set(names)}
+    tests = [*mutmut.config().pytest_add_cli_args_test_selection, *slow_tests]
+    for name in names:
+        if outcomes[name] in ("survived", "no tests"):
+            code = run_in_child(name, tests)
+            outcomes[name] = "survived" if code == 0 else "killed"
+            print(f"{name}: {outcomes[name]} by all tests (pytest returned {code})", flush=True)
+    return outcomes
+
+
+def run_in_child(name: str, tests: list[str]) -> int:
+    """Run these tests on a mutant; return pytest's exit code, or the negative number of a signal.
+
+    All tests have to run again, because mutmut attributes a function that a shared fixture calls to one test only.
+    """
+    from mutmut.mutation.trampoline import set_mutant_under_test
+    from mutmut.runners.harness import PytestRunner
+
+    child = os.fork()
+    if child == 0:
+        set_mutant_under_test(name)
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        os._exit(PytestRunner().run_tests(mutant_name=name, tests=tests))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Return the file, the line, and the changed lines of a mutant."""
+    from mutmut.mutation.diff_apply import find_mutant, get_diff_for_mutant
+
+    path = find_mutant(name).path
+    diff = get_diff_for_mutant(name, path=path).splitlines()[3:]
+    before = [line[1:].strip() for line in diff if line.startswith("-")]
+    after = [line[1:].strip() for line in diff if line.startswith("+")]
+    source = [line.strip() for line in Path(path).read_text().splitlines()]
+    function = name.rpartition(".")[2].partition("__mutmut_")[0].replace("ǁ", "_").rpartition("_")[2]
+    start = next((i for i, line in enumerate(source) if f"def {function}" in line or f"{function}(" in line), 0)
+    line = next((i + 1 for i in range(start, len(source)) if before and source[i] == before[0]), 0)
+    return {"file": f"{path}:{line}", "before": " ".join(before), "after": " ".join(after)}
+
+
+def known_reasons(kept: dict[str, Any]) -> dict[tuple[str, str, str], str]:
+    """Return the reasons why mutants are equivalent that an earlier report gives, by file and change."""
+    return {
+        (one["file"].partition(":")[0], one["before"], one["after"]): one["reason"]
+        for report in kept.get("packages", {}).values()
+        for one in report["equivalent"]
+    }
+
+
+def report(name: str, seed: int, num_mutants: int, outcomes: dict[str, str]) -> None:
+    """Put the counts of a package into the results, survivors of equal meaning apart."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"packages": {}}
+    kept["tool"] = f"mutmut {version('mutmut')}"
+    reasons = known_reasons(kept)
+    counts = Counter(outcomes.values())
+    survived, equivalent = [], []
+    for mutant in sorted(mutant for mutant, outcome in outcomes.items() if outcome in ("survived", "no tests")):
+        found = describe(mutant)
+        reason = reasons.get((found["file"].partition(":")[0], found["before"], found["after"]))
+        if reason is None:
+            survived.append({"name": mutant, **found})
+        else:
+            equivalent.append({**found, "reason": reason})
+    killed = len(outcomes) - len(survived) - len(equivalent)
+    kept["packages"][name] = {
+        "seed": seed,
+        "mutants": num_mutants,
+        "sampled": len(outcomes),
+        "killed": killed,
+        "killed_by_time_out": counts["timeout"],
+        "killed_of_non_equivalent": round(killed / (killed + len(survived)), 3),
+        "survived": survived,
+        "equivalent": equivalent,
+    }
+    RESULTS.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
+    print(
+        f"{name}: {killed} of {len(outcomes)} killed, {len(survived)} survived, {len(equivalent)} equivalent; {counts}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("package", choices=sorted(PACKAGES))
+    parser.add_argument("--sample", type=int, default=60, help="how many mutants are drawn")
+    parser.add_argument("--seed", type=int, default=17)
+    options = parser.parse_args()
+    package = PACKAGES[options.package]
+    prepare(options.package, package)
+    names = generate()
+    drawn = sorted(random.Random(options.seed).sample(names, min(options.sample, len(names))))
+    report(options.package, options.seed, len(names), run(drawn, package["slow_tests"]))
+
+
+if __name__ == "__main__":
+    main()
