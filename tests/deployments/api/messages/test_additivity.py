@@ -68,6 +68,6 @@ def test_the_events_add_up(text: str, cuts: list[int], form: AnswerFormat | None
         generation.token_ids.append(number)
         streamed += events.chunk(Delta(0, piece, [number], reason if number == len(pieces) else None))
     streamed += events.end()
-    answer = Answer(generations[0], [text], reason)
+    answer = Answer(generations[0], [text], finish_reason=reason)
     whole = writers.whole(HEAD, request.chat, Any).response([answer], Usage.of(generations, 1))  # type: ignore[arg-type]
     assert without_ids(added_up(checked_events(streamed.decode()))) == without_ids(checked_message(whole))

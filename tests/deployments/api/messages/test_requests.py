@@ -13,8 +13,8 @@ from deployments.api.body import parse_body
 from deployments.api.json_response import encode_json
 from deployments.api.messages.protocol import MessagesRequest
 from engine.text.tokenizer import Tokenizer
+from tests.deployments.api.conftest import Answers
 from tests.deployments.api.messages.sdk import checked_error
-from tests.deployments.api.openai.conftest import Answers
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines
 

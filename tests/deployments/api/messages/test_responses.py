@@ -8,8 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from engine.errors import EngineDeadError
+from tests.deployments.api.conftest import Answers
 from tests.deployments.api.messages.sdk import added_up, checked_error, checked_events, checked_message, without_ids
-from tests.deployments.api.openai.conftest import Answers
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines, output
 
