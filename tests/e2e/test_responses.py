@@ -1,0 +1,185 @@
+"""The Responses API with the official client, on the shared server; and on a server with two ingresses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.deployments.api.responses.official import check_events, check_items, check_response, events_of
+from tests.e2e.conftest import Server, running_server
+
+ASKED: Any = {"model": "pagoda-demo", "input": "What is a KV cache?", "max_output_tokens": 40, "temperature": 0}
+SHORT = ASKED | {"max_output_tokens": 2}
+MANY = 8
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Oslo", "Lima"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture
+def api(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        yield client
+
+
+def test_whole_and_streamed(api: openai.OpenAI, client: httpx.Client) -> None:
+    whole = api.responses.create(**ASKED)
+    assert whole.output_text
+    assert whole.status in ("completed", "incomplete")
+    with api.responses.stream(
+        **{name: value for name, value in ASKED.items() if name != "max_output_tokens"}
+    ) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert final.output_text == text
+    assert text.startswith(whole.output_text)
+    raw = client.post("/v1/responses", json=ASKED)
+    check_response(raw.json())
+    streamed = check_events(events_of(client.post("/v1/responses", json=ASKED | {"stream": True}).text))
+    assert streamed["output"][0]["content"] == raw.json()["output"][0]["content"]
+    assert streamed["usage"]["output_tokens"] == raw.json()["usage"]["output_tokens"]
+
+
+def test_a_conversation_reuses_the_prefix_cache(api: openai.OpenAI) -> None:
+    first = api.responses.create(**ASKED | {"input": "Why is a KV cache paged?"})
+    second = api.responses.create(**ASKED | {"input": "And who invented it?", "previous_response_id": first.id})
+    assert first.usage is not None
+    assert second.usage is not None
+    tokens = first.usage.total_tokens
+    # All blocks of 16 tokens of the first prompt and its answer, but for the last token, which has no keys yet.
+    assert (
+        second.usage.input_tokens_details.cached_tokens >= (tokens - 1) // 16 * 16 > first.usage.input_tokens // 16 * 16
+    )
+    items = api.responses.input_items.list(second.id, order="asc").data
+    assert [item.type for item in items] == ["message"] * 3
+    assert api.responses.retrieve(second.id).output_text == second.output_text
+    api.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="memory of the ingress"):
+        api.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        api.responses.create(**ASKED, previous_response_id=first.id)
+    assert caught.value.code == "previous_response_not_found"
+
+
+def test_forced_calls_and_their_outputs(api: openai.OpenAI) -> None:
+    asked = ASKED | {"tools": [WEATHER], "max_output_tokens": 80}
+    answer = api.responses.create(**asked, tool_choice={"type": "function", "name": "get_weather"})
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments)["city"] in ("Oslo", "Lima")
+    with api.responses.stream(**asked, tool_choice="required", parallel_tool_calls=False) as stream:
+        (streamed,) = stream.get_final_response().output
+    assert streamed.type == "function_call"
+    assert streamed.parsed_arguments["city"] in ("Oslo", "Lima")  # type: ignore[index]
+    result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}]
+    last = api.responses.create(**asked | {"input": result}, previous_response_id=answer.id, tool_choice="none")
+    assert last.output[0].type == "message"
+
+
+def test_text_in_a_form(api: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "name": "city", "schema": WEATHER["parameters"], "strict": True}
+    answer = api.responses.create(**ASKED, text={"format": form})
+    assert json.loads(answer.output_text)["city"] in ("Oslo", "Lima")
+    with pytest.raises(openai.BadRequestError) as caught:
+        api.responses.create(**ASKED, text={"format": form | {"schema": {"type": "x"}}})
+    assert caught.value.param == "text.format.schema"
+
+
+def test_log_probabilities(api: openai.OpenAI) -> None:
+    answer = api.responses.create(**ASKED, include=["message.output_text.logprobs"], top_logprobs=2)
+    message = answer.output[0]
+    assert message.type == "message"
+    (part,) = message.content
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert "".join(one.token for one in part.logprobs) == part.text
+    assert all(len(one.top_logprobs) == 2 for one in part.logprobs)
+
+
+def test_a_client_that_disconnects_aborts_and_stores_nothing(server: Server, client: httpx.Client) -> None:
+    body = ASKED | {"stream": True, "max_output_tokens": 900, "ignore_eos": True, "min_tokens": 900}
+    with client.stream("POST", "/v1/responses", json=body) as stream:
+        created = next(line for line in stream.iter_lines() if line.startswith("data: "))
+    response_id = json.loads(created.removeprefix("data: "))["response"]["id"]
+    deadline = time.monotonic() + 20
+    while "path=/v1/responses" not in (log := server.log.read_text()) or "reason=abort status=499" not in log:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert client.get(f"/v1/responses/{response_id}").status_code == 404
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two ingresses."""
+
+    def change(args: dict[str, Any]) -> None:
+        args["replicas"].update(num_engine_replicas=1, num_ingress_replicas=2)
+
+    with running_server(tmp_path_factory.mktemp("pair"), change) as running:
+        yield running
+
+
+def _send(server: Server, method: str, path: str, **options: Any) -> httpx.Response:
+    """Send a request on a connection of its own."""
+    return httpx.request(method, f"{server.url}/v1/responses{path}", timeout=60, **options)
+
+
+def _send_many(server: Server, method: str, path: str, **options: Any) -> list[httpx.Response]:
+    """Send requests at once, so that they reach both ingresses."""
+    with ThreadPoolExecutor(MANY) as threads:
+        return list(threads.map(lambda _: _send(server, method, path, **options), range(MANY)))
+
+
+def _ingresses(server: Server, path: str) -> set[str]:
+    """Return the ingresses that have answered requests for a path."""
+    counted = [dict(labels) for name, labels in server.metrics() if name == "pagoda_http_requests_total"]
+    return {labels["ingress"] for labels in counted if (labels["path"], labels["status"]) == (path, "200")}
+
+
+def test_every_ingress_finds_what_another_one_keeps(pair: Server) -> None:
+    made: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 60
+    while len(_ingresses(pair, "/v1/responses")) < 2:  # HAProxy may not know the second one yet
+        assert time.monotonic() < deadline
+        made += [answer.json() for answer in _send_many(pair, "POST", "", json=SHORT)]
+    for response in made[-MANY:]:
+        path = f"/{response['id']}"
+        assert all(answer.json() == response for answer in _send_many(pair, "GET", path))
+    assert len(_ingresses(pair, "other")) == 2
+    goes_on = SHORT | {"previous_response_id": made[-1]["id"]}
+    assert {answer.status_code for answer in _send_many(pair, "POST", "", json=goes_on)} == {200}
+    check_items(_send(pair, "GET", f"/{made[-1]['id']}/input_items").json())
+    assert {answer.status_code for answer in _send_many(pair, "DELETE", path)} == {200, 404}  # it is deleted once
+    assert {answer.status_code for answer in _send_many(pair, "GET", path)} == {404}
+    _kill_an_ingress(pair)
+    assert {_send(pair, "GET", f"/{response['id']}").status_code for response in made[:-1]} == {200, 404}
+
+
+def _kill_an_ingress(server: Server) -> None:
+    """Kill one ingress, and wait until Serve sends it no more requests."""
+    os.kill(next(iter(server.pids("ingress").values())), signal.SIGKILL)
+    deadline, successes = time.monotonic() + 60, 0
+    while successes < 10:
+        assert time.monotonic() < deadline
+        try:
+            successes = successes + 1 if httpx.get(f"{server.url}/health", timeout=5).is_success else 0
+        except httpx.TransportError:
+            successes = 0
+        time.sleep(0.1)
