@@ -9,7 +9,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -23,15 +23,24 @@ from starlette.types import ASGIApp
 
 from deployments.api.api_keys import ApiKeys, RequireKey
 from deployments.api.body import read_body
+from deployments.api.descriptions import METRICS, PAGE, PAGE_FILE, STATE
 from deployments.api.json_response import JsonResponse
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
 from deployments.api.messages.endpoints import MessagesApi
+from deployments.api.messages.openapi import COUNT_TOKENS, CREATE_MESSAGE
 from deployments.api.middleware import CountRequests, RecordRequests
+from deployments.api.openai.openapi import CHAT, COMPLETIONS, MODEL, MODELS
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest
+from deployments.api.openapi import openapi_document
 from deployments.api.responses.endpoints import Responses
+from deployments.api.responses.openapi import CREATE, DELETE, INPUT_ITEMS, RETRIEVE
 from deployments.api.responses.store import StoredResponse
-from deployments.api.routes import Api, Endpoint, api_route
+from deployments.api.routes import Api, ApiRoute, api_route
 from deployments.api.serving import Serving
+from deployments.api.utilities.invocations import Invocations
+from deployments.api.utilities.openapi import DETOKENIZE, INVOCATIONS, LOAD, SERVER_INFO, TOKENIZE
+from deployments.api.utilities.server import ServerState
+from deployments.api.utilities.tokenization import Tokenization
 from deployments.broadcast import all_ingresses, broadcast, first_result
 from deployments.config import AppConfig
 from deployments.errors import ApiError
@@ -87,6 +96,7 @@ class Ingress:
             stall_timeout_s=config.limits.stall_timeout_s,
             request_timeout_s=config.limits.request_timeout_s,
         )
+        self._unfinished: set[RequestRecord] = set()
         self._serving = Serving(config, client, self._view, self._prompts, self._log)
         self._responses = Responses(self._serving, config.limits, _ask_ingresses)
         self._messages = MessagesApi(
@@ -99,33 +109,53 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP application; Serve calls this after the constructor."""
-        middleware = [Middleware(RecordRequests, on_end=self._finish), Middleware(CountRequests)]
+        record = Middleware(RecordRequests, on_start=self._unfinished.add, on_end=self._finish)
+        middleware = [record, Middleware(CountRequests)]
         if self._keys:
             middleware.append(Middleware(RequireKey, keys=self._keys, prompts_browser=self._config.web))
-        routes = [api_route(path, method, endpoint) for path, method, endpoint in self._routes()]
-        return Api(routes, middleware, self._lifespan)
+        return Api([api_route(route) for route in self.routes], middleware, self._lifespan)
 
-    def _routes(self) -> list[tuple[str, str, Endpoint]]:
-        routes: list[tuple[str, str, Endpoint]] = [
-            ("/v1/chat/completions", "POST", self.chat),
-            ("/v1/completions", "POST", self.completions),
-            ("/v1/responses", "POST", self._responses.create),
-            ("/v1/responses/{response_id}", "GET", self._responses.retrieve),
-            ("/v1/responses/{response_id}", "DELETE", self._responses.delete),
-            ("/v1/responses/{response_id}/input_items", "GET", self._responses.input_items),
-            ("/v1/messages", "POST", self._messages.create),
-            ("/v1/messages/count_tokens", "POST", self._messages.count_tokens),
-            ("/v1/models", "GET", self._serving.models),
-            ("/v1/models/{name:path}", "GET", self._serving.model),
-            ("/health", "GET", self.health),
-            ("/ping", "GET", self.health),
-            ("/metrics", "GET", self.metrics),
-            ("/version", "GET", self.version),
+    @cached_property
+    def routes(self) -> list[ApiRoute]:
+        """Every endpoint."""
+        routes = [
+            ApiRoute("/v1/chat/completions", "POST", self.chat, CHAT),
+            ApiRoute("/v1/completions", "POST", self.completions, COMPLETIONS),
+            ApiRoute("/v1/responses", "POST", self._responses.create, CREATE),
+            ApiRoute("/v1/responses/{response_id}", "GET", self._responses.retrieve, RETRIEVE),
+            ApiRoute("/v1/responses/{response_id}", "DELETE", self._responses.delete, DELETE),
+            ApiRoute("/v1/responses/{response_id}/input_items", "GET", self._responses.input_items, INPUT_ITEMS),
+            ApiRoute("/v1/messages", "POST", self._messages.create, CREATE_MESSAGE),
+            ApiRoute("/v1/messages/count_tokens", "POST", self._messages.count_tokens, COUNT_TOKENS),
+            ApiRoute("/v1/models", "GET", self._serving.models, MODELS),
+            ApiRoute("/v1/models/{name:path}", "GET", self._serving.model, MODEL),
+            *self._utilities(),
+            ApiRoute("/health", "GET", self.health, STATE),
+            ApiRoute("/ping", "GET", self.health, STATE),
+            ApiRoute("/metrics", "GET", self.metrics, METRICS),
+            ApiRoute("/version", "GET", self.version, STATE),
+            ApiRoute("/openapi.json", "GET", self.openapi, STATE),
         ]
         if self._config.web:
             page = WebPage(self._live_view())
-            routes += [("/", "GET", page.index), ("/web/{name}", "GET", page.file), ("/live", "GET", page.live)]
+            routes += [
+                ApiRoute("/", "GET", page.index, PAGE),
+                ApiRoute("/web/{name}", "GET", page.file, PAGE_FILE),
+                ApiRoute("/live", "GET", page.live, STATE),
+            ]
         return routes
+
+    def _utilities(self) -> list[ApiRoute]:
+        limit = self._config.limits.max_body_bytes
+        tokenization = Tokenization(self._serving, limit)
+        state = ServerState(self._config, self._prompts.get, lambda: broadcast(all_ingresses(), "num_unfinished"))
+        return [
+            ApiRoute("/invocations", "POST", Invocations(self._serving, limit).invoke, INVOCATIONS),
+            ApiRoute("/tokenize", "POST", tokenization.tokenize, TOKENIZE),
+            ApiRoute("/detokenize", "POST", tokenization.detokenize, DETOKENIZE),
+            ApiRoute("/load", "GET", state.load, LOAD),
+            ApiRoute("/server_info", "GET", state.server_info, SERVER_INFO),
+        ]
 
     def _live_view(self) -> LiveView:
         engines = partial(broadcast, self._engines, "live")
@@ -145,6 +175,7 @@ class Ingress:
 
     def _finish(self, record: RequestRecord) -> None:
         """Write the log line and the spans of a request that has ended."""
+        self._unfinished.discard(record)
         self._log.write(record, self._tracer.export(record))
 
     # --- requests for tokens --------------------------------------------------------------------------------------
@@ -183,6 +214,14 @@ class Ingress:
         """Return Pagoda's version."""
         return JsonResponse({"version": pagoda_version()})
 
+    async def openapi(self) -> Response:
+        """Return the OpenAPI document of this server."""
+        return JsonResponse(self._openapi)
+
+    @cached_property
+    def _openapi(self) -> dict[str, Any]:
+        return openapi_document(self.routes, version=pagoda_version(), needs_key=bool(self._keys))
+
     async def metrics(self) -> Response:
         """Return the metrics of all engine replicas and ingresses, read now."""
         engines, ingresses = await asyncio.gather(
@@ -196,6 +235,10 @@ class Ingress:
         """Return this ingress's name and the present value of every metric."""
         self._view.report_state()
         return _name(), ingress_recorder().snapshot()
+
+    async def num_unfinished(self) -> tuple[str, int]:
+        """Return this ingress's name and the number of its unfinished requests for tokens."""
+        return _name(), len(self._unfinished)
 
     async def recently_routed(self) -> tuple[str, list[RoutedRequest]]:
         """Return this ingress's name and where it has sent its last requests."""

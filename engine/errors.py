@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import reprlib
+from collections.abc import Sequence
 from typing import Self
 
 __all__ = [
@@ -31,10 +32,12 @@ __all__ = [
     "PagodaError",
     "PromptTooLongError",
     "RequestError",
+    "listed",
     "shown",
 ]
 
 MAX_SHOWN = 80  # characters of a value in a message
+MAX_LISTED = 8  # values of a message that has several
 _NO_VALUE = object()
 
 
@@ -45,6 +48,13 @@ def shown(value: object) -> str:
     except Exception:  # an integer of 5,000 digits has no repr
         return f"<{type(value).__name__}>"
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def listed(values: Sequence[object]) -> str:
+    """Return ``values`` as a message shows several: the first ones, and how many more there are."""
+    parts = [shown(value) for value in values[:MAX_LISTED]]
+    more = f" and {len(values) - len(parts)} more" if len(values) > len(parts) else ""
+    return ", ".join(parts) + more
 
 
 class PagodaError(Exception):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from engine.errors import PromptTooLongError, RequestError, shown
+from engine.errors import MAX_LISTED, PromptTooLongError, RequestError, listed
 from engine.sampling_params import SamplingParams
 
 __all__ = ["EngineRequest", "PromptValidator", "RequestValidator"]
@@ -87,9 +88,9 @@ class PromptValidator:
         is_integral = set(map(type, token_ids)) <= {int}
         if is_integral and (not token_ids or 0 <= min(token_ids) <= max(token_ids) < self.vocab_size):
             return
-        wrong = next(i for i in token_ids if type(i) is not int or not 0 <= i < self.vocab_size)
+        wrong = (i for i in token_ids if type(i) is not int or not 0 <= i < self.vocab_size)
         remedy = f"give ids in the vocabulary, 0..{self.vocab_size - 1}"
-        raise RequestError(f"has the id {shown(wrong)}", param=param, remedy=remedy)
+        raise RequestError(f"has the id {listed(list(islice(wrong, MAX_LISTED)))}", param=param, remedy=remedy)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise RequestError unless all token ids that ``params`` name are in the vocabulary."""

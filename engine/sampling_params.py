@@ -7,12 +7,13 @@ compares ids with the vocabulary, and the caller that has a tokenizer turns bad 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from engine.errors import RequestError, shown
+from engine.errors import RequestError, listed, shown
 from engine.rules import (
     Rule,
     RuleError,
@@ -28,7 +29,7 @@ from engine.rules import (
 )
 from engine.structured_outputs.params import StructuredOutputsParams
 
-__all__ = ["ENDED", "MAX_STOP_STRINGS", "NOT_STARTED", "SamplingParams", "ThinkingBudget"]
+__all__ = ["ENDED", "MAX_STOP_STRINGS", "NOT_STARTED", "REJECTED_WITH_BEAMS", "SamplingParams", "ThinkingBudget"]
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKEN_IDS = 1024
@@ -38,6 +39,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64  # the sampler keeps so many last tokens of a sequence
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_INT32 = 2**31 - 1
 _ROUNDS_TO_ZERO = 2.0**-150  # the greatest number that is 0 as a float32
 
@@ -137,18 +139,32 @@ def _logit_bias(value: Any) -> Any:
         raise RuleError("must be a map of token ids to biases", value=value)
     if len(value) > MAX_LOGIT_BIAS:
         raise RuleError(f"has {len(value)} entries", remedy=f"give at most {MAX_LOGIT_BIAS}")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        is_decimal = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 20
-        token_id = int(key) if is_decimal else key
-        if not is_integer(token_id) or token_id < 0:
-            raise RuleError(f"has the key {shown(key)}", remedy="give token ids of at least 0")
-        if token_id in biases:
-            raise RuleError(f"has the id {shown(token_id)} twice", remedy="give it once")
-        if not is_number(bias, -100.0, 100.0):
-            raise RuleError(f"has the bias {shown(bias)}", remedy="give finite numbers in [-100, 100]")
-        biases[token_id] = float(bias)
-    return biases
+    ids = [(_as_token_id(key), key, bias) for key, bias in value.items()]
+    if wrong := [key for token_id, key, _ in ids if token_id is None]:
+        raise RuleError(f"has the key {listed(wrong)}", remedy="give token ids of at least 0")
+    biases = {token_id: bias for token_id, _, bias in ids if token_id is not None}
+    if len(biases) < len(ids):
+        counts = Counter(token_id for token_id, _, _ in ids)
+        repeated = [token_id for token_id, count in counts.items() if count > 1]
+        raise RuleError(f"has the id {listed(repeated)} twice", remedy="give it once")
+    if wrong := [token_id for token_id, bias in biases.items() if not is_number(bias, -100.0, 100.0)]:
+        problem = f"has the bias {listed([biases[token_id] for token_id in wrong])} for {listed(wrong)}"
+        raise RuleError(problem, remedy="give finite numbers in [-100, 100]")
+    return {token_id: float(bias) for token_id, bias in biases.items()}
+
+
+def _as_token_id(key: object) -> int | None:
+    """Return an id, or the id that a decimal string is; None if ``key`` is neither."""
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 20:
+        return int(key)
+    return key if isinstance(key, int) and not isinstance(key, bool) and key >= 0 else None
+
+
+def _logprob_token_ids(value: Any) -> Any:
+    ids = _token_ids(value, MAX_LOGPROB_TOKEN_IDS)
+    if not ids:
+        raise RuleError("names no token", value=value, remedy="give at least one id, or leave it out")
+    return ids
 
 
 def _structured_outputs(value: Any) -> Any:
@@ -200,13 +216,14 @@ _RULES: dict[str, Rule] = {
     "skip_special_tokens": flag,
     "logprobs": optional(integer(0, MAX_LOGPROBS)),
     "prompt_logprobs": optional(integer(0, MAX_LOGPROBS)),
+    "logprob_token_ids": optional(_logprob_token_ids),
     "structured_outputs": optional(_structured_outputs),
     "thinking_budget": optional(_thinking_budget),
 }
 
 # Beams are sorted by the model's own probabilities, so parameters that change, cut or report those are rejected unless
 # they have one of these neutral values.
-_REJECTED_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
+REJECTED_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "best_of": (None,),
     "temperature": (0.0,),
     "top_p": (1.0,),
@@ -222,6 +239,7 @@ _REJECTED_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "stop": ((),),
     "logprobs": (None,),
     "prompt_logprobs": (None,),
+    "logprob_token_ids": (None,),
     "structured_outputs": (None,),
     "thinking_budget": (None,),
 }
@@ -258,6 +276,7 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         logprobs: log-probabilities of the generated token and of this many most likely tokens, at most 20; None is off.
         prompt_logprobs: the same for the prompt's tokens.
+        logprob_token_ids: at most 128 tokens whose log-probabilities are returned besides; needs ``logprobs``.
         structured_outputs: a JSON schema, regex, choice or grammar that the text must follow.
         thinking_budget: maximum tokens of reasoning, after which it is ended.
 
@@ -291,6 +310,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | tuple[int, ...] | None = None
     structured_outputs: StructuredOutputsParams | None = None
     thinking_budget: ThinkingBudget | None = None
 
@@ -302,6 +322,8 @@ class SamplingParams:
             raise RequestError(
                 f"exceeds max_tokens={self.max_tokens}", param="min_tokens", value=self.min_tokens, remedy="lower it"
             )
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            raise RequestError("needs logprobs", param="logprob_token_ids", remedy="set both")
         if self.thinking_budget is not None and self.structured_outputs is not None:
             remedy = "leave one of them out"
             raise RequestError("cannot be combined with structured_outputs", param="thinking_budget", remedy=remedy)
@@ -326,7 +348,7 @@ class SamplingParams:
             raise RequestError(
                 f"exceeds beam_width={beam_width}", param="n", value=self.n, remedy="lower n or raise beam_width"
             )
-        for name, neutral in _REJECTED_WITH_BEAMS.items():
+        for name, neutral in REJECTED_WITH_BEAMS.items():
             value = getattr(self, name)
             if value not in neutral:
                 remedy = "set temperature to 0" if name == "temperature" else f"leave out {name} or beam_width"
@@ -379,6 +401,7 @@ class SamplingParams:
             "stop_token_ids": self.stop_token_ids or (),
             "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
+            "logprob_token_ids": self.logprob_token_ids or (),
             "bad_words_token_ids": (token_id for word in self.bad_words_token_ids or () for token_id in word),
             "thinking_budget": () if self.thinking_budget is None else self.thinking_budget.token_ids,
         }

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.requests import Request
 
 from deployments.errors import ApiError
 from engine.errors import shown
 
-__all__ = ["parse_body", "read_body"]
+__all__ = ["JsonBody", "parse_body", "read_body", "read_body_by_field"]
 
 MAX_INLINE_BYTES = 2**16  # a longer body would delay every stream of this process
 
@@ -31,6 +31,25 @@ class Body(Protocol):
 BodyType = TypeVar("BodyType", bound=Body)
 
 
+class JsonBody(BaseModel):
+    """A body that knows its length. Unknown fields are kept and ignored."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, protected_namespaces=())
+    _num_bytes: int = PrivateAttr(default=0)
+
+    def check(self) -> None:
+        """Raise RequestError for an invalid combination of fields; there is none here."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the JSON, which bounds the time that the request takes to prepare."""
+        return self._num_bytes
+
+    def was_parsed_from(self, num_bytes: int) -> None:
+        """Set the length of the JSON."""
+        self._num_bytes = num_bytes
+
+
 async def read_body(kind: type[BodyType], request: Request, limit: int) -> BodyType:
     """Return the request in a JSON body of at most ``limit`` bytes; a long one is parsed in a thread.
 
@@ -40,9 +59,31 @@ async def read_body(kind: type[BodyType], request: Request, limit: int) -> BodyT
         RequestError: for an invalid combination of fields.
     """
     body = await _read(request, limit)
-    if len(body) <= MAX_INLINE_BYTES:
-        return parse_body(kind, body)
-    return await asyncio.to_thread(parse_body, kind, body)
+    return await _parsed(lambda: parse_body(kind, body), len(body))
+
+
+async def read_body_by_field(kinds: Mapping[str, type[BodyType]], request: Request, limit: int) -> BodyType:
+    """Return the request in a body, whose type is that of the first key of ``kinds`` that the body has.
+
+    Raises:
+        ApiError: as ``read_body``, and 400 for a body with none of the keys.
+        RequestError: for an invalid combination of fields.
+    """
+    body = await _read(request, limit)
+
+    def parse() -> BodyType:
+        fields = _decode(body)
+        kind = next((kind for name, kind in kinds.items() if fields.get(name) is not None), None)
+        if kind is None:
+            names = " or ".join(kinds)
+            raise ApiError(400, f"{names} is missing; give one of them", param=next(iter(kinds)))
+        return _validated(kind, fields, len(body))
+
+    return await _parsed(parse, len(body))
+
+
+async def _parsed(parse: Callable[[], BodyType], num_bytes: int) -> BodyType:
+    return parse() if num_bytes <= MAX_INLINE_BYTES else await asyncio.to_thread(parse)
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -71,19 +112,28 @@ def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
         ApiError: 400 that names the parameter and its value; 501 for a parameter that is not offered.
         RequestError: for an invalid combination of fields.
     """
-    assert issubclass(kind, BaseModel)
+    return _validated(kind, _decode(body), len(body))
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in ``body``."""
     try:
         fields = _DECODER.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(fields).__name__}", code="invalid_json")
+    return fields
+
+
+def _validated(kind: type[BodyType], fields: dict[str, Any], num_bytes: int) -> BodyType:
+    assert issubclass(kind, BaseModel)
     try:
         request: BodyType = kind.model_validate(fields)
     except ValidationError as error:
         raise _as_api_error(error, fields) from None
     request.check()
-    request.was_parsed_from(len(body))
+    request.was_parsed_from(num_bytes)
     return request
 
 

@@ -21,9 +21,20 @@ __all__ = ["CountRequests", "RecordRequests", "direct_send", "path_of"]
 
 logger = logging.getLogger("ray.serve")
 
-_COUNTED_PATHS = frozenset(
-    {"/", "/live", "/v1/models", "/health", "/ping", "/metrics", "/version", "/v1/messages/count_tokens", *OPERATIONS}
-)
+_COUNTED_PATHS = frozenset(OPERATIONS) | {
+    *(
+        "/",
+        "/live",
+        "/v1/models",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+        "/load",
+        "/server_info",
+        "/openapi.json",
+    ),
+    *("/health", "/ping", "/metrics", "/version"),
+}
 _SEND = "pagoda.send"  # the key of a scope that holds the server's own ``send``
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -70,10 +81,17 @@ class RecordRequests:
     Args:
         app: the application that serves the requests.
         on_end: called with the record of each request for tokens when it has ended, for any reason.
+        on_start: called with the record of each request for tokens when it has arrived.
     """
 
-    def __init__(self, app: ASGIApp, on_end: Callable[[RequestRecord], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        on_end: Callable[[RequestRecord], None],
+        on_start: Callable[[RequestRecord], None] = lambda record: None,
+    ) -> None:
         self._app = app
+        self._on_start = on_start
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,6 +120,7 @@ class RecordRequests:
         if scope["method"] != "POST" or record.path not in OPERATIONS:
             await self._app(scope, receive, recording_send)
             return
+        self._on_start(record)
         record.trace_context = {name: headers[name] for name in _TRACE_HEADERS if name in headers}
         try:
             await self._app(scope, receive, recording_send)

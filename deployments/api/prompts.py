@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deployments.api.openai.messages import Conversation
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.api.sampling import params_for_prompt, sampling_params, with_bad_words
 from deployments.requests.prompt import Prompt
@@ -30,6 +31,7 @@ __all__ = ["PromptBuilder"]
 
 COST_PER_MESSAGE = 32  # of rendering and masking one message
 IDS_PER_COST = 2  # ids that are checked and hashed in the time of tokenising one character
+MAX_CONTEXTS = 16  # of the length of a text that is tokenised but not, or not as a whole, a prompt
 MAX_INLINE_COST = 4096  # about a millisecond; more would delay every stream of this process
 
 
@@ -47,7 +49,7 @@ class PromptBuilder:
         # A fast tokenizer may not be used from two threads at once, so the thread for long prompts has its own.
         self._background_tokenizer = Tokenizer(path)
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
-        self._info = info
+        self.info = info
         self._validator = PromptValidator(
             model=model_name,
             vocab_size=info.vocab_size,
@@ -67,19 +69,42 @@ class PromptBuilder:
         """Render and tokenise a conversation."""
 
         def build(tokenizer: Tokenizer) -> Prompt:
-            has_calls = any(message.tool_calls for message in request.messages)
-            as_text = has_calls and tokenizer.renders_arguments_as_text
-            messages = [message.for_template(arguments_as_text=as_text) for message in request.messages]
-            options = request.template_options
-            self._check_length(sum(len(message["content"]) for message in messages), "messages")
-            if options or has_calls:
-                size = sum(map(len, texts_in([*messages, options])))
-                self._check_length(size, "tools" if request.offered_tools else "messages")
-            token_ids = tokenizer.encode_chat(messages, template_options=options)
-            return self._build(token_ids, request.cache_salt, "messages")
+            token_ids = self._truncated(self._render(request, tokenizer, _max_contexts(request)), request)
+            prompt = self._build(token_ids, request.cache_salt, "messages")
+            return replace(prompt, echo_text=request.messages[-1].text) if request.echoes else prompt
 
-        # All values of the body count, since also numbers and empty lists take time.
-        return [await self.run_with_tokenizer(build, cost=request.num_bytes + COST_PER_MESSAGE * len(request.messages))]
+        return [await self.run_with_tokenizer(build, cost=_cost(request))]
+
+    async def chat_token_ids(self, conversation: Conversation) -> list[int]:
+        """Return the tokens of a conversation, which may be longer than the context."""
+        render = partial(self._render, conversation, max_contexts=MAX_CONTEXTS)
+        token_ids: list[int] = await self.run_with_tokenizer(render, cost=_cost(conversation))
+        return token_ids
+
+    async def text_token_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text, which may be longer than the context."""
+        self._check_length(len(text), "prompt", MAX_CONTEXTS)
+        encode = partial(_encode, text, add_special_tokens=add_special_tokens)
+        token_ids: list[int] = await self.run_with_tokenizer(encode, cost=len(text))
+        return token_ids
+
+    def _render(self, conversation: Conversation, tokenizer: Tokenizer, max_contexts: int) -> list[int]:
+        """Render and tokenise a conversation that is at most about ``max_contexts`` contexts long."""
+        has_calls = any(message.tool_calls for message in conversation.messages)
+        as_text = has_calls and tokenizer.renders_arguments_as_text
+        messages = [message.for_template(arguments_as_text=as_text) for message in conversation.messages]
+        options = conversation.template_options
+        self._check_length(sum(len(message["content"]) for message in messages), "messages", max_contexts)
+        if options or has_calls:
+            size = sum(map(len, texts_in([*messages, options])))
+            self._check_length(size, "tools" if conversation.offered_tools else "messages", max_contexts)
+        return tokenizer.encode_chat(
+            messages,
+            add_generation_prompt=conversation.starts_answer,
+            continue_final_message=conversation.continue_final_message,
+            add_special_tokens=conversation.add_special_tokens,
+            template_options=options,
+        )
 
     async def completion(self, request: CompletionRequest, max_prompts: int) -> list[Prompt]:
         """Tokenise one or several prompts.
@@ -92,10 +117,15 @@ class PromptBuilder:
             raise RequestError(f"has {len(prompts)} prompts", param="prompt", remedy=f"give at most {max_prompts}")
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
-            self._check_length(len(text), "prompt")
+            self._check_length(len(text), "prompt", _max_contexts(request))
+
+        def encode(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
+            if isinstance(prompt, str):
+                prompt = _encode(prompt, tokenizer, add_special_tokens=request.add_special_tokens)
+            return self._truncated(prompt, request)
 
         def build(tokenizer: Tokenizer) -> list[Prompt]:
-            ids = [_encode(prompt, tokenizer) if isinstance(prompt, str) else prompt for prompt in prompts]
+            ids = [encode(prompt, tokenizer) for prompt in prompts]
             return [self._build(token_ids, request.cache_salt, "prompt") for token_ids in ids]
 
         num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
@@ -104,17 +134,33 @@ class PromptBuilder:
         return await self._with_texts(built, request) if request.echo else built
 
     async def _with_texts(self, built: list[Prompt], request: CompletionRequest) -> list[Prompt]:
-        """Add the text to echo: as it was sent, or what the ids sent stand for."""
+        """Add the text to echo: as it was sent, or what the ids sent stand for, or those left by a truncation."""
+        is_whole = request.truncate_prompt_tokens is None
 
-        def text(tokenizer: Tokenizer, sent: str | list[int]) -> str:
-            skip = request.skip_special_tokens
-            return sent if isinstance(sent, str) else tokenizer.decode(sent, skip_special_tokens=skip)
+        def add_text(tokenizer: Tokenizer, sent: str | list[int], prompt: Prompt) -> Prompt:
+            if isinstance(sent, str) and is_whole:
+                return replace(prompt, echo_text=sent)
+            text = tokenizer.decode(prompt.token_ids, skip_special_tokens=request.skip_special_tokens)
+            return replace(prompt, echo_text=text)
+
+        def add_texts(tokenizer: Tokenizer) -> list[Prompt]:
+            return [add_text(tokenizer, *pair) for pair in zip(request.prompt, built, strict=True)]
 
         cost = sum(len(prompt.token_ids) for prompt in built)
-        texts = await self.run_with_tokenizer(
-            lambda tokenizer: [text(tokenizer, sent) for sent in request.prompt], cost=cost
-        )
-        return [replace(prompt, echo_text=text) for prompt, text in zip(built, texts, strict=True)]
+        with_texts: list[Prompt] = await self.run_with_tokenizer(add_texts, cost=cost)
+        return with_texts
+
+    def _truncated(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
+        """Return the tokens that ``truncate_prompt_tokens`` leaves of a prompt."""
+        wanted, limit = request.truncate_prompt_tokens, self.max_total_tokens - 1
+        if wanted is None:
+            return token_ids
+        if wanted != -1 and not 1 <= wanted <= limit:
+            remedy = f"give 1..{limit}, or -1 for what leaves room for the answer"
+            raise RequestError("is out of range", param="truncate_prompt_tokens", value=wanted, remedy=remedy)
+        if wanted == -1:
+            wanted = max(1, limit + 1 - max(1, request.requested_tokens or 1))
+        return token_ids[:wanted] if request.truncation_side == "right" else token_ids[-wanted:]
 
     async def params(self, request: GenerationRequest, prompts: Sequence[Prompt]) -> list[SamplingParams]:
         """Return each prompt's sampling parameters.
@@ -122,10 +168,10 @@ class PromptBuilder:
         Raises:
             RequestError: for a value out of range, or an id outside the vocabulary.
         """
-        defaults, cost = self._info.default_sampling, request.num_bytes if request.has_form else 0
+        defaults, cost = self.info.default_sampling, request.num_bytes if request.has_form else 0
         common = await self.run_with_tokenizer(lambda _: sampling_params(request, defaults), cost=cost)
         if common.bad_words:
-            work = partial(with_bad_words, common, vocab_size=self._info.vocab_size)
+            work = partial(with_bad_words, common, vocab_size=self.info.vocab_size)
             common = await self.run_with_tokenizer(work, cost=sum(map(len, common.bad_words)))
         self._validator.check_params(common)
         return [
@@ -149,10 +195,14 @@ class PromptBuilder:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._background, work, self._background_tokenizer)
 
-    def _check_length(self, characters: int, param: str) -> None:
+    def check_token_ids(self, param: str, token_ids: Sequence[int]) -> None:
+        """Raise RequestError unless all ``token_ids`` are in the vocabulary."""
+        self._validator.check_token_ids(param, token_ids)
+
+    def _check_length(self, characters: int, param: str, max_contexts: int) -> None:
         """Reject a text that is certainly too long before it is tokenised, which could take minutes."""
         least = characters // self.tokenizer.longest_token
-        if least > self.max_total_tokens:
+        if least > self.max_total_tokens * max_contexts:
             raise PromptTooLongError(
                 f"has {characters} characters, at least {least} tokens, but the context of "
                 f"'{self._validator.model}' holds {self.max_total_tokens} with the answer",
@@ -163,9 +213,19 @@ class PromptBuilder:
     def _build(self, token_ids: list[int], cache_salt: str | None, param: str) -> Prompt:
         self._validator.check_prompt(token_ids, param)
         self._validator.check_cache_salt(cache_salt or "")
-        root = root_hash(self._info.model, "", cache_salt or "")
-        return Prompt(token_ids, hash_blocks(token_ids, self._info.block_size, root))
+        root = root_hash(self.info.model, "", cache_salt or "")
+        return Prompt(token_ids, hash_blocks(token_ids, self.info.block_size, root))
 
 
-def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode(text) if text else []
+def _encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens) if text else []
+
+
+def _max_contexts(request: GenerationRequest) -> int:
+    """Return how many contexts long a prompt may be before it is truncated."""
+    return 1 if request.truncate_prompt_tokens is None else MAX_CONTEXTS
+
+
+def _cost(conversation: Conversation) -> int:
+    # All values of the body count, since also numbers and empty lists take time.
+    return conversation.num_bytes + COST_PER_MESSAGE * len(conversation.messages)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -16,12 +17,29 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deployments.api.descriptions import Description
 from deployments.api.error_responses import ERROR_HANDLERS, error_response
 from deployments.api.middleware import path_of
 
-__all__ = ["Api", "Endpoint", "api_route"]
+__all__ = ["Api", "ApiRoute", "Endpoint", "api_route"]
 
 Endpoint = Callable[..., Awaitable[Response]]
+
+
+class ApiRoute(NamedTuple):
+    """An endpoint and what the OpenAPI document says about it, besides the first line of its docstring.
+
+    Attributes:
+        path: with parameters in braces, which the endpoint gets by name.
+        method: the only method of this route.
+        endpoint: gets the request too, if it has a parameter ``request``.
+        description: what it takes and returns.
+    """
+
+    path: str
+    method: str
+    endpoint: Endpoint
+    description: Description
 
 
 class Api(Starlette):
@@ -64,16 +82,10 @@ def _wrapped(app: ASGIApp, middleware: Sequence[Middleware]) -> ASGIApp:
     return app
 
 
-def api_route(path: str, method: str, endpoint: Endpoint) -> Route:
-    """Return the route of an endpoint.
-
-    Args:
-        path: with parameters in braces, which the endpoint gets by name.
-        method: the only method that the route accepts.
-        endpoint: gets the request too, if it has a parameter ``request``.
-    """
-    route = Route(path, _Application(endpoint), methods=[method])
-    route.methods = {method}  # Starlette adds HEAD to GET
+def api_route(described: ApiRoute) -> Route:
+    """Return Starlette's route of an endpoint."""
+    route = Route(described.path, _Application(described.endpoint), methods=[described.method])
+    route.methods = {described.method}  # Starlette adds HEAD to GET
     return route
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from deployments.api.openai.protocol import GenerationRequest
 from deployments.config import LimitOptions
 from engine.errors import RequestError
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import REJECTED_WITH_BEAMS, SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 __all__ = ["check_num_answers", "params_for_answers", "params_for_prompt", "sampling_params", "with_bad_words"]
@@ -31,6 +31,7 @@ _NAMES = (
     "min_tokens",
     "stop",
     "stop_token_ids",
+    "logprob_token_ids",
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",
@@ -64,22 +65,47 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> 
         RequestError: for a value out of range; it names the field of the request.
     """
     given = {name: value for name in _NAMES if (value := getattr(request, name)) is not None}
-    is_ranked = request.num_generated > request.num_answers
     if request.prompt_only and request.min_tokens:
         raise RequestError("exceeds max_tokens=0", param="min_tokens", value=request.min_tokens, remedy="lower it")
     try:
-        return SamplingParams(
-            **{"seed": _new_seed(), **defaults, **given},
-            best_of=None if request.num_generated == request.num_answers else request.num_generated,
+        given |= {
+            "best_of": None if request.num_generated == request.num_answers else request.num_generated,
             # An engine generates at least one token; Generation drops it.
-            max_tokens=1 if request.prompt_only else request.requested_tokens,
-            logprobs=0 if is_ranked and request.num_logprobs is None else request.num_logprobs,
-            prompt_logprobs=request.num_prompt_logprobs,
-            structured_outputs=request.form,
-            thinking_budget=request.thinking_budget,
-        )
+            "max_tokens": 1 if request.prompt_only else request.requested_tokens,
+            "logprobs": _num_logprobs(request),
+            "prompt_logprobs": request.num_prompt_logprobs,
+            "structured_outputs": request.form,
+            "thinking_budget": request.thinking_budget,
+        }
+        if request.use_beam_search:
+            return _beams(request, given)
+        return SamplingParams(**{"seed": _new_seed(), **defaults, **given})
     except RequestError as error:
         raise request.renamed(error) from None
+
+
+def _num_logprobs(request: GenerationRequest) -> int | None:
+    """Return how many of the most likely tokens the engine returns with each token."""
+    if request.num_logprobs is None:  # best_of ranks answers by those of their own tokens
+        return 0 if request.num_generated > request.num_answers else None
+    return request.num_logprobs if request.logprob_token_ids is None else 0
+
+
+def _beams(request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:
+    """Return the parameters of a beam search with ``n`` beams; the model's own defaults are for sampling.
+
+    Raises:
+        RequestError: for a parameter that cannot be combined with a beam search.
+    """
+    for name, neutral in REJECTED_WITH_BEAMS.items():
+        value = given.get(name)
+        if value is not None and value != [] and value not in neutral:
+            remedy = "set temperature to 0" if name == "temperature" else "leave one of them out"
+            shown = {} if name == "structured_outputs" else {"value": value}
+            raise RequestError("cannot be combined with use_beam_search", param=name, remedy=remedy, **shown)
+    width = request.num_answers
+    search = {"temperature": 0.0, "n": width, "beam_width": width, "length_penalty": request.length_penalty}
+    return SamplingParams(**{**given, **search})
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: int) -> SamplingParams:
@@ -105,8 +131,11 @@ def params_for_prompt(params: SamplingParams, room: int, *, needs_seed: bool) ->
 
 
 def params_for_answers(params: SamplingParams) -> list[SamplingParams]:
-    """Return the parameters of each answer: answer ``i`` has the seed plus ``i``, as in an engine."""
-    if params.num_sequences == 1:
+    """Return the parameters of each engine request: answer ``i`` has the seed plus ``i``, as in an engine.
+
+    A beam search is one request, whatever the number of its answers.
+    """
+    if params.num_sequences == 1 or params.uses_beam_search:
         return [params]
     assert params.seed is not None
     seeds = [_int64(params.seed + index) for index in range(params.num_sequences)]

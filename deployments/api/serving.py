@@ -26,6 +26,7 @@ from deployments.api.sse import EventStream
 from deployments.api.writers import Answer, EventWriter, ResponseHead, Usage, Writers, best_answers
 from deployments.config import AppConfig
 from deployments.errors import ApiError
+from deployments.requests.beam_search import Beam, BeamSearch, with_beams
 from deployments.requests.engine_client import EngineClient
 from deployments.requests.generation import Generation
 from deployments.requests.log import RequestLog
@@ -120,6 +121,15 @@ class Serving:
             "max_model_len": builder.max_total_tokens,
         }
 
+    async def builder_for(self, model: str | None) -> PromptBuilder:
+        """Return what tokenises for ``model``.
+
+        Raises:
+            ApiError: 404 for a model that is not served, 503 while the engines load.
+        """
+        self._require_model(model)
+        return await self._prompts.get()
+
     def _admit(self, body: GenerationRequest) -> None:
         """Reject a request for another model, or while too much is queued."""
         self._require_model(body.model)
@@ -161,17 +171,31 @@ class Serving:
         """
         generations: list[Generation] = []
         for prompt, params in zip(prompts, await builder.params(body, prompts), strict=True):
+            if params.uses_beam_search:
+                kinds: list[type[Generation]] = [BeamSearch, *[Beam] * (params.n - 1)]
+                search = [
+                    self._generation(len(generations) + index, body, prompt, params, builder, kind)
+                    for index, kind in enumerate(kinds)
+                ]
+                generations += with_beams(search)
+                continue
             for one in params_for_answers(params):
                 generations.append(self._generation(len(generations), body, prompt, one, builder))
         return generations
 
     def _generation(
-        self, index: int, body: GenerationRequest, prompt: Prompt, params: SamplingParams, builder: PromptBuilder
+        self,
+        index: int,
+        body: GenerationRequest,
+        prompt: Prompt,
+        params: SamplingParams,
+        builder: PromptBuilder,
+        kind: type[Generation] = Generation,
     ) -> Generation:
         request = EngineRequest(
             uuid.uuid4().hex, prompt.token_ids, params, priority=body.priority, cache_salt=body.cache_salt or ""
         )
-        return Generation(
+        return kind(
             self._engines,
             request,
             prompt,

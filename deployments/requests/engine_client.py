@@ -64,7 +64,7 @@ class EngineClient:
             deadline: when the request times out, on the event loop's clock.
             attempt: records the times of this attempt.
         """
-        self._view.begin(request.request_id)
+        self._view.begin(request.request_id, streams=not request.params.uses_beam_search)
         try:
             stream = self._engines.send(request, block_hashes=block_hashes, avoid=avoid)
         except BaseException:

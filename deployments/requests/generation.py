@@ -127,10 +127,14 @@ class Generation:
                     while True:
                         delta = self._receive(await outputs.next())
                         yield delta
-                        if delta.finish_reason is not None:
+                        if self._has_ended:
                             return
             except AttemptError as failure:
                 self._prepare_retry(failure.cause, failure.replica)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.finish_reason is not None
 
     def _send(self, deadline: float) -> AttemptStream:
         """Send the prompt, and the tokens received so far, to a replica."""

@@ -33,6 +33,7 @@ OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/messages": "chat",
+    "/invocations": "chat",
     "/v1/responses": "chat",
 }
 _MESSAGES = "/v1/messages"
@@ -43,7 +44,7 @@ def is_messages_path(path: str) -> bool:
     return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestRecord:
     """One HTTP request for tokens: its parameters, its answers, and how it ended."""
 

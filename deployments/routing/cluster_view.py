@@ -40,6 +40,7 @@ class ClusterView:
         self._replica_of: dict[str, str] = {}  # by request id; "" until the request is dispatched
         self._num_unassigned = 0  # of those, not dispatched
         self._dispatched_at: dict[str, float] = {}  # by request id
+        self._without_stream: set[str] = set()  # requests whose tokens come together at the end
         self._recently_routed = RecentlyRouted()
         self._listed: dict[str, Mapping[str, Any]] = {}  # metadata of the replicas that take requests
         self._observed: dict[str, Mapping[str, Any]] = {}  # of those, and of draining ones that still run our requests
@@ -137,10 +138,12 @@ class ClusterView:
 
     # --- for the requests -----------------------------------------------------------------------------------------
 
-    def begin(self, request_id: str) -> None:
-        """Add a request that has no replica yet."""
+    def begin(self, request_id: str, *, streams: bool = True) -> None:
+        """Add a request that has no replica yet; without ``streams``, its tokens come together at the end."""
         with self._lock:
             self._replica_of[request_id] = ""
+            if not streams:
+                self._without_stream.add(request_id)
             self._num_unassigned += 1
 
     def end(self, request_id: str) -> None:
@@ -149,6 +152,7 @@ class ClusterView:
             replica = self._replica_of.pop(request_id, None)
             self._num_unassigned -= replica == ""
             self._dispatched_at.pop(request_id, None)
+            self._without_stream.discard(request_id)
             self._recently_routed.ended(request_id)
             if replica:
                 self.routing.ended(replica, request_id)
@@ -167,11 +171,13 @@ class ClusterView:
         """Return the seconds until a request without tokens must be checked again; 0: its replica has stalled.
 
         A request that has no replica yet, or whose replica has a queue, is checked again after a quarter of the
-        timeout. Otherwise its replica has ``stall_timeout_s`` seconds from the dispatch to the first token. It is never
-        more than ``stall_timeout_s``: StallWatch relies on that.
+        timeout. So is one whose tokens come together at the end, while its replica computes. Otherwise its replica has
+        ``stall_timeout_s`` seconds from the dispatch to the first token. It is never more than ``stall_timeout_s``:
+        StallWatch relies on that.
         """
         replica, now = self.replica_of(request_id), time.monotonic()
-        if not replica or self.routing.is_busy(replica, now=now, within_s=stall_timeout_s):
+        needs_queue = request_id not in self._without_stream
+        if not replica or self.routing.is_busy(replica, now=now, within_s=stall_timeout_s, needs_queue=needs_queue):
             return stall_timeout_s / 4
         return max(0.0, self._dispatched_at.get(request_id, now) + stall_timeout_s - now)
 

@@ -96,14 +96,17 @@ class ReplicaTable:
             sum(load.queued_tokens(fresh=fresh) for load, fresh in loads),
         )
 
-    def is_busy(self, name: str, now: float, within_s: float) -> bool:
-        """Return whether a replica reports, has finished a step within ``within_s`` seconds, and has a queue."""
+    def is_busy(self, name: str, now: float, within_s: float, *, needs_queue: bool = True) -> bool:
+        """Return whether a replica reports, has finished a step within ``within_s`` seconds, and has a queue.
+
+        Without ``needs_queue`` it need not have one.
+        """
         replica = self.by_name.get(name)
         if replica is None or replica.load.report is None or now > replica.fresh_until:
             return False
         report = replica.load.report
         has_queue = report.num_waiting > 0 or report.queued_prefill_tokens > 0
-        return has_queue and replica.load.has_stepped_since(now - within_s)
+        return (has_queue or not needs_queue) and replica.load.has_stepped_since(now - within_s)
 
     def _update_freshness(self, now: float) -> None:
         replicas = self.by_name.values()

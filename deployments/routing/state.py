@@ -117,13 +117,14 @@ class RoutingState:
         with self._lock:
             return self._table.total_queued(now)
 
-    def is_busy(self, replica: str, *, now: float, within_s: float) -> bool:
+    def is_busy(self, replica: str, *, now: float, within_s: float, needs_queue: bool = True) -> bool:
         """Return whether a replica reports, has finished a step within ``within_s`` seconds, and has a queue.
 
-        A request that gets no token from such a replica is waiting its turn; the replica is not stuck.
+        A request that gets no token from such a replica is waiting its turn; the replica is not stuck. Nor is it if a
+        request gets its tokens together at the end; then the replica need not have a queue.
         """
         with self._lock:
-            return self._table.is_busy(replica, now, within_s)
+            return self._table.is_busy(replica, now, within_s, needs_queue=needs_queue)
 
     # --- messages from replicas: the interface of wire.feed.Listener; unknown replicas are ignored -------------------
 

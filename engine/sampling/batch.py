@@ -7,6 +7,7 @@ advanced by each sequence's new token; otherwise a new batch is built.
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
 import numpy as np
@@ -16,12 +17,34 @@ import torch
 from engine.device_copy import to_device
 from engine.sampling.choosers import TruncatedDraw, build_choosers
 from engine.sampling.filters import MinTokens, build_filters
+from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
-__all__ = ["SamplingBatch"]
+__all__ = ["ListedTokens", "SamplingBatch"]
 
 _token_ids = attrgetter("token_ids")
 _constants = attrgetter("params", "seed", "num_prompt_tokens", "stop_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTokens:
+    """The tokens of ``logprob_token_ids``."""
+
+    indices: list[int]  # of the sequences that list tokens, among those with log-probabilities
+    indices_on_device: torch.Tensor  # int64 [n]
+    token_ids: torch.Tensor  # int64 [n, k], padded with 0
+    counts: list[int]  # [n]: tokens of each sequence
+
+    @classmethod
+    def build(cls, params: Sequence_[SamplingParams], device: torch.device) -> ListedTokens | None:
+        """Return the tokens of the sequences with log-probabilities; None if no sequence lists any."""
+        listed = [(index, ids) for index, one in enumerate(params) if (ids := one.logprob_token_ids)]
+        if not listed:
+            return None
+        indices, counts = [index for index, _ in listed], [len(ids) for _, ids in listed]
+        padded = [[*ids, *[0] * (max(counts) - len(ids))] for _, ids in listed]
+        rows, token_ids = to_device(indices, torch.int64, device), to_device(padded, torch.int64, device)
+        return cls(indices, rows, token_ids, counts)
 
 
 class SamplingBatch:
@@ -50,6 +73,7 @@ class SamplingBatch:
         self.logprob_indices = [index for index, p in enumerate(params) if p.needs_logprobs]
         self.num_logprobs = [params[index].logprobs or 0 for index in self.logprob_indices]
         self.logprob_indices_on_device = to_device(self.logprob_indices, torch.int64, device)
+        self.listed = ListedTokens.build([params[index] for index in self.logprob_indices], device)
         self.beam_indices = [index for index, p in enumerate(params) if p.uses_beam_search]
         beams = [sequences[index] for index in self.beam_indices]
         self.num_beam_tokens = [s.params.num_sequences + len(s.stop_token_ids) for s in beams]

@@ -17,7 +17,7 @@ from engine.device_copy import start_to_host, to_device
 from engine.outputs import TokenLogprobs
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.choosers import NO_TOKEN, UNDECIDED
-from engine.sampling.ranking import gather_logprobs
+from engine.sampling.ranking import gather_listed, gather_logprobs
 from engine.scheduling.scheduler_output import SampledTokens
 
 __all__ = ["PendingTokens"]
@@ -52,6 +52,10 @@ class PendingTokens:
         if raw_logprobs is not None:
             own = tokens[batch.logprob_indices_on_device].clamp_(min=0)  # without a token, any one's
             self._logprobs = gather_logprobs(raw_logprobs, own, batch.num_logprobs)
+        self._listed = None
+        if raw_logprobs is not None and (listed := batch.listed) is not None:
+            rows = raw_logprobs.index_select(0, listed.indices_on_device)
+            self._listed = gather_listed(rows, listed.token_ids, listed.counts)
         self._beams = None if beams is None else (start_to_host(beams[0]), start_to_host(beams[1]))
 
     @torch.inference_mode()
@@ -68,8 +72,16 @@ class PendingTokens:
             logprobs = dict(zip(self._batch.logprob_indices, self._logprobs.to_lists(), strict=True))
         if min(token_ids) == UNDECIDED:
             self._decide(token_ids, logprobs or {}, wait)
-        listed = None if logprobs is None else [logprobs.get(index) for index in range(len(token_ids))]
-        return _without_failed(token_ids, listed, self._beam_candidates())
+        if logprobs is not None:
+            self._add_listed(logprobs)
+        in_order = None if logprobs is None else [logprobs.get(index) for index in range(len(token_ids))]
+        return _without_failed(token_ids, in_order, self._beam_candidates())
+
+    def _add_listed(self, logprobs: dict[int, TokenLogprobs]) -> None:
+        """Add the tokens of ``logprob_token_ids``."""
+        if self._listed is not None and self._batch.listed is not None:
+            for position, found in zip(self._batch.listed.indices, self._listed.to_lists(), strict=True):
+                logprobs[self._batch.logprob_indices[position]].update(found)
 
     def _decide(self, token_ids: list[int], logprobs: dict[int, TokenLogprobs], wait: Callable[[], None]) -> None:
         """Choose the tokens that were left undecided; replace them in ``token_ids``, and their ``logprobs``."""

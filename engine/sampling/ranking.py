@@ -11,7 +11,7 @@ from engine.device_copy import start_to_host
 from engine.outputs import Logprob, TokenLogprobs
 from kernels.cpu import sampling as cpu_sampling
 
-__all__ = ["PendingLogprobs", "gather_logprobs", "top_tokens"]
+__all__ = ["PendingLogprobs", "gather_listed", "gather_logprobs", "top_tokens"]
 
 
 def top_tokens(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,3 +73,18 @@ def gather_logprobs(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top_tok
         ids, values = torch.cat((ids, top_ids), dim=1), torch.cat((values, top_values), dim=1)
         ranks = torch.cat((ranks, top_ranks), dim=1)
     return PendingLogprobs(start_to_host(ids), start_to_host(values), start_to_host(ranks), num_top_tokens)
+
+
+def gather_listed(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> PendingLogprobs:
+    """Find the log-probabilities and ranks of several given tokens at each index.
+
+    Args:
+        logprobs: [n, vocab_size].
+        token_ids: int64 [n, k], padded with any id.
+        counts: for each index, how many of the k are wanted, at least one.
+    """
+    values = logprobs.gather(1, token_ids)
+    ranks = [(logprobs > column[:, None]).sum(dim=1) + 1 for column in values.unbind(dim=1)]  # [n] each: less memory
+    num_others = [count - 1 for count in counts]
+    on_host = start_to_host(token_ids), start_to_host(values), start_to_host(torch.stack(ranks, dim=1))
+    return PendingLogprobs(*on_host, num_others)

@@ -201,6 +201,10 @@ class Tokenizer:
         # SentencePiece drops the space at the start of a text, and here each token is a text.
         return (" " + text if token.startswith("▁") and not text.startswith(" ") else text).encode()
 
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        """Return tokens as the vocabulary spells them."""
+        return list(self._tokenizer.convert_ids_to_tokens(list(token_ids)))
+
     def is_special(self, token_id: int) -> bool:
         """Whether ``decode`` omits the token when it skips special tokens."""
         return token_id in self._special_ids
@@ -214,6 +218,8 @@ class Tokenizer:
         messages: Sequence[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         template_options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """Render ``messages`` with the checkpoint's chat template and return the token ids.
@@ -223,6 +229,8 @@ class Tokenizer:
         Args:
             messages: of the conversation.
             add_generation_prompt: whether the prompt ends with the start of the answer.
+            continue_final_message: whether the prompt ends within the final message, which the answer continues.
+            add_special_tokens: whether the tokenizer adds its own special tokens to those of the template.
             template_options: further variables of the template, such as ``tools`` and ``documents``.
 
         Raises:
@@ -246,15 +254,26 @@ class Tokenizer:
                 mask.masked_messages[: len(messages)],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 **(mask.masked_messages[-1] if template_options else {}),
             )
         except Exception as error:  # templates raise anything: jinja2 errors, TypeError, KeyError
             problem = f"cannot be rendered: the chat template refused them: {error}"
             raise RequestError(problem, param="messages") from error
         try:
-            return self._encode_masked(rendered, mask.token_of)
+            token_ids = self._encode_masked(rendered, mask.token_of)
         except RequestError as error:
             raise error.renamed("messages") from None
+        before, after = self._added_tokens if add_special_tokens else ((), ())
+        return [*before, *token_ids, *after] if before or after else token_ids
+
+    @cached_property
+    def _added_tokens(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The special tokens that the tokenizer adds before and after a text."""
+        plain, full = self.encode("a", add_special_tokens=False), self.encode("a")
+        starts = range(len(full) - len(plain) + 1)
+        start = next((index for index in starts if full[index : index + len(plain)] == plain), 0)
+        return full[:start], full[start + len(plain) :]
 
     def _spelled_out(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[str]:
         """Return all special tokens if a text of the messages has one, else none: nearly no message needs a mask."""

@@ -45,7 +45,21 @@ OpenClient = Callable[..., TestClient]
 
 
 @pytest.fixture
-def open_client(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenClient]:
+def started_ingresses() -> list[Ingress]:
+    """The ingresses that ``open_client`` has started."""
+    return []
+
+
+@pytest.fixture
+def ingress(client: TestClient, started_ingresses: list[Ingress]) -> Ingress:
+    """The ingress of ``client``."""
+    return started_ingresses[0]
+
+
+@pytest.fixture
+def open_client(
+    tokenizer_path: Path, engines: FakeEngines, started_ingresses: list[Ingress], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[OpenClient]:
     """Return a function that starts an ingress over the fake engines, with arguments of the application."""
     monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
     cluster_view.cache_clear()
@@ -54,6 +68,7 @@ def open_client(tokenizer_path: Path, engines: FakeEngines, monkeypatch: pytest.
         def make(**args: Any) -> TestClient:
             config = AppConfig.parse({"model": str(tokenizer_path), "model_name": "tiny"} | args)
             ingress: Any = Ingress(engines, config)  # type: ignore[arg-type]
+            started_ingresses.append(ingress)
             return stack.enter_context(TestClient(ingress.__serve_build_asgi_app__()))
 
         yield make
@@ -66,7 +81,7 @@ def client(open_client: OpenClient) -> TestClient:
 
 @pytest.fixture
 async def peers() -> AsyncIterator[Peers]:
-    """Replicas with shadow engines, and ingresses, on the channel's sockets."""
+    """Replicas with shadow engines, and started_ingresses, on the channel's sockets."""
     made = Peers()
     yield made
     await made.close()

@@ -15,7 +15,7 @@ from ray.serve.exceptions import BackPressureError
 from starlette.testclient import TestClient
 
 from deployments.api.body import MAX_INLINE_BYTES, parse_body
-from deployments.api.openai.protocol import NOT_OFFERED
+from deployments.api.openai.protocol import CompletionRequest
 from deployments.api.prompts import PromptBuilder
 from deployments.errors import RequestTimeoutError
 from deployments.routing.cluster_view import cluster_view
@@ -158,7 +158,7 @@ def test_a_request_that_takes_too_long_gets_408(client: TestClient, engines: Fak
 
 
 def test_unknown_paths_are_404(client: TestClient) -> None:
-    for path in ("/docs", "/redoc", "/openapi.json", "/v1/embeddings", "/v1/images/generations"):
+    for path in ("/docs", "/redoc", "/v1/embeddings", "/v1/images/generations"):
         answer = client.get(path)
         assert answer.status_code == 404
         assert answer.json()["error"]["type"] == "not_found_error"
@@ -193,17 +193,13 @@ def test_a_model_name_that_cannot_be_encoded_is_answered(client: TestClient) -> 
 
 ASKING = {  # parameter -> a value that asks for something
     "suffix": "x",
-    "use_beam_search": True,
     "beam_width": 2,
     "early_stopping": True,
-    "length_penalty": 2.0,
     "tools": [{"type": "function"}],
     "functions": [{}],
     "function_call": "auto",
     "modalities": ["audio"],
     "audio": {"voice": "x"},
-    "add_special_tokens": False,
-    "truncate_prompt_tokens": 3,
     "continue_final_message": True,
     "add_generation_prompt": False,
     "documents": [{"text": "x"}],
@@ -213,7 +209,7 @@ ASKING = {  # parameter -> a value that asks for something
 
 
 def test_every_parameter_that_is_not_offered_is_tested_below() -> None:
-    assert set(ASKING) == set(NOT_OFFERED)
+    assert set(ASKING) == set(CompletionRequest.not_offered)
 
 
 @pytest.mark.parametrize("name", ASKING)
@@ -223,10 +219,9 @@ def test_a_parameter_that_is_not_offered_is_named(client: TestClient, name: str)
     assert answer.json()["error"]["param"] == name
 
 
-@pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("echo", True)])
-def test_parameters_that_only_completions_have(client: TestClient, name: str, value: Any) -> None:
-    answer = client.post("/v1/chat/completions", json=CHAT | {name: value})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (501, name)
+def test_only_completions_have_best_of(client: TestClient) -> None:
+    answer = client.post("/v1/chat/completions", json=CHAT | {"best_of": 2})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (501, "best_of")
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(client: TestClient) -> None:

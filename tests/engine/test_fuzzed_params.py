@@ -70,6 +70,7 @@ FIELDS: dict[str, Callable[[random.Random], Any]] = {
     "ignore_eos": lambda rng: rng.choice([True, False]),
     "logprobs": lambda rng: rng.choice([None, 0, 1, 20, 21]),
     "prompt_logprobs": lambda rng: rng.choice([None, 0, 1, 20, -1]),
+    "logprob_token_ids": lambda rng: rng.choice([None, None, [5], [5, 5, 0], [], ["a"]]),
     "stop": lambda rng: rng.choice([None, "x", ["x", "y"]]),
     "thinking_budget": lambda rng: rng.choice(
         [None, ThinkingBudget(0, 5), ThinkingBudget(3, 5, 6), ThinkingBudget(2, VOCAB_SIZE), ThinkingBudget(1, 2)]

@@ -13,8 +13,9 @@ from pydantic import Field, PrivateAttr, ValidationError
 from deployments.api.messages.blocks import Fields, InputMessage, System
 from deployments.api.messages.conversation import chat_messages
 from deployments.api.messages.tools import MessagesTool, ToolChoice, chat_choice, chat_tools
+from deployments.api.openai.generation_request import Words
 from deployments.api.openai.messages import MAX_MESSAGES, Message
-from deployments.api.openai.protocol import ChatRequest, Words
+from deployments.api.openai.protocol import ChatRequest
 from deployments.api.openai.tools import MAX_TOOLS
 from deployments.errors import ApiError
 from engine.errors import RequestError

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,19 +19,31 @@ __all__ = ["CompletionLogprobs", "chat_logprobs", "prompt_logprobs"]
 LOWEST = -9999.0  # as in vLLM: JSON has no infinity
 
 
-def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int) -> Any:
-    """Return ``logprobs`` of a chat choice, with the ``top`` most likely tokens of each position."""
+def chat_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    top: int,
+    *,
+    as_ids: bool = False,
+) -> Any:
+    """Return ``logprobs`` of a chat choice, with the ``top`` most likely tokens of each position.
+
+    With ``as_ids``, tokens are written as ``token_id:N``.
+    """
+    entry = partial(_chat_entry, tokenizer, as_ids)
     content = []
     for token_id, position in zip(token_ids, logprobs, strict=True):
         most_likely = sorted(position.items(), key=lambda item: -item[1].logprob)[:top]
-        entry = _chat_entry(tokenizer, token_id, position[token_id])
-        content.append(entry | {"top_logprobs": [_chat_entry(tokenizer, *item) for item in most_likely]})
+        tops = [entry(*item) for item in most_likely]
+        content.append(entry(token_id, position[token_id]) | {"top_logprobs": tops})
     return {"content": content, "refusal": None}
 
 
-def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: Logprob) -> dict[str, Any]:
+def _chat_entry(tokenizer: Tokenizer, as_ids: bool, token_id: int, logprob: Logprob) -> dict[str, Any]:
     spelled = tokenizer.token_bytes(token_id)
-    return {"token": _text(spelled), "logprob": max(logprob.logprob, LOWEST), "bytes": list(spelled)}
+    token = _id_text(token_id) if as_ids else _text(spelled)
+    return {"token": token, "logprob": max(logprob.logprob, LOWEST), "bytes": list(spelled)}
 
 
 def prompt_logprobs(
@@ -56,10 +69,14 @@ class CompletionLogprobs:
         tokenizer: for the tokens' texts.
         top: number of most likely tokens to list besides each token.
         skip_special_tokens: whether the text omits special tokens.
+        as_ids: write tokens as ``token_id:N``.
     """
 
-    def __init__(self, tokenizer: Tokenizer, top: int, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, top: int, *, skip_special_tokens: bool, as_ids: bool | None = False
+    ) -> None:
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._num_listed = 1 + top
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -71,9 +88,12 @@ class CompletionLogprobs:
         return {
             "text_offset": [self._advance(token_id) for token_id in token_ids],
             "token_logprobs": [one and max(one[token_id].logprob, LOWEST) for token_id, one in positions],
-            "tokens": [_text(self._tokenizer.token_bytes(token_id)) for token_id in token_ids],
+            "tokens": [self._name(token_id) for token_id in token_ids],
             "top_logprobs": [one and self._top(one) for _, one in positions],
         }
+
+    def _name(self, token_id: int) -> str:
+        return _id_text(token_id) if self._as_ids else _text(self._tokenizer.token_bytes(token_id))
 
     def skip_to(self, offset: int) -> None:
         """Continue at ``offset`` in the text, such as the end of the prompt."""
@@ -91,9 +111,13 @@ class CompletionLogprobs:
         """Return the position's tokens by text; of tokens with the same text, the most likely one counts."""
         top: dict[str, float] = {}
         for token_id, one in islice(position.items(), self._num_listed):
-            text = _text(self._tokenizer.token_bytes(token_id))
+            text = self._name(token_id)
             top[text] = max(one.logprob, top.get(text, LOWEST))
         return top
+
+
+def _id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _text(spelled: bytes) -> str:

@@ -1,20 +1,22 @@
-"""Message: one message of a chat request, and the form in which the chat template gets it."""
+"""Conversation: what the chat template renders, a body's messages, tools and options; Message is one message."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.api.openai.tools import MAX_CALLS, ToolCall, check_size
+from deployments.api.body import JsonBody
+from deployments.api.openai.tools import MAX_CALLS, Effort, ToolCall, ToolChoice, Tools, check_size, check_tools
 from deployments.errors import ApiError
-from engine.errors import RequestError, shown
+from engine.errors import RequestError, listed, shown
 
-__all__ = ["MAX_MESSAGES", "RESERVED", "Message", "check_template_options"]
+__all__ = ["MAX_MESSAGES", "RESERVED", "Conversation", "Message", "check_template_options"]
 
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1_000
+MAX_DOCUMENTS = 1_000
 # The parameters of transformers' apply_chat_template, and what the template gets from them.
 RESERVED = frozenset(
     (
@@ -37,7 +39,7 @@ class Message(BaseModel):
     """One message of a conversation."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(min_length=1, max_length=64)]  # any that the template takes
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
@@ -56,7 +58,7 @@ class Message(BaseModel):
         """
         if (self.model_extra or {}).get("function_call"):
             raise ApiError(501, "messages: function_call is not offered; send tool_calls", param="messages")
-        message: dict[str, Any] = {"role": self.role, "content": self._text()}
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
             calls = [call.for_template(arguments_as_text=arguments_as_text) for call in self.tool_calls]
             message["tool_calls"] = calls
@@ -70,7 +72,13 @@ class Message(BaseModel):
                 message["thinking"] = reasoning  # GPT-OSS's name; its template refuses it beside content
         return message
 
-    def _text(self) -> str:
+    @property
+    def text(self) -> str:
+        """The content as text.
+
+        Raises:
+            ApiError: 501 for parts that are not text.
+        """
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         for part in self.content:
@@ -79,14 +87,67 @@ class Message(BaseModel):
         return "\n".join(part.text or "" for part in self.content)
 
 
+class Conversation(JsonBody):
+    """The fields of a body that a chat template renders."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None  # None: auto if there are tools
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None  # None: unless the final message is continued
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # besides those that the template writes
+
+    def check(self) -> None:
+        """Reject invalid combinations of fields.
+
+        Raises:
+            RequestError: it names the field.
+        """
+        super().check()
+        if (self.model_extra or {}).get("chat_template"):
+            raise RequestError("cannot be set by a request", param="chat_template", remedy="leave it out")
+        if self.continue_final_message and self.add_generation_prompt:
+            remedy = "leave out one of them"
+            raise RequestError("excludes add_generation_prompt", param="continue_final_message", remedy=remedy)
+        check_tools(self.tools, self.tool_choice)
+        check_size("documents", self.documents)
+        check_template_options(self.chat_template_kwargs)
+
+    @property
+    def starts_answer(self) -> bool:
+        """Whether the prompt ends with the start of an answer, which the template writes."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @property
+    def offered_tools(self) -> Tools:
+        """The tools that the answer may call: none with ``tool_choice`` none."""
+        return [] if self.tools is None or self.tool_choice == "none" else self.tools
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template gets besides the messages."""
+        options: dict[str, Any] = {}
+        if self.offered_tools:
+            options["tools"] = [tool.model_dump(exclude_unset=True) for tool in self.offered_tools]
+        if self.documents:
+            options["documents"] = self.documents
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            options |= {"enable_thinking": False, "thinking": False}  # Qwen's and DeepSeek's names
+        return options | (self.chat_template_kwargs or {})
+
+
 def check_template_options(options: Mapping[str, Any] | None) -> None:
     """Reject options that would replace the template or what Pagoda gives to it.
 
     Raises:
         RequestError: about ``chat_template_kwargs``.
     """
-    for name in options or ():
-        if name in RESERVED:
-            remedy = "leave it out; tools and documents are fields of the request"
-            raise RequestError(f"sets {shown(name)}", param="chat_template_kwargs", remedy=remedy)
+    if reserved := [name for name in options or () if name in RESERVED]:
+        problem, remedy = f"sets {listed(reserved)}", "leave that out; tools and documents are fields of the request"
+        raise RequestError(problem, param="chat_template_kwargs", remedy=remedy)
     check_size("chat_template_kwargs", options)

@@ -43,8 +43,9 @@ class ParsedChatWriter(ChatWriter):
         choice["message"] = {"role": "assistant", "content": None, "refusal": None, **self.fields(events, parser)}
         for call in choice["message"].get("tool_calls", ()):
             del call["index"]
-        if not events:
-            choice["message"]["content"] = ""
+        echoed = answer.generation.prompt.echo_text
+        if echoed or not events:
+            choice["message"]["content"] = echoed + (choice["message"]["content"] or "")
         choice["finish_reason"] = finish_reason(choice["finish_reason"], parser)
         return choice
 
@@ -98,7 +99,10 @@ class ParsedChunkWriter(ChunkWriter):
         self._has_started[delta.index] = True
         chunk = self._chunk(delta, first=first)
         choice = chunk["choices"][0]
-        choice["delta"] = {"role": "assistant", "content": "", **fields} if first else fields
+        if first:
+            echoed = self._generations[delta.index].prompt.echo_text
+            fields = {"role": "assistant", **fields, "content": echoed + fields.get("content", "")}
+        choice["delta"] = fields
         choice["finish_reason"] = finish_reason(delta.finish_reason, parser)
         return encode_event(chunk)
 

@@ -74,10 +74,10 @@ class ResponseWriter(ABC):
         return choice
 
     def _prompt_logprobs(self, generation: Generation) -> dict[str, Any]:
-        """Return vLLM's extra field if it was requested."""
+        """Return vLLM's extra field, null unless it was requested."""
         top = self._request.prompt_logprobs
         if top is None:
-            return {}
+            return {"prompt_logprobs": None}
         return {"prompt_logprobs": prompt_logprobs(self._tokenizer, generation.prompt_logprobs or (), top)}
 
     def _response_extras(self, generation: Generation) -> dict[str, Any]:
@@ -104,15 +104,26 @@ class ChatWriter(ResponseWriter):
     chunk = "chat.completion.chunk"
 
     def _message(self, text: str, generation: Generation) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        content = generation.prompt.echo_text + text
+        return {"message": {"role": "assistant", "content": content, "refusal": None}}
 
     def _delta(self, text: str, generation: Generation, *, first: bool) -> dict[str, Any]:
-        content = {"content": text}
-        return {"delta": {"role": "assistant", **content} if first else content}
+        if not first:
+            return {"delta": {"content": text}}
+        return {"delta": {"role": "assistant", "content": generation.prompt.echo_text + text}}
+
+    def delta_chunk(self, delta: Delta, generation: Generation, *, first: bool) -> dict[str, Any]:
+        """As the base class; the first chunk has the prompt's ids where a whole response has them, too."""
+        chunk = super().delta_chunk(delta, generation, first=first)
+        if first and self._request.return_token_ids:
+            chunk["prompt_token_ids"] = generation.prompt.token_ids
+        return chunk
 
     def logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
-        top = self._request.num_logprobs
-        return None if top is None else chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs or (), top)
+        top, as_ids = self._request.num_shown_logprobs, bool(self._request.return_tokens_as_token_ids)
+        if top is None:
+            return None
+        return chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs or (), top, as_ids=as_ids)
 
     def _response_extras(self, generation: Generation) -> dict[str, Any]:
         extras = self._prompt_logprobs(generation)
@@ -141,14 +152,17 @@ class CompletionWriter(ResponseWriter):
         return {"text": generation.prompt.echo_text + text if first else text}
 
     def logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
-        top = self._request.num_logprobs
+        top = self._request.num_shown_logprobs
         if top is None:
             return None
         logprobs = self._logprobs_of.get(delta.index)
         if logprobs is None:
             skip = self._request.skip_special_tokens
             logprobs = self._logprobs_of[delta.index] = CompletionLogprobs(
-                self._tokenizer, top, skip_special_tokens=skip
+                self._tokenizer,
+                top,
+                skip_special_tokens=skip,
+                as_ids=self._request.return_tokens_as_token_ids,
             )
         if not (first and self._echoes):
             return logprobs.add(delta.token_ids, delta.logprobs or ())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.errors import RequestError, shown
+from engine.errors import RequestError, listed, shown
 from engine.structured_outputs.params import KINDS, StructuredOutputsParams
 
 __all__ = ["reject_old_names", "structured_outputs"]
@@ -29,9 +29,8 @@ def structured_outputs(
         raise RequestError(
             "and response_format are both given", param="structured_outputs", remedy="choose one of them"
         )
-    unknown = next((name for name in requested if name not in KINDS), None)
-    if unknown is not None:
-        problem, remedy = f"has the unknown key {shown(unknown)}", f"give one of {', '.join(KINDS)}"
+    if unknown := [name for name in requested if name not in KINDS]:
+        problem, remedy = f"has the unknown key {listed(unknown)}", f"give one of {', '.join(KINDS)}"
         raise RequestError(problem, param="structured_outputs", remedy=remedy)
     return StructuredOutputsParams(**requested)
 

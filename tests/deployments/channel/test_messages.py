@@ -76,6 +76,9 @@ beams: dict[str, st.SearchStrategy[Any]] = {
 thinking = st.builds(ThinkingBudget, st.integers(0, 2**31 - 1), ids, st.one_of(st.none(), ids))
 params = st.one_of(
     st.fixed_dictionaries({"thinking_budget": thinking}),
+    st.fixed_dictionaries(
+        {"logprobs": st.integers(0, 20), "logprob_token_ids": st.lists(ids, min_size=1, max_size=128)}
+    ),
     st.fixed_dictionaries({}, optional={"max_tokens": st.just(2**20), **sampled}),
     st.fixed_dictionaries(beams),
     st.fixed_dictionaries({"temperature": st.just(0.0)}, optional={"logprobs": sampled["logprobs"]}),

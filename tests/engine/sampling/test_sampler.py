@@ -294,3 +294,43 @@ def test_warming_up_takes_the_longest_way(monkeypatch: pytest.MonkeyPatch) -> No
     Sampler(5000, CPU).warm_up(3)
     assert sorted_indices == [[0, 1, 2]]
     Sampler(VOCAB_SIZE, CPU).warm_up(3)
+
+
+def test_listed_tokens_have_log_probabilities_whatever_their_rank() -> None:
+    """Each sequence gets its own tokens, beside the sampled and the most likely ones."""
+    logits = random_logits(4, 3)
+    expected = logits.log_softmax(dim=1)
+    listed: list[list[int] | None] = [[49, 0], None, [5], None]
+    numbers = [0, 2, 1, None]
+    sequences = [
+        make_sequence(temperature=0.0, logprobs=number, logprob_token_ids=ids)
+        for number, ids in zip(numbers, listed, strict=True)
+    ]
+    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), sequences)
+    assert sampled.logprobs is not None
+    for row, (found, number, ids) in enumerate(zip(sampled.logprobs, numbers, listed, strict=True)):
+        if number is None:
+            assert found is None
+            continue
+        assert found is not None
+        order = expected[row].argsort(descending=True).tolist()
+        assert next(iter(found)) == sampled.token_ids[row]
+        assert set(found) == {sampled.token_ids[row], *order[:number], *(ids or ())}
+        for token_id, one in found.items():
+            assert one.logprob == pytest.approx(float(expected[row, token_id]), abs=1e-5)
+            assert one.rank == 1 + order.index(token_id)
+
+
+def test_listed_tokens_of_a_draw_that_needs_the_whole_vocabulary() -> None:
+    """With few candidates, top-p leaves the draw undecided at first."""
+    logits = random_logits(40, 5, scale=0.1)
+    sequences = [
+        make_sequence(seed=row, temperature=1.0, top_p=0.9, logprobs=0, logprob_token_ids=[row % VOCAB_SIZE, 7])
+        for row in range(40)
+    ]
+    sampled = Sampler(VOCAB_SIZE, CPU, num_candidates=2).sample(logits.clone(), sequences)
+    assert sampled.logprobs is not None
+    for row, (token_id, found) in enumerate(zip(sampled.token_ids, sampled.logprobs, strict=True)):
+        assert found is not None
+        assert set(found) == {token_id, row % VOCAB_SIZE, 7}
+        assert next(iter(found)) == token_id

@@ -1,0 +1,114 @@
+"""POST /tokenize and POST /detokenize, with vLLM's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.api.body import JsonBody, read_body, read_body_by_field
+from deployments.api.json_response import JsonResponse
+from deployments.api.openai.messages import Conversation
+from deployments.api.prompts import PromptBuilder
+from deployments.api.serving import Serving
+
+__all__ = [
+    "DetokenizeRequest",
+    "DetokenizeResponse",
+    "Tokenization",
+    "TokenizeChatRequest",
+    "TokenizeRequest",
+    "TokenizeResponse",
+]
+
+
+class TokenizeRequest(JsonBody):
+    """Body of POST /tokenize with a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(Conversation):
+    """Body of POST /tokenize with a conversation, which is rendered as a chat request's is."""
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(JsonBody):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Any] = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+
+
+class TokenizeResponse(BaseModel):
+    """The tokens of a text or a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(BaseModel):
+    """The text of tokens."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt: str
+
+
+class Tokenization:
+    """The endpoints of one ingress.
+
+    Args:
+        serving: knows the model's name and its tokenizer.
+        max_body_bytes: a longer body is rejected.
+    """
+
+    def __init__(self, serving: Serving, max_body_bytes: int) -> None:
+        self._serving = serving
+        self._max_body_bytes = max_body_bytes
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the tokens of a text, or of a conversation as the model would get it."""
+        kinds: Mapping[str, type[TokenizeRequest | TokenizeChatRequest]]
+        kinds = {"prompt": TokenizeRequest, "messages": TokenizeChatRequest}
+        body = await read_body_by_field(kinds, request, self._max_body_bytes)
+        builder = await self._serving.builder_for(body.model)
+        if isinstance(body, TokenizeRequest):
+            token_ids = await builder.text_token_ids(body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            token_ids = await builder.chat_token_ids(body)
+        return JsonResponse(
+            {
+                "count": len(token_ids),
+                "max_model_len": builder.max_total_tokens,
+                "tokens": token_ids,
+                "token_strs": await _names(builder, token_ids) if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids, special tokens included."""
+        body = await read_body(DetokenizeRequest, request, self._max_body_bytes)
+        builder = await self._serving.builder_for(body.model)
+        builder.check_token_ids("tokens", body.tokens)
+        text = await builder.run_with_tokenizer(
+            lambda tokenizer: tokenizer.decode(body.tokens, skip_special_tokens=False), cost=len(body.tokens)
+        )
+        return JsonResponse({"prompt": text})
+
+
+async def _names(builder: PromptBuilder, token_ids: list[int]) -> list[str]:
+    names: list[str] = await builder.run_with_tokenizer(
+        lambda tokenizer: tokenizer.token_names(token_ids), cost=len(token_ids)
+    )
+    return names

@@ -1,0 +1,72 @@
+"""The OpenAPI document describes every endpoint, and what it describes is what is answered."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from starlette.testclient import TestClient
+
+from deployments.api.api_keys import OPEN_PATHS
+from deployments.ingress import Ingress
+from deployments.requests.record import OPERATIONS
+from tests.deployments.conftest import OpenClient
+
+KEY = "a-key-of-at-least-16-characters"
+
+
+@pytest.fixture
+def document(client: TestClient) -> dict[str, Any]:
+    found: dict[str, Any] = client.get("/openapi.json").json()
+    return found
+
+
+def _references(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        inner = {one for item in value.values() for one in _references(item)}
+        return inner | ({value["$ref"]} if "$ref" in value else set())
+    return {one for item in value for one in _references(item)} if isinstance(value, list) else set()
+
+
+def test_it_has_every_route_and_no_other(document: dict[str, Any], ingress: Ingress) -> None:
+    described = {(path, method.upper()) for path, operations in document["paths"].items() for method in operations}
+    served = {(re.sub(r":\w+\}", "}", route.path), route.method) for route in ingress.routes}
+    assert described == served
+    assert set(OPERATIONS) <= set(document["paths"])
+    assert document["openapi"].startswith("3.1")
+
+
+def test_every_reference_leads_to_a_schema(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    assert _references(document) <= {f"#/components/schemas/{name}" for name in schemas}
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_operations_are_told_apart(document: dict[str, Any]) -> None:
+    operations = [one for path in document["paths"].values() for one in path.values()]
+    ids = [one["operationId"] for one in operations]
+    assert len(set(ids)) == len(ids)
+    assert all(one["summary"].endswith(".") for one in operations)
+    assert {"400", "404", "408", "413", "501", "503"} <= set(
+        document["paths"]["/v1/chat/completions"]["post"]["responses"]
+    )
+
+
+def test_fields_of_requests_are_those_that_are_parsed(document: dict[str, Any]) -> None:
+    chat = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "tools", "truncate_prompt_tokens", "use_beam_search", "temperature"} <= set(chat)
+    assert document["components"]["schemas"]["ChatRequest"]["required"] == ["messages"]
+
+
+def test_keys_are_described_once_they_are_set(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_API_KEYS", KEY)
+    client = open_client()
+    assert client.get("/openapi.json").status_code == 401
+    document = client.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert ("security" in operation) == (path not in OPEN_PATHS), path
+            assert ("401" in operation["responses"]) == (path not in OPEN_PATHS), path

@@ -1,0 +1,64 @@
+"""/load counts unfinished requests, and /server_info shows neither keys nor paths nor addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from deployments.api.utilities.server import LoadResponse, ServerInfoResponse
+from deployments.ingress import Ingress
+from tests.deployments.conftest import OpenClient
+from tests.deployments.fakes import FakeEngines, FakeStream
+
+KEY = "a-key-of-at-least-16-characters"
+
+
+def test_the_load_is_that_of_all_ingresses(
+    client: TestClient, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def everywhere(handle: Any, method: str) -> dict[str, Any]:
+        assert method == "num_unfinished"
+        return {"first": 3, "second": 4}
+
+    monkeypatch.setattr("deployments.ingress.all_ingresses", lambda: None)
+    monkeypatch.setattr("deployments.ingress.broadcast", everywhere)
+    answer = client.get("/load")
+    assert LoadResponse.model_validate(answer.json(), strict=True).server_load == 7
+
+
+def test_an_ingress_counts_requests_from_their_arrival_to_their_end(
+    client: TestClient, ingress: Ingress, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.ingress._name", lambda: "this")
+    during: list[int] = []
+    taken = FakeStream.take
+
+    def take(self: FakeStream) -> Any:
+        during.append(len(ingress._unfinished))
+        return taken(self)
+
+    monkeypatch.setattr(FakeStream, "take", take)
+    for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}):
+        assert client.post("/v1/completions", json=body).status_code == 200
+    assert client.post("/v1/completions", json={"prompt": ""}).status_code == 400
+    assert set(during) == {1}
+    assert not ingress._unfinished
+    assert client.get("/version").status_code == 200  # it is no request for tokens
+
+
+def test_the_configuration_has_no_secret(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_API_KEYS", KEY)
+    tracing = {"otlp_endpoint": "http://user:password@collector:4318"}
+    client = open_client(tracing=tracing, engine={"max_num_seqs": 7})
+    assert client.get("/server_info").status_code == 401
+    answer = client.get("/server_info", headers={"Authorization": f"Bearer {KEY}"})
+    info = ServerInfoResponse.model_validate(answer.json(), strict=True)
+    assert info.model == info.config["model_name"] == "tiny"
+    assert info.config["engine"] == {"max_num_seqs": 7}
+    assert info.config["limits"]["max_n"] == 16
+    assert info.config["tracing"]["otlp_endpoint"] is True
+    assert info.engine["block_size"] == 4
+    for secret in (KEY, "password", "collector", "/"):
+        assert secret not in answer.text
