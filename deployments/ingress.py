@@ -33,7 +33,7 @@ from deployments.api.openai.openapi import CHAT, COMPLETIONS, MODEL, MODELS
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest
 from deployments.api.openapi import openapi_document
 from deployments.api.responses.endpoints import Responses
-from deployments.api.responses.openapi import CREATE, DELETE, INPUT_ITEMS, RETRIEVE
+from deployments.api.responses.openapi import COUNT_INPUT_TOKENS, CREATE, DELETE, INPUT_ITEMS, RETRIEVE
 from deployments.api.responses.store import StoredResponse
 from deployments.api.routes import Api, ApiRoute, api_route
 from deployments.api.serving import Serving
@@ -122,6 +122,7 @@ class Ingress:
             ApiRoute("/v1/chat/completions", "POST", self.chat, CHAT),
             ApiRoute("/v1/completions", "POST", self.completions, COMPLETIONS),
             ApiRoute("/v1/responses", "POST", self._responses.create, CREATE),
+            ApiRoute("/v1/responses/input_tokens", "POST", self._responses.count_tokens, COUNT_INPUT_TOKENS),
             ApiRoute("/v1/responses/{response_id}", "GET", self._responses.retrieve, RETRIEVE),
             ApiRoute("/v1/responses/{response_id}", "DELETE", self._responses.delete, DELETE),
             ApiRoute("/v1/responses/{response_id}/input_items", "GET", self._responses.input_items, INPUT_ITEMS),

@@ -27,6 +27,7 @@ _COUNTED_PATHS = frozenset(OPERATIONS) | {
         "/live",
         "/v1/models",
         "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
         "/tokenize",
         "/detokenize",
         "/load",

@@ -87,7 +87,7 @@ def test_forced_calls_and_their_outputs(api: openai.OpenAI) -> None:
     with api.responses.stream(**asked, tool_choice="required", parallel_tool_calls=False) as stream:
         (streamed,) = stream.get_final_response().output
     assert streamed.type == "function_call"
-    assert streamed.parsed_arguments["city"] in ("Oslo", "Lima")  # type: ignore[index]
+    assert streamed.parsed_arguments["city"] in ("Oslo", "Lima")
     result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}]
     last = api.responses.create(**asked | {"input": result}, previous_response_id=answer.id, tool_choice="none")
     assert last.output[0].type == "message"

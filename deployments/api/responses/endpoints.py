@@ -19,11 +19,12 @@ from deployments.api.responses.input_items import InputItem, InputMessage, parse
 from deployments.api.responses.protocol import ResponseRequest
 from deployments.api.responses.store import ResponseStore, StoredResponse
 from deployments.api.responses.translation import chat_request, renamed
+from deployments.api.responses.truncation import last_turns
 from deployments.api.responses.writers import ResponseWriters
 from deployments.api.serving import Serving
 from deployments.config import LimitOptions
 from deployments.errors import ApiError
-from engine.errors import RequestError, shown
+from engine.errors import PromptTooLongError, RequestError, shown
 
 __all__ = ["Responses"]
 
@@ -52,17 +53,23 @@ class Responses:
 
     async def create(self, request: Request) -> Response:
         """Answer an input, whole or as a stream."""
-        body = await read_body(ResponseRequest, request, self._limits.max_body_bytes)
-        earlier, num_bytes = await self._conversation(body.previous_response_id)
-        items = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-        require_calls(items, earlier)
-        everything = [*earlier, *items]
-        keep = partial(self._keep, everything) if body.is_stored and self._limits.max_stored_responses else None
+        body, items, num_bytes = await self._read(request)
         try:
-            chat = chat_request(body, everything, body.num_bytes + num_bytes)
-            return await self._serving.chat(chat, partial(ResponseWriters, request=body, keep=keep))
-        except RequestError as error:
-            raise renamed(error) from None
+            return await self._answer(body, items, num_bytes)
+        except PromptTooLongError:
+            if body.truncation != "auto":
+                raise
+            fits = partial(self._fits, body, num_bytes=num_bytes)
+            rest = await last_turns(items, fits)
+            if rest is None:
+                raise
+            return await self._answer(body, rest, num_bytes)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Return the number of tokens of an input."""
+        body, items, num_bytes = await self._read(request)
+        number = await self._count(body, items, num_bytes)
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": number})
 
     async def retrieve(self, response_id: str, request: Request) -> Response:
         """Return a response that is kept."""
@@ -82,6 +89,35 @@ class Responses:
         """List the input of a response that is kept, that of earlier responses included; the latest item first."""
         items: list[dict[str, Any]] = json.loads((await self._require(response_id)).input)
         return JsonResponse(_page(items, request.query_params))
+
+    async def _read(self, request: Request) -> tuple[ResponseRequest, Sequence[InputItem], int]:
+        """Return a body, the items of the whole input, and the length of their JSON."""
+        body = await read_body(ResponseRequest, request, self._limits.max_body_bytes)
+        earlier, num_bytes = await self._conversation(body.previous_response_id)
+        items = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+        require_calls(items, earlier)
+        return body, [*earlier, *items], body.num_bytes + num_bytes
+
+    async def _answer(self, body: ResponseRequest, items: Sequence[InputItem], num_bytes: int) -> Response:
+        keep = partial(self._keep, items) if body.is_stored and self._limits.max_stored_responses else None
+        try:
+            chat = chat_request(body, items, num_bytes)
+            return await self._serving.chat(chat, partial(ResponseWriters, request=body, keep=keep))
+        except RequestError as error:
+            raise renamed(error) from None
+
+    async def _count(self, body: ResponseRequest, items: Sequence[InputItem], num_bytes: int) -> int:
+        try:
+            return await self._serving.count_tokens(chat_request(body, items, num_bytes))
+        except RequestError as error:
+            raise renamed(error) from None
+
+    async def _fits(self, body: ResponseRequest, items: Sequence[InputItem], *, num_bytes: int) -> bool:
+        try:
+            await self._count(body, items, num_bytes)
+        except PromptTooLongError:
+            return False
+        return True
 
     async def _conversation(self, response_id: str | None) -> tuple[list[InputItem], int]:
         """Return the items up to the end of a response, and the length of their JSON."""

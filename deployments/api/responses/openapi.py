@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from deployments.api.descriptions import GENERATES, Description, Query, ServerSentEvents
+from deployments.api.descriptions import ACCEPTS_BODY, GENERATES, Description, Query, ServerSentEvents
 from deployments.api.responses.protocol import ResponseRequest
 
-__all__ = ["CREATE", "DELETE", "INPUT_ITEMS", "RETRIEVE"]
+__all__ = ["COUNT_INPUT_TOKENS", "CREATE", "DELETE", "INPUT_ITEMS", "RETRIEVE"]
 
 _TAG = "OpenAI responses"
 _NOT_FOUND = frozenset({404})
@@ -41,6 +41,14 @@ class DeletedResponse(BaseModel):
     deleted: bool
 
 
+class CountedInputTokens(BaseModel):
+    """The number of tokens of an input."""
+
+    model_config = ConfigDict(extra="forbid")
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ItemList(BaseModel):
     """A page of input items."""
 
@@ -61,3 +69,4 @@ RETRIEVE = Description(
 )
 DELETE = Description(_TAG, responses=(DeletedResponse,), statuses=_NOT_FOUND)
 INPUT_ITEMS = Description(_TAG, responses=(ItemList,), statuses=_NOT_FOUND | {400}, query=_PAGE)
+COUNT_INPUT_TOKENS = Description(_TAG, (ResponseRequest,), (CountedInputTokens,), statuses=ACCEPTS_BODY | {501})
