@@ -12,7 +12,7 @@ from deployments.api.messages.content import BlockEvents, NewId, content_blocks,
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.openai.protocol import ChatRequest
 from deployments.api.parsers.answer_parser import AnswerParser
-from deployments.api.parsers.families.think import plain
+from deployments.api.parsers.events import Content, Event
 from deployments.api.writers import Answer, ResponseHead, Usage
 from deployments.errors import ApiError
 from deployments.requests.generation import Delta, Generation
@@ -50,9 +50,9 @@ class MessagesWriters:
         """Return the writer of a stream."""
         return MessageEvents(head, body, self, generations)
 
-    def new_parser(self) -> AnswerParser:
-        """Return the parser of one answer."""
-        return AnswerParser(plain) if self.answer_format is None else self.answer_format.new_parser()
+    def new_parser(self) -> AnswerParser | None:
+        """Return the parser of one answer; None if its text is its content."""
+        return None if self.answer_format is None else self.answer_format.new_parser()
 
     @property
     def new_id(self) -> NewId:
@@ -73,7 +73,7 @@ class MessageWriter:
         """Return the message."""
         answer = answers[0]
         parser = self._writers.new_parser()
-        blocks = content_blocks(parser.feed(answer.text, final=True), self._writers.new_id)
+        blocks = content_blocks(_parsed(parser, answer.text, final=True), self._writers.new_id)
         stop = _stop(answer, answer.generation, self._body, parser)
         return _message(self._head, blocks, usage) | stop
 
@@ -99,7 +99,7 @@ class MessageEvents:
         start = "" if self._has_started else self._start()
         self._has_started = True
         is_last = delta.finish_reason is not None
-        events = self._blocks.write(self._parser.feed(delta.text, final=is_last))
+        events = self._blocks.write(_parsed(self._parser, delta.text, final=is_last))
         if is_last:
             self._last = delta
             events += self._blocks.end()
@@ -124,6 +124,13 @@ class MessageEvents:
         return Usage.of(self._generations, 1)
 
 
+def _parsed(parser: AnswerParser | None, text: str, *, final: bool) -> list[Event]:
+    """Return the events of a piece of an answer's text."""
+    if parser is not None:
+        return parser.feed(text, final=final)
+    return [Content(text)] if text else []
+
+
 def _message(head: ResponseHead, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
     return {
         "id": head.id,
@@ -146,7 +153,9 @@ def _usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _stop(end: Answer | Delta, generation: Generation, body: ChatRequest, parser: AnswerParser) -> dict[str, Any]:
+def _stop(
+    end: Answer | Delta, generation: Generation, body: ChatRequest, parser: AnswerParser | None
+) -> dict[str, Any]:
     """Return why an answer has ended, as the Messages API names it."""
     if end.finish_reason == FinishReason.LENGTH:
         limit, requested = generation.params.max_tokens, body.requested_tokens
@@ -157,4 +166,5 @@ def _stop(end: Answer | Delta, generation: Generation, body: ChatRequest, parser
         }
     if isinstance(end.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
-    return {"stop_reason": "tool_use" if parser.num_calls else "end_turn", "stop_sequence": None}
+    has_calls = parser is not None and parser.num_calls > 0
+    return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}

@@ -66,7 +66,7 @@ def test_tools_as_the_template_gets_them(rendered: Rendered) -> None:
     prompt = rendered(tools=[TOOL | {"description": "An f.", "type": "custom", "cache_control": {"type": "ephemeral"}}])
     assert '<tool>{"name": "f", "description": "An f.", "parameters": {"type": "object"}}' in prompt
     assert "<tool>" not in rendered(tools=[TOOL], tool_choice={"type": "none"})
-    assert "<tool>" not in rendered(tools=[])
+    assert "<tool>" not in rendered(tools=[], tool_choice={"type": "auto"})
 
 
 @pytest.mark.parametrize(
