@@ -36,9 +36,10 @@ class MessagesApi:
         return await self._serving.chat(self._chat(body), MessagesWriters)
 
     async def count_tokens(self, request: Request) -> Response:
-        """Return the number of tokens of a conversation's prompt."""
+        """Return the number of tokens of a conversation's prompt, which may be longer than the context."""
         body = await read_body(CountTokensRequest, request, self._max_body_bytes)
-        return JsonResponse({"input_tokens": await self._serving.count_tokens(self._chat(body))})
+        builder = await self._serving.builder_for(body.model)
+        return JsonResponse({"input_tokens": len(await builder.chat_token_ids(self._chat(body)))})
 
     def _chat(self, body: CountTokensRequest) -> ChatRequest:
         return without_billing_header(body.chat) if self._strip_billing_header else body.chat

@@ -106,7 +106,9 @@ class CountTokensRequest(Fields):
             raise ApiError(501, "mcp_servers is not offered; call the servers' tools yourself", param="mcp_servers")
         fields = {**self._tool_fields(), **self._form_fields(), **self._thinking_fields(), **self._sampling_fields()}
         try:
-            self._chat = MessagesChatRequest(model=self.model, messages=self._messages(), **fields)
+            self._chat = MessagesChatRequest(
+                model=self.model, messages=self._messages(), continue_final_message=self._continues, **fields
+            )
         except ValidationError as error:  # of numbers of messages and of calls, which the translation changes
             problem = f"cannot be translated: {error.errors()[0]['msg'].lower()}"
             raise RequestError(problem, param="messages", remedy="send a shorter conversation") from None
@@ -122,10 +124,14 @@ class CountTokensRequest(Fields):
         assert self._chat is not None
         return self._chat
 
+    @property
+    def _continues(self) -> bool:
+        """Whether the answer continues the last message, which is the assistant's."""
+        return self.messages[-1].role == "assistant"
+
     def _messages(self) -> list[Message]:
-        if self.messages[-1].role == "assistant":
-            problem = "an answer that goes on from a given start is not offered"
-            raise ApiError(501, f"messages: {problem}; end with a message of the user", param="messages")
+        if self._continues and any(block.type == "tool_use" for block in self.messages[-1].content):
+            raise RequestError("ends with a call of a tool", param="messages", remedy="add a message with its result")
         if all(message.role == "system" for message in self.messages):
             raise RequestError("has no message of the user", param="messages", remedy="add one")
         return chat_messages(self.system or (), self.messages)

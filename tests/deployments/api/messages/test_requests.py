@@ -89,6 +89,11 @@ def test_a_budget_is_no_error_for_a_model_that_does_not_reason(client: TestClien
     assert client.post("/v1/messages", json=body).status_code == 200
 
 
+def test_an_answer_continues_the_last_message(rendered: Rendered) -> None:
+    prompt = rendered(messages=[USER, {"role": "assistant", "content": "It is"}])
+    assert prompt.endswith("<|im_start|>assistant\nIt is")
+
+
 def test_reasoning_of_earlier_answers(rendered: Rendered) -> None:
     thinking = [{"type": "redacted_thinking", "data": "x"}, {"type": "thinking", "thinking": "Hm.", "signature": ""}]
     said = [*thinking, {"type": "text", "text": "Yes."}]
@@ -208,7 +213,7 @@ REJECTED = [
     ({"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content=5"),
     ({"messages": [{"role": "user", "content": {"type": "text"}}]}, 400, "messages[0].content={"),
     ({"messages": [{"role": "system", "content": "hi"}]}, 400, "messages has no message of the user"),
-    ({"messages": [USER, {"role": "assistant", "content": "It is"}]}, 501, "messages: "),
+    ({"messages": CALLED}, 400, "messages ends with a call of a tool"),
     (said("hi"), 400, "messages[0].content[0]='hi'"),
     (said({"text": "hi"}), 400, "messages[0].content[0].type is missing"),
     (said({"type": "text"}), 400, "messages[0].content[0].text is missing; give it"),

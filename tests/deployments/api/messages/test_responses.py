@@ -171,3 +171,5 @@ def test_counted_tokens_are_those_of_the_usage(parsed: TestClient, answers: Answ
         del body["max_tokens"]
         assert parsed.post("/v1/messages/count_tokens", json=body).json() == counted.json()
     assert len(engines.calls) == 3
+    long = PLAIN | {"messages": [{"role": "user", "content": "a " * 999}]}
+    assert parsed.post("/v1/messages/count_tokens", json=long).json()["input_tokens"] > 999
