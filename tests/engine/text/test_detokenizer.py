@@ -72,6 +72,15 @@ def test_a_tokenizer_that_is_not_written_in_rust_gives_the_same_text(monkeypatch
     assert plain.push(ids) == text == "the 🎉 keys"
 
 
+def test_ordinary_tokens_are_decoded_by_the_stream_of_the_rust_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding windows for every token would take several times as long."""
+    tokenizer = _tokenizer("byte-level")
+    ids = tokenizer.encode("the keys and the values of every token")
+    detokenizer = IncrementalDetokenizer(tokenizer, ids[:3], skip_special_tokens=True)
+    monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: pytest.fail("a window was decoded"))
+    assert "the" in "".join(detokenizer.push([token_id]) for token_id in ids[3:])
+
+
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 4), max_size=40))
 def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:

@@ -42,6 +42,34 @@ def test_nothing_that_may_begin_a_stop_string_is_shown_early() -> None:
     assert matcher.push("more") == ""
 
 
+def test_of_two_stop_strings_at_the_same_position_the_longer_one_ends_the_text() -> None:
+    matcher = StopStringFilter(["ab", "abc"], include_stop=True)
+    assert matcher.push("xabcd") == "xabc"
+    assert matcher.matched == "abc"
+
+
+def test_without_stop_strings_all_text_is_shown_at_once() -> None:
+    assert StopStringFilter([]).push("ab") == "ab"
+
+
+def test_text_stream_shows_at_the_end_what_it_held_back(tokenizer: Tokenizer) -> None:
+    """The start of a stop string, and a part of a character."""
+    stream = TextStream(tokenizer, [], SamplingParams(stop="STOP"))
+    assert stream.push(tokenizer.encode("keys STO")) == "keys "
+    assert stream.push([], final=True) == "STO"
+    cut = TextStream(tokenizer, [], SamplingParams(stop="STOP"))
+    assert cut.push(tokenizer.encode("ST€")[:-1]) == ""
+    assert cut.push([], final=True) == "ST\ufffd"
+
+
+@pytest.mark.parametrize("stop", [None, "STOP"])
+def test_text_stream_may_show_some_special_tokens(tokenizer: Tokenizer, stop: str | None) -> None:
+    shown = tokenizer.special_token_ids(["<|im_start|>", "no special token"])
+    assert len(shown) == 1
+    stream = TextStream(tokenizer, [], SamplingParams(stop=stop), shown)
+    assert stream.push(tokenizer.encode("a<|im_start|>b<|im_end|>c"), final=True) == "a<|im_start|>bc"
+
+
 def test_text_stream_counts_the_tokens_up_to_the_stop_string(tokenizer: Tokenizer) -> None:
     """Tokens after the stop string are not counted, however many tokens arrive at once."""
     ids = tokenizer.encode("keys STOP values")
