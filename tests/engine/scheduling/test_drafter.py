@@ -95,6 +95,14 @@ def test_right_drafts_give_several_tokens_a_step() -> None:
     assert joined(outputs) == runner.answer(PROMPT, 12)
 
 
+def test_one_token_that_the_batch_leaves_is_enough_for_a_draft() -> None:
+    engine, runner = start(4, max_num_batched_tokens=2)
+    engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=7)))
+    outputs = steps(engine)
+    assert [len(output.token_ids) for (output,) in filter(None, outputs)] == [1, 2, 2, 2]
+    assert joined(outputs) == runner.answer(PROMPT, 7)
+
+
 @pytest.mark.parametrize("wrong", [{1}, {2}, {3, 4}, set(range(40))])
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_wrong_drafts_change_nothing(wrong: set[int], block_size: int) -> None:
