@@ -168,7 +168,11 @@ def test_a_generated_id_is_in_header_log_and_body(client: TestClient, serve_log:
     assert answer.json()["id"] == f"cmpl-{made}"
 
 
-@pytest.mark.parametrize("given", ["x" * 129, "a b", "caf\xe9", "a\x7f", "a\x1b[2J", ""])
+@pytest.mark.parametrize(
+    "given",
+    ["x" * 129, "a b", "caf\xe9", "a\x7f", "a\x1b[2J", ""],
+    ids=["long", "space", "accent", "delete", "escape", "empty"],
+)
 def test_an_invalid_id_is_replaced(client: TestClient, serve_log: Log, given: str) -> None:
     headers = {b"x-request-id": given.encode("latin-1")}
     answer = client.post("/v1/completions", json={"prompt": "a"}, headers=headers)  # type: ignore[arg-type]

@@ -40,7 +40,12 @@ def test_the_list_is_bounded() -> None:
         routed.record_decision(str(number), Decision(["a"], "cold", 0, 0))
         routed.record_dispatch(str(number), "a", number, 0, 16)
     assert [one.prompt_tokens for one in routed.requests()] == list(range(LENGTH, 2 * LENGTH))
-    routed.record_decision("gone", Decision(["a"], "cold", 0, 0))
-    routed.ended("gone")
-    routed.record_dispatch("gone", "a", 1, 0, 16)
-    assert len(routed.requests()) == LENGTH
+
+
+def test_nothing_is_kept_of_a_request_that_ends_without_a_replica() -> None:
+    """Its id may be used again, for a call that the router did not choose a replica for."""
+    routed = RecentlyRouted()
+    routed.record_decision("r", Decision(["a"], "cold", 0, 0))
+    routed.ended("r")
+    routed.record_dispatch("r", "a", 70, 0, 16)
+    assert routed.requests() == []

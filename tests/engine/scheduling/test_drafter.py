@@ -99,7 +99,7 @@ def test_one_token_that_the_batch_leaves_is_enough_for_a_draft() -> None:
     engine, runner = start(4, max_num_batched_tokens=2)
     engine.add_request(EngineRequest("a", PROMPT, greedy(max_tokens=7)))
     outputs = steps(engine)
-    assert [len(output.token_ids) for (output,) in filter(None, outputs)] == [1, 2, 2, 2]
+    assert [len(output.token_ids) for (output,) in filter(None, outputs)] == [2, 2, 2, 1]
     assert joined(outputs) == runner.answer(PROMPT, 7)
 
 

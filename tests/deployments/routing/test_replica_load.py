@@ -1,0 +1,53 @@
+"""ReplicaLoad: the queue of a replica, from its reports and from the requests dispatched since."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deployments.routing.replica_load import ReplicaLoad
+from engine.observability.load import EngineLoad
+
+REPORT = EngineLoad(
+    num_running=1,
+    num_waiting=2,
+    queued_prefill_tokens=300,
+    num_blocks=64,
+    num_free_blocks=32,
+    prefill_tokens_per_s=6500.0,
+    decode_step_s=0.03,
+    num_steps=7,
+)
+
+
+def test_without_a_report_our_own_requests_are_the_queue() -> None:
+    load = ReplicaLoad()
+    for number, tokens in enumerate((10, 200, 3000)):
+        load.dispatched(str(number), tokens, now=0.0)
+    assert (load.queued_tokens(fresh=False), load.waiting_requests(fresh=False)) == (3210, 3)
+    load.ended("1")
+    load.ended("1")  # it was removed before
+    assert (load.queued_tokens(fresh=False), load.waiting_requests(fresh=False)) == (3010, 2)
+    load.ended("")  # the oldest one
+    assert (load.queued_tokens(fresh=False), load.waiting_requests(fresh=False)) == (3000, 1)
+
+
+def test_a_report_includes_what_was_dispatched_long_enough_before_it() -> None:
+    load = ReplicaLoad()
+    load.dispatched("early", 10, now=1.0)
+    load.dispatched("late", 200, now=2.0)
+    load.reported(REPORT, now=2.1, transit_s=0.5)
+    assert (load.queued_tokens(fresh=True), load.waiting_requests(fresh=True)) == (500, 3)
+    load.ended("late")
+    assert (load.queued_tokens(fresh=True), load.waiting_requests(fresh=True)) == (300, 2)
+    assert (load.queued_tokens(fresh=False), load.waiting_requests(fresh=False)) == (10, 1)
+
+
+def test_steps_are_seen_when_their_number_changes() -> None:
+    load = ReplicaLoad()
+    assert not load.has_stepped_since(0.0)
+    load.reported(REPORT, now=1.0, transit_s=0.5)
+    assert load.has_stepped_since(1.0)
+    load.reported(replace(REPORT, num_steps=8), now=2.0, transit_s=0.5)
+    load.reported(replace(REPORT, num_steps=8), now=3.0, transit_s=0.5)
+    assert load.has_stepped_since(2.0)
+    assert not load.has_stepped_since(2.5)
