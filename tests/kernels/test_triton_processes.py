@@ -37,6 +37,7 @@ def test_nothing_on_the_cpu_path_imports_triton_or_flash_attn() -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
+@pytest.mark.long
 def test_every_kernel_of_a_warm_up_compiles_for_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
