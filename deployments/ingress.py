@@ -33,6 +33,7 @@ from deployments.api.openai.openapi import CHAT, COMPLETIONS, MODEL, MODELS
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest
 from deployments.api.openapi import openapi_document
 from deployments.api.responses.endpoints import Responses
+from deployments.api.responses.kept_responses import KeptResponses
 from deployments.api.responses.openapi import COUNT_INPUT_TOKENS, CREATE, DELETE, INPUT_ITEMS, RETRIEVE
 from deployments.api.responses.store import StoredResponse
 from deployments.api.routes import Api, ApiRoute, api_route
@@ -98,7 +99,9 @@ class Ingress:
         )
         self._unfinished: set[RequestRecord] = set()
         self._serving = Serving(config, client, self._view, self._prompts, self._log)
-        self._responses = Responses(self._serving, config.limits, _ask_ingresses)
+        self._kept_responses = KeptResponses(config.limits, _ask_ingresses)
+        max_bytes = config.limits.max_body_bytes
+        self._responses = Responses(self._serving, self._kept_responses, max_body_bytes=max_bytes)
         self._messages = MessagesApi(
             self._serving,
             max_body_bytes=config.limits.max_body_bytes,
@@ -247,15 +250,19 @@ class Ingress:
 
     async def stored_response(self, response_id: str) -> tuple[str, StoredResponse | None]:
         """Return this ingress's name and a response that it keeps, or None."""
-        return _name(), self._responses.store.get(response_id)
+        return _name(), self._kept_responses.store.get(response_id)
+
+    async def stored_items(self, ids: list[str]) -> tuple[str, dict[str, dict[str, Any]] | None]:
+        """Return this ingress's name and the output items with these ids that it keeps, or None."""
+        return _name(), self._kept_responses.store.items(ids) or None
 
     async def delete_response(self, response_id: str) -> tuple[str, bool | None]:
         """Drop a response that this ingress keeps; returns its name and True, or None if it keeps none."""
-        return _name(), self._responses.store.delete(response_id) or None
+        return _name(), self._kept_responses.store.delete(response_id) or None
 
 
-async def _ask_ingresses(method: str, response_id: str) -> Any:
-    return await first_result(all_ingresses(), method, response_id)
+async def _ask_ingresses(method: str, argument: Any) -> Any:
+    return await first_result(all_ingresses(), method, argument)
 
 
 def _name() -> str:

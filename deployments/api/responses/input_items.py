@@ -17,13 +17,22 @@ from deployments.api.responses.invalid_fields import NotOfferedError
 from deployments.errors import ApiError
 from engine.errors import shown
 
-__all__ = ["Input", "InputItem", "Items", "messages_of", "new_id", "parse_conversation", "require_calls"]
+__all__ = [
+    "Input",
+    "InputItem",
+    "InputMessage",
+    "ItemReference",
+    "messages_of",
+    "new_id",
+    "parse_conversation",
+    "require_calls",
+]
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 _REMEDY = f"give one of {', '.join(_KINDS)}"
 _OTHER_KINDS = frozenset(
     (
-        *("item_reference", "file_search_call", "web_search_call", "computer_call", "computer_call_output"),
+        *("file_search_call", "web_search_call", "computer_call", "computer_call_output"),
         *("code_interpreter_call", "image_generation_call", "local_shell_call", "local_shell_call_output"),
         *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output", "custom_tool_call"),
         *("custom_tool_call_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call"),
@@ -172,6 +181,13 @@ class InputReasoning(InputItem):
         return item
 
 
+class ItemReference(_Fields):
+    """A reference to an output item of a response that is kept."""
+
+    type: Literal["item_reference"] | None = None
+    id: str
+
+
 def _answer_without(messages: list[dict[str, Any]], *names: str) -> dict[str, Any]:
     """Return the assistant's message at the end, or a new one if there is none without the fields ``names``."""
     if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in names):
@@ -179,31 +195,35 @@ def _answer_without(messages: list[dict[str, Any]], *names: str) -> dict[str, An
     return messages[-1]
 
 
+def _kind_of(item: object) -> str:
+    if not isinstance(item, dict):
+        return str(getattr(item, "type", "message"))
+    kind = item.get("type")
+    return str(kind or ("message" if "role" in item or "id" not in item else "item_reference"))
+
+
 def _checked_kind(item: object) -> object:
-    """Reject an item that has no known type; without one it is a message."""
-    if isinstance(item, dict) and (kind := item.get("type", "message")) not in _KINDS:
+    """Reject an item that has no known type."""
+    if (kind := _kind_of(item)) not in _KINDS:
         if kind in _OTHER_KINDS:
             raise NotOfferedError(f"an item of type {kind}", _REMEDY)
         raise ValueError(f"its type is unknown; {_REMEDY}")
     return item
 
 
-def _kind_of(item: object) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
-    return str(kind)
-
-
-_Item: TypeAlias = Annotated[
+_Item: TypeAlias = (
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[InputReasoning, Tag("reasoning")],
+    | Annotated[InputReasoning, Tag("reasoning")]
+)
+_ItemOrReference: TypeAlias = Annotated[
+    _Item | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_kind_of),
     BeforeValidator(_checked_kind),
 ]
-Items: TypeAlias = Annotated[list[_Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
-Input: TypeAlias = str | Items
-_CONVERSATION = TypeAdapter(list[_Item])
+Input: TypeAlias = str | Annotated[list[_ItemOrReference], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+_CONVERSATION = TypeAdapter(list[Annotated[_Item, Discriminator(_kind_of)]])
 
 
 def parse_conversation(items: list[dict[str, Any]]) -> list[InputItem]:

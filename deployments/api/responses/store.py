@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["ResponseStore", "StoredResponse"]
 
-_BYTES_PER_ENTRY = 1024  # of Python's objects, about
+_BYTES_PER_ITEM = 512  # of Python's objects for a response and for each item of its output, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +22,17 @@ class StoredResponse:
     Attributes:
         response: its JSON.
         input: the JSON list of its input items, those of earlier responses included.
+        item_ids: of its output.
     """
 
     response: bytes
     input: bytes
+    item_ids: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of memory, about."""
-        return len(self.response) + len(self.input) + _BYTES_PER_ENTRY
+        return len(self.response) + len(self.input) + _BYTES_PER_ITEM * (1 + len(self.item_ids))
 
 
 class ResponseStore:
@@ -50,6 +54,7 @@ class ResponseStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._stored: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()  # id -> deadline, the oldest first
+        self._response_of: dict[str, str] = {}  # id of an output item -> id of its response
         self._num_bytes = 0
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
@@ -59,6 +64,7 @@ class ResponseStore:
             if stored.num_bytes > self._max_bytes:
                 return
             self._stored[response_id] = self._clock() + self._ttl_s, stored
+            self._response_of.update(dict.fromkeys(stored.item_ids, response_id))
             self._num_bytes += stored.num_bytes
             self._drop_expired()
             while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
@@ -70,6 +76,15 @@ class ResponseStore:
             self._drop_expired()
             found = self._stored.get(response_id)
             return None if found is None else found[1]
+
+    def items(self, ids: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Return the output items with these ids, as far as they are kept."""
+        with self._lock:
+            self._drop_expired()
+            responses = {found for one in ids if (found := self._response_of.get(one)) is not None}
+            stored = [self._stored[one][1] for one in responses]
+        items = (item for one in stored for item in json.loads(one.response)["output"])
+        return {item["id"]: item for item in items if item["id"] in ids}
 
     def delete(self, response_id: str) -> bool:
         """Drop a response; returns whether it was kept."""
@@ -86,5 +101,7 @@ class ResponseStore:
         _, stored = self._stored.pop(response_id, (0.0, None))
         if stored is None:
             return False
+        for item_id in stored.item_ids:
+            self._response_of.pop(item_id, None)
         self._num_bytes -= stored.num_bytes
         return True

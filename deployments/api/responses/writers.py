@@ -14,7 +14,6 @@ from deployments.api.responses.output import Output, Token
 from deployments.api.responses.output_items import StreamEvent
 from deployments.api.responses.protocol import ResponseRequest
 from deployments.api.responses.resource import ResponseResource
-from deployments.api.responses.translation import field_name
 from deployments.api.writers import Answer, ResponseHead, Usage
 from deployments.errors import ApiError
 from deployments.requests.generation import Delta, Generation
@@ -145,7 +144,6 @@ class ResponseEvents:
 
     def error(self, error: ApiError) -> bytes:
         """Return the event of a stream that has failed; such a response is not stored."""
-        error.param = field_name(error.param)
         response = self._resource.failed(self._generation.params, self._output.items(), error)
         return self._encode([{"type": "response.failed", "response": response}])
 

@@ -73,6 +73,8 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
         ({"input": [{"role": "user", "content": [{"type": "smell"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "telepathy"}]}, "input[0]"),
         ({"input": ["Hi"]}, "input[0]"),
+        ({"input": [{}]}, "input[0].role"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": [CALL | {"arguments": {}}]}, "input[0].arguments"),
         ({"input": [RESULT]}, "input[0].call_id"),
         ({"input": [RESULT, CALL]}, "input[0].call_id"),
@@ -127,7 +129,7 @@ def test_what_is_invalid_is_named_by_its_path(client: TestClient, body: dict[str
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+        ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0]"),
         ({"input": [CALL, RESULT | {"output": [IMAGE]}]}, "input[1].output[0]"),
     ],
 )

@@ -54,6 +54,16 @@ def test_the_oldest_ones_go_beyond_the_bytes() -> None:
     assert kept(store, *"bdef") == ["f"]
 
 
+def test_output_items_are_found_as_long_as_their_response_is_kept() -> None:
+    store = ResponseStore(2, 10**6, 60.0)
+    for one in "abc":
+        response = b'{"output": [{"id": "%s1"}, {"id": "%s2"}]}' % (one.encode(), one.encode())
+        store.put(one, StoredResponse(response, b"[]", (f"{one}1", f"{one}2")))
+    assert store.items(["a1", "b2", "c1", "x"]) == {"b2": {"id": "b2"}, "c1": {"id": "c1"}}
+    store.delete("b")
+    assert store.items(["b1", "b2"]) == {}
+
+
 def test_one_that_is_too_large_is_not_kept_and_drops_no_other() -> None:
     store = ResponseStore(100, 5000, 60.0)
     store.put("a", stored())

@@ -120,6 +120,32 @@ def test_a_conversation_with_calls_goes_on(parsed: TestClient, answers: Answers,
     assert rejected(parsed, input=results, tools=TOOLS)["param"] == "input[0].call_id"
 
 
+def test_items_are_referred_to_by_their_ids(
+    parsed: TestClient, answers: Answers, engines: FakeEngines, open_client: OpenClient, parsed_path: Any
+) -> None:
+    answers(ANSWER)
+    first = create(parsed, tools=TOOLS, max_output_tokens=90)
+    by_id = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    del by_id[0]["type"]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "1"}
+        for item in first["output"]
+        if item["type"] == "function_call"
+    ]
+    user = {"role": "user", "content": "Hi"}
+    other = open_client(model=str(parsed_path))
+    create(parsed, input=[user, *first["output"], *results], tools=TOOLS)
+    last = [create(client, input=[user, *by_id, *results], tools=TOOLS) for client in (parsed, other)]
+    prompts = [request.prompt_token_ids for request, _ in engines.calls]
+    assert prompts[1] == prompts[2] == prompts[3]
+    listed = parsed.get(f"{PATH}/{last[1]['id']}/input_items", params={"order": "asc"}).json()["data"]
+    assert [item["id"] for item in listed[1:5]] == [item["id"] for item in first["output"]]
+    parsed.delete(f"{PATH}/{first['id']}")
+    error = rejected(other, 404, input=[user, *by_id])
+    assert (error["param"], error["code"]) == ("input[1].id", "item_not_found")
+    assert rejected(other, 404, input=[{"type": "item_reference", "id": "x"}])["param"] == "input[0].id"
+
+
 def test_a_deleted_or_unknown_response_cannot_be_continued(client: TestClient) -> None:
     for unknown in (UNKNOWN, "resp_1", "x" * 1000):
         error = rejected(client, previous_response_id=unknown)

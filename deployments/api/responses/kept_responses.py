@@ -1,0 +1,130 @@
+"""KeptResponses: the responses that this ingress keeps, and those that it finds at the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from deployments.api.body import MAX_INLINE_BYTES
+from deployments.api.json_response import encode_json
+from deployments.api.responses.input_items import InputItem, InputMessage, ItemReference, parse_conversation
+from deployments.api.responses.protocol import ResponseRequest
+from deployments.api.responses.store import ResponseStore, StoredResponse
+from deployments.config import LimitOptions
+from deployments.errors import ApiError
+from engine.errors import shown
+
+__all__ = ["AskIngresses", "KeptResponses"]
+
+AskIngresses = Callable[[str, Any], Awaitable[Any]]  # (method, its argument) -> the first result that is not None
+
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+_ITEM_ID = re.compile(r"[a-z]+_[0-9a-f]{32}")
+
+
+class KeptResponses:
+    """Keeps responses, and finds, continues and deletes them, whichever ingress keeps them.
+
+    Args:
+        limits: how many are kept, and for how long.
+        ask_ingresses: calls a method of all ingresses.
+
+    Attributes:
+        store: those of this ingress.
+    """
+
+    def __init__(self, limits: LimitOptions, ask_ingresses: AskIngresses) -> None:
+        self._ttl_s = limits.stored_response_ttl_s
+        self._ask_ingresses = ask_ingresses
+        self.is_open = limits.max_stored_responses > 0
+        self.store = ResponseStore(limits.max_stored_responses, limits.max_stored_response_bytes, self._ttl_s)
+
+    def keep(self, items: Sequence[InputItem], response: dict[str, Any]) -> None:
+        """Keep a response and its whole input."""
+        listed = [item.listed() for item in items]
+        item_ids = tuple(item["id"] for item in response["output"])
+        self.store.put(response["id"], StoredResponse(_encoded(response), _encoded(listed), item_ids))
+
+    async def get(self, response_id: str) -> StoredResponse:
+        """Return a response.
+
+        Raises:
+            ApiError: 404 if no ingress keeps it.
+        """
+        stored = self.store.get(response_id)
+        if stored is None and _ID.fullmatch(response_id):
+            stored = await self._ask_ingresses("stored_response", response_id)
+        if stored is None:
+            raise self._not_found("response", response_id)
+        return stored
+
+    async def delete(self, response_id: str) -> None:
+        """Drop a response.
+
+        Raises:
+            ApiError: 404 if no ingress keeps it.
+        """
+        if self.store.delete(response_id):
+            return
+        if not _ID.fullmatch(response_id) or not await self._ask_ingresses("delete_response", response_id):
+            raise self._not_found("response", response_id)
+
+    async def conversation(self, response_id: str | None) -> tuple[list[InputItem], int]:
+        """Return the items up to the end of a response, and the length of their JSON; nothing without a response.
+
+        Raises:
+            ApiError: 400 about ``previous_response_id`` if no ingress keeps it.
+        """
+        if response_id is None:
+            return [], 0
+        try:
+            stored = await self.get(response_id)
+        except ApiError as error:
+            code = "previous_response_not_found"
+            raise ApiError(400, error.message, param="previous_response_id", code=code) from None
+        if stored.num_bytes <= MAX_INLINE_BYTES:
+            return _items_of(stored), stored.num_bytes
+        return await asyncio.to_thread(_items_of, stored), stored.num_bytes
+
+    async def own_items(self, body: ResponseRequest) -> list[InputItem]:
+        """Return the items of a request's input, with those that it refers to.
+
+        Raises:
+            ApiError: 404 that names a reference to an item of no response that is kept.
+        """
+        if isinstance(body.input, str):
+            return [InputMessage(role="user", content=body.input)]
+        found = await self._find_items({item.id for item in body.input if isinstance(item, ItemReference)})
+        items: list[InputItem] = []
+        for index, item in enumerate(body.input):
+            if not isinstance(item, ItemReference):
+                items.append(item)
+            elif item.id in found:
+                items += parse_conversation([found[item.id]])
+            else:
+                raise self._not_found("item", item.id, param=f"input[{index}].id")
+        return items
+
+    async def _find_items(self, ids: set[str]) -> dict[str, dict[str, Any]]:
+        """Return the output items with these ids, as far as an ingress keeps them."""
+        found = self.store.items(ids)
+        wanted = {one for one in ids - found.keys() if _ITEM_ID.fullmatch(one)}
+        while wanted and (more := await self._ask_ingresses("stored_items", sorted(wanted))):
+            found |= more  # all that one ingress keeps
+            wanted -= more.keys()
+        return found
+
+    def _not_found(self, kind: str, wrong_id: str, param: str | None = None) -> ApiError:
+        where = f"responses are kept in the memory of the ingress that made them, for at most {self._ttl_s:g} s"
+        return ApiError(404, f"{kind} {shown(wrong_id)} is not kept; {where}", param=param, code=f"{kind}_not_found")
+
+
+def _items_of(stored: StoredResponse) -> list[InputItem]:
+    return parse_conversation(json.loads(stored.input) + json.loads(stored.response)["output"])
+
+
+def _encoded(value: Any) -> bytes:
+    return encode_json(value).encode(errors="backslashreplace")  # half a character becomes an escape of JSON
