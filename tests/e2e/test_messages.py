@@ -78,6 +78,16 @@ def test_a_stop_sequence(api: anthropic.Anthropic) -> None:
     assert stopped.content[0].text == text.text[: text.text.index(word)]
 
 
+def test_an_answer_continues_a_given_start(api: anthropic.Anthropic) -> None:
+    text = api.messages.create(**ASKED).content[0]
+    assert text.type == "text"
+    start = " ".join(text.text.split(" ")[:4])
+    messages = [*ASKED["messages"], {"role": "assistant", "content": start}]
+    rest = api.messages.create(**ASKED | {"messages": messages}).content[0]
+    assert rest.type == "text"
+    assert (start + rest.text)[: len(text.text)] == text.text
+
+
 def test_a_conversation_with_a_tool(api: anthropic.Anthropic) -> None:
     asked = ASKED | {"max_tokens": 120, "tools": [WEATHER], "tool_choice": {"type": "any"}}
     called = api.messages.create(**asked)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from deployments.errors import ApiError
 from engine.errors import shown
 
-__all__ = ["Block", "Fields", "InputMessage", "System", "check_blocks", "joined"]
+__all__ = ["Block", "Fields", "InputMessage", "TextBlock", "TextBlocks", "check_blocks", "joined"]
 
 MAX_BLOCKS = 10_000
 # The fields that a block of each type must have.
@@ -41,7 +41,6 @@ def _as_blocks(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-_FromText = BeforeValidator(_as_blocks)
 _Length = Field(max_length=MAX_BLOCKS, fail_fast=True)
 
 
@@ -50,6 +49,11 @@ class TextBlock(Fields):
 
     type: str
     text: str | None = None
+
+
+TextBlocks = Annotated[
+    list[TextBlock], _Length, BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
+]
 
 
 class Block(Fields):
@@ -62,18 +66,18 @@ class Block(Fields):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: Annotated[list[TextBlock], _Length, _FromText] | None = None  # of a tool's result
+    content: TextBlocks | None = None  # of a tool's result
     is_error: bool | None = None
+
+
+Blocks = Annotated[list[Block], _Length, BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
 
 
 class InputMessage(Fields):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], _Length, _FromText]
-
-
-System = Annotated[list[TextBlock], _Length, _FromText]
+    content: Blocks
 
 
 def check_blocks(blocks: Iterable[Block | TextBlock], role: str, path: str) -> None:

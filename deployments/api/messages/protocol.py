@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError
 
-from deployments.api.messages.blocks import Fields, InputMessage, System
+from deployments.api.messages.blocks import Fields, InputMessage, TextBlocks
 from deployments.api.messages.conversation import chat_messages
 from deployments.api.messages.tools import MessagesTool, ToolChoice, chat_choice, chat_tools
 from deployments.api.openai.generation_request import Words
@@ -86,7 +86,7 @@ class CountTokensRequest(Fields):
 
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: System | None = None
+    system: TextBlocks | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

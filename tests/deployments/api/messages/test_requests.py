@@ -273,12 +273,26 @@ def test_an_error_names_the_field_by_its_path(
     assert (answer.headers.get("x-should-retry") == "false") is (status == 501)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"max_tokens": NaN}', b"\xff", b"[" * 9000, b'"x"'])
+HALF = b'{"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "\\ud800"}]}'
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"max_tokens": NaN}', b"\xff", b"[" * 9000, b'"x"', HALF])
 def test_an_invalid_json_body(parsed: TestClient, content: bytes) -> None:
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         answer = parsed.post(path, content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400
         assert checked_error(answer.json())["type"] == "invalid_request_error"
+
+
+def test_the_path_of_beta_clients(parsed: TestClient, answers: Answers) -> None:
+    answers("ok")
+    assert parsed.post("/v1/messages?beta=true", json=BODY).status_code == 200
+
+
+def test_the_schema_of_content_takes_text_too() -> None:
+    schema = MessagesRequest.model_json_schema()
+    for one in (schema["$defs"]["InputMessage"]["properties"]["content"], schema["properties"]["system"]):
+        assert {"type": "string"} in one["anyOf"]
 
 
 def test_many_calls_in_one_turn_are_no_internal_error(parsed: TestClient) -> None:
