@@ -57,6 +57,7 @@ def generate() -> list[str]:
     Path("mutants").mkdir(exist_ok=True)
     mutmut.copy_src_dir()
     mutmut.copy_also_copy_files()
+    mutmut.setup_source_paths()
     mutmut.create_mutants(1)
     return sorted(exit_codes())
 
@@ -70,19 +71,38 @@ def exit_codes() -> dict[str, int | None]:
 
 
 def run(names: list[str], slow_tests: list[str]) -> dict[str, str]:
-    """Run the tests of each mutant, and for a survivor all tests; return mutmut's word for the outcome."""
+    """Run the tests of each mutant, and for a survivor all tests; return mutmut's word for the outcome.
+
+    Mutants that an earlier run has killed are not run again, unless their code has changed.
+    """
     from mutmut import __main__ as mutmut
+    from mutmut.runners.harness import PytestRunner
 
     os.environ.update(OMP_NUM_THREADS="1", HYPOTHESIS_PROFILE="mutation")
-    mutmut._run(names, 1)
-    outcomes = {name: mutmut.status_by_exit_code[code] for name, code in exit_codes().items() if name in set(names)}
+    codes = exit_codes()
+    if new := [name for name in names if codes[name] is None]:
+        mutmut._run(new, 1)
+    codes = exit_codes()
+    outcomes = {name: mutmut.status_by_exit_code[codes[name]] for name in names}
+    PytestRunner().list_all_tests()  # imports what the children need
     tests = [*mutmut.config().pytest_add_cli_args_test_selection, *slow_tests]
     for name in names:
         if outcomes[name] in ("survived", "no tests"):
             code = run_in_child(name, tests)
             outcomes[name] = "survived" if code == 0 else "killed"
             print(f"{name}: {outcomes[name]} by all tests (pytest returned {code})", flush=True)
+            if code:
+                record_kill(name)
     return outcomes
+
+
+def record_kill(name: str) -> None:
+    """Put the outcome of ``run_in_child`` beside mutmut's own."""
+    from mutmut.mutation.diff_apply import find_mutant
+
+    data = find_mutant(name)
+    data.exit_code_by_key[name] = 1
+    data.save()
 
 
 def run_in_child(name: str, tests: list[str]) -> int:

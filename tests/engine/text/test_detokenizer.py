@@ -72,9 +72,12 @@ def test_a_tokenizer_that_is_not_written_in_rust_gives_the_same_text(monkeypatch
     assert plain.push(ids) == text == "the 🎉 keys"
 
 
-def test_ordinary_tokens_are_decoded_by_the_stream_of_the_rust_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_tokens_are_decoded_by_the_stream_of_the_rust_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Decoding windows for every token would take several times as long."""
-    tokenizer = _tokenizer("byte-level")
+    KINDS["byte-level"](tmp_path)
+    tokenizer = Tokenizer(tmp_path)
     ids = tokenizer.encode("the keys and the values of every token")
     detokenizer = IncrementalDetokenizer(tokenizer, ids[:3], skip_special_tokens=True)
     monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: pytest.fail("a window was decoded"))
