@@ -14,7 +14,7 @@ from deployments.channel.stream import ReplicaStream
 from deployments.requests.dispatcher import Dispatcher
 from deployments.routing.cluster_view import ClusterView
 from deployments.routing.options import RoutingOptions
-from engine.errors import EngineDeadError, RequestError
+from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.channel.peers import Peers, Replica, tokens_of, until
@@ -181,6 +181,17 @@ async def test_a_replica_that_is_full_of_others_requests_returns_ours(front: Fro
         (front, other)[number % 2].end(stream)
     assert front.view.queued() == other.view.queued() == (0, 0)
     other.dispatcher.close()
+
+
+async def test_a_request_that_its_replica_has_returned_may_be_cancelled_while_it_waits(front: Front) -> None:
+    await front.add("a")
+    stream = front.send()
+    front.dispatcher._take_back(stream, OverloadedError("full"))
+    assert front.view.num_unassigned == 1
+    assert list(front.dispatcher._waiting) == [stream]
+    front.end(stream)
+    assert not front.dispatcher._waiting
+    assert front.view.queued() == (0, 0)
 
 
 async def test_a_draining_replica_hands_new_requests_to_another_unnoticed(front: Front) -> None:

@@ -44,14 +44,14 @@ class Held:
 
 
 class View(ClusterView):
-    """A view in which every request is at r1, whose stall timeout is extended ``allowances`` times."""
+    """A view in which the request is at r1, whose stall timeout is extended ``allowances`` times."""
 
     def __init__(self, allowances: int = 0) -> None:
         super().__init__()
         self.allowances = allowances
 
     def replica_of(self, request_id: str) -> str:
-        return "r1"
+        return "r1" if request_id == REQUEST.request_id else ""
 
     def stall_allowance(self, request_id: str, stall_timeout_s: float) -> float:
         self.allowances -= 1

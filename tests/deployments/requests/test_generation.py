@@ -149,6 +149,18 @@ async def test_a_loss_is_no_refusal_and_a_refusal_no_loss() -> None:
     assert [call[1]["avoid"] for call in engines.calls] == [[], ["r1"], ["r1", "r2"]]
 
 
+async def test_a_full_replica_that_is_avoided_already_or_has_no_name_ends_the_request() -> None:
+    """Then no other replica is left, or none can be avoided."""
+    lost, full, nameless = EngineDeadError("gone"), OverloadedError("full"), OverloadedError("full")
+    lost.replica = full.replica = "r1"
+    answer = [output([5], "stop", replica="r2")]
+    for scripts in ([[lost], [full], answer], [[nameless], answer]):
+        generation, engines = _generation(scripts)
+        with pytest.raises(OverloadedError):
+            await _all(generation)
+        assert len(engines.calls) == len(scripts) - 1
+
+
 async def test_when_all_replicas_are_full_the_request_fails() -> None:
     scripts: list[Script] = []
     for number in range(9):

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ from starlette.testclient import TestClient
 
 from deployments.api.middleware import RecordRequests
 from deployments.config import AppConfig, TracingOptions
-from deployments.requests.tracing import NullTracer, open_tracer, require_exporter, spans_wanted, traces_url
+from deployments.requests.record import RequestRecord
+from deployments.requests.tracing import (
+    NullTracer,
+    SpanTracer,
+    open_tracer,
+    require_exporter,
+    spans_wanted,
+    traces_url,
+)
 from engine.errors import ConfigError
 from tests.deployments.collector import Collector, root_span
 from tests.deployments.conftest import OpenClient
@@ -67,6 +76,19 @@ def test_a_bad_context_begins_a_new_trace(traced: TestClient, collector: Collect
     assert root_span(collector.wait_for(5)).parent == ""
 
 
+def test_a_span_of_this_process_is_no_parent_of_a_request(collector: Collector) -> None:
+    """Ray or a library may have one open; only the caller's header says what the parent is."""
+    tracer = open_tracer(TracingOptions(otlp_endpoint=collector.url), "tiny")
+    assert isinstance(tracer, SpanTracer)
+    now = time.monotonic()
+    record = RequestRecord("id", "/v1/completions", started=now, ended=now + 1)
+    with tracer._tracer.start_as_current_span("of a library"):
+        trace_id = tracer.export(record)
+    tracer.close()
+    root = next(span for span in collector.spans if span.name != "of a library")
+    assert (root.trace_id, root.parent) == (trace_id, "")
+
+
 async def test_a_client_that_disconnects_ends_its_spans(collector: Collector) -> None:
     tracer = open_tracer(TracingOptions(otlp_endpoint=collector.url), "tiny")
 
@@ -99,6 +121,17 @@ def test_a_collector_that_refuses_disturbs_no_request(
         collector.wait_until(lambda wanted=count: len(collector.refused) >= wanted)  # type: ignore[misc]
     complaints = [record.getMessage() for record in serve_log if "spans could not be sent" in record.getMessage()]
     assert len(complaints) == 1, complaints
+
+
+@pytest.mark.parametrize("name", ["opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk.trace.export"])
+def test_warnings_of_the_sdk_are_in_our_log(
+    name: str, open_client: OpenClient, serve_log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for parent in ("opentelemetry.exporter.otlp", "opentelemetry.sdk"):
+        monkeypatch.setattr(logging.getLogger(parent), "handlers", [])
+    open_client(tracing={"otlp_endpoint": "http://127.0.0.1:9"})
+    logging.getLogger(name).warning("the queue is full")
+    assert "at most once a minute): the queue is full" in serve_log[-1].getMessage()
 
 
 def test_nothing_is_imported_while_tracing_is_off() -> None:
