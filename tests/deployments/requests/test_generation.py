@@ -230,6 +230,7 @@ async def test_an_invalid_request_is_not_sent_again() -> None:
     with pytest.raises(RequestError):
         await _all(generation)
     assert len(engines.calls) == 1
+    assert (generation.token_ids, generation.num_cached_tokens) == ([], 0)
 
 
 async def test_closing_a_generation_cancels_the_call() -> None:
