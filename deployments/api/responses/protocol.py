@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from deployments.api.openai.tools import Effort
+from deployments.api.openai.tools import Effort, check_size
 from deployments.api.responses.input_items import Input
 from deployments.api.responses.invalid_fields import invalid_field
 from deployments.api.responses.tools import ToolChoice, Tools
@@ -134,6 +134,7 @@ class ResponseRequest(_Fields):
         if form.type == "json_schema" and (form.schema_ is None or form.name is None):
             param = "text.format.schema" if form.schema_ is None else "text.format.name"
             raise RequestError("is missing", param=param, remedy="give it with the type json_schema")
+        check_size("tools", [tool.parameters for tool in self.tools or ()])  # also of those that are not allowed
         _require_finite("tools", [tool.parameters for tool in self.tools or ()])
         _require_finite("text.format.schema", form.schema_)
 

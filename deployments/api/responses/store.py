@@ -84,7 +84,8 @@ class ResponseStore:
             responses = {found for one in ids if (found := self._response_of.get(one)) is not None}
             stored = [self._stored[one][1] for one in responses]
         items = (item for one in stored for item in json.loads(one.response)["output"])
-        return {item["id"]: item for item in items if item["id"] in ids}
+        wanted = frozenset(ids)
+        return {item["id"]: item for item in items if item["id"] in wanted}
 
     def delete(self, response_id: str) -> bool:
         """Drop a response; returns whether it was kept."""

@@ -27,7 +27,7 @@ _OTHER_TOOLS = frozenset(
 
 
 def _offered(value: object) -> object:
-    if isinstance(value, dict) and value.get("type") in _OTHER_TOOLS:
+    if isinstance(value, dict) and str(value.get("type")) in _OTHER_TOOLS:
         raise NotOfferedError(f"a tool of type {value['type']}", "give functions")
     return value
 

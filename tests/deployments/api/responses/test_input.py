@@ -92,6 +92,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "hammer", "name": "f"}]}, "tools[0].type"),
+        ({"tools": [{"type": ["function"], "name": "f"}]}, "tools[0].type"),
         ({"tools": [*TOOLS, *TOOLS]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
@@ -165,6 +166,17 @@ def test_a_number_that_json_cannot_write(client: TestClient, param: str, fields:
     answer = client.post("/v1/responses", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_a_schema_that_is_nested_too_deep(client: TestClient) -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(400):
+        nested = {"not": nested}
+    tools = [*TOOLS, {"type": "function", "name": "h", "parameters": nested}]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
+    error = rejected(client, tools=tools, tool_choice=allowed)
+    assert error["param"] == "tools"
+    assert "nested deeper" in error["message"]
 
 
 def test_another_model_is_not_served(client: TestClient) -> None:
