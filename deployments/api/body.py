@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from deployments.errors import ApiError
 from engine.errors import shown
 
-__all__ = ["JsonBody", "parse_body", "read_body", "read_body_by_field"]
+__all__ = ["JsonBody", "json_path", "parse_body", "read_body", "read_body_by_field"]
 
 MAX_INLINE_BYTES = 2**16  # a longer body would delay every stream of this process
 
@@ -154,20 +154,23 @@ def _as_api_error(error: ValidationError, fields: Mapping[str, Any]) -> ApiError
     first = max((item for item in errors if item["loc"][0] == name), key=lambda item: len(item["loc"]))
     if first["type"] == "missing":
         *outer, missing = first["loc"]
-        inside = _path(outer, fields)
+        inside = json_path(outer, fields)
         return ApiError(400, f"{inside}.{missing} is missing; give it".lstrip("."), param=name)
     problem = f"{first['msg'][0].lower()}{first['msg'][1:]}"
-    return ApiError(400, f"{_path(first['loc'], fields)}={shown(first['input'])} is invalid: {problem}", param=name)
+    return ApiError(400, f"{json_path(first['loc'], fields)}={shown(first['input'])} is invalid: {problem}", param=name)
 
 
-def _path(location: Sequence[int | str], fields: Mapping[str, Any]) -> str:
-    """Return the path of a value in the body, such as ``messages[0].content``, without pydantic's names of types."""
-    path, value = "", cast("object", fields)
+def json_path(location: Sequence[int | str], fields: object) -> str:
+    """Return the part of pydantic's ``location`` that exists in ``fields``, such as ``messages[0].content``.
+
+    Pydantic names branches of unions in it, too.
+    """
+    path, value = "", fields
     for part in location:
-        if isinstance(part, int):
+        if isinstance(part, int) and isinstance(value, list) and part < len(value):
             path += f"[{part}]"
-            value = value[part] if isinstance(value, list) and part < len(value) else None
-        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(part, str) and isinstance(value, dict) and part in value:
             path += f".{part}" if path else part
             value = value[part]
     return path

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
+from deployments.api.body import json_path
 from deployments.errors import ApiError
 from engine.errors import shown
 
-__all__ = ["NotOfferedError", "invalid_field", "json_path"]
+__all__ = ["NotOfferedError", "invalid_field"]
 
 
 class NotOfferedError(ValueError):
@@ -40,17 +41,3 @@ def invalid_field(error: ValidationError, fields: Any) -> ApiError:
 
 def _is_not_offered(error: Mapping[str, Any]) -> bool:
     return isinstance(error.get("ctx", {}).get("error"), NotOfferedError)
-
-
-def json_path(location: Sequence[int | str], fields: Any) -> str:
-    """Return the part of pydantic's ``location`` that exists in ``fields``; it names branches of unions, too."""
-    path, value = "", fields
-    for part in location:
-        if isinstance(part, int) and isinstance(value, list) and part < len(value):
-            path += f"[{part}]"
-        elif isinstance(part, str) and isinstance(value, dict) and part in value:
-            path += f".{part}" if path else part
-        else:
-            continue
-        value = value[part]
-    return path
