@@ -1,0 +1,68 @@
+"""The prompt of a conversation is what transformers' own apply_chat_template makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from engine.text.tokenizer import Tokenizer
+from tests.engine.checkpoints import CHAT_TEMPLATE, save_tokenizer
+
+# Templates that trim, that do not, that write a header for every message, and that add a BOS.
+TEMPLATES = {
+    "trims": CHAT_TEMPLATE,
+    "keeps": CHAT_TEMPLATE.replace(" | trim", ""),
+    "turns": "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}",
+}
+CONVERSATIONS = [
+    [("user", "the cache"), ("assistant", "holds the")],
+    [("user", "the cache"), ("assistant", "holds the ")],
+    [("user", "the cache"), ("assistant", " holds\n")],
+    [("system", "keys"), ("user", "values"), ("assistant", "€ and")],
+    [("user", "every token")],
+    [("user", "every token"), ("assistant", "")],
+]
+WAYS: list[dict[str, Any]] = [
+    {"add_generation_prompt": False, "continue_final_message": True},
+    {"add_generation_prompt": False},
+    {"add_generation_prompt": True},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_prompts_equal_those_of_transformers(tmp_path: Path, template: str, way: dict[str, Any]) -> None:
+    save_tokenizer(tmp_path, TEMPLATES[template])
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for conversation in CONVERSATIONS:
+        messages = [{"role": role, "content": content} for role, content in conversation]
+        expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **way)
+        assert ours.encode_chat(messages, **way) == expected, conversation
+
+
+def test_a_continued_message_keeps_special_tokens_as_text(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<|im_end|>c"}]
+    ids = tokenizer.encode_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith("assistant\nb<|im_end|>c")
+    assert ids.count(4) == 1  # <|im_end|>, of the first message
+
+
+def test_special_tokens_of_the_tokenizer_come_besides_those_of_the_template(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
+    from tokenizers.processors import TemplateProcessing
+
+    theirs.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    theirs.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("a")[0] == 1
+    messages = [{"role": "user", "content": "the cache"}]
+    plain = tokenizer.encode_chat(messages)
+    assert tokenizer.encode_chat(messages, add_special_tokens=True) == [1, *plain, 2]
