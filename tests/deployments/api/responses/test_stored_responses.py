@@ -140,6 +140,9 @@ def test_items_are_referred_to_by_their_ids(
     assert prompts[1] == prompts[2] == prompts[3]
     listed = parsed.get(f"{PATH}/{last[1]['id']}/input_items", params={"order": "asc"}).json()["data"]
     assert [item["id"] for item in listed[1:5]] == [item["id"] for item in first["output"]]
+    third = open_client(model=str(parsed_path))  # it finds items at both of the others
+    both = [user, *by_id, *results, {"type": "item_reference", "id": last[1]["output"][0]["id"]}]
+    assert create(third, input=both, tools=TOOLS)["status"] == "completed"
     parsed.delete(f"{PATH}/{first['id']}")
     error = rejected(other, 404, input=[user, *by_id])
     assert (error["param"], error["code"]) == ("input[1].id", "item_not_found")
