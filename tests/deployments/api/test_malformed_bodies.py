@@ -1,0 +1,118 @@
+"""10,000 malformed bodies to every endpoint that reads one: no 5xx but 501 and 503, and the server is as before.
+
+A body is a valid one with values replaced, removed, duplicated or nested, or JSON with bytes changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from deployments.ingress import Ingress
+from deployments.routing.cluster_view import cluster_view
+from tests.deployments.answering_engines import AnsweringEngines
+
+MESSAGES: list[Any] = [
+    {"role": "user", "content": "the cache"},
+    {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
+]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CHAT: dict[str, Any] = {
+    "messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "temperature": 0.5, "stop": ["x"], "n": 2,
+    "logit_bias": {"5": 1}, "stream": False, "max_tokens": 3, "chat_template_kwargs": {"a": 1}, "top_logprobs": 1,
+    "logprobs": True, "truncate_prompt_tokens": 9, "continue_final_message": True, "logprob_token_ids": [5],
+}  # fmt: skip
+COMPLETION: dict[str, Any] = {
+    "prompt": ["a", [5, 6]], "temperature": 0.5, "echo": True, "logprobs": 1, "best_of": 2, "seed": 3, "stop": "x",
+    "structured_outputs": {"regex": "a+"}, "stream_options": {"include_usage": True}, "cache_salt": "s", "stream": True,
+    "prompt_logprobs": 1, "use_beam_search": True, "length_penalty": 2.0, "allowed_token_ids": [5],
+}  # fmt: skip
+RESPONSE: dict[str, Any] = {
+    "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "instructions": "b",
+    "max_output_tokens": 20, "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "store": True,
+    "tools": [{"type": "function", "name": "f", "parameters": {}}], "metadata": {"a": "b"},
+}  # fmt: skip
+MESSAGE: dict[str, Any] = {
+    "model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    "system": [{"type": "text", "text": "b"}], "stop_sequences": ["x"], "thinking": {"type": "disabled"},
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}, "top_k": 3,
+}  # fmt: skip
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [CHAT],
+    "/v1/completions": [COMPLETION],
+    "/v1/responses": [RESPONSE],
+    "/v1/responses/input_tokens": [RESPONSE],
+    "/v1/messages": [MESSAGE],
+    "/v1/messages/count_tokens": [MESSAGE],
+    "/invocations": [CHAT, COMPLETION],
+    "/tokenize": [CHAT, {"prompt": "the cache", "add_special_tokens": True, "return_token_strs": True}],
+    "/detokenize": [{"tokens": [5, 6, 7], "model": "tiny"}],
+}
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2**31, 2**63, -(2**64), 10**400, 0.0, -0.5, 1e308, "", "a", "\ud800", "\x00", "é" * 50,
+    [], [[]], [None], {}, {"": None}, {"type": None}, [0] * 200, ["a"] * 200, {"a": {"b": {"c": []}}}, "token_id:5",
+]  # fmt: skip
+NUM_BODIES = 10_000
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Return (container, key) of every value inside ``value``."""
+    found: list[tuple[Any, Any]] = []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        found += [(value, key), *_places(inner)]
+    return found
+
+
+def _malformed(rng: random.Random, valid: dict[str, Any]) -> bytes:
+    body = copy.deepcopy(valid)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        container, key = rng.choice(_places(body) or [(body, "x")])
+        change = rng.randrange(4)
+        if change == 0 and key in (container if isinstance(container, dict) else range(len(container))):
+            del container[key]
+        elif change == 1 and isinstance(container, dict):
+            container[rng.choice(["", "type", "\ud800", "guided_regex", "a" * 300])] = rng.choice(VALUES)
+        else:
+            container[key] = copy.deepcopy(rng.choice(VALUES))
+    encoded = json.dumps(body).encode()
+    if rng.random() < 0.1:
+        position = rng.randrange(len(encoded))
+        encoded = encoded[:position] + bytes([rng.randrange(256)]) + encoded[position + rng.randrange(3) :]
+    return encoded
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> AnsweringEngines:
+    """Engines that answer every valid request."""
+    made = AnsweringEngines()
+    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: made)
+    return made
+
+
+@pytest.mark.long
+def test_malformed_bodies_harm_nothing(client: TestClient, ingress: Ingress, engines: AnsweringEngines) -> None:
+    described = client.get("/openapi.json").json()["paths"]
+    assert set(BODIES) == {path for path, one in described.items() if "requestBody" in one.get("post", {})}
+    rng, statuses = random.Random(1), Counter[int]()
+    for number in range(NUM_BODIES):
+        path = list(BODIES)[number % len(BODIES)]
+        content = _malformed(rng, rng.choice(BODIES[path]))
+        answer = client.post(path, content=content, headers={"content-type": "application/json"})
+        statuses[answer.status_code] += 1
+        assert answer.status_code < 500 or answer.status_code in (501, 503), (path, content, answer.text)
+        if answer.status_code >= 400:
+            assert "error" in answer.json(), (path, content)
+    assert {200, 400} <= set(statuses), statuses
+    assert statuses[400] > NUM_BODIES / 4, statuses
+    view = cluster_view(engines.deployment_name)
+    assert (view.num_unassigned, len(ingress._unfinished)) == (0, 0)
+    assert all(stream.cancelled for stream in engines.streams)
+    assert client.get("/health").status_code == 200
+    assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200

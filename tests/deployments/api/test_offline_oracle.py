@@ -1,0 +1,100 @@
+"""Requests over HTTP give the tokens that the offline LLM gives, on the same demo model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from deployments.config import checkout_root
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from tests.deployments.conftest import OpenClient
+from tests.deployments.real_engines import RealEngines
+
+DEMO = str(checkout_root() / "demo" / "model")
+PROMPTS = ["Once upon a time", "A KV cache keeps", "What is"]
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "What is a KV cache?"},
+    {"role": "assistant", "content": "A KV cache keeps"},
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """The demo model in float32, in which no two tokens are equally likely."""
+    return LLM(DEMO, dtype="float32", kv_cache_memory="64MiB")
+
+
+@pytest.fixture
+def engines(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> RealEngines:
+    """The engine of ``llm``."""
+    made = RealEngines(llm.engine)
+    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: made)
+    return made
+
+
+@pytest.fixture
+def demo(open_client: OpenClient) -> TestClient:
+    """A client of the demo model."""
+    return open_client(model=DEMO, model_name="demo")
+
+
+def _choices(client: TestClient, path: str = "completions", **body: Any) -> list[dict[str, Any]]:
+    answer = client.post(f"/v1/{path}", json={"return_token_ids": True} | body)
+    assert answer.status_code == 200, answer.text
+    choices: list[dict[str, Any]] = answer.json()["choices"]
+    return choices
+
+
+@pytest.mark.parametrize(("width", "penalty"), [(1, 1.0), (3, 1.0), (4, 0.0), (5, -1.5)])
+def test_beams(demo: TestClient, llm: LLM, width: int, penalty: float) -> None:
+    params = SamplingParams(n=width, beam_width=width, temperature=0.0, length_penalty=penalty, max_tokens=24)
+    for prompt, expected in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
+        found = _choices(demo, prompt=prompt, use_beam_search=True, n=width, length_penalty=penalty, max_tokens=24)
+        assert [one["token_ids"] for one in found] == [one.token_ids for one in expected.outputs]
+        assert [one["text"] for one in found] == [one.text for one in expected.outputs]
+        assert [one["finish_reason"] for one in found] == [one.finish_reason for one in expected.outputs]
+
+
+def test_a_continued_message(demo: TestClient, llm: LLM) -> None:
+    asked: dict[str, Any] = {"messages": MESSAGES, "continue_final_message": True}
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    tokens = demo.post("/tokenize", json=asked).json()["tokens"]
+    (expected,) = llm.generate(
+        [{"prompt_token_ids": tokens}], SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False
+    )
+    (chat,) = _choices(demo, "chat/completions", **asked, **greedy)
+    assert (chat["prompt_token_ids"], chat["token_ids"]) == (tokens, expected.outputs[0].token_ids)
+    (echoed,) = _choices(demo, "chat/completions", **asked, **greedy, echo=True)
+    assert echoed["message"]["content"] == "A KV cache keeps" + chat["message"]["content"]
+
+
+def test_listed_log_probabilities(demo: TestClient, llm: LLM) -> None:
+    ids = [5, 40, 41, 300]
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, logprob_token_ids=ids)
+    (expected,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "logprobs": 0, "logprob_token_ids": ids}
+    (found,) = _choices(demo, prompt=PROMPTS[0], **asked, return_tokens_as_token_ids=True)
+    for position, one in zip(expected.outputs[0].logprobs or (), found["logprobs"]["top_logprobs"], strict=True):
+        named = {f"token_id:{token_id}": logprob.logprob for token_id, logprob in position.items()}
+        assert one == pytest.approx(named, abs=1e-4)
+        assert set(ids) <= set(position)
+
+
+def test_a_truncated_prompt(demo: TestClient, llm: LLM) -> None:
+    tokens = demo.post("/tokenize", json={"prompt": "one two three four five six seven"}).json()["tokens"]
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    (expected,) = llm.generate([{"prompt_token_ids": tokens[-4:]}], params, use_tqdm=False)
+    (found,) = _choices(demo, prompt=tokens, truncate_prompt_tokens=4, temperature=0, max_tokens=8)
+    assert (found["prompt_token_ids"], found["token_ids"]) == (tokens[-4:], expected.outputs[0].token_ids)
+
+
+def test_a_chat(demo: TestClient, llm: LLM) -> None:
+    (expected,) = llm.chat(MESSAGES[:1], SamplingParams(temperature=0.0, max_tokens=20), use_tqdm=False)
+    (found,) = _choices(demo, "chat/completions", messages=MESSAGES[:1], temperature=0, max_tokens=20)
+    assert (found["token_ids"], found["message"]["content"]) == (
+        expected.outputs[0].token_ids,
+        expected.outputs[0].text,
+    )

@@ -1,0 +1,47 @@
+"""RealEngines: an engine in this process, where the ingress expects a deployment; each request runs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from engine.engine import Engine
+from engine.request import EngineRequest
+from tests.deployments.fakes import FakeEngines, FakeStream
+
+
+class _Info:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from ()
+        return self._engine.info
+
+    def cancel(self) -> None:
+        """There is nothing to cancel."""
+
+
+class RealEngines(FakeEngines):
+    """A handle, and the dispatcher, of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__([])
+        self.engine = engine
+
+    @property
+    def info(self) -> Any:
+        return SimpleNamespace(remote=lambda: _Info(self.engine))
+
+    def send(self, request: EngineRequest, **options: Any) -> FakeStream:
+        self.calls.append((request, options))
+        self.engine.check_request(request)
+        grammar = self.engine.grammars.compile(request.params.structured_outputs)
+        self.engine.queue_request(request, grammar=grammar)
+        outputs = []
+        while self.engine.has_unfinished:
+            outputs += [replace(output, replica="r1") for output in self.engine.step()]
+        self.streams.append(FakeStream(request.request_id, list(outputs)))
+        return self.streams[-1]
