@@ -15,6 +15,7 @@ const history = new History();
 const tiles = new Map(); // by replica
 let charts;
 let shownRoutes = "";
+let latest = []; // the replicas of the last answer
 
 export function start() {
   charts = {
@@ -45,24 +46,46 @@ function setStatus(state, text) {
 function show(state) {
   if (!history.add(state)) return; // the answer of another ingress may be older
   const { replicas } = state;
+  latest = replicas;
   setStatus(replicas.length ? "live" : "lost", `${replicas.length} ${replicas.length === 1 ? "replica" : "replicas"}`);
   setText(byId("model"), state.model);
   for (const replica of replicas) colourOf(replica.name);
-  showFigures(replicas);
+  showFigures();
   charts.rate.show(history.lines("rate"), state.time);
   charts.hits.show(history.lines("hitRate"), state.time);
   showTiles(replicas);
   showRoutes(state.routed);
 }
 
-function showFigures(replicas) {
-  const sum = (field) => replicas.reduce((total, replica) => total + field(replica), 0);
+function totals() {
+  const sum = (field) => latest.reduce((total, replica) => total + field(replica), 0);
   const blocks = sum((replica) => replica.num_blocks);
+  return {
+    running: sum((replica) => replica.running),
+    waiting: sum((replica) => replica.waiting + replica.swapped),
+    usage: blocks ? sum((replica) => replica.blocks.used) / blocks : null,
+  };
+}
+
+function showFigures() {
+  const { running, waiting, usage } = totals();
   setText(byId("rate"), rate(history.rate()));
   setText(byId("hits"), percent(history.hits()));
-  setText(byId("running"), count(sum((replica) => replica.running)));
-  setText(byId("waiting"), count(sum((replica) => replica.waiting + replica.swapped)));
-  setText(byId("usage"), blocks ? finePercent(sum((replica) => replica.blocks.used) / blocks) : "–");
+  setText(byId("running"), count(running));
+  setText(byId("waiting"), count(waiting));
+  setText(byId("usage"), finePercent(usage));
+}
+
+/** The figures as a tool reports them to the model. */
+export function figures() {
+  const { running, waiting, usage } = totals();
+  return {
+    engines: latest.length,
+    running_requests: running,
+    waiting_requests: waiting,
+    kv_cache_used_percent: Math.round(100 * (usage ?? 0)),
+    prefix_cache_hit_percent: Math.round(100 * (history.hits() ?? 0)),
+  };
 }
 
 // --- one tile per replica ------------------------------------------------------------------------------------------------
