@@ -46,6 +46,8 @@ def test_a_request_becomes_a_tree_of_spans(traced: TestClient, collector: Collec
     assert (root.name, root.parent) == ("chat tiny", "")
     assert sorted(span.name for span in children) == sorted(PHASES)
     _require_nesting(root, sorted(children, key=lambda span: PHASES.index(span.name)))
+    of_phase = {span.name: span.attributes for span in children}
+    assert of_phase["decode"]["gen_ai.usage.output_tokens"] == 3
     said = root.attributes
     assert said["gen_ai.operation.name"] == "chat"
     assert said["gen_ai.provider.name"] == "pagoda"
