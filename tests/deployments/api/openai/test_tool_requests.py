@@ -134,6 +134,7 @@ REJECTED: list[tuple[dict[str, Any], str, str]] = [
         "messages",
         "messages[0].tool_calls[0].function.name is missing",
     ),
+    ({"messages": [USER | {"content": {"a": 1}}]}, "messages", "messages[0].content={"),
 ]
 
 
