@@ -28,7 +28,9 @@ status:
 # Tests of tests/e2e run alone, because their servers need the whole machine; the others run in parallel. Together the
 # two targets run every test: test-long has those that wait for restarts, cause chaos, or repeat what another test does
 # with more seeds and settings.
-test test-long: $(VENV)/.installed-test
+test: $(VENV)/.installed-test
+test-long: $(VENV)/.installed-clients
+test test-long:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/e2e -m $(MARKED) --numprocesses 2 --dist worksteal
 	$(BIN)/python -m pytest tests/e2e -m $(MARKED)
 test: MARKED := "not long"
@@ -78,6 +80,10 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-clients: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,clients]'
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 $(VENV)/.installed-bench: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,bench]'

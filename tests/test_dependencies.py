@@ -22,7 +22,7 @@ EXTRAS = {  # the extras that each folder may rely on, besides the dependencies
     "k8s": (),
     "benchmarks": ("test", "bench"),
     "demo": ("test",),
-    "tests": ("test", "mutation"),
+    "tests": ("test", "mutation", "clients"),
 }
 # Engines that benchmarks/peers compares with. Each lives in a virtual environment of its own, because their pinned
 # dependencies exclude each other, and is imported inside functions of benchmarks/peers only.

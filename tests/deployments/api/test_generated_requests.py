@@ -1,0 +1,90 @@
+"""Requests that schemathesis generates from the OpenAPI document, valid and invalid ones, to every endpoint.
+
+The engines are fakes that answer every request. A response must have a status, a content type and a body that the
+document declares, invalid bodies must be rejected, and no status is 5xx but 501, of a field that is not offered, and
+503, of what has no engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from starlette.testclient import TestClient
+
+from deployments.ingress import Ingress
+from tests.deployments.answering_engines import AnsweringEngines
+
+schemathesis = pytest.importorskip("schemathesis")
+
+MAX_EXAMPLES = int(os.environ.get("PAGODA_EXAMPLES", "20"))  # of each endpoint; more where there is time
+ALLOWED_SERVER_ERRORS = (501, 503)
+WITHOUT_SERVE = {"/web/{name}", "/metrics", "/load", "/live"}  # need a file that exists, or Serve
+
+
+def _operations(client: TestClient) -> list[Any]:
+    schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
+    operations = [found.ok() for found in schema.get_all_operations()]
+    return [one for one in operations if one.path not in WITHOUT_SERVE]
+
+
+def _send(client: TestClient, case: Any) -> Any:
+    options: dict[str, Any] = {"params": dict(case.query or {})}
+    if isinstance(case.body, dict | list | str | int | float | bool) or case.body is None:
+        options["json"] = case.body
+    return client.request(case.method, case.formatted_path, **options)
+
+
+def _check(client: TestClient, operation: Any, mode: str, statuses: Counter[int]) -> None:
+    """Send MAX_EXAMPLES requests to one endpoint, and check the responses."""
+    from schemathesis.checks import CHECKS
+
+    names = ["status_code_conformance", "content_type_conformance", "response_schema_conformance"]
+    checks = [CHECKS.get_one(name) for name in names]
+    rejects = CHECKS.get_one("negative_data_rejection")
+
+    @seed(17)
+    @settings(max_examples=MAX_EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(operation.as_strategy(generation_mode=getattr(schemathesis.GenerationMode, mode)))
+    def run(case: Any) -> None:
+        response = _send(client, case)
+        statuses[response.status_code] += 1
+        assert response.status_code < 500 or response.status_code in ALLOWED_SERVER_ERRORS, response.text
+        accepted_wrongly = [rejects] if mode == "NEGATIVE" and response.status_code < 400 else []
+        case.validate_response(response, checks=checks + accepted_wrongly)
+
+    run()
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> AnsweringEngines:
+    """Engines that answer every valid request."""
+    made = AnsweringEngines()
+    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: made)
+    return made
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # schemathesis' own
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
+def test_generated_requests(client: TestClient, ingress: Ingress, mode: str) -> None:
+    from schemathesis.checks import load_all_checks
+
+    load_all_checks()
+    failures: list[str] = []
+    statuses: Counter[int] = Counter()
+    for operation in _operations(client):
+        if mode == "NEGATIVE" and not len(operation.body or ()):
+            continue  # nothing can be wrong
+        try:
+            _check(client, operation, mode, statuses)
+        except (Exception, BaseExceptionGroup) as error:  # of any operation, so that a run shows all of them
+            failures.append(f"{operation.method} {operation.path}: {error}")
+    print(mode, statuses)
+    assert not failures, "\n\n".join(failures)
+    assert statuses[400]
+    assert statuses[200] or mode == "NEGATIVE"
+    assert not ingress._unfinished
