@@ -1,0 +1,149 @@
+"""`python configuration.py FILE`: makes HAProxy's configuration, as Ray Serve writes it, safe for open networks.
+
+haproxy.sh runs this before each start and reload of HAProxy, for which Ray writes the file anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is run by its path
+
+from deployments.proxy.limits import ProxyLimits
+
+__all__ = ["UnknownConfigurationError", "error_files", "hardened", "main"]
+
+RESERVED_CONNECTIONS = 256  # for this machine's own probes, and for HAProxy's pages
+LOOPBACK = "127.0.0.1"
+MARK = "# Changed by Pagoda, see deployments/proxy/configuration.py\n"
+# With these, Ray Serve lets a client change how its request is served: no end at a disconnect, other time-outs.
+RAY_HEADERS = ("x-request-disconnect-disabled", "x-request-timeout-seconds", "serve_multiplexed_model_id")
+RAY_HEADER_PREFIX = "x-serve-router-"
+NOT_FOUND = "no application has this path"
+
+
+class OwnError(NamedTuple):
+    """What HAProxy itself answers, in the terms of the OpenAI error body."""
+
+    status: int
+    kind: str
+    code: str
+    message: str
+
+
+OWN_ERRORS = (
+    OwnError(400, "invalid_request_error", "invalid_http", "the request is not valid HTTP, or its head is too long"),
+    OwnError(408, "timeout_error", "timeout", "the request did not arrive in time; send it without pauses"),
+    OwnError(500, "server_error", "internal_error", "the proxy failed; try again"),
+    OwnError(502, "server_error", "bad_gateway", "the ingress that served this request was lost; try again"),
+    OwnError(503, "overloaded_error", "no_ingress", "no ingress is ready; try again shortly"),
+    OwnError(504, "timeout_error", "timeout", "the ingress did not answer in time; try again"),
+)
+
+
+class UnknownConfigurationError(Exception):
+    """The file is not what this version of Ray Serve writes."""
+
+
+def hardened(text: str, limits: ProxyLimits, directory: Path) -> str:
+    """Return the configuration with limits, JSON errors, and pages and sockets for this machine and user only.
+
+    Args:
+        text: the configuration as Ray writes it.
+        limits: for clients.
+        directory: of the files with HAProxy's own answers; see ``error_files``.
+
+    Raises:
+        UnknownConfigurationError: a line that must be changed is not there.
+    """
+    total, own = limits.max_connections + RESERVED_CONNECTIONS, f"bind {LOOPBACK}:"
+    text = _replaced(text, r"^( +)maxconn \d+$", rf"\g<1>maxconn {total}")
+    text = _replaced(text, r"^( +stats socket \S+ )mode 666 ", r"\g<1>mode 600 ")
+    text = _replaced(text, r"^( +)errorfile \d+ .*\n", "", at_least=0)
+    text = _replaced(text, r"^defaults\n", "defaults\n" + _lines(_defaults(limits, directory)))
+    text = _replaced(text, r"^(frontend prometheus\n +)bind :", rf"\g<1>{own}")
+    text = _replaced(text, r"^(listen stats\n +)bind \*:", rf"\g<1>{own}")
+    text = _replaced(text, r"^(frontend http_frontend\n +bind .*\n)", r"\g<1>" + _lines(_frontend(limits)))
+    not_found = f"content-type application/json string '{_body('not_found_error', 'not_found', NOT_FOUND)}'"
+    return _replaced(text, r"^( +http-request return status 404) .*$", rf"\g<1> {not_found}")
+
+
+def error_files() -> dict[str, str]:
+    """Return HAProxy's own answers, as HTTP, by the names of their files.
+
+    What its parser rejects gets an answer that is part of the program.
+    """
+    return {f"{error.status}.http": _as_http(error) for error in OWN_ERRORS}
+
+
+def _as_http(error: OwnError) -> str:
+    body = _body(error.kind, error.code, error.message)
+    head = [
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        "Cache-Control: no-store",
+        "Connection: close",
+        *(["Retry-After: 1"] if error.status == HTTPStatus.SERVICE_UNAVAILABLE else []),
+    ]
+    return "\r\n".join([*head, "", body])
+
+
+def _body(kind: str, code: str, message: str) -> str:
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+def _defaults(limits: ProxyLimits, directory: Path) -> list[str]:
+    errors = [f"errorfile {error.status} {directory / f'{error.status}.http'}" for error in OWN_ERRORS]
+    return [f"timeout http-request {round(1000 * limits.header_timeout_s)}ms", *errors]
+
+
+def _frontend(limits: ProxyLimits) -> list[str]:
+    """Return the rules for connections and heads of requests, which come before Ray's own."""
+    rules = [f"tcp-request connection reject if {{ fe_conn gt {limits.max_connections} }} !{{ src {LOOPBACK} ::1 }}"]
+    if limits.max_connections_per_address:
+        rules += [
+            "stick-table type ipv6 size 100k expire 60s store conn_cur",
+            "tcp-request connection track-sc0 src",
+            f"tcp-request connection reject if {{ sc0_conn_cur gt {limits.max_connections_per_address} }}",
+        ]
+    headers = [f"http-request del-header {name}" for name in RAY_HEADERS]
+    return [*rules, *headers, f"http-request del-header {RAY_HEADER_PREFIX} -m beg"]
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _replaced(text: str, pattern: str, replacement: str, *, at_least: int = 1) -> str:
+    result, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
+    if count < at_least:
+        raise UnknownConfigurationError(f"no line is like '{pattern}'; is this Ray Serve 2.60?")
+    return result
+
+
+def main(arguments: list[str]) -> int:
+    """Change the file in its place, since Ray finds its HAProxy by the file's name; returns the exit code."""
+    path = Path(arguments[0])
+    try:
+        text = path.read_text()
+        if not text.startswith(MARK):
+            changed = hardened(text, ProxyLimits.from_environment(os.environ), path.parent)
+            for name, answer in error_files().items():
+                path.with_name(name).write_bytes(answer.encode())
+            path.write_text(MARK + changed)
+    except (UnknownConfigurationError, ValueError, OSError) as error:
+        print(f"pagoda: {path} cannot be made safe: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
