@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deployments.api.parsers.registry import NONE, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
 from deployments.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
+from deployments.proxy.limits import ProxyLimits
 from deployments.routing.options import RoutingOptions
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -36,6 +37,7 @@ __all__ = [
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _ROUTING = RoutingOptions()
+_PROXY = ProxyLimits()
 
 Share = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -68,6 +70,10 @@ class LimitOptions(_Options):
     max_queued_requests_per_engine: int = Field(default=1024, ge=1)
     max_queued_prefill_tokens_per_engine: int = Field(default=2**20, ge=1)
     max_concurrent_requests_per_engine: int = Field(default=1024, ge=1)
+    max_connections: int = Field(default=_PROXY.max_connections, ge=1)
+    max_connections_per_address: int = Field(default=_PROXY.max_connections_per_address, ge=0)  # 0: no limit
+    header_timeout_s: float = Field(default=_PROXY.header_timeout_s, ge=1.0, allow_inf_nan=False)
+    body_timeout_s: float = Field(default=10.0, ge=1.0, allow_inf_nan=False)
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     max_prompts_per_request: int = Field(default=1024, ge=1)
     max_n: int = Field(default=16, ge=1, le=MAX_SEQUENCES)
@@ -81,6 +87,11 @@ class LimitOptions(_Options):
     graceful_shutdown_s: Seconds = 600.0
     health_check_period_s: Seconds = 5.0
     health_check_timeout_s: Seconds = 15.0
+
+    @property
+    def proxy(self) -> ProxyLimits:
+        """Those that HAProxy keeps."""
+        return ProxyLimits(self.max_connections, self.max_connections_per_address, self.header_timeout_s)
 
 
 class RouterOptions(_Options):

@@ -84,6 +84,8 @@ class ApiError(PagodaError):
         """Extra response headers."""
         if self.status == 501:
             return {"X-Should-Retry": "false"}  # the clients of OpenAI and Anthropic retry every other 5xx
+        if self.status in (408, 413):
+            return {"Connection": "close"}  # the rest of the body may still come
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 

@@ -22,7 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from deployments.api.api_keys import ApiKeys, RequireKey
-from deployments.api.body import read_body
+from deployments.api.body import BodyReader
 from deployments.api.descriptions import METRICS, PAGE, PAGE_FILE, STATE
 from deployments.api.json_response import JsonResponse
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
@@ -100,13 +100,9 @@ class Ingress:
         self._unfinished: set[RequestRecord] = set()
         self._serving = Serving(config, client, self._view, self._prompts, self._log)
         self._kept_responses = KeptResponses(config.limits, _ask_ingresses)
-        max_bytes = config.limits.max_body_bytes
-        self._responses = Responses(self._serving, self._kept_responses, max_body_bytes=max_bytes)
-        self._messages = MessagesApi(
-            self._serving,
-            max_body_bytes=config.limits.max_body_bytes,
-            strip_billing_header=config.strip_billing_header,
-        )
+        self._bodies = BodyReader(config.limits.max_body_bytes, config.limits.body_timeout_s)
+        self._responses = Responses(self._serving, self._bodies, self._kept_responses)
+        self._messages = MessagesApi(self._serving, self._bodies, strip_billing_header=config.strip_billing_header)
         ingress_recorder().set(INGRESS_INFO, 1, model=config.served_name)
         ingress_recorder().set(REPLICAS_MIN, config.min_engine_replicas)
 
@@ -150,11 +146,10 @@ class Ingress:
         return routes
 
     def _utilities(self) -> list[ApiRoute]:
-        limit = self._config.limits.max_body_bytes
-        tokenization = Tokenization(self._serving, limit)
+        tokenization = Tokenization(self._serving, self._bodies)
         state = ServerState(self._config, self._prompts.get, lambda: broadcast(all_ingresses(), "num_unfinished"))
         return [
-            ApiRoute("/invocations", "POST", Invocations(self._serving, limit).invoke, INVOCATIONS),
+            ApiRoute("/invocations", "POST", Invocations(self._serving, self._bodies).invoke, INVOCATIONS),
             ApiRoute("/tokenize", "POST", tokenization.tokenize, TOKENIZE),
             ApiRoute("/detokenize", "POST", tokenization.detokenize, DETOKENIZE),
             ApiRoute("/load", "GET", state.load, LOAD),
@@ -186,12 +181,11 @@ class Ingress:
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._serving.chat(await read_body(ChatRequest, request, self._config.limits.max_body_bytes))
+        return await self._serving.chat(await self._bodies.read(ChatRequest, request))
 
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts."""
-        limit = self._config.limits.max_body_bytes
-        return await self._serving.completions(await read_body(CompletionRequest, request, limit))
+        return await self._serving.completions(await self._bodies.read(CompletionRequest, request))
 
     # --- health and metrics ---------------------------------------------------------------------------------------
 

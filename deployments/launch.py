@@ -45,7 +45,7 @@ def _serve(config: Path, endpoint: Endpoint, stop_at_once: threading.Event) -> i
     started = time.monotonic()
     server: Server | None = None
     try:
-        server = Server(config, stop_at_once)
+        server = Server(config, endpoint.limits, stop_at_once)
         server.wait_until_ready(endpoint)
         print(_banner(endpoint, time.monotonic() - started), flush=True)
         server.follow_logs()

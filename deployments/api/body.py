@@ -13,9 +13,10 @@ from starlette.requests import Request
 from deployments.errors import ApiError
 from engine.errors import shown
 
-__all__ = ["JsonBody", "json_path", "parse_body", "read_body", "read_body_by_field"]
+__all__ = ["MAX_INLINE_BYTES", "BodyReader", "JsonBody", "json_path", "parse_body"]
 
 MAX_INLINE_BYTES = 2**16  # a longer body would delay every stream of this process
+BYTES_PER_S = 8192  # a slower client holds its connection for nothing
 
 
 class Body(Protocol):
@@ -50,59 +51,75 @@ class JsonBody(BaseModel):
         self._num_bytes = num_bytes
 
 
-async def read_body(kind: type[BodyType], request: Request, limit: int) -> BodyType:
-    """Return the request in a JSON body of at most ``limit`` bytes; a long one is parsed in a thread.
+class BodyReader:
+    """Reads the bodies of requests.
 
-    Raises:
-        ApiError: 413 for a longer body, before it is read to its end, 400 for another content type, and what
-            ``parse_body`` raises.
-        RequestError: for an invalid combination of fields.
+    Args:
+        max_bytes: a longer body is rejected.
+        timeout_s: for the whole body, and a second more for each BYTES_PER_S of it that have come.
     """
-    body = await _read(request, limit)
-    return await _parsed(lambda: parse_body(kind, body), len(body))
 
+    def __init__(self, max_bytes: int, timeout_s: float) -> None:
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
-async def read_body_by_field(kinds: Mapping[str, type[BodyType]], request: Request, limit: int) -> BodyType:
-    """Return the request in a body, whose type is that of the first key of ``kinds`` that the body has.
+    async def read(self, kind: type[BodyType], request: Request) -> BodyType:
+        """Return the request in a JSON body; a long one is parsed in a thread.
 
-    Raises:
-        ApiError: as ``read_body``, and 400 for a body with none of the keys.
-        RequestError: for an invalid combination of fields.
-    """
-    body = await _read(request, limit)
+        Raises:
+            ApiError: 413 for a longer body, before it is read to its end, 408 for a slow one, 400 for another content
+                type, and what ``parse_body`` raises.
+            RequestError: for an invalid combination of fields.
+        """
+        body = await self._read(request)
+        return await _parsed(lambda: parse_body(kind, body), len(body))
 
-    def parse() -> BodyType:
-        fields = _decode(body)
-        kind = next((kind for name, kind in kinds.items() if fields.get(name) is not None), None)
-        if kind is None:
-            names = " or ".join(kinds)
-            raise ApiError(400, f"{names} is missing; give one of them", param=next(iter(kinds)))
-        return _validated(kind, fields, len(body))
+    async def read_by_field(self, kinds: Mapping[str, type[BodyType]], request: Request) -> BodyType:
+        """Return the request in a body, whose type is that of the first key of ``kinds`` that the body has.
 
-    return await _parsed(parse, len(body))
+        Raises:
+            ApiError: as ``read``, and 400 for a body with none of the keys.
+            RequestError: for an invalid combination of fields.
+        """
+        body = await self._read(request)
+
+        def parse() -> BodyType:
+            fields = _decode(body)
+            kind = next((kind for name, kind in kinds.items() if fields.get(name) is not None), None)
+            if kind is None:
+                names = " or ".join(kinds)
+                raise ApiError(400, f"{names} is missing; give one of them", param=next(iter(kinds)))
+            return _validated(kind, fields, len(body))
+
+        return await _parsed(parse, len(body))
+
+    async def _read(self, request: Request) -> bytes:
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise ApiError(400, f"content-type '{content_type[:80]}' is not supported; send application/json")
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            raise self._too_large()
+        body = bytearray()
+        started = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._timeout_s) as timeout:
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > self._max_bytes:
+                        raise self._too_large()
+                    timeout.reschedule(started + self._timeout_s + len(body) / BYTES_PER_S)
+        except TimeoutError:
+            problem = f"only {len(body)} bytes of the body came in {self._timeout_s:g} s; send it without pauses"
+            raise ApiError(408, problem, code="timeout") from None
+        return bytes(body)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body exceeds {self._max_bytes} bytes; send less, or raise limits.max_body_bytes")
 
 
 async def _parsed(parse: Callable[[], BodyType], num_bytes: int) -> BodyType:
     return parse() if num_bytes <= MAX_INLINE_BYTES else await asyncio.to_thread(parse)
-
-
-async def _read(request: Request, limit: int) -> bytes:
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise ApiError(400, f"content-type '{content_type[:80]}' is not supported; send application/json")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise _too_large(limit)
-    return bytes(body)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body exceeds {limit} bytes; send less, or raise limits.max_body_bytes")
 
 
 def parse_body(kind: type[BodyType], body: bytes) -> BodyType:

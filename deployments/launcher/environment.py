@@ -8,6 +8,8 @@ import shutil
 import socket
 from pathlib import Path
 
+from deployments.proxy.limits import ProxyLimits
+
 __all__ = ["SETTINGS", "environment"]
 
 # Ray, or a library in its processes, reads these when it starts. A variable that is already set keeps its value.
@@ -28,9 +30,24 @@ INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give 
 _HAPROXY_WRAPPER = Path(__file__).parents[1] / "haproxy.sh"
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of the child process; variables of this process take precedence."""
-    return SETTINGS | _haproxy_settings() | _ports() | os.environ
+def environment(limits: ProxyLimits, proxy_files: Path) -> dict[str, str]:
+    """Return the environment of the child process; variables of this process take precedence.
+
+    Args:
+        limits: that HAProxy keeps.
+        proxy_files: the directory of its files and sockets.
+    """
+    return SETTINGS | _haproxy_settings() | _files(proxy_files) | limits.environment | _ports() | os.environ
+
+
+def _files(directory: Path) -> dict[str, str]:
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
+    }
 
 
 def _ports() -> dict[str, str]:

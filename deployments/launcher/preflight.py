@@ -9,7 +9,7 @@ import errno
 import reprlib
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ray.serve.schema import (
 )
 
 from deployments.config import AppConfig, unknown_key_message
+from deployments.proxy.limits import ProxyLimits
 from engine.errors import ConfigError
 
 __all__ = ["Endpoint", "check_config", "require_free_port"]
@@ -34,13 +35,14 @@ IMPORT_PATH = "deployments.app:build_app"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The address at which the server will listen, and the model it will serve."""
+    """The address at which the server will listen, the limits for its clients, and the model it will serve."""
 
     host: str
     port: int
     prefix: str
     model: str
     has_page: bool = False
+    limits: ProxyLimits = field(default_factory=ProxyLimits)
 
     @property
     def url(self) -> str:
@@ -70,7 +72,7 @@ def check_config(path: Path) -> Endpoint:
     application, config = ours[0]
     host, port = str(http.get("host") or "127.0.0.1"), int(http.get("port") or 8000)
     prefix = str(application.get("route_prefix") or "/")
-    return Endpoint(host, port, prefix, config.served_name, config.web)
+    return Endpoint(host, port, prefix, config.served_name, config.web, config.limits.proxy)
 
 
 def _validate(document: dict[str, Any]) -> None:

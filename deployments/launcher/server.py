@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -21,6 +22,7 @@ from deployments.launcher.environment import environment
 from deployments.launcher.log_follower import LogFollower
 from deployments.launcher.preflight import Endpoint
 from deployments.launcher.processes import argument_of, descendants, end
+from deployments.proxy.limits import ProxyLimits
 from engine.errors import PagodaError
 
 __all__ = ["LaunchError", "Server"]
@@ -41,14 +43,17 @@ class Server:
 
     Args:
         config: the Serve config file.
+        limits: for clients.
         stop_at_once: once set, neither ``drain`` nor ``stop`` waits any longer.
     """
 
-    def __init__(self, config: Path, stop_at_once: threading.Event) -> None:
+    def __init__(self, config: Path, limits: ProxyLimits, stop_at_once: threading.Event) -> None:
+        # In /tmp: the path of a socket in it may not be longer than 107 characters.
+        self._proxy_files = tempfile.TemporaryDirectory(prefix="pg-proxy-", dir="/tmp", ignore_cleanup_errors=True)
         serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
         self._process = subprocess.Popen(
             [serve, "run", "--address", "local", str(config)],
-            env=environment(),
+            env=environment(limits, Path(self._proxy_files.name)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -117,6 +122,7 @@ class Server:
                 end(left, grace_s=0.0 if self._stop_at_once.is_set() else 5.0)
         if self._follower is not None:
             self._follower.stop()
+        self._proxy_files.cleanup()
 
     def _print_output(self, output: IO[str]) -> None:
         """Print the child's output, and read from it the address of the dashboard."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 __all__ = ["ProxyLimits"]
 
@@ -32,7 +33,7 @@ class ProxyLimits:
         Raises:
             ValueError: one line that names the variable, its value and what it must be.
         """
-        values = {}
+        values: dict[str, Any] = {}
         for field in fields(cls):
             name = PREFIX + field.name.upper()
             if name in environ:

@@ -72,7 +72,7 @@ class ServerGone(RequestFailed):
     """The ingress died before the first byte of the answer, or there was none: the proxy answered."""
 
 
-PROXY_ERROR_TEXT = "Internal Server Error"  # of HAProxy's 502, 503 and 504 in Serve's configuration
+PROXY_ERRORS = ('"bad_gateway"', '"no_ingress"')  # HAProxy's own, of deployments/proxy
 
 
 def _tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
 
 def _require_success(status: int, text: str) -> None:
     if status != 200:
-        raise (ServerGone if text.strip() == PROXY_ERROR_TEXT else RequestFailed)(f"{status}: {text}")
+        raise (ServerGone if any(code in text for code in PROXY_ERRORS) else RequestFailed)(f"{status}: {text}")
 
 
 def _require(condition: bool, otherwise: str) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from deployments.launcher.dashboard import serve_details
 from deployments.launcher.environment import environment
+from deployments.proxy.limits import ProxyLimits
 from tests.e2e.cluster import ENGINES_PER_NODE, REPLY_PREFIX, WORKERS
 from tests.e2e.conftest import ROOT, alive, free_port
 from tests.e2e.load import Clients, questions, record
@@ -32,7 +33,10 @@ class RunningCluster:
 
     def __init__(self, ray_dir: Path) -> None:
         self.port = free_port()
-        settings = environment() | {"RAY_TMPDIR": str(ray_dir), "RAY_AUTH_MODE": "disabled"}
+        settings = environment(ProxyLimits(), ray_dir / "proxy") | {
+            "RAY_TMPDIR": str(ray_dir),
+            "RAY_AUTH_MODE": "disabled",
+        }
         self.log = ray_dir / "cluster.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.body import read_body
+from deployments.api.body import BodyReader
 from deployments.api.json_response import JsonResponse
 from deployments.api.messages.attribution import without_billing_header
 from deployments.api.messages.protocol import CountTokensRequest, MessagesRequest
@@ -21,23 +21,23 @@ class MessagesApi:
 
     Args:
         serving: answers the chat requests that they stand for.
-        max_body_bytes: maximum size of a body.
+        bodies: reads them.
         strip_billing_header: whether Claude Code's billing header is kept out of prompts.
     """
 
-    def __init__(self, serving: Serving, *, max_body_bytes: int, strip_billing_header: bool) -> None:
+    def __init__(self, serving: Serving, bodies: BodyReader, *, strip_billing_header: bool) -> None:
         self._serving = serving
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._strip_billing_header = strip_billing_header
 
     async def create(self, request: Request) -> Response:
         """Answer a conversation."""
-        body = await read_body(MessagesRequest, request, self._max_body_bytes)
+        body = await self._bodies.read(MessagesRequest, request)
         return await self._serving.chat(self._chat(body), MessagesWriters)
 
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of a conversation's prompt, which may be longer than the context."""
-        body = await read_body(CountTokensRequest, request, self._max_body_bytes)
+        body = await self._bodies.read(CountTokensRequest, request)
         builder = await self._serving.builder_for(body.model)
         return JsonResponse({"input_tokens": len(await builder.chat_token_ids(self._chat(body)))})
 

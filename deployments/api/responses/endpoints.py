@@ -11,7 +11,7 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.body import read_body
+from deployments.api.body import BodyReader
 from deployments.api.json_response import JsonResponse
 from deployments.api.responses.input_items import InputItem, require_calls
 from deployments.api.responses.kept_responses import KeptResponses
@@ -33,14 +33,14 @@ class Responses:
 
     Args:
         serving: answers chat requests.
+        bodies: reads those of requests.
         kept: the responses that are kept.
-        max_body_bytes: of a request.
     """
 
-    def __init__(self, serving: Serving, kept: KeptResponses, *, max_body_bytes: int) -> None:
+    def __init__(self, serving: Serving, bodies: BodyReader, kept: KeptResponses) -> None:
         self._serving = serving
+        self._bodies = bodies
         self._kept = kept
-        self._max_body_bytes = max_body_bytes
 
     async def create(self, request: Request) -> Response:
         """Answer an input, whole or as a stream."""
@@ -80,7 +80,7 @@ class Responses:
 
     async def _read(self, request: Request) -> tuple[ResponseRequest, Sequence[InputItem], int]:
         """Return a body, the items of the whole input, and the length of their JSON."""
-        body = await read_body(ResponseRequest, request, self._max_body_bytes)
+        body = await self._bodies.read(ResponseRequest, request)
         earlier, num_bytes = await self._kept.conversation(body.previous_response_id)
         items = await self._kept.own_items(body)
         require_calls(items, earlier)

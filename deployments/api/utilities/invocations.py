@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.body import read_body_by_field
+from deployments.api.body import BodyReader
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest
 from deployments.api.serving import Serving
 
@@ -19,18 +19,18 @@ class Invocations:
 
     Args:
         serving: answers the requests.
-        max_body_bytes: a longer body is rejected.
+        bodies: reads them.
     """
 
-    def __init__(self, serving: Serving, max_body_bytes: int) -> None:
+    def __init__(self, serving: Serving, bodies: BodyReader) -> None:
         self._serving = serving
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
 
     async def invoke(self, request: Request) -> Response:
         """Answer a conversation if the body has messages, else continue its prompt."""
         kinds: Mapping[str, type[ChatRequest | CompletionRequest]]
         kinds = {"messages": ChatRequest, "prompt": CompletionRequest}
-        body = await read_body_by_field(kinds, request, self._max_body_bytes)
+        body = await self._bodies.read_by_field(kinds, request)
         if isinstance(body, ChatRequest):
             return await self._serving.chat(body)
         return await self._serving.completions(body)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.body import JsonBody, read_body, read_body_by_field
+from deployments.api.body import BodyReader, JsonBody
 from deployments.api.json_response import JsonResponse
 from deployments.api.openai.messages import Conversation
 from deployments.api.prompts import PromptBuilder
@@ -70,18 +70,18 @@ class Tokenization:
 
     Args:
         serving: knows the model's name and its tokenizer.
-        max_body_bytes: a longer body is rejected.
+        bodies: reads them.
     """
 
-    def __init__(self, serving: Serving, max_body_bytes: int) -> None:
+    def __init__(self, serving: Serving, bodies: BodyReader) -> None:
         self._serving = serving
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation as the model would get it."""
         kinds: Mapping[str, type[TokenizeRequest | TokenizeChatRequest]]
         kinds = {"prompt": TokenizeRequest, "messages": TokenizeChatRequest}
-        body = await read_body_by_field(kinds, request, self._max_body_bytes)
+        body = await self._bodies.read_by_field(kinds, request)
         builder = await self._serving.builder_for(body.model)
         if isinstance(body, TokenizeRequest):
             token_ids = await builder.text_token_ids(body.prompt, add_special_tokens=body.add_special_tokens)
@@ -98,7 +98,7 @@ class Tokenization:
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids, special tokens included."""
-        body = await read_body(DetokenizeRequest, request, self._max_body_bytes)
+        body = await self._bodies.read(DetokenizeRequest, request)
         builder = await self._serving.builder_for(body.model)
         builder.check_token_ids("tokens", body.tokens)
         text = await builder.run_with_tokenizer(

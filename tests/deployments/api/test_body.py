@@ -1,0 +1,48 @@
+"""BodyReader: limits of a body's length and of its time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from deployments.api.body import BYTES_PER_S, BodyReader
+from deployments.api.openai.protocol import CompletionRequest
+from deployments.errors import ApiError
+
+BODY = b'{"prompt": "a", "user": "' + b"x" * 2 * BYTES_PER_S + b'"}'
+
+
+def _request(pieces: Sequence[bytes], pause_s: float) -> Request:
+    """Return a request whose body comes in pieces, and then pauses for ever."""
+    left = list(pieces)
+
+    async def receive() -> Message:
+        await asyncio.sleep(pause_s if left else 3600)
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left) or b"".join(pieces) != BODY}
+
+    return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+
+
+def _read(pieces: Sequence[bytes], pause_s: float, timeout_s: float) -> CompletionRequest:
+    reader = BodyReader(max_bytes=2**20, timeout_s=timeout_s)
+    return asyncio.run(reader.read(CompletionRequest, _request(pieces, pause_s)))
+
+
+def test_a_slow_body_gets_the_time_of_its_bytes() -> None:
+    """At a third of the time for each piece, three of four would already be too late."""
+    quarter = len(BODY) // 4 + 1
+    pieces = [BODY[start : start + quarter] for start in range(0, len(BODY), quarter)]
+    assert len(pieces) == 4
+    assert _read(pieces, pause_s=0.1, timeout_s=0.2).prompt == ["a"]
+
+
+@pytest.mark.parametrize("pieces", [[], [BODY[:10]], [BODY[:1], BODY[1:2], BODY[2:3], BODY[3:4]]])
+def test_a_body_that_does_not_come_is_a_timeout(pieces: list[bytes]) -> None:
+    with pytest.raises(ApiError, match="send it without pauses") as caught:
+        _read(pieces, pause_s=0.03, timeout_s=0.1)
+    assert (caught.value.status, caught.value.code) == (408, "timeout")
+    assert caught.value.headers["Connection"] == "close"
