@@ -10,7 +10,7 @@ find_binary() {
 previous=
 for argument; do
   if [ "$previous" = -f ]; then
-    python3 -S "$(dirname "$0")/proxy/configuration.py" "$argument" || exit 1
+    "${PAGODA_PYTHON:-python3}" -S "$(dirname "$0")/proxy/configuration.py" "$argument" || exit 1
   fi
   previous=$argument
 done

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 from deployments.proxy.limits import ProxyLimits
@@ -89,4 +90,5 @@ def _haproxy_settings() -> dict[str, str]:
         if found is None:
             return {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
         binary = found
-    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(_HAPROXY_WRAPPER), "PAGODA_HAPROXY_BINARY": str(binary)}
+    own = {"PAGODA_HAPROXY_BINARY": str(binary), "PAGODA_PYTHON": sys.executable}
+    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(_HAPROXY_WRAPPER)} | own
