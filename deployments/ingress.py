@@ -248,7 +248,7 @@ class Ingress:
 
     async def stored_items(self, ids: list[str]) -> tuple[str, dict[str, dict[str, Any]] | None]:
         """Return this ingress's name and the output items with these ids that it keeps, or None."""
-        return _name(), self._kept_responses.store.items(ids) or None
+        return _name(), await asyncio.to_thread(self._kept_responses.store.items, ids) or None
 
     async def delete_response(self, response_id: str) -> tuple[str, bool | None]:
         """Drop a response that this ingress keeps; returns its name and True, or None if it keeps none."""

@@ -7,8 +7,9 @@ rejects an invalid request before it is sent to an engine. It knows nothing of H
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from deployments.api.openai.protocol import ChatRequest, CompletionRequest, Gene
 from deployments.api.sampling import params_for_prompt, sampling_params, with_bad_words
 from deployments.requests.prompt import Prompt
 from engine.config import EngineInfo
-from engine.errors import PromptTooLongError, RequestError
+from engine.errors import OverloadedError, PromptTooLongError, RequestError
 from engine.prefix_hash import hash_blocks, root_hash
 from engine.request import PromptValidator
 from engine.sampling_params import SamplingParams
@@ -31,6 +32,7 @@ __all__ = ["PromptBuilder"]
 
 COST_PER_MESSAGE = 32  # of rendering and masking one message
 IDS_PER_COST = 2  # ids that are checked and hashed in the time of tokenising one character
+MAX_COUNTED_COST = 2**25  # about eight seconds
 MAX_CONTEXTS = 16  # of the length of a text that is tokenised but not, or not as a whole, a prompt
 MAX_INLINE_COST = 4096  # about a millisecond; more would delay every stream of this process
 
@@ -57,6 +59,7 @@ class PromptBuilder:
             num_blocks=info.num_blocks,
             block_size=info.block_size,
         )
+        self._counted_cost = 0  # of the texts that are only counted or tokenised
         for tokenizer in (self.tokenizer, self._background_tokenizer):
             tokenizer.warm_up()
 
@@ -78,21 +81,58 @@ class PromptBuilder:
     async def chat_token_ids(self, conversation: Conversation) -> list[int]:
         """Return the tokens of a conversation, which may be longer than the context."""
         render = partial(self._render, conversation, max_contexts=MAX_CONTEXTS)
-        token_ids: list[int] = await self.run_with_tokenizer(render, cost=_cost(conversation))
+        with self._counted(_cost(conversation), "messages"):
+            token_ids: list[int] = await self.run_with_tokenizer(render, cost=_cost(conversation))
         return token_ids
+
+    async def text_of(self, token_ids: list[Any], param: str) -> str:
+        """Return the text of token ids, special tokens included.
+
+        Raises:
+            RequestError: about ``param``, for ids outside the vocabulary, or too many.
+        """
+        if len(token_ids) > (limit := MAX_CONTEXTS * self.max_total_tokens):
+            raise RequestError(f"has {len(token_ids)} ids", param=param, remedy=f"give at most {limit}")
+
+        def decode(tokenizer: Tokenizer) -> str:
+            self._validator.check_token_ids(param, token_ids)
+            return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+        with self._counted(len(token_ids), param):
+            text: str = await self.run_with_tokenizer(decode, cost=len(token_ids))
+        return text
 
     async def text_token_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text, which may be longer than the context."""
         self._check_length(len(text), "prompt", MAX_CONTEXTS)
         encode = partial(_encode, text, add_special_tokens=add_special_tokens)
-        token_ids: list[int] = await self.run_with_tokenizer(encode, cost=len(text))
+        with self._counted(len(text), "prompt"):
+            token_ids: list[int] = await self.run_with_tokenizer(encode, cost=len(text))
         return token_ids
+
+    @contextmanager
+    def _counted(self, cost: int, param: str) -> Iterator[None]:
+        """Count a text that is no prompt while it is processed, so that a crowd of them delays no prompt for long.
+
+        Raises:
+            OverloadedError: too many are processed.
+        """
+        if self._counted_cost and self._counted_cost + cost > MAX_COUNTED_COST:
+            remedy = "try again shortly"
+            raise OverloadedError("cannot be processed now: many texts are tokenised", param=param, remedy=remedy)
+        self._counted_cost += cost
+        try:
+            yield
+        finally:
+            self._counted_cost -= cost
 
     def _render(self, conversation: Conversation, tokenizer: Tokenizer, max_contexts: int) -> list[int]:
         """Render and tokenise a conversation that is at most about ``max_contexts`` contexts long."""
         has_calls = any(message.tool_calls for message in conversation.messages)
         as_text = has_calls and tokenizer.renders_arguments_as_text
         messages = [message.for_template(arguments_as_text=as_text) for message in conversation.messages]
+        if "developer" not in tokenizer.chat_template:  # such templates skip the role, or refuse it
+            messages = [_as_system(message) for message in messages]
         options = conversation.template_options
         self._check_length(sum(len(message["content"]) for message in messages), "messages", max_contexts)
         if options or has_calls:
@@ -195,10 +235,6 @@ class PromptBuilder:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._background, work, self._background_tokenizer)
 
-    def check_token_ids(self, param: str, token_ids: Sequence[int]) -> None:
-        """Raise RequestError unless all ``token_ids`` are in the vocabulary."""
-        self._validator.check_token_ids(param, token_ids)
-
     def _check_length(self, characters: int, param: str, max_contexts: int) -> None:
         """Reject a text that is certainly too long before it is tokenised, which could take minutes."""
         least = characters // self.tokenizer.longest_token
@@ -215,6 +251,10 @@ class PromptBuilder:
         self._validator.check_cache_salt(cache_salt or "")
         root = root_hash(self.info.model, "", cache_salt or "")
         return Prompt(token_ids, hash_blocks(token_ids, self.info.block_size, root))
+
+
+def _as_system(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"role": "system"} if message["role"] == "developer" else message
 
 
 def _encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[int]:

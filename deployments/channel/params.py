@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
-from engine.sampling_params import SamplingParams, ThinkingBudget
+from engine.sampling_params import SamplingParams
 from engine.structured_outputs.params import StructuredOutputsParams
+from engine.thinking_budget import ThinkingBudget
 
 __all__ = ["pack_params", "unpack_params"]
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from engine.device_copy import to_device
-from engine.sampling_params import ENDED, NOT_STARTED
 from engine.sequence import Sequence
+from engine.thinking_budget import ENDED, NOT_STARTED
 
 __all__ = ["LogitFilter", "MinTokens", "build_filters"]
 

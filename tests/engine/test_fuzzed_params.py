@@ -18,7 +18,8 @@ from engine.errors import RequestError
 from engine.llm import LLM
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams, ThinkingBudget
+from engine.sampling_params import SamplingParams
+from engine.thinking_budget import ThinkingBudget
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.conftest import SavedModel
 from tests.engine.oracle import Activity, answers, check_idle, make_llm, random_tokens, run

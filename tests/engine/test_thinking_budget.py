@@ -10,8 +10,9 @@ from engine.engine import Engine
 from engine.errors import RequestError
 from engine.llm import LLM
 from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams, ThinkingBudget
+from engine.sampling_params import SamplingParams
 from engine.structured_outputs.params import StructuredOutputsParams
+from engine.thinking_budget import ThinkingBudget
 from tests.engine.conftest import SavedModel
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory": "1MiB"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.body import BodyReader
+from deployments.api.body import MAX_INLINE_BYTES, BodyReader
 from deployments.api.json_response import JsonResponse
 from deployments.api.messages.attribution import without_billing_header
 from deployments.api.messages.protocol import CountTokensRequest, MessagesRequest
@@ -33,13 +35,17 @@ class MessagesApi:
     async def create(self, request: Request) -> Response:
         """Answer a conversation."""
         body = await self._bodies.read(MessagesRequest, request)
-        return await self._serving.chat(self._chat(body), MessagesWriters)
+        return await self._serving.chat(await self._chat(body), MessagesWriters)
 
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of a conversation's prompt, which may be longer than the context."""
         body = await self._bodies.read(CountTokensRequest, request)
         builder = await self._serving.builder_for(body.model)
-        return JsonResponse({"input_tokens": len(await builder.chat_token_ids(self._chat(body)))})
+        return JsonResponse({"input_tokens": len(await builder.chat_token_ids(await self._chat(body)))})
 
-    def _chat(self, body: CountTokensRequest) -> ChatRequest:
-        return without_billing_header(body.chat) if self._strip_billing_header else body.chat
+    async def _chat(self, body: CountTokensRequest) -> ChatRequest:
+        if not self._strip_billing_header:
+            return body.chat
+        if body.chat.num_bytes <= MAX_INLINE_BYTES:
+            return without_billing_header(body.chat)
+        return await asyncio.to_thread(without_billing_header, body.chat)

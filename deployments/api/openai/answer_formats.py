@@ -14,8 +14,8 @@ from deployments.api.parsers.families.forced import named_call, required_calls
 from deployments.api.parsers.registry import TOOL_PARSERS, Family, Parsers
 from deployments.requests.prompt import Prompt
 from engine.errors import RequestError
-from engine.sampling_params import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
+from engine.thinking_budget import ThinkingBudget
 
 __all__ = ["AnswerFormat", "AnswerFormats"]
 

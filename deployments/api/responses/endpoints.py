@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -11,8 +12,9 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.body import BodyReader
+from deployments.api.body import MAX_INLINE_BYTES, BodyReader
 from deployments.api.json_response import JsonResponse
+from deployments.api.openai.protocol import ChatRequest
 from deployments.api.responses.input_items import InputItem, require_calls
 from deployments.api.responses.kept_responses import KeptResponses
 from deployments.api.responses.protocol import ResponseRequest
@@ -59,8 +61,12 @@ class Responses:
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of an input."""
         body, items, num_bytes = await self._read(request)
-        number = await self._count(body, items, num_bytes)
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": number})
+        try:
+            builder = await self._serving.builder_for(body.model)
+            token_ids = await builder.chat_token_ids(await _chat(body, items, num_bytes))
+        except RequestError as error:
+            raise renamed(error) from None
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     async def retrieve(self, response_id: str, request: Request) -> Response:
         """Return a response that is kept."""
@@ -75,8 +81,12 @@ class Responses:
 
     async def input_items(self, response_id: str, request: Request) -> Response:
         """List the input of a response that is kept, that of earlier responses included; the latest item first."""
-        items: list[dict[str, Any]] = json.loads((await self._kept.get(response_id)).input)
-        return JsonResponse(_page(items, request.query_params))
+        stored = await self._kept.get(response_id)
+
+        def respond() -> Response:
+            return JsonResponse(_page(json.loads(stored.input), request.query_params))
+
+        return respond() if len(stored.input) <= MAX_INLINE_BYTES else await asyncio.to_thread(respond)
 
     async def _read(self, request: Request) -> tuple[ResponseRequest, Sequence[InputItem], int]:
         """Return a body, the items of the whole input, and the length of their JSON."""
@@ -89,23 +99,25 @@ class Responses:
     async def _answer(self, body: ResponseRequest, items: Sequence[InputItem], num_bytes: int) -> Response:
         keep = partial(self._kept.keep, items) if body.is_stored and self._kept.is_open else None
         try:
-            chat = chat_request(body, items, num_bytes)
+            chat = await _chat(body, items, num_bytes)
             return await self._serving.chat(chat, partial(ResponseWriters, request=body, keep=keep))
-        except RequestError as error:
-            raise renamed(error) from None
-
-    async def _count(self, body: ResponseRequest, items: Sequence[InputItem], num_bytes: int) -> int:
-        try:
-            return await self._serving.count_tokens(chat_request(body, items, num_bytes))
         except RequestError as error:
             raise renamed(error) from None
 
     async def _fits(self, body: ResponseRequest, items: Sequence[InputItem], *, num_bytes: int) -> bool:
         try:
-            await self._count(body, items, num_bytes)
+            await self._serving.count_tokens(await _chat(body, items, num_bytes))
         except PromptTooLongError:
             return False
+        except RequestError as error:
+            raise renamed(error) from None
         return True
+
+
+async def _chat(body: ResponseRequest, items: Sequence[InputItem], num_bytes: int) -> ChatRequest:
+    if num_bytes <= MAX_INLINE_BYTES:
+        return chat_request(body, items, num_bytes)
+    return await asyncio.to_thread(chat_request, body, items, num_bytes)
 
 
 def _page(items: list[dict[str, Any]], query: QueryParams) -> dict[str, Any]:

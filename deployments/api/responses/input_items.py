@@ -161,12 +161,15 @@ class _Thought(_Fields):
     text: str
 
 
+_Thoughts: TypeAlias = Annotated[list[_Thought], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
 class InputReasoning(InputItem):
     """Reasoning of an earlier answer; what is encrypted is ignored."""
 
     type: Literal["reasoning"]
-    summary: list[_Thought] = []
-    content: list[_Thought] | None = None
+    summary: _Thoughts = []
+    content: _Thoughts | None = None
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """Start the message of the answer that follows the reasoning."""

@@ -15,7 +15,7 @@ __all__ = ["NotOfferedError", "invalid_field"]
 
 
 class NotOfferedError(ValueError):
-    """A validator rejects what the API has and Pagoda does not; the client gets 501."""
+    """Raised by a validator for what OpenAI offers and Pagoda does not; the client gets 501."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"{what} is not offered; {remedy}")
@@ -24,6 +24,8 @@ class NotOfferedError(ValueError):
 def invalid_field(error: ValidationError, fields: Any) -> ApiError:
     """Return one line for the first wrong field of ``fields``: 400, or 501 for what is known but not offered."""
     errors = error.errors(include_url=False)
+    if not errors[0]["loc"]:  # the error is in a key
+        return ApiError(400, f"the body is invalid: {errors[0]['msg'].lower()}", code="invalid_json")
     name = errors[0]["loc"][:1]
     # The branch of a union that knows the value, or got deepest, describes the error best.
     of_field = (item for item in errors if item["loc"][:1] == name)

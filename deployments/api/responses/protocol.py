@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from deployments.api.openai.tools import Effort, check_size
 from deployments.api.responses.input_items import Input
@@ -22,10 +22,11 @@ from engine.errors import RequestError, shown
 __all__ = ["LOGPROBS", "ResponseRequest"]
 
 LOGPROBS = "message.output_text.logprobs"
+# All but the first are accepted and add nothing: there is no encrypted reasoning, and there are no built-in tools.
 Includable = Literal[
     "message.output_text.logprobs",
-    "reasoning.encrypted_content",  # this one and those below would add nothing: there is nothing encrypted here, ...
-    "file_search_call.results",  # ... and there are no built-in tools
+    "reasoning.encrypted_content",
+    "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",
     "message.input_image.image_url",
@@ -40,8 +41,17 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "context_management": ([],),
     "moderation": (),
 }
+MAX_METADATA = 16
+Short = Annotated[str, Field(max_length=512)]
 Key = Annotated[str, Field(max_length=64)]
 Value = Annotated[str, Field(max_length=512)]
+
+
+def _few_keys(value: object) -> object:
+    """Reject a long map before each of its values is checked."""
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"it has {len(value)} keys; give at most {MAX_METADATA}")
+    return value
 
 
 class _Fields(BaseModel):
@@ -58,9 +68,9 @@ class TextFormat(_Fields):
     """The form of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: Short | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    description: str | None = None
+    description: Annotated[str, Field(max_length=4096)] | None = None
     strict: bool | None = None
 
     def listed(self) -> dict[str, Any]:
@@ -88,7 +98,7 @@ class ResponseRequest(_Fields):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    include: list[Includable] | None = None
+    include: Annotated[list[Includable], Field(max_length=64, fail_fast=True)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tool_calls: int | None = None
     temperature: float | None = None
@@ -100,12 +110,12 @@ class ResponseRequest(_Fields):
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[Key, Value], Field(max_length=16)] | None = None
-    prompt_cache_key: str | None = None
+    metadata: Annotated[dict[Key, Value], Field(max_length=MAX_METADATA), BeforeValidator(_few_keys)] | None = None
+    prompt_cache_key: Short | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    user: str | None = None
+    safety_identifier: Short | None = None
+    service_tier: Short | None = None
+    user: Short | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from deployments.api.body import BodyReader, JsonBody
 from deployments.api.json_response import JsonResponse
 from deployments.api.openai.messages import Conversation
-from deployments.api.prompts import PromptBuilder
 from deployments.api.serving import Serving
+from engine.text.tokenizer import Tokenizer
 
 __all__ = [
     "DetokenizeRequest",
@@ -87,28 +87,17 @@ class Tokenization:
             token_ids = await builder.text_token_ids(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
             token_ids = await builder.chat_token_ids(body)
-        return JsonResponse(
-            {
-                "count": len(token_ids),
-                "max_model_len": builder.max_total_tokens,
-                "tokens": token_ids,
-                "token_strs": await _names(builder, token_ids) if body.return_token_strs else None,
-            }
-        )
+
+        def respond(tokenizer: Tokenizer) -> Response:
+            names = tokenizer.token_names(token_ids) if body.return_token_strs else None
+            counts = {"count": len(token_ids), "max_model_len": builder.max_total_tokens}
+            return JsonResponse({**counts, "tokens": token_ids, "token_strs": names})
+
+        response: Response = await builder.run_with_tokenizer(respond, cost=len(token_ids))
+        return response
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids, special tokens included."""
         body = await self._bodies.read(DetokenizeRequest, request)
         builder = await self._serving.builder_for(body.model)
-        builder.check_token_ids("tokens", body.tokens)
-        text = await builder.run_with_tokenizer(
-            lambda tokenizer: tokenizer.decode(body.tokens, skip_special_tokens=False), cost=len(body.tokens)
-        )
-        return JsonResponse({"prompt": text})
-
-
-async def _names(builder: PromptBuilder, token_ids: list[int]) -> list[str]:
-    names: list[str] = await builder.run_with_tokenizer(
-        lambda tokenizer: tokenizer.token_names(token_ids), cost=len(token_ids)
-    )
-    return names
+        return JsonResponse({"prompt": await builder.text_of(body.tokens, "tokens")})

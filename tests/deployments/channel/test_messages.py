@@ -25,8 +25,9 @@ from deployments.channel.messages import Abort, Hello, Outputs, Status, Submit
 from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
 from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming
 from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams, ThinkingBudget
+from engine.sampling_params import SamplingParams
 from engine.structured_outputs.params import StructuredOutputsParams
+from engine.thinking_budget import ThinkingBudget
 
 ids = st.integers(0, 2**31 - 1)
 texts = st.text(st.characters(), min_size=1, max_size=8)  # with half characters
