@@ -24,6 +24,7 @@ __all__ = ["UnknownConfigurationError", "error_files", "hardened", "main", "with
 
 RESERVED_CONNECTIONS = 256  # for this machine's own probes, and for HAProxy's pages
 FILES_OF_ITS_OWN = 256
+CLIENT_TIMEOUT_S = 60  # for a client that does not read its answer, or does not send a body that no one waits for
 LOOPBACK = "127.0.0.1"
 MARK = "# Changed by Pagoda, see deployments/proxy/configuration.py\n"
 # With these, Ray Serve lets a client change how its request is served: no end at a disconnect, other time-outs.
@@ -70,6 +71,7 @@ def hardened(text: str, limits: ProxyLimits, directory: Path) -> str:
     text = _replaced(text, r"^( +)maxconn \d+$", rf"\g<1>maxconn {limits.max_connections + RESERVED_CONNECTIONS}")
     text = _replaced(text, r"^( +stats socket \S+ )mode 666 ", r"\g<1>mode 600 ")
     text = _replaced(text, r"^( +)errorfile \d+ .*\n", "", at_least=0)
+    text = _replaced(text, r"^ +timeout client .*\n", "")
     text = _replaced(text, r"^defaults\n", "defaults\n" + _lines(_defaults(limits, directory)))
     text = _replaced(text, r"^(frontend prometheus\n +)bind :", rf"\g<1>{own}")
     text = _replaced(text, r"^(listen stats\n +)bind \*:", rf"\g<1>{own}")
@@ -105,7 +107,11 @@ def _body(kind: str, code: str, message: str) -> str:
 
 def _defaults(limits: ProxyLimits, directory: Path) -> list[str]:
     errors = [f"errorfile {error.status} {directory / f'{error.status}.http'}" for error in OWN_ERRORS]
-    return [f"timeout http-request {round(1000 * limits.header_timeout_s)}ms", *errors]
+    timeouts = [
+        f"timeout http-request {round(1000 * limits.header_timeout_s)}ms",
+        f"timeout client {CLIENT_TIMEOUT_S}s",
+    ]
+    return [*timeouts, *errors]
 
 
 def _frontend(limits: ProxyLimits) -> list[str]:
