@@ -92,6 +92,18 @@ async def test_a_replica_with_a_queue_may_send_nothing() -> None:
     assert await reading == [5, 9]
 
 
+@pytest.mark.parametrize(("params", "streams"), [({}, True), ({"temperature": 0.0, "beam_width": 2}, False)])
+async def test_the_view_knows_whose_tokens_come_together(
+    params: dict[str, Any], streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[bool] = []
+    view = View()
+    monkeypatch.setattr(view, "begin", lambda request_id, *, streams: begun.append(streams))
+    request = EngineRequest("id", [1], SamplingParams(**params))
+    with closing(_client(Held(), view).send(request, [], avoid=[], deadline=1e9, attempt=Attempt())):
+        assert begun == [streams]
+
+
 async def test_every_output_restarts_the_stall_timeout() -> None:
     engines = Held()
     reading = asyncio.create_task(_read(_client(engines, View(), stall_timeout_s=0.2)))

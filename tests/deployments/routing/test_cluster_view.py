@@ -104,6 +104,30 @@ def test_an_unknown_request_may_end() -> None:
     assert view.num_unassigned == 1
 
 
+def test_a_beam_search_has_not_stalled_while_its_replica_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens come together at the end, so that only the steps that its replica reports show that it lives."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    view = ClusterView()
+    view.set_replicas({"r1": {}})
+    view.begin("streamed")
+    view.begin("searched", streams=False)
+    for request_id in ("streamed", "searched"):
+        view.dispatch(request_id, "r1", [], 16)
+    for number in range(1, 8):
+        now = 100.0 + 4.0 * number
+        view.routing.report("r1", replace(IDLE, num_running=2, num_steps=number), now=now)
+    assert view.stall_allowance("streamed", 8.0) == 0.0
+    assert view.stall_allowance("searched", 8.0) == 2.0
+    now += 8.1  # without a report
+    assert view.stall_allowance("searched", 8.0) == 0.0
+    view.end("searched")
+    view.begin("searched")  # as after a migration that is no search
+    view.dispatch("searched", "r1", [], 16)
+    now += 8.1
+    assert view.stall_allowance("searched", 8.0) == 0.0
+
+
 def test_a_stall_is_looked_for_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Soon while the request waits for a replica or in a queue, else when its replica's time is over."""
     now = 100.0
