@@ -67,7 +67,7 @@ class Output:
         self._count(kind, tokens)
         written = self._logprobs(tokens) if self._logprobs is not None and kind is MessageItem else []
         for event in found:
-            yield from self._add(event, written)
+            yield from self._add(event, written if event is found[-1] else [])
 
     def finish(self, *, is_complete: bool) -> Iterator[StreamEvent]:
         """End the last item; an answer without any has an empty message."""

@@ -23,6 +23,8 @@ from tests.deployments.api.parsers.test_chunking import EXTRA, FAMILIES, JSON_PI
 from tests.deployments.api.responses.conftest import comparable
 from tests.deployments.api.responses.official import check_events, events_of
 
+NO_LOGPROBS: dict[str, Any] = {"token": "a", "bytes": [97], "logprob": -1.0, "top_logprobs": []}
+
 
 class Generated:
     """A generation whose tokens are characters."""
@@ -82,3 +84,14 @@ def test_random_text_however_it_is_cut(family: str, data: Any) -> None:
     assert (whole["output"][-1]["status"] == "completed") == (reason == "stop")
     details = streamed["usage"]["output_tokens_details"]
     assert 0 <= details["reasoning_tokens"] <= len(text)
+
+
+def test_no_token_has_its_log_probabilities_twice() -> None:
+    """A piece may have several messages: its tokens belong to the last."""
+    text = 'a<tool_call>{"name": "f", "arguments": {}}</tool_call>b'
+    output = Output(answer_format(("hermes", None)), lambda tokens: [NO_LOGPROBS for _ in tokens])
+    list(output.feed(text, [ord(one) for one in text], None, final=True))
+    list(output.finish(is_complete=True))
+    messages = [item for item in output.items() if item["type"] == "message"]
+    logprobs = [part["logprobs"] for message in messages for part in message["content"]]
+    assert [len(one) for one in logprobs] == [0, len(text)]
