@@ -19,6 +19,7 @@ from deployments.api.openai.protocol import ChatRequest
 from deployments.api.openai.tools import MAX_TOOLS
 from deployments.errors import ApiError
 from engine.errors import RequestError
+from engine.thinking_budget import MAX_INT32
 
 __all__ = ["CountTokensRequest", "MessagesChatRequest", "MessagesRequest"]
 
@@ -27,7 +28,7 @@ class Thinking(Fields):
     """Whether and how long the model reasons, and whether the answer shows it."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     display: str | None = None
 
 
