@@ -9,7 +9,12 @@ from typing import Any
 
 __all__ = ["ProxyLimits"]
 
-PREFIX = "PAGODA_PROXY_"
+# The environment variable of each limit.
+VARIABLES = {
+    "max_connections": "PAGODA_PROXY_MAX_CONNECTIONS",
+    "max_connections_per_address": "PAGODA_PROXY_MAX_CONNECTIONS_PER_ADDRESS",
+    "header_timeout_s": "PAGODA_PROXY_HEADER_TIMEOUT_S",
+}
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,14 @@ class ProxyLimits:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> ProxyLimits:
-        """Return the limits in PAGODA_PROXY_MAX_CONNECTIONS and so on; those that are not set have their default.
+        """Return the limits in environment variables; those that are not set have their default.
 
         Raises:
             ValueError: one line that names the variable, its value and what it must be.
         """
         values: dict[str, Any] = {}
         for field in fields(cls):
-            name = PREFIX + field.name.upper()
+            name = VARIABLES[field.name]
             if name in environ:
                 values[field.name] = _number(name, environ[name], type(field.default))
         return cls(**values)
@@ -43,7 +48,7 @@ class ProxyLimits:
     @property
     def environment(self) -> dict[str, str]:
         """The variables from which ``from_environment`` makes these limits."""
-        return {PREFIX + field.name.upper(): str(getattr(self, field.name)) for field in fields(self)}
+        return {variable: str(getattr(self, name)) for name, variable in VARIABLES.items()}
 
 
 def _number(name: str, text: str, kind: type) -> float:
