@@ -48,6 +48,7 @@ def outcome(part: PartRun) -> tuple[dict[str, Any], list[str]]:
     return read_results(part.work / "part.json")
 
 
+@pytest.mark.long
 def test_parts_run_on_the_cpu_and_their_figures_are_in_the_json(tmp_path: Path) -> None:
     out = tmp_path / "results" / "check.json"
     command = [sys.executable, "-m", "benchmarks.gpu.check", "--device", "cpu", "--size", "tiny", "--out", str(out)]

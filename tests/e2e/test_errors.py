@@ -39,7 +39,6 @@ REJECTED = [
     ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs", "21"),
     ("completions", {"prompt": "a", "logit_bias": {"999999": 1}}, 400, "logit_bias", "999999"),
     ("completions", {"prompt": "a", "beam_width": 2}, 501, "beam_width", "2"),
-    ("completions", {"prompt": "a", "use_beam_search": True, "top_p": 0.5}, 400, "top_p", "use_beam_search"),
     ("completions", {"prompt": "a", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", "0"),
     ("completions", {"prompt": "a", "logprob_token_ids": [5]}, 400, "logprob_token_ids", "logprobs"),
     ("completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "structured_outputs", "regex"),

@@ -106,6 +106,7 @@ async def test_an_answer_goes_on_in_the_middle_of_its_tool_calls(server: Server)
     assert sum(server.metric("pagoda_request_migrations_total").values()) == moved + 1
 
 
+@pytest.mark.long
 async def test_several_choices_with_logprobs_continue_unchanged(server: Server) -> None:
     await _wait_for_both_replicas(server)
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:

@@ -153,6 +153,7 @@ def _ingresses(server: Server, path: str) -> set[str]:
     return {labels["ingress"] for labels in counted if (labels["path"], labels["status"]) == (path, "200")}
 
 
+@pytest.mark.long
 def test_every_ingress_finds_what_another_one_keeps(pair: Server) -> None:
     made: list[dict[str, Any]] = []
     deadline = time.monotonic() + 60

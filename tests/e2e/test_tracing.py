@@ -98,6 +98,7 @@ def test_missing_and_oversized_request_ids_are_replaced(server: Server) -> None:
     assert "x" * 500 not in server.log.read_text()
 
 
+@pytest.mark.long
 def test_an_engine_logs_its_throughput(server: Server) -> None:
     body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True}
     start = len(server.log.read_text())

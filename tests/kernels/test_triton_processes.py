@@ -52,6 +52,7 @@ def test_every_kernel_of_a_warm_up_compiles_for_a_gpu(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.long
 def test_the_kernels_in_the_interpreter(kernels_need_own_process: bool) -> None:
     if not kernels_need_own_process:
         pytest.skip("the Triton tests ran in this process")
