@@ -1,0 +1,47 @@
+"""Turns: spreads the work of many requests that arrive at once over several turns of the event loop.
+
+Without it, a burst of requests is prepared in one turn of some seconds, in which no health check is answered and no
+stream gets its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """Lets so many callers go on in each turn of the event loop; the others wait, in their order.
+
+    Args:
+        per_turn: number of callers.
+    """
+
+    def __init__(self, per_turn: int) -> None:
+        self._per_turn = per_turn
+        self._left = per_turn  # in this turn
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        """Return in the next turn that has room: at once, if this one has."""
+        if self._left == self._per_turn:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        if self._left:
+            self._left -= 1
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+    def _next_turn(self) -> None:
+        """Let the next callers go on. While there are any, this is called once in each turn."""
+        self._left = self._per_turn
+        while self._left and self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():  # its request may have been cancelled
+                future.set_result(None)
+                self._left -= 1
+        if self._left < self._per_turn:
+            asyncio.get_running_loop().call_soon(self._next_turn)
