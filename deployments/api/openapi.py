@@ -110,7 +110,9 @@ def _event(described: Description, references: Mapping[type[BaseModel], str]) ->
     """Return the schema of one event: OpenAPI 3.1 has no words for the whole stream."""
     assert described.stream is not None
     kinds = [references[kind] for kind in (*described.stream.events, described.error)]
-    data = {"type": "string", "contentMediaType": _JSON, "contentSchema": _any_of(kinds)}
+    data: dict[str, Any] = {"type": "string", "contentMediaType": _JSON, "contentSchema": _any_of(kinds)}
+    if described.stream.ends_with_done:
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
 
 
