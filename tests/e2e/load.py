@@ -82,8 +82,8 @@ def _tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
 
 _LETTER = {"type": "string", "minLength": 60, "maxLength": 120}
 _TOOLS = [_tool("write", {"text": _LETTER, "copies": {"type": "integer"}}), _tool("send", {"letter": _LETTER})]
-_NAMED = {"type": "function", "function": {"name": "write"}}
-_SCHEMA = {"name": "letter", "schema": _TOOLS[0]["function"]["parameters"]}
+# A choice, since a new engine tries each other grammar before its first use, one after the other.
+_REASONED = f"<think>{'The river is long. ' * 12}</think>{'So is its story. ' * 12}"
 
 # The kinds of requests. Half are greedy, half have a seed.
 _KINDS: tuple[dict[str, Any], ...] = (
@@ -96,9 +96,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
     {"temperature": 0.9, "seed": 10, "structured_outputs": {"regex": "([a-z]{3,7} ){300}"}},
     {"temperature": 0.9, "seed": 11, "chat": True, "tools": _TOOLS, "tool_choice": "required"},
-    {"temperature": 0.9, "seed": 12, "chat": True, "response_format": {"type": "json_schema", "json_schema": _SCHEMA}},
-    {"temperature": 0, "chat": True, "structured_outputs": {"regex": "<think>([a-z]{3,7} ){30}</think>[a-z ]{200}"}},
-    {"temperature": 0, "chat": True, "tools": _TOOLS, "tool_choice": _NAMED, "stream": False},
+    {"temperature": 0, "chat": True, "structured_outputs": {"choice": [_REASONED]}},
 )
 _LONG_PREFIX = (  # several KV blocks
     "You are a patient guide to the rivers of the world, and you tell long stories. " * 4

@@ -90,7 +90,7 @@ async def test_a_killed_replica_loses_no_token_and_is_replaced(server: Server) -
 
 async def test_an_answer_goes_on_in_the_middle_of_its_tool_calls(server: Server) -> None:
     await _wait_for_both_replicas(server)
-    calls = next(one for one in questions(12) if one.body.get("tool_choice") == "required")
+    calls = next(one for one in questions(10) if one.body.get("tool_choice") == "required")
     async with new_client(server.url) as client:
         expected = await ask(client, calls)
         [parts] = expected.parts.values()
