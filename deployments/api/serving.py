@@ -87,7 +87,8 @@ class Serving:
         if answer_format is None:
             return await self._respond(body, prompts, builder, writers(None))
         prompts = answer_format.showing_its_markers(prompts)
-        return await self._respond(answer_format.constrained(body), prompts, builder, writers(answer_format))
+        body, made = answer_format.constrained(body), writers(answer_format)
+        return await self._respond(body, prompts, builder, made, answer_format.cost_per_character)
 
     async def count_tokens(self, body: ChatRequest) -> int:
         """Return the number of tokens of a conversation's prompt."""
@@ -147,8 +148,12 @@ class Serving:
         prompts: Sequence[Prompt],
         builder: PromptBuilder,
         writers: Writers[Body],
+        cost_per_character: float = 0.0,
     ) -> Response:
-        """Send the prompts to the engines; returns the whole response, or the stream once its first event exists."""
+        """Send the prompts to the engines; returns the whole response, or the stream once its first event exists.
+
+        ``cost_per_character`` is that of parsing the answers; a costly response is written in a thread.
+        """
         check_num_answers(body, len(prompts), self._limits)
         generations = await self._generations(body, prompts, builder)
         response_id = f"{writers.id_prefix}{body.request_id or current_record().request_id}"
@@ -157,7 +162,7 @@ class Serving:
         try:
             if body.stream:
                 return await _streamed(writers.events(head, body, builder.tokenizer, generations), generations)
-            return await _whole(writers, head, generations, body, builder)
+            return await _whole(writers, head, generations, body, builder, cost_per_character)
         except RequestError as error:  # it names the engine's parameter, not the body's
             raise body.renamed(error) from None
 
@@ -227,7 +232,12 @@ async def _streamed(events: EventWriter, generations: Sequence[Generation]) -> R
 
 
 async def _whole(
-    writers: Writers[Body], head: ResponseHead, generations: Sequence[Generation], body: Body, builder: PromptBuilder
+    writers: Writers[Body],
+    head: ResponseHead,
+    generations: Sequence[Generation],
+    body: Body,
+    builder: PromptBuilder,
+    cost_per_character: float,
 ) -> Response:
     answers = [Answer(generation) for generation in generations]
     async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
@@ -241,7 +251,7 @@ async def _whole(
 
     num_logprobs = sum(generation.num_logprobs for generation in generations)
     num_characters = sum(len(answer.text) for answer in best)
-    cost = COST_PER_LOGPROB * num_logprobs + int(writers.cost_per_character * num_characters)
+    cost = COST_PER_LOGPROB * num_logprobs + int(cost_per_character * num_characters)
     response: Response = await builder.run_with_tokenizer(respond, cost=cost)
     return response
 

@@ -116,10 +116,6 @@ class Writers(Protocol, Generic[Body]):
     def id_prefix(self) -> str:
         """The start of the response's id."""
 
-    @property
-    def cost_per_character(self) -> float:
-        """Of writing an answer, in units of tokenising one character; a costly response is written in a thread."""
-
     def whole(self, head: ResponseHead, body: Body, tokenizer: Tokenizer) -> WholeWriter:
         """Return the writer of a whole response; ``tokenizer`` is for the tokens' texts."""
 

@@ -35,11 +35,6 @@ class MessagesWriters:
     answer_format: AnswerFormat | None
     id_prefix: str = "msg_"
 
-    @property
-    def cost_per_character(self) -> float:
-        """That of parsing the answer."""
-        return 0.0 if self.answer_format is None else self.answer_format.cost_per_character
-
     def whole(self, head: ResponseHead, body: ChatRequest, tokenizer: Tokenizer) -> MessageWriter:
         """Return the writer of a whole response."""
         return MessageWriter(head, body, self)

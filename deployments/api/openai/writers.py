@@ -28,11 +28,6 @@ class ChatWriters:
     answer_format: AnswerFormat | None
     id_prefix: str = ChatWriter.id_prefix
 
-    @property
-    def cost_per_character(self) -> float:
-        """That of parsing the answer."""
-        return 0.0 if self.answer_format is None else self.answer_format.cost_per_character
-
     def whole(self, head: ResponseHead, body: ChatRequest, tokenizer: Tokenizer) -> ChatWriter:
         """Return the writer of a whole response."""
         if self.answer_format is None:
@@ -53,7 +48,6 @@ class CompletionWriters:
     """The writers of POST /v1/completions."""
 
     id_prefix = CompletionWriter.id_prefix
-    cost_per_character = 0.0
 
     def whole(self, head: ResponseHead, body: CompletionRequest, tokenizer: Tokenizer) -> CompletionWriter:
         """Return the writer of a whole response."""

@@ -40,11 +40,6 @@ class ResponseWriters:
     keep: Keep | None
     id_prefix: str = "resp_"
 
-    @property
-    def cost_per_character(self) -> float:
-        """That of parsing the answer."""
-        return 0.0 if self.answer_format is None else self.answer_format.cost_per_character
-
     def whole(self, head: ResponseHead, body: ChatRequest, tokenizer: Tokenizer) -> ResponseWriter:
         """Return the writer of a whole response."""
         return ResponseWriter(self._resource(head), self._output(body, tokenizer), self.keep)
