@@ -49,6 +49,7 @@ class EngineReplica:
         self._publisher = KVEventPublisher(self._name, host)
         engine = Engine.from_config(config, sink=self._recorder, on_kv_events=self._publisher.publish_events)
         self._engine = AsyncEngine(engine, on_load=self._publisher.publish_load, replica=self._name)
+        self._engine.load_grammar_compiler()
         # Serve calls the constructor on the event loop that runs this replica's code.
         self._channel = ChannelServer(
             self._engine, host, max_requests=max_requests, on_hashes=self._publisher.publish_awaited

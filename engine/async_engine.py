@@ -143,6 +143,10 @@ class AsyncEngine:
         """
         self._engine.check_request(request)
 
+    def load_grammar_compiler(self) -> None:
+        """Begin to load what structured outputs need; returns at once."""
+        self._engine.grammars.load()
+
     async def compile_grammar(self, request: EngineRequest) -> Grammar | None:
         """Return the grammar of a request's structured outputs, if it has any.
 

@@ -1,7 +1,7 @@
 """GrammarCompiler: compiles a request's structured outputs to a grammar over one model's tokens.
 
-Each request gets a Grammar or a RequestError within the time-out. This module owns the tokenizer, the cache and the
-time-out; grammar.py decides which tokens a grammar allows.
+Each request gets a Grammar or a RequestError within three time-outs, of which it waits two for other grammars. This
+module owns the tokenizer, the cache and the time-out; grammar.py decides which tokens a grammar allows.
 
     compiled before        a copy, without waiting                      (cached)
     rejected lately        the same error, without waiting              (cached)
@@ -37,7 +37,7 @@ _PARAM = "structured_outputs"
 _CACHED_GRAMMARS = 64
 _REMEMBERED_REFUSALS = 256
 _REFUSED_FOR_S = 60.0  # then it is tried again: the machine may have been too busy, or short of memory
-_MAX_COMPILING = 8  # the child compiles one at a time: a longer queue would only wait for its time-out
+_MAX_COMPILING = 24  # the child compiles one at a time, most in a few milliseconds; slow ones let others time out
 _HARMLESS_KINDS = ("choice", "json_object")  # always compile in little time and memory, so they need no child
 
 
@@ -51,8 +51,9 @@ class _Toolchain:
 class GrammarCompiler:
     """Compiles grammars for one model. Any thread may use it.
 
-    The first use loads the tokenizer. That takes seconds, which the time-out does not count; call ``load`` at start
-    to avoid the delay. ``compile`` blocks: do not call it from event loops or the step loop.
+    The first use loads the tokenizer and starts the child process. That takes seconds, which the time-out does not
+    count; call ``load`` at start to avoid the delay. ``compile`` blocks: event loops and the step loop must not call
+    it.
 
     Args:
         model_path: directory with the tokenizer's files.
@@ -78,12 +79,12 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # guards the three above and the matchers in them
 
     def load(self) -> None:
-        """Load the tokenizer unless it is loaded.
+        """Load the tokenizer and start the child process, unless that was done.
 
         Raises:
             RequestError: if llguidance is not installed, or does not work with this model.
         """
-        self._toolchain()
+        self._toolchain().probe.start()
 
     def cached(self, params: StructuredOutputsParams) -> Grammar | None:
         """Return a grammar that was compiled before; None if it was not.

@@ -37,6 +37,7 @@ COMPILE_STACK = 256 * 2**20  # bytes; only touched pages take memory. Rules can 
 _STEP_STACK = 2**20  # bytes: as little as the threads that compute masks have
 _MEMORY = 512 * 2**20  # bytes for compiling and stepping, with the stacks
 _STEPS = 16  # tokens of the random text
+_MAX_WAIT = 4  # in time-outs: how long a grammar waits for those before it
 
 _stack_size = threading.Lock()
 
@@ -54,7 +55,14 @@ def run_with_stack(stack: int, work: Callable[[], None]) -> threading.Thread:
 
 
 class GrammarProbe:
-    """One child process, started on first use and again after a grammar has killed it. Threads use it in turn."""
+    """One child process, started on first use and again after a grammar has killed it. Threads use it in turn.
+
+    Args:
+        tokenizer_json: text of the model's tokenizer.json.
+        vocab_size: size of the model's logits.
+        eos_token_ids: the model's EOS ids.
+        timeout_s: seconds that one grammar may take.
+    """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int], *, timeout_s: float) -> None:
         self._setup = (tokenizer_json, vocab_size, list(eos_token_ids), timeout_s)
@@ -64,12 +72,12 @@ class GrammarProbe:
         self._is_closed = False
 
     def check(self, params: StructuredOutputsParams) -> str | None:
-        """Return the reason to reject a grammar, or None; takes at most about twice the time-out.
+        """Return the reason to reject a grammar, or None; takes at most about six time-outs, of which it waits four.
 
         Raises:
             OverloadedError: if the grammar could not be tried.
         """
-        if not self._lock.acquire(timeout=self._timeout_s):
+        if not self._lock.acquire(timeout=_MAX_WAIT * self._timeout_s):
             raise OverloadedError(
                 "must wait: other grammars are being compiled", param="structured_outputs", remedy="try again later"
             )
@@ -89,6 +97,12 @@ class GrammarProbe:
             return self._ask(self._child, params)[1]
         finally:
             self._lock.release()
+
+    def start(self) -> None:
+        """Start the child unless it runs, so that the first grammar need not wait for it."""
+        with self._lock:
+            if self._child is None and not self._is_closed:
+                self._child = self._start()
 
     def _ask(self, child: subprocess.Popen[bytes], params: StructuredOutputsParams) -> tuple[bool, str | None]:
         """Return whether there is a verdict, and the reason for a rejection. Without a verdict the child has died."""

@@ -6,6 +6,7 @@ Knows one engine's model. Does not know requests, sampling or the step loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,6 +33,15 @@ class GrammarService:
         self._compiler = compiler
         self._on_rejected = on_rejected
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="grammar-compiler")
+
+    def load(self) -> None:
+        """Begin in a thread of its own to load what compiling needs. Without it the first request waits for that."""
+
+        def load() -> None:
+            with contextlib.suppress(RequestError):  # each request with structured outputs gets it
+                self._compiler.load()
+
+        self._threads.submit(load)
 
     def compile(self, params: StructuredOutputsParams | None, output_token_ids: Sequence[int] = ()) -> Grammar | None:
         """Return the grammar; None without structured outputs. This may take seconds.

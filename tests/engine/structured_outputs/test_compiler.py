@@ -53,6 +53,14 @@ def test_a_grammar_that_many_want_at_once_is_compiled_once(
     assert len(checked) == 1
 
 
+def test_a_new_engine_compiles_as_many_grammars_as_come_at_once() -> None:
+    compiler = GrammarCompiler(MODEL, 3072, [2])
+    with ThreadPoolExecutor(20) as pool:
+        grammars = list(pool.map(compiler.compile, [StructuredOutputsParams(regex=f"[a-f]{{{i}}}") for i in range(20)]))
+    assert len(grammars) == 20
+    compiler.close()
+
+
 SLOW = [StructuredOutputsParams(json={"type": "integer", "multipleOf": 10_000_019 + 2 * i}) for i in range(12)]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from engine.errors import RequestError
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.service import GrammarService
+from tests.engine.structured_outputs.random_texts import EOS_TOKEN_IDS, MODEL, VOCAB_SIZE
 
 
 async def test_a_cached_grammar_waits_for_no_thread(compiler: GrammarCompiler) -> None:
@@ -26,6 +29,28 @@ async def test_a_cached_grammar_waits_for_no_thread(compiler: GrammarCompiler) -
     with pytest.raises(RequestError, match="do not fit") as caught:
         grammars.cached(fresh, [5])
     assert rejections == [caught.value]
+
+
+async def test_a_service_that_has_loaded_keeps_a_child_ready_for_the_first_grammar() -> None:
+    compiler = GrammarCompiler(MODEL, VOCAB_SIZE, EOS_TOKEN_IDS)
+    grammars = GrammarService(compiler, on_rejected=lambda _: None)
+    grammars.load()
+    async with asyncio.timeout(30):
+        while compiler._loaded is None or (child := compiler._loaded.probe._child) is None:
+            await asyncio.sleep(0.05)
+    await grammars.compile_async(StructuredOutputsParams(regex="[a-z]{3}"))
+    assert compiler._loaded.probe._child is child
+    grammars.close()
+    assert child.poll() is not None
+
+
+async def test_a_model_without_structured_outputs_says_so_to_requests_only() -> None:
+    rejections: list[RequestError] = []
+    grammars = GrammarService(GrammarCompiler(MODEL, VOCAB_SIZE, []), on_rejected=rejections.append)
+    grammars.load()
+    with pytest.raises(RequestError, match="need a model with an EOS token"):
+        await grammars.compile_async(StructuredOutputsParams(regex="a"))
+    assert len(rejections) == 1
 
 
 async def test_every_rejection_is_reported_once(compiler: GrammarCompiler) -> None:
