@@ -9,7 +9,9 @@ import argparse
 import json
 import os
 import random
-import resource
+import re
+import signal
+import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -18,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU_LIMIT_S = 300
-FAILED = ROOT / "build" / "mutation" / f"failed-{os.getpid()}"
+TEST_LIMIT_S, PROCESS_LIMIT_S = 25, 600
 RESULTS = ROOT / "benchmarks" / "results" / "mutation.json"
 PACKAGES: dict[str, Any] = tomllib.loads((Path(__file__).parent / "packages.toml").read_text())
 LINKED = ("deployments", "engine", "kernels", "demo", "k8s", "benchmarks", "serve_config.yaml")
@@ -77,7 +78,6 @@ def run(names: list[str], slow_tests: list[str]) -> dict[str, str]:
     Mutants that an earlier run has killed are not run again, unless their code has changed.
     """
     from mutmut import __main__ as mutmut
-    from mutmut.runners.harness import PytestRunner
 
     os.environ.update(OMP_NUM_THREADS="1", HYPOTHESIS_PROFILE="mutation")
     codes = exit_codes()
@@ -85,8 +85,7 @@ def run(names: list[str], slow_tests: list[str]) -> dict[str, str]:
         mutmut._run(new, 1)
     codes = exit_codes()
     outcomes = {name: mutmut.status_by_exit_code[codes[name]] for name in names}
-    PytestRunner().list_all_tests()  # imports what the children need
-    tests = [*mutmut.config().pytest_add_cli_args_test_selection, *slow_tests]
+    tests = [*slow_tests, *mutmut.config().pytest_add_cli_args_test_selection]
     for name in names:
         if outcomes[name] in ("survived", "no tests"):
             is_killed = fails(name, tests)
@@ -108,37 +107,37 @@ def record_kill(name: str) -> None:
 
 def fails(name: str, tests: list[str]) -> bool:
     """Whether a test fails on a mutant, and fails again on it but passes without it: a busy machine fails tests too."""
-    if run_in_child(name, tests) == 0:
-        return False
-    failed = FAILED.read_text().split("\n") if FAILED.exists() else []
-    return not failed or (run_in_child("", failed) == 0 and run_in_child(name, failed) != 0)
+    passed, failed = run_in_child(name, tests)
+    if passed or not failed:
+        return not passed
+    return run_in_child("", failed)[0] and not run_in_child(name, failed)[0]
 
 
-class FailedTests:
-    """A plugin of pytest that writes down which tests fail."""
+def run_in_child(name: str, tests: list[str]) -> tuple[bool, list[str]]:
+    """Run these tests on a mutant, or on none, in a new process; return whether they pass, and the one that does not.
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            FAILED.write_text(report.nodeid)
-
-
-def run_in_child(name: str, tests: list[str]) -> int:
-    """Run these tests on a mutant, or on none; return pytest's exit code, or the negative number of a signal.
-
-    All tests have to run again, because mutmut attributes a function that a shared fixture calls to one test only.
+    All tests have to run again, because mutmut attributes a function that a shared fixture calls to one test only. In a
+    process of their own they may leave threads and sockets that wait forever; one that outlives the limit has failed.
     """
-    from mutmut.mutation.trampoline import set_mutant_under_test
-    from mutmut.runners.harness import PytestRunner
-
-    FAILED.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        set_mutant_under_test(name)
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        os.chdir("mutants")
-        os._exit(PytestRunner().execute_pytest(["-x", "-q", *tests], plugins=[FailedTests()]))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    options = ["-x", "-q", "--tb=no", "-rfE", "--rootdir=.", "-p", "no:cacheprovider", "-m", "not long"]
+    settings = ["-o", "addopts=", "-o", f"timeout={TEST_LIMIT_S}"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, *settings, *tests],
+        cwd="mutants",
+        env=os.environ | {"MUTANT_UNDER_TEST": name},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        summary, _ = child.communicate(timeout=PROCESS_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        return False, []
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", summary, re.MULTILINE)
+    return child.returncode == 0, found[:1]
 
 
 def describe(name: str) -> dict[str, Any]:

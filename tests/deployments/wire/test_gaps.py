@@ -8,7 +8,7 @@ import pytest
 
 from deployments.observability.ingress_metrics import KV_INDEX_GAPS
 from deployments.wire import sockets as kv_sockets
-from tests.deployments.kv_listener import batch, eventually, removed, stored
+from tests.deployments.kv_listener import batch, eventually, load, removed, stored
 from tests.deployments.wire.transport import (
     LossyPublisher,
     PausedListener,
@@ -55,6 +55,14 @@ def test_a_full_backlog_drops_blocks_but_lists_no_evicted_ones(transport: Transp
     publisher.publish_events(batch(3000, stored(5000)))
     ingress.known.wait(lambda: 5000 in ingress.known.blocks["r1"])
     assert ingress.known.blocks["r1"] <= {3000, 3001, 5000}
+
+
+def test_the_backlog_is_bounded(transport: Transport) -> None:
+    publisher = transport.publisher(max_backlog=3)
+    publisher.close()  # its thread takes nothing any more
+    for number in range(10):
+        publisher.publish_events(batch(number, stored(number)))
+    assert [one.number for one, _ in publisher._batches] == [7, 8, 9]
 
 
 def test_a_batch_that_cannot_be_encoded_is_the_only_one_lost(
@@ -117,3 +125,27 @@ def test_a_silent_replica_is_lost_until_it_sends_again(transport: Transport, los
     lossy.loses = lambda topic: False
     ingress.known.wait_count("replaced", "r1", 2)
     ingress.wait_for_blocks("r1", 1, 2)
+
+
+def test_only_the_socket_of_a_replica_that_stays_silent_is_replaced(
+    transport: Transport, lossy: LossyPublisher
+) -> None:
+    """A new socket costs a gap."""
+    ingress = transport.ingress(silence_s=0.4, renew_s=0.05)
+    ingress.join(lossy)
+    before = list(ingress.subscriber._links)
+    lossy.publish_load(load())
+    ingress.known.wait_count("report", "r1", 4)  # the time is over, but it sends
+    assert list(ingress.subscriber._links) == before
+    lossy.loses = lambda topic: True
+    eventually(lambda: ingress.subscriber._links and list(ingress.subscriber._links) != before)
+
+
+def test_the_socket_of_a_silent_replica_is_kept_for_a_while(transport: Transport, lossy: LossyPublisher) -> None:
+    ingress = transport.ingress(silence_s=0.4, renew_s=60.0)
+    ingress.join(lossy)
+    before = list(ingress.subscriber._links)
+    lossy.loses = lambda topic: True
+    ingress.known.wait_count("events_lost", "r1")
+    time.sleep(0.2)  # several ticks
+    assert list(ingress.subscriber._links) == before

@@ -23,7 +23,7 @@ from tests.deployments.wire.transport import (
 )
 
 
-def test_malformed_messages_are_counted_and_dropped(transport: Transport) -> None:
+def test_malformed_messages_are_counted_and_dropped(transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
     topics, ingress = Topics("r1"), transport.ingress(silence_s=60)
     good = encode(events_message(batch(0, stored(1)), time.time()))
     bad: list[list[bytes]] = [
@@ -52,6 +52,8 @@ def test_malformed_messages_are_counted_and_dropped(transport: Transport) -> Non
         sender.send_multipart([requested, encode(Snapshot(1, -1, b""))])
         sender.send_multipart([topics.events, good])
         ingress.wait_for_blocks("r1", 1)
+    logged = [one.getMessage() for one in caplog.records if "is dropped" in one.getMessage()]
+    assert logged == ["a message of replica r1 is dropped: Input data was truncated"], "not once, for the first one"
 
 
 def test_a_message_over_the_socket_limit_closes_the_connection(

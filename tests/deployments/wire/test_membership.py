@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+
 import pytest
 
 from deployments.observability.ingress_metrics import KV_INDEX_DROPPED
 from deployments.wire.publisher import KVEventPublisher
+from deployments.wire.sockets import url_host
 from engine.errors import ConfigError
-from tests.deployments.kv_listener import batch, eventually, load, stored
+from tests.deployments.kv_listener import Known, batch, eventually, load, stored
 from tests.deployments.wire.transport import (
+    HOST,
+    Ingress,
     PausedListener,
     Transport,
     reuse_port,
@@ -119,3 +124,22 @@ def test_an_invalid_endpoint_is_ignored(transport: Transport, endpoint: str) -> 
 def test_a_publisher_binds_only_to_an_address_of_its_node(transport: Transport, host: str) -> None:
     with pytest.raises(ConfigError, match="host="):
         KVEventPublisher("r1", host)
+
+
+@pytest.mark.parametrize("options", [{"heartbeat_s": 0.0}, {"max_queued": 0}, {"max_backlog": 0}])
+def test_the_options_of_a_publisher_are_positive(options: dict[str, float]) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"{name}=0.*must be positive"):
+        KVEventPublisher("r1", HOST, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"silence_s": 0.0}, {"resync_s": 0.0}, {"renew_s": 0.0}])
+def test_the_options_of_a_subscriber_are_positive(options: dict[str, float]) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"{name}=0.*must be positive"):
+        Ingress(Known(), **options)
+
+
+@pytest.mark.parametrize(("address", "host"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_only_an_ipv6_address_is_bracketed_in_an_endpoint(address: str, host: str) -> None:
+    assert url_host(ip_address(address)) == host
