@@ -6,21 +6,22 @@ This is a script, not a module of the package ``tests``: mutmut imports the test
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
-import re
 import signal
-import subprocess
 import sys
+import time
 import tomllib
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_LIMIT_S, PROCESS_LIMIT_S = 25, 600
+FAILED = ROOT / "build" / "mutation" / f"failed-{os.getpid()}"
 RESULTS = ROOT / "benchmarks" / "results" / "mutation.json"
 PACKAGES: dict[str, Any] = tomllib.loads((Path(__file__).parent / "packages.toml").read_text())
 LINKED = ("deployments", "engine", "kernels", "demo", "k8s", "benchmarks", "serve_config.yaml")
@@ -78,14 +79,17 @@ def run(names: list[str], slow_tests: list[str]) -> dict[str, str]:
     Mutants that an earlier run has killed are not run again, unless their code has changed.
     """
     from mutmut import __main__ as mutmut
+    from mutmut.runners.harness import PytestRunner
 
     os.environ.update(OMP_NUM_THREADS="1", HYPOTHESIS_PROFILE="mutation")
     codes = exit_codes()
     if new := [name for name in names if codes[name] is None]:
-        mutmut._run(new, 1)
+        run_quick_tests(new)
     codes = exit_codes()
     outcomes = {name: mutmut.status_by_exit_code[codes[name]] for name in names}
     tests = [*slow_tests, *mutmut.config().pytest_add_cli_args_test_selection]
+    with contextlib.chdir("mutants"):
+        PytestRunner().execute_pytest(["--collect-only", "-qqq", *tests])  # imports what the children need
     for name in names:
         if outcomes[name] in ("survived", "no tests"):
             is_killed = fails(name, tests)
@@ -94,6 +98,18 @@ def run(names: list[str], slow_tests: list[str]) -> dict[str, str]:
             if is_killed:
                 record_kill(name)
     return outcomes
+
+
+def run_quick_tests(names: list[str]) -> None:
+    """Let mutmut run its tests, in a process of its own: it leaves threads that a forked process would lack."""
+    from mutmut import __main__ as mutmut
+
+    if (child := os.fork()) == 0:
+        mutmut._run(names, 1)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        sys.exit("mutmut has failed; its output says why")
 
 
 def record_kill(name: str) -> None:
@@ -116,28 +132,42 @@ def fails(name: str, tests: list[str]) -> bool:
 def run_in_child(name: str, tests: list[str]) -> tuple[bool, list[str]]:
     """Run these tests on a mutant, or on none, in a new process; return whether they pass, and the one that does not.
 
-    All tests have to run again, because mutmut attributes a function that a shared fixture calls to one test only. In a
-    process of their own they may leave threads and sockets that wait forever; one that outlives the limit has failed.
+    All tests have to run again, because mutmut attributes a function that a shared fixture calls to one test only. They
+    may leave threads and sockets that wait forever; a process that outlives the limit has failed.
     """
-    options = ["-x", "-q", "--tb=no", "-rfE", "--rootdir=.", "-p", "no:cacheprovider", "-m", "not long"]
-    settings = ["-o", "addopts=", "-o", f"timeout={TEST_LIMIT_S}"]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *settings, *tests],
-        cwd="mutants",
-        env=os.environ | {"MUTANT_UNDER_TEST": name},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        summary, _ = child.communicate(timeout=PROCESS_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-        return False, []
-    found = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", summary, re.MULTILINE)
-    return child.returncode == 0, found[:1]
+    FAILED.unlink(missing_ok=True)
+    if (child := os.fork()) == 0:
+        run_tests(name, tests)
+    deadline = time.monotonic() + PROCESS_LIMIT_S
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return False, []
+        time.sleep(0.02)
+    failed = FAILED.read_text().split("\n") if FAILED.exists() else []
+    return ended[1] == 0, failed
+
+
+def run_tests(name: str, tests: list[str]) -> NoReturn:
+    """Run these tests on a mutant, or on none, and end the process."""
+    from mutmut.mutation.trampoline import set_mutant_under_test
+    from mutmut.runners.harness import PytestRunner
+
+    os.setsid()
+    set_mutant_under_test(name)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    os.chdir("mutants")
+    limit = ["-o", f"timeout={TEST_LIMIT_S}"]
+    os._exit(PytestRunner().execute_pytest(["-x", "-q", *limit, *tests], plugins=[FailedTests()]))
+
+
+class FailedTests:
+    """A plugin of pytest that writes down which test fails."""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            FAILED.write_text(report.nodeid)
 
 
 def describe(name: str) -> dict[str, Any]:

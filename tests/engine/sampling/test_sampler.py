@@ -296,6 +296,27 @@ def test_warming_up_takes_the_longest_way(monkeypatch: pytest.MonkeyPatch) -> No
     Sampler(VOCAB_SIZE, CPU).warm_up(3)
 
 
+def test_warming_up_uses_every_filter_whose_tensors_are_as_wide_as_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import engine.sampling.sampler
+
+    batches: list[Any] = []
+    real = engine.sampling.sampler.SamplingBatch
+    monkeypatch.setattr(
+        engine.sampling.sampler, "SamplingBatch", lambda *args: batches.append(real(*args)) or batches[-1]
+    )
+    sampler = Sampler(VOCAB_SIZE, CPU)
+    sampler.warm_up(3)
+    (batch,) = batches
+    names = [type(one).__name__ for one in batch.filters]
+    assert names == ["AllowedTokens", "BadWords", "MinTokens", "LogitBias", "RepetitionPenalty", "OutputPenalties"]
+    assert (batch.logprob_indices, batch.num_logprobs) == ([0, 1, 2], [20] * 3)
+    sequences = [make_sequence() for _ in range(3)]
+    sampler.sample(random_logits(3, 0), sequences)
+    assert len(batches) == 2, "the next batch must not continue that of the warm-up"
+
+
 def test_listed_tokens_have_log_probabilities_whatever_their_rank() -> None:
     """Each sequence gets its own tokens, beside the sampled and the most likely ones."""
     logits = random_logits(4, 3)
