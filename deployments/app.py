@@ -6,6 +6,7 @@ It starts nothing itself.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ray
@@ -25,6 +26,8 @@ __all__ = ["build_app"]
 
 CONSTRUCTOR_RETRIES = 2  # a model that does not fit at once will not fit later
 METRICS_INTERVAL_S, LOOK_BACK_S = 1.0, 5.0  # between two samples of an engine's pressure; averaging window
+MAX_PER_NODE = 100  # Serve accepts no larger max_replicas_per_node
+ROUNDING = 1e-6
 INGRESS_CONCURRENCY = 10_000  # requests wait in the engines' queues, which order them by priority
 
 
@@ -48,6 +51,7 @@ def _engine_deployment(config: AppConfig) -> serve.Deployment:
     declare = serve.deployment(
         name="engine",
         **_number_of_engines(config),
+        **_limit_per_node(config),
         max_ongoing_requests=limits.max_concurrent_requests_per_engine,
         max_constructor_retry_count=CONSTRUCTOR_RETRIES,
         graceful_shutdown_timeout_s=limits.graceful_shutdown_s,
@@ -89,6 +93,20 @@ def _number_of_engines(config: AppConfig) -> dict[str, Any]:
     }
 
 
+def _limit_per_node(config: AppConfig) -> dict[str, Any]:
+    """Return Serve's option for as many engines as fit beside the ingresses on the only node; none if all of them do.
+
+    Ray places the engines first. If they took all CPUs, no ingress would start and the server would never answer.
+    """
+    replicas, nodes = config.replicas, _cpus_of_nodes()
+    engines = config.autoscaling.max_replicas or replicas.num_engine_replicas
+    if len(nodes) != 1 or not replicas.cpus_per_engine:
+        return {}
+    for_engines = nodes[0] - replicas.num_ingress_replicas * replicas.cpus_per_ingress
+    number = math.floor(for_engines / replicas.cpus_per_engine + ROUNDING)
+    return {"max_replicas_per_node": number} if 1 <= number < min(engines, MAX_PER_NODE) else {}
+
+
 def _ingress_deployment(config: AppConfig) -> serve.Deployment:
     limits = config.limits
     declare = serve.deployment(
@@ -106,6 +124,14 @@ def _ingress_deployment(config: AppConfig) -> serve.Deployment:
 
 def _logging(config: AppConfig) -> LoggingConfig:
     return LoggingConfig(enable_access_log=False, encoding=config.logging.encoding)
+
+
+def _cpus_of_nodes() -> list[float]:
+    """Return the number of CPUs of each node that has any; empty if there is no cluster yet."""
+    if not ray.is_initialized():
+        return []
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node["Resources"]["CPU"] for node in nodes if node["Alive"] and node["Resources"].get("CPU")]
 
 
 def _gpus_in_cluster() -> float:

@@ -16,6 +16,7 @@ from engine.text.tokenizer import import_tokenizers
 __all__ = ["LazyPromptBuilder"]
 
 TIMEOUT_S = 5.0  # while engines load: a probe or a client must get an answer, not wait
+NOT_READY = "no engine serves yet: engines are loading, or wait for resources"
 
 
 class LazyPromptBuilder:
@@ -49,7 +50,9 @@ class LazyPromptBuilder:
         try:
             return await asyncio.wait_for(asyncio.shield(build), TIMEOUT_S)
         except TimeoutError:
-            raise ApiError(503, "the engines are still loading", code="loading", retry_after_s=5) from None
+            raise ApiError(
+                503, "no engine serves yet: they are loading, or wait for resources", code="loading", retry_after_s=5
+            ) from None
 
     def _build_task(self) -> asyncio.Future[PromptBuilder]:
         """Return the task that builds; start one if there is none or it failed."""

@@ -1,4 +1,4 @@
-"""Ray's dashboard API for Serve: the state of the applications, why one failed, and how to delete them."""
+"""Ray's dashboard API: Serve's applications, why one failed, how to delete them; the use of the cluster's resources."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import os
 import re
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["delete_applications", "deployment_failure", "serve_details"]
+from deployments.launcher.waiting import Usage
+
+__all__ = ["cluster_usage", "delete_applications", "deployment_failure", "serve_details"]
 
 
 def serve_details(dashboard: str) -> dict[str, Any]:
     """Return what `serve status` shows, in Ray's own schema; empty if the dashboard does not answer."""
-    try:
-        with urllib.request.urlopen(_serve_api(dashboard), timeout=5) as answer:
-            details: dict[str, Any] = json.load(answer)
-            return details
-    except (OSError, ValueError, http.client.HTTPException):
-        return {}
+    return _get(_serve_api(dashboard))
+
+
+def cluster_usage(dashboard: str) -> dict[str, Usage]:
+    """Return the use of each resource of the cluster; empty if the dashboard does not answer."""
+    status = _get(_request(f"{dashboard}/api/cluster_status")).get("data", {}).get("clusterStatus", {})
+    usage = status.get("loadMetricsReport", {}).get("usage", {})
+    return {name: Usage(float(used), float(total)) for name, (used, total) in usage.items()}
 
 
 def delete_applications(dashboard: str) -> bool:
@@ -36,9 +41,9 @@ def delete_applications(dashboard: str) -> bool:
         return False
 
 
-def deployment_failure(dashboard: str) -> str | None:
-    """Return in one line why an application failed to deploy; None if none failed."""
-    for name, application in serve_details(dashboard).get("applications", {}).items():
+def deployment_failure(details: Mapping[str, Any]) -> str | None:
+    """Return in one line why an application of ``details`` failed to deploy; None if none failed."""
+    for name, application in details.get("applications", {}).items():
         messages = [str(application.get("message", ""))]
         messages += [str(part.get("message", "")) for part in application.get("deployments", {}).values()]
         text = "\n".join(messages)
@@ -48,7 +53,21 @@ def deployment_failure(dashboard: str) -> str | None:
 
 
 def _serve_api(dashboard: str) -> urllib.request.Request:
-    request = urllib.request.Request(f"{dashboard}/api/serve/applications/")
+    return _request(f"{dashboard}/api/serve/applications/")
+
+
+def _get(request: urllib.request.Request) -> dict[str, Any]:
+    """Return the JSON object of an answer; empty if there is none."""
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except (OSError, ValueError, http.client.HTTPException):
+        return {}
+
+
+def _request(url: str) -> urllib.request.Request:
+    request = urllib.request.Request(url)
     if token := _ray_token():
         request.add_header("Authorization", f"Bearer {token}")
     return request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import re
 import shutil
@@ -13,15 +14,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from deployments.launcher.dashboard import delete_applications, deployment_failure, serve_details
+from deployments.launcher.dashboard import cluster_usage, delete_applications, deployment_failure, serve_details
 from deployments.launcher.environment import environment
 from deployments.launcher.log_follower import LogFollower
 from deployments.launcher.preflight import Endpoint
 from deployments.launcher.processes import argument_of, descendants, end
+from deployments.launcher.waiting import WaitingReplicas, replica_ids, unplaced_replicas
 from deployments.proxy.limits import ProxyLimits
 from engine.errors import PagodaError
 
@@ -29,6 +32,7 @@ __all__ = ["LaunchError", "Server"]
 
 POLL_S = 0.25
 FAILURE_POLL_S = 2.0
+WAITING_POLL_S = 5.0  # less often: the server has requests to answer
 STOP_GRACE_S = 30.0
 MAX_UNANSWERED = 12  # consecutive requests that the dashboard may leave unanswered before it counts as gone
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
@@ -60,9 +64,12 @@ class Server:
             errors="replace",
             start_new_session=True,  # the terminal's Ctrl-C reaches this process only, which passes it on
         )
+        self._config = config
+        self._waiting = WaitingReplicas()
         self._stop_at_once = stop_at_once
         self._dashboard = DEFAULT_DASHBOARD
         self._is_ready = False
+        self._ends_at_once = False  # not while a replica waits or starts: Serve would let it start before it ends
         self._is_stopping = False
         self._follower: LogFollower | None = None
         assert self._process.stdout is not None
@@ -80,10 +87,22 @@ class Server:
                 raise LaunchError(f"serve run ended with exit code {self._process.returncode}; its output is above")
             if time.monotonic() >= next_check:
                 next_check = time.monotonic() + FAILURE_POLL_S
-                if reason := deployment_failure(self._dashboard):
-                    raise LaunchError(reason)
+                self._check_deployments()
             time.sleep(POLL_S)
         self._is_ready = True
+        self._ends_at_once = True
+
+    def _check_deployments(self) -> None:
+        """Raise LaunchError if an application failed to deploy; print which replicas the cluster has no room for."""
+        details = serve_details(self._dashboard)
+        if reason := deployment_failure(details):
+            raise LaunchError(reason)
+        self._report_waiting(details)
+
+    def _report_waiting(self, details: dict[str, Any]) -> None:
+        if self._waiting.update(details) and (usage := cluster_usage(self._dashboard)):
+            for line in self._waiting.report(details, usage, self._config.name):
+                print(f"pagoda: {line}", flush=True)
 
     def follow_logs(self) -> None:
         """Print from now on what the replicas write to their logs, for instance requests and throughput."""
@@ -93,6 +112,10 @@ class Server:
 
     def wait(self) -> int:
         """Wait until `serve run` ends; return its exit code."""
+        while not self._waiting.are_placed:  # the server is ready, but some of its replicas may wait for room
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(WAITING_POLL_S)
+            self._report_waiting(serve_details(self._dashboard))
         return self._process.wait()
 
     def drain(self) -> None:
@@ -100,26 +123,30 @@ class Server:
 
         Deleting the applications lets streams finish. Serve's own shutdown does not: it ends HAProxy first.
         """
-        if not self._is_ready or not delete_applications(self._dashboard):
+        if not self._is_ready:
+            return
+        unplaced = unplaced_replicas(serve_details(self._dashboard))  # they have no streams, and may yet start
+        self._ends_at_once = not unplaced
+        if not delete_applications(self._dashboard):
             return
         num_unanswered = 0
         while self._process.poll() is None and num_unanswered < MAX_UNANSWERED:
             details = serve_details(self._dashboard)
             num_unanswered = 0 if details else num_unanswered + 1  # no answer does not mean that nothing runs
-            if (details and not details.get("applications")) or self._stop_at_once.wait(POLL_S):
+            if (details and _has_drained(details, unplaced)) or self._stop_at_once.wait(POLL_S):
                 return
 
     def stop(self) -> None:
-        """Interrupt `serve run`, then end the processes that are left of it and of its cluster."""
+        """End `serve run` and its cluster: by an interrupt if Serve can end at once; then end what is left of them."""
         self._is_stopping = True
         deadline = time.monotonic() + STOP_GRACE_S
-        if self._process.poll() is None:
+        if self._ends_at_once and self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
-        while self._process.poll() is None and time.monotonic() < deadline and not self._stop_at_once.is_set():
-            time.sleep(0.05)
+            while self._process.poll() is None and time.monotonic() < deadline and not self._stop_at_once.is_set():
+                time.sleep(0.05)
         for _ in range(3):  # a process that is forked meanwhile is found in the next round
             if left := descendants():
-                end(left, grace_s=0.0 if self._stop_at_once.is_set() else 5.0)
+                end(left, grace_s=0.0 if self._stop_at_once.is_set() else 5.0 if self._ends_at_once else 1.0)
         if self._follower is not None:
             self._follower.stop()
         self._proxy_files.cleanup()
@@ -129,8 +156,15 @@ class Server:
         for line in output:
             if found := re.search(r"dashboard at .*?(https?://[\d.]+:\d+)", line):
                 self._dashboard = found[1]
-            if not (self._is_stopping and "graceful_shutdown" in line):  # Ray retries calls that its own stop ended
+            # Ray logs calls that the stop itself has ended, as do processes that are not asked first.
+            if not self._is_stopping or (self._ends_at_once and "graceful_shutdown" not in line):
                 print(line, end="", flush=True)
+
+
+def _has_drained(details: Mapping[str, Any], unplaced: set[str]) -> bool:
+    """Whether no application is left, or of its replicas only some of ``unplaced``."""
+    applications = details.get("applications")
+    return not applications or (bool(unplaced) and replica_ids(details) <= unplaced)
 
 
 def _is_healthy(endpoint: Endpoint) -> bool:

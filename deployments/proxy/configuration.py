@@ -30,6 +30,8 @@ MARK = "# Changed by Pagoda, see deployments/proxy/configuration.py\n"
 # With these, Ray Serve lets a client change how its request is served: no end at a disconnect, other time-outs.
 RAY_HEADERS = ("x-request-disconnect-disabled", "x-request-timeout-seconds", "serve_multiplexed_model_id")
 RAY_HEADER_PREFIX = "x-serve-router-"
+HEALTH_PATHS = ("/health", "/ping")
+NOT_READY = "no ingress is ready: replicas are starting, or wait for resources; `serve status` shows which"
 NOT_FOUND = "no application has this path"
 
 
@@ -76,8 +78,26 @@ def hardened(text: str, limits: ProxyLimits, directory: Path) -> str:
     text = _replaced(text, r"^(frontend prometheus\n +)bind :", rf"\g<1>{own}")
     text = _replaced(text, r"^(listen stats\n +)bind \*:", rf"\g<1>{own}")
     text = _replaced(text, r"^(frontend http_frontend\n +bind .*\n)", r"\g<1>" + _lines(_frontend(limits)))
+    text = "".join(map(_with_health, re.split(r"^(?=\S)", text, flags=re.MULTILINE)))
     not_found = f"content-type application/json string '{_body('not_found_error', 'not_found', NOT_FOUND)}'"
     return _replaced(text, r"^( +http-request return status 404) .*$", rf"\g<1> {not_found}")
+
+
+def _with_health(section: str) -> str:
+    """Return a section with an answer to health checks if it is a backend.
+
+    It is used while no ingress is up: Serve's own proxy, which is the backup, would let them wait.
+    """
+    backend = re.match(r"backend (\S+)\n", section)
+    servers = re.findall(r"^ +server (\S+) .*?(backup)?$", section, flags=re.MULTILINE)
+    if backend is None or not any(backup for _, backup in servers):
+        return section
+    ingresses = [name for name, backup in servers if not backup]
+    body = _body("overloaded_error", "no_ingress", NOT_READY)
+    rule = f"http-request return status 503 content-type application/json hdr Retry-After 5 string '{body}'"
+    condition = f"{{ path -m end {' '.join(HEALTH_PATHS)} }}{' !an_ingress_is_up' if ingresses else ''}"
+    is_up = [f"acl an_ingress_is_up srv_is_up({backend[1]}/{name})" for name in ingresses]
+    return section + _lines([*is_up, f"{rule} if {condition}"])
 
 
 def error_files() -> dict[str, str]:

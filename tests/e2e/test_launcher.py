@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.conftest import ROOT, alive, end_server, free_port, start_server, write_config
+from tests.e2e.conftest import ROOT, Server, alive, end_server, free_port, start_server, write_config
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -82,6 +82,76 @@ def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: 
         assert any(line.startswith("pagoda: application 'pagoda' failed") and "max_model_len" in line for line in last)
     finally:
         end_server(server)
+
+
+@pytest.mark.long
+def test_more_engines_than_fit(tmp_path: Path, ray_dir: Path) -> None:
+    """Those that fit serve, the launcher reports what the others wait for, and nothing waits for them for ever."""
+    number = psutil.cpu_count() + 2
+    server = start_server(tmp_path, ray_dir, lambda args: args["replicas"].update(_one_cpu_each(number)))
+    try:
+        _wait_for(server, "Submitted deploy config")
+        submitted = time.monotonic()
+        _wait_for(server, "engine replicas wait for CPU")
+        assert time.monotonic() - submitted < 15
+        line = next(line for line in server.log.read_text().splitlines() if "engine replicas wait" in line)
+        assert f" of {number} engine replicas wait for CPU: each needs 1, the cluster has " in line
+        assert "lower replicas.num_engine_replicas" in line
+        statuses = [_health(server)]
+        while statuses[-1] != 200:
+            statuses.append(_health(server))
+            time.sleep(0.5)
+        assert set(statuses) <= {0, 503, 200}
+        body = {"prompt": "Once", "max_tokens": 3}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+        server.wait_until_ready()
+        started = time.monotonic()
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.wait(timeout_s=30) == 0
+        assert time.monotonic() - started < 10
+        assert "Traceback" not in server.log.read_text()
+    finally:
+        end_server(server)
+
+
+@pytest.mark.long
+def test_an_engine_for_which_no_machine_has_room(tmp_path: Path, ray_dir: Path) -> None:
+    def change(args: dict[str, Any]) -> None:
+        args["replicas"].update(num_engine_replicas=1, cpus_per_engine=psutil.cpu_count() + 1)
+
+    server = start_server(tmp_path, ray_dir, change)
+    try:
+        _wait_for(server, "1 of 1 engine replicas wait for CPU")
+        answer = httpx.get(f"{server.url}/health", timeout=10)
+        assert answer.status_code == 503
+        assert "wait for resources" in answer.json()["error"]["message"]
+        started = time.monotonic()
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.wait(timeout_s=30) == 0
+        assert time.monotonic() - started < 5
+        assert "Traceback" not in server.log.read_text()
+    finally:
+        end_server(server)
+
+
+def _one_cpu_each(number: int) -> dict[str, Any]:
+    return {"num_engine_replicas": number, "cpus_per_engine": 1}
+
+
+def _wait_for(server: Server, text: str) -> None:
+    deadline = time.monotonic() + 90
+    while text not in server.log.read_text():
+        assert server.process.poll() is None, server.log.read_text()
+        assert time.monotonic() < deadline, server.log.read_text()
+        time.sleep(0.1)
+
+
+def _health(server: Server) -> int:
+    """Return the status of /health; 0 while nothing listens."""
+    try:
+        return httpx.get(f"{server.url}/health", timeout=8).status_code
+    except httpx.ConnectError:
+        return 0
 
 
 @pytest.mark.long

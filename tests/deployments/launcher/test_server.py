@@ -11,6 +11,17 @@ from deployments.launcher import server as server_module
 from deployments.launcher.server import Server
 
 RUNNING: dict[str, Any] = {"applications": {"pagoda": {"status": "DELETING"}}}
+
+
+def _replicas(**states: str) -> dict[str, Any]:
+    """Return Serve's details with replicas in these states; those that start have no node yet."""
+    replicas = [
+        {"replica_id": name, "state": state, "node_id": None if state == "STARTING" else "node"}
+        for name, state in states.items()
+    ]
+    return {"applications": {"pagoda": {"deployments": {"engine": {"replicas": replicas}}}}}
+
+
 EMPTY: dict[str, Any] = {"applications": {}}
 
 
@@ -41,8 +52,19 @@ def _num_polls_of_drain(monkeypatch: pytest.MonkeyPatch, answers: list[dict[str,
 
 
 def test_drain_goes_on_while_the_dashboard_is_too_busy_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _num_polls_of_drain(monkeypatch, [RUNNING, {}, {}, RUNNING, {}, EMPTY]) == 6
+    assert _num_polls_of_drain(monkeypatch, [RUNNING, RUNNING, {}, {}, RUNNING, {}, EMPTY]) == 7
 
 
 def test_drain_ends_when_the_dashboard_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _num_polls_of_drain(monkeypatch, [RUNNING, {}]) == 1 + server_module.MAX_UNANSWERED
+    assert _num_polls_of_drain(monkeypatch, [RUNNING, RUNNING, {}]) == 2 + server_module.MAX_UNANSWERED
+
+
+def test_drain_does_not_wait_for_replicas_that_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a replica ends, Ray places the next one, which loads its model before Serve stops it."""
+    before = _replicas(a="RUNNING", b="STARTING")
+    running, next_starts = _replicas(a="STOPPING", b="STOPPING"), _replicas(b="STOPPING")
+    assert _num_polls_of_drain(monkeypatch, [before, running, running, next_starts, EMPTY]) == 4
+
+
+def test_drain_waits_for_replicas_that_have_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _num_polls_of_drain(monkeypatch, [_replicas(a="RUNNING"), _replicas(a="STOPPING"), RUNNING, EMPTY]) == 4

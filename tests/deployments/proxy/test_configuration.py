@@ -65,11 +65,11 @@ def ingress() -> Iterator[int]:
 class Proxy:
     """A running HAProxy: its address, and its process."""
 
-    def __init__(self, directory: Path, ingress: int) -> None:
+    def __init__(self, directory: Path, *ingresses: int, fallback: int | None = None) -> None:
         self.port, self.stats_port, self.metrics_port = free_port(), free_port(), free_port()
         self.socket, self.config = directory / "admin.sock", directory / "haproxy.cfg"
         ports = {"stats_port": self.stats_port, "metrics_port": self.metrics_port}
-        _write_config(self.config, frontend=self.port, ingress=ingress, **ports)
+        _write_config(self.config, *ingresses, frontend=self.port, fallback=fallback, **ports)
         environ = os.environ | LIMITS.environment
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self.process = subprocess.Popen(
@@ -90,8 +90,8 @@ class Proxy:
         return socket.create_connection(("127.0.0.1", self.port), timeout=5, source_address=(address, 0))
 
 
-def _write_config(path: Path, *, frontend: int, ingress: int, **ports: int) -> None:
-    """Write the configuration for one ingress, as Ray does."""
+def _write_config(path: Path, *ingresses: int, frontend: int, fallback: int | None = None, **ports: int) -> None:
+    """Write the configuration for ingresses at these ports, as Ray does, and for Serve's own proxy after them."""
     from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
     from ray.serve.config import HTTPOptions
 
@@ -103,7 +103,9 @@ def _write_config(path: Path, *, frontend: int, ingress: int, **ports: int) -> N
         http_options=HTTPOptions(host="127.0.0.1", port=frontend),
         **ports,
     )
-    backend = BackendConfig("http-app", "/", app_name="app", servers=[ServerConfig("ingress", "127.0.0.1", ingress)])
+    servers = [ServerConfig(f"SERVE_REPLICA-app-ingress-{port}", "127.0.0.1", port) for port in ingresses]
+    last = ServerConfig("SERVE_PROXY_ACTOR-fallback", "127.0.0.1", fallback) if fallback is not None else None
+    backend = BackendConfig("http-app", "/", app_name="app", servers=servers, fallback_server=last)
     HAProxyApi(config, {"http-app": backend}, str(path))._generate_config_file_internal()
 
 
@@ -123,8 +125,8 @@ def proxy(tmp_path_factory: pytest.TempPathFactory, ingress: int) -> Iterator[Pr
 
 
 @contextmanager
-def running(directory: Path, ingress: int) -> Iterator[Proxy]:
-    proxy = Proxy(directory, ingress)
+def running(directory: Path, *ingresses: int, fallback: int | None = None) -> Iterator[Proxy]:
+    proxy = Proxy(directory, *ingresses, fallback=fallback)
     try:
         deadline = time.monotonic() + 20
         while not (proxy.socket.exists() and _accepts(proxy)):
@@ -216,6 +218,26 @@ def test_without_an_ingress_the_error_is_json(tmp_path: Path) -> None:
     assert answer.headers["retry-after"] == "1"
 
 
+@pytest.mark.parametrize("has_ingress", [False, True])
+@pytest.mark.parametrize("path", ["/health", "/ping", "/prefix/health"])
+def test_health_is_answered_while_no_ingress_is(tmp_path: Path, ingress: int, path: str, has_ingress: bool) -> None:
+    """Other requests go to Serve's own proxy meanwhile, which lets them wait."""
+    dead = [free_port()] if has_ingress else []
+    with running(tmp_path, *dead, fallback=ingress) as lonely:
+        answer = httpx.get(lonely.url + path, timeout=30)
+        other = httpx.get(lonely.url + "/v1/models", timeout=30)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "no_ingress"
+    assert "wait for resources" in answer.json()["error"]["message"]
+    assert int(answer.headers["retry-after"]) > 0
+    assert other.status_code == 200
+
+
+def test_health_is_the_ingresss_answer_once_it_is_up(tmp_path: Path, ingress: int) -> None:
+    with running(tmp_path, ingress, fallback=free_port()) as proxy:
+        assert httpx.get(proxy.url + "/health", timeout=30).status_code == 200
+
+
 def test_pages_and_sockets_are_for_this_machine_and_user_only(proxy: Proxy) -> None:
     assert stat.S_IMODE(proxy.socket.stat().st_mode) == 0o600
     httpx.get(f"http://127.0.0.1:{proxy.stats_port}/stats").raise_for_status()
@@ -246,7 +268,7 @@ def test_another_file_is_an_error(tmp_path: Path) -> None:
 
 def test_the_limit_of_an_address_can_be_turned_off(tmp_path: Path) -> None:
     path = tmp_path / "haproxy.cfg"
-    _write_config(path, frontend=1024, ingress=1025)
+    _write_config(path, 1025, frontend=1024)
     assert "sc0_conn_cur" in hardened(path.read_text(), LIMITS, tmp_path)
     assert "sc0_conn_cur" not in hardened(path.read_text(), ProxyLimits(max_connections_per_address=0), tmp_path)
 
@@ -254,7 +276,7 @@ def test_the_limit_of_an_address_can_be_turned_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_files", [2_000, 20_000])
 def test_it_starts_with_few_files(tmp_path: Path, max_files: int) -> None:
     path = tmp_path / "haproxy.cfg"
-    _write_config(path, frontend=free_port(), ingress=1025, stats_port=free_port(), metrics_port=free_port())
+    _write_config(path, 1025, frontend=free_port(), stats_port=free_port(), metrics_port=free_port())
     command = f"ulimit -n {max_files}; {sys.executable} -S {SCRIPT} {path} && exec {_binary()} -db -f {path}"
     process = subprocess.Popen(["sh", "-c", command], start_new_session=True)
     try:
