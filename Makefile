@@ -1,6 +1,7 @@
 # make serve   runs the server in the foreground          make test        runs the tests, in at most 10 minutes
 # make lint    ruff and mypy                              make test-long   runs those marked `long`, in some 15 minutes
 # make bench   runs the benchmarks                        make status      shows the replicas of the running server
+# make test-clients   runs the tests with client libraries whose dependencies exclude the server's
 # Each installs what it needs into .venv first, and again only when pyproject.toml has changed.
 #
 # make test-gpu-rehearsal   runs the GPU path on a machine without a GPU, which the others do not: the engine computes
@@ -13,8 +14,9 @@ BIN    := $(VENV)/bin
 CONFIG ?= serve_config.yaml
 BENCH_MODEL ?= build/qwen3-0.6b
 REHEARSAL := build/gpu-rehearsal
+CLIENTS := build/clients
 
-.PHONY: serve status test test-long test-gpu-rehearsal lint bench clean
+.PHONY: serve status test test-long test-clients test-gpu-rehearsal lint bench clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -35,6 +37,9 @@ test test-long:
 	$(BIN)/python -m pytest tests/e2e -m $(MARKED)
 test: MARKED := "not long"
 test-long: MARKED := long
+
+test-clients: $(VENV)/.installed-clients $(CLIENTS)/.installed
+	$(BIN)/python -m pytest tests/e2e/test_client_libraries.py
 
 test-gpu-rehearsal: $(REHEARSAL)/.installed
 	PAGODA_GPU_REHEARSAL=1 OMP_NUM_THREADS=1 $(REHEARSAL)/bin/python -m pytest --numprocesses 2 --dist loadfile \
@@ -65,9 +70,9 @@ build/qwen3-0.6b/config.json: | $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.checkpoints $(@D)
 
 clean:
-	rm -rf $(VENV) $(REHEARSAL) *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(REHEARSAL) $(CLIENTS) *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
-$(BIN)/python $(REHEARSAL)/bin/python:
+$(BIN)/python $(REHEARSAL)/bin/python $(CLIENTS)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || \
 	  { echo "pagoda: $(PYTHON) is not Python 3.11 or 3.12; name one with: make PYTHON=python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(@:/bin/python=)
@@ -92,4 +97,9 @@ $(VENV)/.installed-bench: pyproject.toml | $(BIN)/python
 $(REHEARSAL)/.installed: tests/gpu_rehearsal/requirements.txt | $(REHEARSAL)/bin/python
 	@echo "pagoda: installing torch's CUDA build into $(REHEARSAL) (4.8 GB; some minutes the first time) ..."
 	$(REHEARSAL)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+$(CLIENTS)/.installed: tests/e2e/clients/requirements.txt | $(CLIENTS)/bin/python
+	@echo "pagoda: installing client libraries into $(CLIENTS) (0.6 GB; some minutes the first time) ..."
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@

@@ -24,6 +24,8 @@ EXTRAS = {  # the extras that each folder may rely on, besides the dependencies
     "demo": ("test",),
     "tests": ("test", "mutation", "clients"),
 }
+# Distributions of modules that need not be installed, where the names differ.
+DISTRIBUTIONS = {"agents": "openai-agents", "llama_index": "llama-index-llms-openai-like"}
 # Engines that benchmarks/peers compares with. Each lives in a virtual environment of its own, because their pinned
 # dependencies exclude each other, and is imported inside functions of benchmarks/peers only.
 PEERS = {"gguf", "llama_cpp", "openvino", "openvino_genai", "vllm"}
@@ -57,6 +59,13 @@ def imported_modules(path: Path) -> Iterator[str]:
                 yield name
 
 
+def in_requirements_of(folder: Path) -> set[str]:
+    """Return the distributions of a folder's own requirements.txt, for programs that run in another environment."""
+    path = folder / "requirements.txt"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {normalized(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines if line and line[0] != "#"}
+
+
 @cache
 def installed() -> dict[str, list[str]]:
     """Return the distributions that provide each top-level name."""
@@ -67,7 +76,7 @@ def installed() -> dict[str, list[str]]:
 def providers(module: str) -> set[str]:
     """Return the distributions that a module comes from; one that is not installed is taken to be named like it."""
     top = module.partition(".")[0]
-    names = set(installed().get(top, [top]))
+    names = set(installed().get(top, [DISTRIBUTIONS.get(top, top)]))
     if len(names) > 1:  # a namespace package: the distributions that have this part of it
         path = module.replace(".", "/")
         names = {name for name in names if any(str(one).startswith(path) for one in distribution(name).files or ())}
@@ -81,7 +90,7 @@ def test_every_imported_package_is_declared(folder: str) -> None:
         f"{path.relative_to(ROOT)} imports {module}"
         for path in sorted((ROOT / folder).rglob("*.py"))
         for module in imported_modules(path)
-        if not providers(module) & allowed and module.partition(".")[0] not in PEERS
+        if not providers(module) & (allowed | in_requirements_of(path.parent)) and module.partition(".")[0] not in PEERS
     }
     assert not undeclared, "declare these in pyproject.toml"
 

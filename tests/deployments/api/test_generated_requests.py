@@ -20,7 +20,7 @@ from tests.deployments.answering_engines import AnsweringEngines
 
 schemathesis = pytest.importorskip("schemathesis")
 
-MAX_EXAMPLES = int(os.environ.get("PAGODA_EXAMPLES", "20"))  # of each endpoint; more where there is time
+MAX_EXAMPLES = int(os.environ.get("PAGODA_EXAMPLES", "200"))  # of each endpoint
 ALLOWED_SERVER_ERRORS = (501, 503)
 WITHOUT_SERVE = {"/web/{name}", "/metrics", "/load", "/live"}  # need a file that exists, or Serve
 
@@ -68,6 +68,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> AnsweringEngines:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # four minutes each on an idle machine
 @pytest.mark.filterwarnings("ignore")  # schemathesis' own
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
 def test_generated_requests(client: TestClient, ingress: Ingress, mode: str) -> None:

@@ -1,0 +1,111 @@
+"""Client libraries against the real server: a chat, a stream, and a loop in which a tool is called.
+
+The first call is forced, because only then is it valid whatever the model is; the turn after it is the model's choice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import ROOT, Server, running_server
+
+PROGRAMS = Path(__file__).parent / "clients"
+OTHER_PYTHON = ROOT / "build" / "clients" / "bin" / "python"  # `make test-clients` makes it
+NODE_OPENAI = "openai@6.49.0"
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that parses tool calls, so that a request may offer tools without forcing a call."""
+
+    def change(args: dict[str, Any]) -> None:
+        args["engine"]["dtype"] = "float32"
+        args["tool_parser"] = "hermes"
+
+    with running_server(tmp_path_factory.mktemp("server"), change) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def answer(server: Server) -> str:
+    """The answer to the question of every program, by plain HTTP."""
+    body = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "temperature": 0}
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def run(server: Server, *command: Path | str, cwd: Path | None = None) -> dict[str, Any]:
+    """Run a program with the server's URL; returns what it prints."""
+    program, *rest = command[1:]
+    words = [str(word) for word in (command[0], program, f"{server.url}/v1", *rest)]
+    quiet = {"OTEL_SDK_DISABLED": "true", "LANGSMITH_TRACING": "false", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(words, cwd=cwd, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def check_turns(found: dict[str, Any], answer: str) -> None:
+    """Check what a program prints that has a chat, a stream and a loop with a tool."""
+    assert found["answer"] == answer
+    assert found["streamed"] == answer
+    assert len(found["cities"]) == 1
+    assert found["cities"][0] in ("Oslo", "Lima")
+    assert len(found["final"].split()) > 3
+
+
+@pytest.mark.parametrize(
+    "program",
+    [("with_langchain.py",), ("with_agents.py", "chat"), ("with_agents.py", "responses")],
+    ids=" ".join,
+)
+def test_libraries_beside_the_server(server: Server, answer: str, program: tuple[str, ...]) -> None:
+    module = {"with_langchain.py": "langchain_openai", "with_agents.py": "agents"}[program[0]]
+    if importlib.util.find_spec(module) is None:
+        pytest.skip("needs the extra `clients`: make test-long installs it")
+    check_turns(run(server, sys.executable, PROGRAMS / program[0], *program[1:]), answer)
+
+
+@pytest.mark.parametrize("program", ["with_litellm.py", "with_llama_index.py"])
+def test_libraries_with_an_environment_of_their_own(server: Server, answer: str, program: str) -> None:
+    check_turns(run(server, other_python(), PROGRAMS / program), answer)
+
+
+@pytest.mark.parametrize("mode", ["tools", "json_schema"])
+def test_instructor(server: Server, mode: str) -> None:
+    (city,) = run(server, other_python(), PROGRAMS / "with_instructor.py", mode)["cities"]
+    assert city in ("Oslo", "Lima")
+
+
+def other_python() -> Path:
+    """Return the interpreter of the other environment, or skip the test."""
+    if not OTHER_PYTHON.exists():
+        pytest.skip("needs an environment of its own: make test-clients")
+    return OTHER_PYTHON
+
+
+def test_openai_for_node(server: Server, answer: str, tmp_path: Path) -> None:
+    npm, node = shutil.which("npm"), shutil.which("node")
+    if npm is None or node is None:
+        pytest.skip("needs node and npm")
+    command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(tmp_path), NODE_OPENAI]
+    installed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    if installed.returncode:
+        pytest.skip(f"npm cannot install {NODE_OPENAI}: {installed.stderr[-300:]}")
+    program = shutil.copy(PROGRAMS / "with_openai.mjs", tmp_path)
+    found = run(server, node, program, cwd=tmp_path)
+    check_turns(found, answer)
+    assert found["response"] == answer
