@@ -31,8 +31,8 @@ MARK = "# Changed by Pagoda, see deployments/proxy/configuration.py\n"
 RAY_HEADERS = ("x-request-disconnect-disabled", "x-request-timeout-seconds", "serve_multiplexed_model_id")
 RAY_HEADER_PREFIX = "x-serve-router-"
 HEALTH_PATHS = ("/health", "/ping")
-NOT_READY = "no ingress is ready: replicas are starting, or wait for resources; `serve status` shows which"
-NOT_FOUND = "no application has this path"
+METHODS = "GET HEAD POST PUT PATCH DELETE OPTIONS TRACE"
+CONTROL_CHARACTERS = r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]"  # HAProxy's parser accepts them, the ingress's does not
 
 
 class OwnError(NamedTuple):
@@ -44,8 +44,22 @@ class OwnError(NamedTuple):
     message: str
 
 
+INVALID_HTTP = OwnError(
+    400,
+    "invalid_request_error",
+    "invalid_http",
+    "the request is not valid HTTP, or the client closed its side of the connection before the answer",
+)
+NOT_FOUND = OwnError(404, "not_found_error", "not_found", "no application has this path")
+NOT_READY = OwnError(
+    503,
+    "overloaded_error",
+    "no_ingress",
+    "no ingress is ready: replicas are starting, or wait for resources; `serve status` shows which",
+)
+UNKNOWN_METHOD = OwnError(405, "invalid_request_error", "method_not_allowed", "no path accepts this method")
 OWN_ERRORS = (
-    OwnError(400, "invalid_request_error", "invalid_http", "the request is not valid HTTP, or its head is too long"),
+    INVALID_HTTP,
     OwnError(408, "timeout_error", "timeout", "the request did not arrive in time; send it without pauses"),
     OwnError(500, "server_error", "internal_error", "the proxy failed; try again"),
     OwnError(502, "server_error", "bad_gateway", "the ingress that served this request was lost; try again"),
@@ -77,10 +91,10 @@ def hardened(text: str, limits: ProxyLimits, directory: Path) -> str:
     text = _replaced(text, r"^defaults\n", "defaults\n" + _lines(_defaults(limits, directory)))
     text = _replaced(text, r"^(frontend prometheus\n +)bind :", rf"\g<1>{own}")
     text = _replaced(text, r"^(listen stats\n +)bind \*:", rf"\g<1>{own}")
-    text = _replaced(text, r"^(frontend http_frontend\n +bind .*\n)", r"\g<1>" + _lines(_frontend(limits)))
+    rules = _lines(_frontend(limits)).replace("\\", r"\\")  # which has a meaning in a replacement
+    text = _replaced(text, r"^(frontend http_frontend\n +bind .*\n)", rf"\g<1>{rules}")
     text = "".join(map(_with_health, re.split(r"^(?=\S)", text, flags=re.MULTILINE)))
-    not_found = f"content-type application/json string '{_body('not_found_error', 'not_found', NOT_FOUND)}'"
-    return _replaced(text, r"^( +http-request return status 404) .*$", rf"\g<1> {not_found}")
+    return _replaced(text, r"^( +)http-request return status 404 .*$", rf"\g<1>{_return(NOT_FOUND)}")
 
 
 def _with_health(section: str) -> str:
@@ -93,11 +107,9 @@ def _with_health(section: str) -> str:
     if backend is None or not any(backup for _, backup in servers):
         return section
     ingresses = [name for name, backup in servers if not backup]
-    body = _body("overloaded_error", "no_ingress", NOT_READY)
-    rule = f"http-request return status 503 content-type application/json hdr Retry-After 5 string '{body}'"
     condition = f"{{ path -m end {' '.join(HEALTH_PATHS)} }}{' !an_ingress_is_up' if ingresses else ''}"
     is_up = [f"acl an_ingress_is_up srv_is_up({backend[1]}/{name})" for name in ingresses]
-    return section + _lines([*is_up, f"{rule} if {condition}"])
+    return section + _lines([*is_up, f"{_return(NOT_READY)} hdr Retry-After 5 if {condition}"])
 
 
 def error_files() -> dict[str, str]:
@@ -109,7 +121,7 @@ def error_files() -> dict[str, str]:
 
 
 def _as_http(error: OwnError) -> str:
-    body = _body(error.kind, error.code, error.message)
+    body = _body(error)
     head = [
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
         "Content-Type: application/json",
@@ -121,8 +133,12 @@ def _as_http(error: OwnError) -> str:
     return "\r\n".join([*head, "", body])
 
 
-def _body(kind: str, code: str, message: str) -> str:
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+def _return(error: OwnError) -> str:
+    return f"http-request return status {error.status} content-type application/json string '{_body(error)}'"
+
+
+def _body(error: OwnError) -> str:
+    return json.dumps({"error": {"message": error.message, "type": error.kind, "param": None, "code": error.code}})
 
 
 def _defaults(limits: ProxyLimits, directory: Path) -> list[str]:
@@ -143,8 +159,12 @@ def _frontend(limits: ProxyLimits) -> list[str]:
             "tcp-request connection track-sc0 src",
             f"tcp-request connection reject if {{ sc0_conn_cur gt {limits.max_connections_per_address} }}",
         ]
-    headers = [f"http-request del-header {name}" for name in RAY_HEADERS]
-    return [*rules, *headers, f"http-request del-header {RAY_HEADER_PREFIX} -m beg"]
+    rules += [f"http-request del-header {name}" for name in RAY_HEADERS]
+    rules += [f"http-request del-header {RAY_HEADER_PREFIX} -m beg"]
+    # The ingress's server would answer to these with a text of its own.
+    rules += [f"{_return(UNKNOWN_METHOD)} unless {{ method {METHODS} }}"]
+    rules += ["http-after-response set-header connection close if { status 408 413 }"]
+    return [*rules, f"{_return(INVALID_HTTP)} if {{ req.hdrs -m reg '{CONTROL_CHARACTERS}' }}"]
 
 
 def within_file_limit(limits: ProxyLimits, max_files: int) -> ProxyLimits:

@@ -46,7 +46,7 @@ async def _client(server: Server, number: int, rng: random.Random) -> str:
     return text.split(b" ", 2)[1].decode() if text else "none"
 
 
-async def _vanish(server: Server, count: int) -> Counter[str]:
+async def vanish(server: Server, count: int) -> Counter[str]:
     rng, statuses = random.Random(1), Counter[str]()
     for first in range(0, count, AT_ONCE):
         statuses.update(await asyncio.gather(*(_client(server, first + i, rng) for i in range(AT_ONCE))))
@@ -93,11 +93,11 @@ class Usage:
 
 async def test_five_hundred_clients_that_vanish_leave_nothing(server: Server) -> None:
     usage = Usage(server)
-    await _vanish(server, AT_ONCE)  # the proxy keeps some connections to the ingress
+    await vanish(server, AT_ONCE)  # the proxy keeps some connections to the ingress
     assert not any((await usage.until_nothing_is_used()).values())
     before = usage.descriptors()
     aborted = sum(server.metric("pagoda_requests_finished_total", reason="abort").values())
-    statuses = await _vanish(server, CLIENTS)
+    statuses = await vanish(server, CLIENTS)
     assert not any((await usage.until_nothing_is_used()).values())
     after = usage.descriptors()
     print(statuses, before, after)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,27 @@ def test_what_is_no_request_is_answered_and_closed(proxy: Proxy, sent: bytes, st
             answer += piece
     assert time.monotonic() - started < 6
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"get / HTTP/1.1\r\nHost: a\r\n\r\n", 405, "method_not_allowed"),
+        (b"PROPFIND / HTTP/1.1\r\nHost: a\r\n\r\n", 405, "method_not_allowed"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX-Request-Id: a\x7f\r\n\r\n", 400, "invalid_http"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX-Api-Key: \x01b\r\n\r\n", 400, "invalid_http"),
+    ],
+)
+def test_what_the_ingress_would_not_parse_gets_a_json_error(proxy: Proxy, sent: bytes, status: int, code: str) -> None:
+    with proxy.connect("127.0.0.1") as client:
+        client.sendall(sent)
+        response = HTTPResponse(client)
+        response.begin()
+        assert (response.status, json.loads(response.read())["error"]["code"]) == (status, code)
+
+
+def test_a_tab_is_no_control_character(proxy: Proxy) -> None:
+    assert httpx.get(proxy.url, headers={"x-tab": "a\tb"}).json()["x-tab"] == "a\tb"
 
 
 def test_no_address_takes_all_connections(proxy: Proxy) -> None:
