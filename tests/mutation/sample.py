@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-TEST_LIMIT_S, PROCESS_LIMIT_S = 25, 600
+TEST_LIMIT_S, PROCESS_LIMIT_S = 25, 300
 FAILED = ROOT / "build" / "mutation" / f"failed-{os.getpid()}"
 RESULTS = ROOT / "benchmarks" / "results" / "mutation.json"
 PACKAGES: dict[str, Any] = tomllib.loads((Path(__file__).parent / "packages.toml").read_text())
@@ -132,8 +132,8 @@ def fails(name: str, tests: list[str]) -> bool:
 def run_in_child(name: str, tests: list[str]) -> tuple[bool, list[str]]:
     """Run these tests on a mutant, or on none, in a new process; return whether they pass, and the one that does not.
 
-    All tests have to run again, because mutmut attributes a function that a shared fixture calls to one test only. They
-    may leave threads and sockets that wait forever; a process that outlives the limit has failed.
+    All tests have to run again, because mutmut attributes a function that a shared fixture calls to one test only. A
+    process that outlives the limit has failed.
     """
     FAILED.unlink(missing_ok=True)
     if (child := os.fork()) == 0:
@@ -159,15 +159,16 @@ def run_tests(name: str, tests: list[str]) -> NoReturn:
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     os.chdir("mutants")
     limit = ["-o", f"timeout={TEST_LIMIT_S}"]
-    os._exit(PytestRunner().execute_pytest(["-x", "-q", *limit, *tests], plugins=[FailedTests()]))
+    os._exit(PytestRunner().execute_pytest(["-q", *limit, *tests], plugins=[FirstFailure()]))
 
 
-class FailedTests:
-    """A plugin of pytest that writes down which test fails."""
+class FirstFailure:
+    """A plugin of pytest that writes down which test fails, and ends the process: its fixtures may wait forever."""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             FAILED.write_text(report.nodeid)
+            os._exit(1)
 
 
 def describe(name: str) -> dict[str, Any]:
