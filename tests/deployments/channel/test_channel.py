@@ -58,9 +58,13 @@ async def test_a_cancelled_stream_frees_its_blocks_and_disturbs_no_other(peers: 
     await cancelled.wait()
     ingress.links["r1"].cancel(cancelled)
     ingress.links["r1"].cancel(cancelled)
+    assert ingress.links["r1"].num_streams == 1
     gate.opened.set()
     assert await tokens_of(other) == replica.answer([2], 20)
     await until(lambda: replica.is_idle)
+    output = cancelled.take()
+    assert output is not None
+    assert not output.is_last
 
 
 @pytest.mark.parametrize(
