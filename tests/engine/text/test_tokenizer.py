@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.errors import ModelLoadError, RequestError
 from engine.sampling_params import SamplingParams
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, _rust_tokenizer
 from tests.engine.checkpoints import save_tokenizer
 
 IM_START, IM_END = 3, 4
@@ -163,6 +163,32 @@ def test_the_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_bytes(10**6) == b""
     assert tokenizer.is_special(3)
     assert not tokenizer.is_special(token_ids[0])
+
+
+def test_the_bytes_of_a_token_are_looked_up_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities ask for those of twenty tokens at each position."""
+    first = tokenizer.token_bytes(20)
+    monkeypatch.setattr(tokenizer, "_bytes_of", lambda token_id: pytest.fail(f"{token_id} was looked up again"))
+    assert tokenizer.token_bytes(20) == first
+
+
+@pytest.mark.parametrize("name", ["encode", "_encode_plus", "decode", "_decode"])
+def test_a_method_that_a_tokenizer_overrides_is_not_bypassed(tmp_path: Path, name: str) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert _rust_tokenizer(tokenizer) is tokenizer.backend_tokenizer
+    tokenizer.__class__ = type("Other", (PreTrainedTokenizerFast,), {name: lambda *_, **__: None})
+    assert _rust_tokenizer(tokenizer) is None
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system message') }}", "{{ messages[7].content }}"])
+def test_a_template_that_refuses_the_message_of_the_warm_up_is_no_error(tmp_path: Path, template: str) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(tmp_path)
+    tokenizer.warm_up()
+    with pytest.raises(RequestError):
+        tokenizer.encode_chat([{"role": "user", "content": "a"}])
 
 
 @pytest.mark.parametrize("text", ["", "the cache", " the </s> <|im_end|> keys 🎉", "a\u0301"])
