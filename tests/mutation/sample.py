@@ -77,7 +77,8 @@ def exit_codes() -> dict[str, int | None]:
 def run(names: list[str], slow_tests: list[str]) -> dict[str, str]:
     """Run the tests of each mutant, and for a survivor all tests; return mutmut's word for the outcome.
 
-    Mutants that an earlier run has killed are not run again, unless their code has changed.
+    Mutants that an earlier run has killed, or an earlier report calls equivalent, are not run again, unless their code
+    has changed.
     """
     from mutmut import __main__ as mutmut
     from mutmut.runners.harness import PytestRunner
@@ -92,7 +93,7 @@ def run(names: list[str], slow_tests: list[str]) -> dict[str, str]:
     with contextlib.chdir("mutants"):
         PytestRunner().execute_pytest(["--collect-only", "-qqq", *tests])  # imports what the children need
     for name in names:
-        if outcomes[name] in ("survived", "no tests"):
+        if outcomes[name] in ("survived", "no tests") and not reason_of(describe(name)):
             is_killed = fails(name, tests)
             outcomes[name] = "killed" if is_killed else "survived"
             print(f"{name}: {outcomes[name]} by all tests", flush=True)
@@ -190,29 +191,30 @@ def describe(name: str) -> dict[str, Any]:
     return {"file": f"{path}:{line}", "before": " ".join(before), "after": " ".join(after)}
 
 
-def known_reasons(kept: dict[str, Any]) -> dict[tuple[str, str, str], str]:
-    """Return the reasons why mutants are equivalent that an earlier report gives, by file and change."""
-    return {
-        (one["file"].partition(":")[0], one["before"], one["after"]): one["reason"]
-        for report in kept.get("packages", {}).values()
-        for one in report["equivalent"]
-    }
+def reason_of(mutant: dict[str, Any]) -> str:
+    """Return why a mutant is equivalent, as an earlier report says; empty if none does."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"packages": {}}
+    for report in kept["packages"].values():
+        for one in report["equivalent"]:
+            if one["file"].partition(":")[0] == mutant["file"].partition(":")[0] and all(
+                one[key] == mutant[key] for key in ("before", "after")
+            ):
+                return str(one["reason"])
+    return ""
 
 
 def report(name: str, seed: int, num_mutants: int, outcomes: dict[str, str]) -> None:
     """Put the counts of a package into the results, survivors of equal meaning apart."""
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"packages": {}}
     kept["tool"] = f"mutmut {version('mutmut')}"
-    reasons = known_reasons(kept)
     counts = Counter(outcomes.values())
     survived, equivalent = [], []
     for mutant in sorted(mutant for mutant, outcome in outcomes.items() if outcome in ("survived", "no tests")):
         found = describe(mutant)
-        reason = reasons.get((found["file"].partition(":")[0], found["before"], found["after"]))
-        if reason is None:
-            survived.append({"name": mutant, **found})
-        else:
+        if reason := reason_of(found):
             equivalent.append({**found, "reason": reason})
+        else:
+            survived.append({"name": mutant, **found})
     killed = len(outcomes) - len(survived) - len(equivalent)
     kept["packages"][name] = {
         "seed": seed,
