@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.sampling import batch as batch_module
 from engine.sampling import choosers, filters, ranking
@@ -18,7 +20,7 @@ from engine.thinking_budget import ThinkingBudget
 from tests.engine.sampling.batches import CPU, VOCAB_SIZE, make_sequence, random_logits
 from tests.engine.sampling.test_sampling_batch import KINDS
 
-META = torch.device("meta")  # tensors without data; an operation that mixes it with a CPU fails
+GPU = torch.device("meta")  # stands for one where none is needed
 MORE_KINDS: list[dict[str, Any]] = [
     *KINDS,
     {"thinking_budget": ThinkingBudget(3, 4, 5)},
@@ -39,32 +41,33 @@ def _tensors_of(holder: object) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies to the device go there, as they do if it is a GPU."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU whose tensors have no data. An operation on tensors of two devices fails, as it does on a real one."""
 
     def to_device(values: object, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-        assert device == META
         return torch.as_tensor(values, dtype=dtype).to(device)
 
     for module in (batch_module, choosers, filters):
         monkeypatch.setattr(module, "to_device", to_device)
     monkeypatch.setattr(ranking, "start_to_host", lambda tensor: tensor)
+    with FakeTensorMode():
+        yield
 
 
-@pytest.mark.usefixtures("on_meta")
+@pytest.mark.usefixtures("fake_gpu")
 def test_a_batch_keeps_all_its_tensors_on_the_device_of_the_logits() -> None:
     sequences = _one_of_each()
-    batch = SamplingBatch(sequences, VOCAB_SIZE, META, num_candidates=4)
+    batch = SamplingBatch(sequences, VOCAB_SIZE, GPU, num_candidates=4)
     for _ in range(2):
-        logits = torch.zeros(len(sequences), VOCAB_SIZE, device=META)
-        tokens = torch.zeros(len(sequences), dtype=torch.int64, device=META)
+        logits = torch.zeros(len(sequences), VOCAB_SIZE, device=GPU)
+        tokens = torch.zeros(len(sequences), dtype=torch.int64, device=GPU)
         for one in batch.filters:
             one.apply(logits)
         for chooser in batch.choosers:
             chooser.choose(logits, tokens)
         undecided = [index for index, kind in enumerate(MORE_KINDS) if kind.get("top_p", 1.0) < 1.0]
         chosen = batch.choose_sorted(logits, undecided)
-        assert (chosen.device, chosen.shape, chosen.dtype) == (META, (len(undecided),), torch.int64)
+        assert (chosen.device, chosen.shape, chosen.dtype) == (GPU, (len(undecided),), torch.int64)
         for sequence in sequences:
             sequence.token_ids.append(1)
         assert batch.advance(sequences)
@@ -74,17 +77,17 @@ def test_a_batch_keeps_all_its_tensors_on_the_device_of_the_logits() -> None:
     assert batch.beam_min_tokens is not None
     for holder in (batch, batch.listed, batch.beam_min_tokens, *batch.filters, *batch.choosers):
         assert _tensors_of(holder), holder
-        assert {one.device for one in _tensors_of(holder)} == {META}, holder
+        assert {one.device for one in _tensors_of(holder)} == {GPU}, holder
 
 
-@pytest.mark.usefixtures("on_meta")
+@pytest.mark.usefixtures("fake_gpu")
 def test_log_probabilities_are_found_on_the_device_of_the_logits() -> None:
-    logprobs, token_ids = torch.zeros(3, VOCAB_SIZE, device=META), torch.zeros(3, dtype=torch.int64, device=META)
+    logprobs, token_ids = torch.zeros(3, VOCAB_SIZE, device=GPU), torch.zeros(3, dtype=torch.int64, device=GPU)
     found = gather_logprobs(logprobs, token_ids, [2, 0, 5])
     assert [one.shape for one in _tensors_of(found)] == [(3, 1 + 5)] * 3
-    listed = gather_listed(logprobs, torch.zeros(3, 4, dtype=torch.int64, device=META), [4, 1, 2])
+    listed = gather_listed(logprobs, torch.zeros(3, 4, dtype=torch.int64, device=GPU), [4, 1, 2])
     assert [one.shape for one in _tensors_of(listed)] == [(3, 4)] * 3
-    assert {one.device for one in (*_tensors_of(found), *_tensors_of(listed))} == {META}
+    assert {one.device for one in (*_tensors_of(found), *_tensors_of(listed))} == {GPU}
 
 
 @pytest.mark.parametrize("num_candidates", [4, NUM_CANDIDATES])
