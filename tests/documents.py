@@ -70,3 +70,11 @@ def commands(line: str) -> list[list[str]]:
         elif found[-1] or not re.match(r"[A-Z_]+=", word):
             found[-1].append(word)
     return [command for command in found if command]
+
+
+def table_below(document: Path, heading: str) -> list[list[str]]:
+    """Return the cells of the first table below a heading, without the table's own heading."""
+    _, _, text = document.read_text().partition(f"\n## {heading}\n")
+    lines = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    assert lines, f"{document} has no table below '{heading}'"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]

@@ -23,6 +23,7 @@ SETTINGS = {
     "RAY_task_events_report_interval_ms": "0",  # the dashboard's view of single calls; the engine needs the core
     "METRICS_RECORD_INTERVAL_S": "60",  # at 5 the dashboard measures its processes, 40 ms of a core each time
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1, as it does on macOS, not on all addresses
     "OMP_WAIT_POLICY": "passive",  # else torch's threads spin for 8 ms after each of its calls, on the engine's cores
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -31,14 +32,17 @@ INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give 
 _HAPROXY_WRAPPER = Path(__file__).parents[1] / "haproxy.sh"
 
 
-def environment(limits: ProxyLimits, proxy_files: Path) -> dict[str, str]:
+def environment(limits: ProxyLimits, files: Path) -> dict[str, str]:
     """Return the environment of the child process; variables of this process take precedence.
 
     Args:
         limits: that HAProxy keeps.
-        proxy_files: the directory of its files and sockets.
+        files: a directory that is deleted at the end: for HAProxy's files and sockets, and for temporary files.
     """
-    return SETTINGS | _haproxy_settings() | _files(proxy_files) | limits.environment | _ports() | os.environ
+    # Python's fork server, which Ray uses, leaves a directory in TMPDIR. Ray's own, with its logs, is to remain.
+    ray_directory = {"RAY_TMPDIR": os.environ.get("TMPDIR", "/tmp")}
+    own = SETTINGS | _haproxy_settings() | _files(files) | limits.environment | _ports() | ray_directory
+    return own | os.environ | {"TMPDIR": str(files)}
 
 
 def _files(directory: Path) -> dict[str, str]:

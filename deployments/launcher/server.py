@@ -53,11 +53,11 @@ class Server:
 
     def __init__(self, config: Path, limits: ProxyLimits, stop_at_once: threading.Event) -> None:
         # In /tmp: the path of a socket in it may not be longer than 107 characters.
-        self._proxy_files = tempfile.TemporaryDirectory(prefix="pg-proxy-", dir="/tmp", ignore_cleanup_errors=True)
+        self._files = tempfile.TemporaryDirectory(prefix="pg-", dir="/tmp", ignore_cleanup_errors=True)
         serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
         self._process = subprocess.Popen(
             [serve, "run", "--address", "local", str(config)],
-            env=environment(limits, Path(self._proxy_files.name)),
+            env=environment(limits, Path(self._files.name)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -149,7 +149,7 @@ class Server:
                 end(left, grace_s=0.0 if self._stop_at_once.is_set() else 5.0 if self._ends_at_once else 1.0)
         if self._follower is not None:
             self._follower.stop()
-        self._proxy_files.cleanup()
+        self._files.cleanup()
 
     def _print_output(self, output: IO[str]) -> None:
         """Print the child's output, and read from it the address of the dashboard."""

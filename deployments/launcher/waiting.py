@@ -100,7 +100,7 @@ def _line(name: str, deployment: Mapping[str, Any], usage: Mapping[str, Usage], 
         return f"{head} a node that has room for them; `make status` shows what they need"
     has = usage.get(scarce, Usage(0, 0))
     where = f"each needs {_needs(deployment)[scarce]:g}, the cluster has {has.total:g} and {has.free:g} are free"
-    return f"{head} {scarce}: {where}; lower {_options(name, scarce)} in {config} or add nodes"
+    return f"{head} {scarce}: {where}; lower {_options(name, scarce)} in {config}, or use a larger cluster"
 
 
 def _scarce(deployment: Mapping[str, Any], usage: Mapping[str, Usage]) -> str | None:

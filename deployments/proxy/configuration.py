@@ -86,6 +86,7 @@ def hardened(text: str, limits: ProxyLimits, directory: Path) -> str:
     own = f"bind {LOOPBACK}:"
     text = _replaced(text, r"^( +)maxconn \d+$", rf"\g<1>maxconn {limits.max_connections + RESERVED_CONNECTIONS}")
     text = _replaced(text, r"^( +stats socket \S+ )mode 666 ", r"\g<1>mode 600 ")
+    text = _replaced(text, r"^ +log 127\.0\.0\.1:514 .*\n", "", at_least=0)  # each request's path, for any syslog there
     text = _replaced(text, r"^( +)errorfile \d+ .*\n", "", at_least=0)
     text = _replaced(text, r"^ +timeout client .*\n", "")
     text = _replaced(text, r"^defaults\n", "defaults\n" + _lines(_defaults(limits, directory)))

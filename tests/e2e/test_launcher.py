@@ -167,6 +167,8 @@ def test_a_signal_cuts_no_stream_and_leaves_no_process(tmp_path: Path, ray_dir: 
         assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
         processes = server.processes()
         assert len(processes) > 5
+        temporary = Path(processes[1].environ()["TMPDIR"])
+        assert list(temporary.glob("pymp-*"))  # of Ray's dashboard
         started = time.monotonic()
         body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
@@ -179,6 +181,7 @@ def test_a_signal_cuts_no_stream_and_leaves_no_process(tmp_path: Path, ray_dir: 
         assert server.wait(timeout_s=60) == 0
         assert time.monotonic() - started < 40
         assert alive(processes) == []
+        assert not temporary.exists()
         assert [process for process in psutil.process_iter() if _mentions(process, str(ray_dir / "ray"))] == []
     finally:
         end_server(server)

@@ -41,7 +41,7 @@ def test_the_report_names_number_resource_and_remedy(clock: list[float]) -> None
     details = _details(engine=_deployment(1, 3, CPU=1.0, GPU=0.0), ingress=_deployment(1, 0, CPU=0.2))
     assert _report(details, clock, CPUS) == [
         "3 of 4 engine replicas wait for CPU: each needs 1, the cluster has 2 and 0.8 are free; "
-        "lower replicas.num_engine_replicas or replicas.cpus_per_engine in my.yaml or add nodes"
+        "lower replicas.num_engine_replicas or replicas.cpus_per_engine in my.yaml, or use a larger cluster"
     ]
 
 
@@ -49,7 +49,7 @@ def test_gpus_that_the_cluster_does_not_have(clock: list[float]) -> None:
     (line,) = _report(_details(engine=_deployment(0, 2, CPU=0.5, GPU=1.0)), clock, CPUS)
     assert line == (
         "2 of 2 engine replicas wait for GPU: each needs 1, the cluster has 0 and 0 are free; "
-        "lower replicas.num_engine_replicas in my.yaml or add nodes"
+        "lower replicas.num_engine_replicas in my.yaml, or use a larger cluster"
     )
 
 

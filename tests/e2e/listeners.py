@@ -1,0 +1,147 @@
+"""What the processes of a server listen on, and the table in docs/exposure.md that says so."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil
+
+from tests.documents import ROOT, table_below
+
+PAGE = ROOT / "docs/exposure.md"
+HEADING = "`make serve`"
+FILE = "file"
+NOT_ALWAYS_THERE = ("ray::IDLE",)
+API_PORT = 8000  # in the page; the server under test has another one
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A socket that accepts connections or messages.
+
+    Attributes:
+        process: its name in the table.
+        socket: the port, or the path of a Unix socket.
+        address: 127.0.0.1, "all", another address, or "file" for a Unix socket.
+    """
+
+    process: str
+    socket: int | str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the table; ``process`` and a path are patterns as in a shell."""
+
+    process: str
+    socket: str
+    address: str
+
+    def matches(self, listener: Listener) -> bool:
+        """Whether it describes the listener."""
+        return (
+            fnmatchcase(listener.process, self.process)
+            and self.address == listener.address
+            and (self.is_port_of(listener.socket) if isinstance(listener.socket, int) else self._is_path(listener))
+        )
+
+    def is_port_of(self, port: int) -> bool:
+        """Whether it describes a port: `8000`, `8265+` for a free one from there on, `20000-31999`, `random`."""
+        if self.socket == "random":
+            return port >= 1024
+        if self.socket.endswith("+"):
+            return 0 <= port - int(self.socket[:-1]) < 100
+        first, _, last = self.socket.partition("-")
+        return first.isdigit() and int(first) <= port <= int(last or first)
+
+    def _is_path(self, listener: Listener) -> bool:
+        return fnmatchcase(str(listener.socket), self.socket)
+
+
+def documented(port: int, host: str, ray_tmpdir: Path) -> list[Entry]:
+    """Return the page's table for a server with this port, host and directory of Ray's files."""
+    entries = []
+    for cells in table_below(PAGE, HEADING):
+        process, where, address = (cell.strip("`") for cell in cells[:3])
+        where = str(port) if where == str(API_PORT) else where.replace("/tmp/ray/", f"{ray_tmpdir}/ray/")
+        entries.append(Entry(process, where, host if address == "host" else address))
+    return entries
+
+
+def listeners(processes: Iterable[psutil.Process]) -> list[Listener]:
+    """Return what the processes listen on; each socket once, though forked processes may share it."""
+    found: dict[object, Listener] = {}
+    for process in processes:
+        try:
+            name = process_name(process)
+            for one in process.net_connections("all"):
+                if one.family == socket.AF_UNIX:
+                    if one.laddr:
+                        found.setdefault((name, one.laddr), Listener(name, str(one.laddr), FILE))
+                elif one.status == psutil.CONN_LISTEN or (one.type == socket.SOCK_DGRAM and not one.raddr):
+                    listener = Listener(name, one.laddr.port, _address(one.laddr.ip))
+                    found.setdefault((one.type, one.family, one.laddr), listener)
+        except psutil.NoSuchProcess:
+            continue
+    return list(found.values())
+
+
+def process_name(process: psutil.Process) -> str:
+    """Return the name of a process in the table: its title, or the name of its program or script."""
+    command = process.cmdline()
+    if not command:
+        return ""
+    title = command[0].split(" ")[0]
+    if title.startswith("ray::"):
+        return title.partition(".")[0]  # a call that is running comes after a point
+    if title.startswith("ray-dashboard-"):
+        return title.rpartition("-")[0]
+    if any("multiprocessing.forkserver" in part for part in command):
+        return "forkserver"
+    parts = [part for part in command if not part.startswith("-")]
+    is_python = Path(parts[0]).name.startswith("python") and len(parts) > 1
+    return Path(parts[1] if is_python else parts[0]).name
+
+
+def differences(found: Iterable[Listener], entries: Iterable[Entry]) -> list[str]:
+    """Return what is found and undocumented, or documented and absent. An entry stands for one socket of a process."""
+    per_process = Counter(entries)
+    number: Counter[Entry] = Counter()
+    wrong = []
+    for listener in found:
+        if entry := next((one for one in per_process if one.matches(listener)), None):
+            number[entry] += 1
+        else:
+            wrong.append(f"undocumented: {listener}")
+    for entry, expected in per_process.items():
+        if number[entry] % expected:
+            wrong.append(f"{number[entry]} sockets instead of {expected} for each process: {entry}")
+        elif not number[entry] and entry.process not in NOT_ALWAYS_THERE and not _is_taken(entry):
+            wrong.append(f"documented, but absent: {entry}")
+    return wrong
+
+
+def _is_taken(entry: Entry) -> bool:
+    """Whether the port of an entry is taken by another program, so that the server does without."""
+    if not entry.socket.isdigit():
+        return False
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((entry.address, int(entry.socket)))
+        except OSError:
+            return True
+    return False
+
+
+def _address(text: str) -> str:
+    address = ip_address(text)
+    address = getattr(address, "ipv4_mapped", None) or address
+    return "all" if address.is_unspecified else str(address)

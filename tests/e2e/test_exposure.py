@@ -1,0 +1,91 @@
+"""docs/exposure.md lists everything that a server listens on, and Ray's token protects what it says."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import yaml
+
+from tests.e2e import conftest
+from tests.e2e.conftest import Server, running_server
+from tests.e2e.listeners import FILE, Entry, Listener, differences, documented, listeners
+
+ENGINE = "ray::ServeReplica:pagoda:engine"
+
+
+def _settled_differences(server: Server, host: str) -> list[str]:
+    """Return the differences when the server has started all of its processes, some of them after it is ready."""
+    entries = documented(server.port, host, server.ray_dir)
+    deadline = time.monotonic() + 60
+    while (wrong := differences(listeners(server.processes()), entries)) and time.monotonic() < deadline:
+        time.sleep(1)
+    return wrong
+
+
+def test_the_page_lists_every_listener(server: Server) -> None:
+    assert _settled_differences(server, "127.0.0.1") == []
+
+
+@pytest.mark.long
+def test_the_page_lists_every_listener_of_a_server_for_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config = conftest.write_config
+
+    def for_other_machines(*args: Any) -> Path:
+        path = write_config(*args)
+        document = yaml.safe_load(path.read_text())
+        document["http_options"]["host"] = "0.0.0.0"
+        path.write_text(yaml.safe_dump(document))
+        return path
+
+    monkeypatch.setattr(conftest, "write_config", for_other_machines)
+    with running_server(tmp_path, timeout_s=200) as running:
+        assert _settled_differences(running, "all") == []
+
+
+@pytest.fixture
+def serves_ports(server: Server) -> list[int]:
+    """The gRPC ports of Serve, which are open on all addresses."""
+    return [one.socket for one in listeners(server.processes()) if one.address == "all" and isinstance(one.socket, int)]
+
+
+def test_ports_on_all_addresses_require_rays_token(serves_ports: list[int]) -> None:
+    assert len(serves_ports) >= 3  # two engines and an ingress
+    for port in serves_ports:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"", timeout=10)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("path", ["/api/serve/applications/", "/api/cluster_status", "/api/jobs/", "/api/v0/actors"])
+def test_rays_dashboard_requires_its_token(server: Server, path: str) -> None:
+    assert httpx.get(server.dashboard + path, timeout=20).status_code == 401
+
+
+def test_differences_are_found() -> None:
+    """In both directions, and in ports, addresses and numbers."""
+    requests, file = Entry(ENGINE, "random", "127.0.0.1"), Entry("raylet", "/tmp/ray/session_*/sockets/raylet", FILE)
+    page, pages = Entry("haproxy", "20000-31999", "127.0.0.1"), [Listener("haproxy", 25000, "127.0.0.1")]
+    files = [Listener("raylet", "/tmp/ray/session_1/sockets/raylet", FILE)]
+    engines = [Listener(ENGINE, port, "127.0.0.1") for port in (40001, 40002, 40003, 40004)]
+    entries = [requests, requests, file, page]
+    assert differences([*engines, *files, *pages], entries) == []
+    for found, problem in [
+        ([*engines[:3], *files, *pages], "3 sockets instead of 2"),
+        ([*engines, *pages], "documented, but absent: Entry(process='raylet'"),
+        ([*engines, *files], "documented, but absent: Entry(process='haproxy'"),
+        ([*engines, *files, *pages, Listener(ENGINE, 40005, "all")], "undocumented"),
+        ([*engines, *files, *pages, Listener("haproxy", 9101, "127.0.0.1")], "undocumented"),
+        ([*engines, *files, *pages, Listener("raylet", "/tmp/other", FILE)], "undocumented"),
+        ([*engines, *files, *pages, Listener("sshd", 40005, "127.0.0.1")], "undocumented"),
+    ]:
+        (line,) = differences(found, entries)
+        assert problem in line
