@@ -1,8 +1,9 @@
 """`python -m k8s.generate [--check]`: writes serve_config.yaml into the RayService manifests.
 
 `spec.serveConfigV2` of each manifest is the shipped file with the differences listed in TARGETS. So a key that is added
-to the shipped file reaches the cluster without being copied by hand. ``--check`` writes nothing and reports manifests
-that are out of date. Only that one block of a manifest is changed.
+to the shipped file reaches the cluster without being copied by hand. HAProxy starts before the application is known, so
+its limits also become environment variables of each container that runs it. ``--check`` writes nothing and reports
+manifests that are out of date. Nothing else of a manifest is changed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from typing import Any
 
 import yaml
 
+from deployments.config import LimitOptions
+from deployments.proxy.limits import ProxyLimits
 from engine.errors import ConfigError
 
 __all__ = ["TARGETS", "Target", "generated", "main", "serve_config"]
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "serve_config.yaml"
+_WRAPPER = re.compile(r"^(?P<item> *- )\{name: RAY_SERVE_HAPROXY_BINARY_PATH, value: .*\n", re.MULTILINE)
+_LIMIT = re.compile(r"^ *- \{name: PAGODA_PROXY_\w+, value: .*\n", re.MULTILINE)
 _BLOCK = re.compile(r"^(?P<indent> *)serveConfigV2: \|\n(?:(?P=indent) +\S.*\n|\n)*", re.MULTILINE)
 
 
@@ -103,18 +108,33 @@ def _find(root: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
 
 
 def generated(target: Target) -> str:
-    """Return the manifest with the current Serve config.
+    """Return the manifest with the current Serve config and limits of HAProxy.
 
     Raises:
-        ConfigError: the manifest does not have exactly one `serveConfigV2: |`.
+        ConfigError: the manifest does not have exactly one `serveConfigV2: |`, or no container runs haproxy.sh.
     """
+    document = serve_config(target)
     text = target.manifest.read_text()
-    config = yaml.safe_dump(serve_config(target), sort_keys=False, width=120)
+    config = yaml.safe_dump(document, sort_keys=False, width=120)
     if len(found := list(_BLOCK.finditer(text))) != 1:
         raise ConfigError(f"{target.manifest} has {len(found)} lines 'serveConfigV2: |'; it must have one")
     indent = found[0]["indent"]
     block = f"{indent}serveConfigV2: |\n" + textwrap.indent(config, indent + "  ")
-    return text[: found[0].start()] + block + text[found[0].end() :]
+    text = text[: found[0].start()] + block + text[found[0].end() :]
+    return _with_limits(text, LimitOptions(**document["applications"][0]["args"]["limits"]).proxy, target.manifest)
+
+
+def _with_limits(text: str, limits: ProxyLimits, manifest: Path) -> str:
+    """Return the manifest with the limits of HAProxy in each container that runs it through haproxy.sh."""
+
+    def append(wrapper: re.Match[str]) -> str:
+        items = [f'{wrapper["item"]}{{name: {name}, value: "{value}"}}\n' for name, value in limits.environment.items()]
+        return "".join([wrapper[0], *items])
+
+    text, count = _WRAPPER.subn(append, _LIMIT.sub("", text))
+    if not count:
+        raise ConfigError(f"no container of {manifest} has RAY_SERVE_HAPROXY_BINARY_PATH; name haproxy.sh there")
+    return text
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -89,3 +89,20 @@ def test_a_manifest_without_exactly_one_serve_config_is_rejected(target: Target,
     target.manifest.write_text(text)
     with pytest.raises(ConfigError, match=r"it must have one"):
         generated(target)
+
+
+def test_a_changed_limit_of_haproxy_reaches_every_container_that_runs_it(target: Target) -> None:
+    before = target.manifest.read_text()
+    text = generated(replace(target, arguments={**target.arguments, "limits.max_connections": 77}))
+    lines = zip(before.splitlines(), text.splitlines(), strict=True)
+    changed = [new.strip() for old, new in lines if old != new]
+    variable = '- {name: PAGODA_PROXY_MAX_CONNECTIONS, value: "77"}'
+    assert changed == ["max_connections: 77", variable, variable]
+    yaml.safe_load(text)
+
+
+def test_a_manifest_without_our_haproxy_is_rejected(target: Target) -> None:
+    text = target.manifest.read_text()
+    target.manifest.write_text(text.replace("RAY_SERVE_HAPROXY_BINARY_PATH", "OTHER"))
+    with pytest.raises(ConfigError, match=r"no container of .* has RAY_SERVE_HAPROXY_BINARY_PATH"):
+        generated(target)

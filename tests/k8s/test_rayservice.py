@@ -12,6 +12,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.config import AppConfig
 from deployments.launcher.environment import SETTINGS
+from deployments.proxy.limits import ProxyLimits
 from tests.k8s.crd import mistakes
 from tests.k8s.manifests import DEMO, GPU, ROOT, SERVING, head, quantity, ray_service, serve_config, worker
 
@@ -109,6 +110,15 @@ def test_head_and_workers_have_the_same_fast_settings(overlay: str) -> None:
     assert overlay == GPU or leader["OMP_WAIT_POLICY"] == SETTINGS["OMP_WAIT_POLICY"]
     script = leader["RAY_SERVE_HAPROXY_BINARY_PATH"].removeprefix("/opt/pagoda/")
     assert (ROOT / script).stat().st_mode & 0o111
+
+
+@each
+def test_haproxy_has_the_limits_of_the_serve_config(overlay: str) -> None:
+    expected = _config(overlay).limits.proxy
+    for group in (head(overlay), worker(overlay)):
+        environment = _environment(group)
+        assert environment.keys() >= expected.environment.keys()
+        assert ProxyLimits.from_environment(environment) == expected
 
 
 @each
