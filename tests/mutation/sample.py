@@ -125,6 +125,8 @@ def record_kill(name: str) -> None:
 
 def fails(name: str, tests: list[str]) -> bool:
     """Whether a test fails on a mutant, and fails again on it but passes without it: a busy machine fails tests too."""
+    folder = name.split(".")[1]
+    tests = sorted(tests, key=lambda test: f"/{folder}/" not in test)  # those beside the code are the likely ones
     left_out: list[str] = []  # tests that fail without the mutant, or do not fail again
     for _ in range(MAX_TRIES):
         failed = failure_of(name, [*tests, *(f"--deselect={one}" for one in left_out)])
