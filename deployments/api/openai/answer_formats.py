@@ -35,6 +35,7 @@ class AnswerFormat:
         call_id_length: characters of a tool call's id.
         grammar: of an answer that may call strict tools, in llguidance's notation; None for none.
         thinking_budget: when the reasoning is ended; None for never.
+        end_of_reasoning: id of the token that ends the reasoning; None if no single token does.
         cost_per_character: of parsing, in units of tokenising one character.
     """
 
@@ -45,6 +46,7 @@ class AnswerFormat:
     call_id_length: int = 29
     grammar: str | None = None
     thinking_budget: ThinkingBudget | None = None
+    end_of_reasoning: int | None = None
     cost_per_character: float = 1.0
 
     def constrained(self, request: ChatRequest) -> ChatRequest:
@@ -78,6 +80,8 @@ class AnswerFormats:
         is_own = self._parsers.template is None
         self._shown = tokenizer.special_token_ids(self._parsers.markers) if is_own else tokenizer.special_ids
         self._cost_per_character = AnswerFormat.cost_per_character if is_own else COST_OF_RESPONSE_TEMPLATE
+        reasoning = self._parsers.reasoning_parser
+        self._end_of_reasoning = None if reasoning is None else tokenizer.single_token_id(reasoning.markers[1])
         self._tool = TOOL_PARSERS.get(self._parsers.tool or "")
         self._id_length = AnswerFormat.call_id_length if self._tool is None else self._tool.call_id_length
 
@@ -102,6 +106,7 @@ class AnswerFormats:
             self._id_length,
             grammar=None if request.forces_calls else self._grammar(request),
             thinking_budget=budget,
+            end_of_reasoning=self._end_of_reasoning,
             cost_per_character=self._cost_per_character,
         )
 

@@ -34,9 +34,6 @@ class Output:
     Args:
         answer_format: the format of the answer; None if its text is its content.
         logprobs: writes the log-probabilities of tokens; None if they are not wanted.
-
-    Attributes:
-        num_reasoning_tokens: tokens of reasoning so far.
     """
 
     def __init__(self, answer_format: AnswerFormat | None, logprobs: Logprobs | None) -> None:
@@ -46,12 +43,27 @@ class Output:
         self._finished: list[dict[str, Any]] = []
         self._open: OutputItem | None = None
         self._held: list[Token] = []  # tokens whose text has made no event yet
-        self.num_reasoning_tokens = 0
+        self._has_reasoning = False
+        self._end_of_reasoning = None if answer_format is None else answer_format.end_of_reasoning
+        self._reasoning_end: int | None = None  # number of tokens up to that token
+        self._num_tokens = 0
+        self._num_in_reasoning = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far, with its markers.
+
+        If no single token ends the reasoning, a piece of several tokens counts as what it ends with.
+        """
+        if not self._has_reasoning:
+            return 0
+        return self._num_in_reasoning if self._reasoning_end is None else self._reasoning_end
 
     def feed(
         self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, *, final: bool
     ) -> Iterator[StreamEvent]:
         """Add a piece of the answer; yields the events that it makes."""
+        self._find_end_of_reasoning(token_ids)
         found = self._parse(text, final=final)
         ranked: Sequence[TokenLogprobs | None] = logprobs or [None] * len(token_ids)
         tokens: list[Token] = list(zip(token_ids, ranked, strict=True))
@@ -88,7 +100,12 @@ class Output:
 
     def _count(self, kind: type[OutputItem], tokens: Sequence[Token]) -> None:
         if kind is ReasoningItem:
-            self.num_reasoning_tokens += len(tokens)
+            self._num_in_reasoning += len(tokens)
+
+    def _find_end_of_reasoning(self, token_ids: Sequence[int]) -> None:
+        if self._reasoning_end is None and self._end_of_reasoning in token_ids:
+            self._reasoning_end = self._num_tokens + list(token_ids).index(self._end_of_reasoning) + 1
+        self._num_tokens += len(token_ids)
 
     def _add(self, event: Event, logprobs: list[dict[str, Any]]) -> Iterator[StreamEvent]:
         """Add an event of the parser to the open item, or to a new one."""
@@ -107,7 +124,10 @@ class Output:
         index = len(self._finished)
         if isinstance(event, CallStart):
             return CallItem(index, event.name, self._call_id_length)
-        return MessageItem(index) if isinstance(event, Content) else ReasoningItem(index)
+        if isinstance(event, Content):
+            return MessageItem(index)
+        self._has_reasoning = True
+        return ReasoningItem(index)
 
     def _close(self, status: str) -> Iterator[StreamEvent]:
         if self._open is not None:

@@ -120,10 +120,11 @@ def test_reasoning_text_and_calls(parsed: TestClient, answers: Answers, size: in
     assert [tool["strict"] for tool in body["tools"]] == [None, False]
 
 
-def test_tokens_of_reasoning_are_counted(parsed: TestClient, answers: Answers, tokenizer: Any) -> None:
-    answers("<think>Hmm.</think>\n\nHello.")
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_tokens_of_reasoning_are_counted(parsed: TestClient, answers: Answers, tokenizer: Any, size: int) -> None:
+    answers("<think>Hmm.</think>\n\nHello.", size=size)
     usage = post(parsed)["usage"]
-    expected = len(tokenizer.encode("<think>Hmm.</think>\n\n", add_special_tokens=False))
+    expected = len(tokenizer.encode("<think>Hmm.</think>", add_special_tokens=False))
     assert usage["output_tokens_details"]["reasoning_tokens"] == expected
     answers("Hello.")
     assert post(parsed)["usage"]["output_tokens_details"]["reasoning_tokens"] == 0
