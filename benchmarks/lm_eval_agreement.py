@@ -77,7 +77,12 @@ def evaluate(task: Item, model: str, arguments: Item, *, is_chat: bool = False) 
     from lm_eval import simple_evaluate
 
     found: Item = simple_evaluate(
-        model=model, model_args=arguments, tasks=[task], apply_chat_template=is_chat, log_samples=True, bootstrap_iters=0
+        model=model,
+        model_args=arguments,
+        tasks=[task],
+        apply_chat_template=is_chat,
+        log_samples=True,
+        bootstrap_iters=0,
     )
     samples = sorted(found["samples"][task["task"]], key=lambda sample: int(sample["doc_id"]))
     return {"results": found["results"][task["task"]], "samples": samples}

@@ -20,7 +20,7 @@ EXTRAS = {  # the extras that each folder may rely on, besides the dependencies
     "engine": (),
     "kernels": ("gpu", "flash-attn"),
     "k8s": (),
-    "benchmarks": ("test", "bench"),
+    "benchmarks": ("test", "bench", "lm-eval"),
     "demo": ("test",),
     "tests": ("test", "mutation", "clients"),
 }
