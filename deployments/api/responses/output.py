@@ -103,8 +103,9 @@ class Output:
             self._num_in_reasoning += len(tokens)
 
     def _find_end_of_reasoning(self, token_ids: Sequence[int]) -> None:
-        if self._reasoning_end is None and self._end_of_reasoning in token_ids:
-            self._reasoning_end = self._num_tokens + list(token_ids).index(self._end_of_reasoning) + 1
+        end = self._end_of_reasoning
+        if self._reasoning_end is None and end is not None and end in token_ids:
+            self._reasoning_end = self._num_tokens + list(token_ids).index(end) + 1
         self._num_tokens += len(token_ids)
 
     def _add(self, event: Event, logprobs: list[dict[str, Any]]) -> Iterator[StreamEvent]:
