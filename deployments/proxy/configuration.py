@@ -164,6 +164,9 @@ def _frontend(limits: ProxyLimits) -> list[str]:
     rules += [f"http-request del-header {RAY_HEADER_PREFIX} -m beg"]
     # The ingress's server would answer to these with a text of its own.
     rules += [f"{_return(UNKNOWN_METHOD)} unless {{ method {METHODS} }}"]
+    # What else it cannot parse; every other error has a body of ours.
+    unparsed = _return(INVALID_HTTP).replace("http-request", "http-response")
+    rules += [f"{unparsed} if {{ status 400 }} {{ res.hdr(content-type) -m beg text/plain }}"]
     rules += ["http-after-response set-header connection close if { status 408 413 }"]
     return [*rules, f"{_return(INVALID_HTTP)} if {{ req.hdrs -m reg '{CONTROL_CHARACTERS}' }}"]
 

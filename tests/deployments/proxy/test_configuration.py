@@ -40,7 +40,13 @@ class _Ingress(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
+    error_content_type = "text/plain; charset=utf-8"  # as uvicorn, for what it cannot parse
+    error_message_format = "Invalid HTTP request received."
+
     def do_GET(self) -> None:
+        if self.path == "/unparsed":
+            self.send_error(400)
+            return
         body = json.dumps({name.lower(): value for name, value in self.headers.items()}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -238,6 +244,13 @@ def test_without_an_ingress_the_error_is_json(tmp_path: Path) -> None:
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "no_ingress"
     assert answer.headers["retry-after"] == "1"
+
+
+def test_what_the_ingress_cannot_parse_gets_our_error_body(proxy: Proxy) -> None:
+    with proxy.client(CLIENTS[0]) as client:
+        answer = client.get("/unparsed")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_http"
 
 
 @pytest.mark.parametrize("has_ingress", [False, True])
