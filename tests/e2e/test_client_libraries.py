@@ -1,6 +1,6 @@
 """Client libraries against the real server: a chat, a stream, and a loop in which a tool is called.
 
-The first call is forced, because only then is it valid whatever the model is; the turn after it is the model's choice.
+The first call is forced, so that it is made and valid whatever the model is.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def check_turns(found: dict[str, Any], answer: str) -> None:
     """Check what a program prints that has a chat, a stream and a loop with a tool."""
     assert found["answer"] == answer
     assert found["streamed"] == answer
-    assert len(found["cities"]) == 1
-    assert found["cities"][0] in ("Oslo", "Lima")
+    assert found["cities"]
+    assert {*found["cities"]} <= {"Oslo", "Lima"}
     assert len(found["final"].split()) > 3
 
 

@@ -28,7 +28,7 @@ def main(base_url: str) -> None:
         "answer": chat.invoke([question]).content,
         "streamed": "".join(str(chunk.content) for chunk in chat.stream([question])),
         "cities": [call["args"]["city"] for call in calling.tool_calls],
-        "final": chat.bind_tools([get_weather]).invoke([asked, calling, *results]).content,
+        "final": chat.bind_tools([get_weather], tool_choice="none").invoke([asked, calling, *results]).content,
     }
     print(json.dumps(found))
 

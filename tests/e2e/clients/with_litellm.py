@@ -44,11 +44,12 @@ def main(base_url: str) -> None:
         {"role": "tool", "tool_call_id": call.id, "content": f"It rains in {city}."}
         for call, city in zip(called.choices[0].message.tool_calls, cities, strict=True)
     ]
+    replied = litellm.completion(**options, messages=messages, tools=[WEATHER], tool_choice="none")
     found = {
         "answer": litellm.completion(**options, messages=question).choices[0].message.content,
         "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
         "cities": cities,
-        "final": litellm.completion(**options, messages=messages, tools=[WEATHER]).choices[0].message.content,
+        "final": replied.choices[0].message.content,
     }
     print(json.dumps(found))
 

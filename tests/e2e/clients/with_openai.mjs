@@ -22,7 +22,8 @@ messages.push(calling);
 calling.tool_calls.forEach((call, index) =>
   messages.push({ role: "tool", tool_call_id: call.id, content: `It rains in ${cities[index]}.` }),
 );
-const final = (await client.chat.completions.create({ ...asked, messages, tools })).choices[0].message.content;
+const replied = await client.chat.completions.create({ ...asked, messages, tools, tool_choice: "none" });
+const final = replied.choices[0].message.content;
 
 const response = await client.responses.create({ ...asked, input: "What is a KV cache?" });
 console.log(JSON.stringify({ answer, streamed, cities, final, response: response.output_text }));
