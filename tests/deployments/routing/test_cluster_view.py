@@ -97,6 +97,19 @@ def test_a_decision_counts_the_hits_of_its_replica_and_the_best_possible_ones() 
     assert (routed.predicted_tokens, routed.best_tokens) == (4, 8)
 
 
+def test_requests_that_their_replicas_return_wait_for_others() -> None:
+    view = ClusterView()
+    view.set_replicas({"r1": {}})
+    for name in ("a", "b", "c"):
+        view.begin(name)
+        view.dispatch(name, "r1", [], 16)
+    assert view.num_unassigned == 0
+    for name in ("a", "b", "a"):  # the second time it has no replica
+        view.unassign(name)
+    assert (view.num_unassigned, view.replica_of("a"), view.replica_of("c")) == (2, "", "r1")
+    assert view.queued()[0] == 3
+
+
 def test_an_unknown_request_may_end() -> None:
     view = ClusterView()
     view.begin("a")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployments.routing import state as state_module
 from deployments.routing.options import RoutingOptions
 from deployments.routing.state import RoutingState
 from engine.observability.load import EngineLoad
@@ -248,6 +249,30 @@ def test_a_report_includes_dispatches_from_well_before_it() -> None:
     assert state.total_queued(now=1.2) == (1, 90)
 
 
+def test_equal_costs_are_a_tie_without_any_tolerance() -> None:
+    """Else the order of the candidates, which differs among ingresses, would decide."""
+    state = make_state()
+    state.options = replace(state.options, load_bound=1.0)
+    for number in range(20):
+        assert len({first(state, prompt(number), names) for names in ("abcd", "dcba", "cadb")}) == 1
+
+
+def test_replicas_that_have_measured_no_rate_yet_are_compared_by_their_queues() -> None:
+    state = make_state("ab", reports=False)
+    for name, tokens in (("a", 500), ("b", 100)):
+        state.report(name, replace(IDLE, queued_prefill_tokens=tokens, prefill_tokens_per_s=0.0), now=0.0)
+    assert first(state, [], "ab") == first(state, prompt(1), "ab") == "b"
+
+
+def test_one_queued_token_is_a_queue() -> None:
+    state = make_state("a")
+    for queued in (replace(IDLE, queued_prefill_tokens=1), replace(IDLE, num_waiting=1)):
+        state.report("a", replace(queued, num_steps=1), now=0.0)
+        assert state.is_busy("a", now=0.0, within_s=2.0)
+        state.report("a", replace(IDLE, num_steps=1), now=0.0)
+        assert not state.is_busy("a", now=0.0, within_s=2.0)
+
+
 def test_a_busy_replica_reports_steps_and_has_a_queue() -> None:
     state = make_state("a")
     busy = replace(IDLE, num_running=1, queued_prefill_tokens=5_000)
@@ -333,6 +358,29 @@ def test_without_events_a_replica_is_modelled_as_an_lru_cache_of_its_reported_si
     state.replaced("a", [8])
     assert state.index.blocks("a") == {8}
     assert len(state.index) == 1
+
+
+def test_a_replica_that_reports_an_empty_cache_has_events_again() -> None:
+    state = make_state("a")
+    state.events_lost("a")
+    state.cleared("a")
+    state.dispatched("a", [5, 6, 7], 48, now=0.0, request_id="x")
+    state.ended("a", "x")
+    assert state.choose(["a"], [5, 6, 7], 48, now=1.0).max_cached_blocks == 3
+    later = 1.0 + state.options.assume_s
+    state.report("a", IDLE, now=later)
+    assert state.choose(["a"], [5, 6, 7], 48, now=later).max_cached_blocks == 0, "it is not guessed any more"
+
+
+def test_a_snapshot_is_applied_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decisions are made in between."""
+    monkeypatch.setattr(state_module, "_SLICE", 4)
+    state = make_state("a")
+    sizes: list[int] = []
+    stored = state.index.stored
+    monkeypatch.setattr(state.index, "stored", lambda name, hashes: sizes.append(len(hashes)) or stored(name, hashes))
+    state.replaced("a", range(10))
+    assert (sizes, state.index.blocks("a")) == ([4, 4, 2], set(range(10)))
 
 
 def test_a_replica_without_any_events_is_modelled_as_an_lru_cache() -> None:

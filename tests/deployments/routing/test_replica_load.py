@@ -51,3 +51,13 @@ def test_steps_are_seen_when_their_number_changes() -> None:
     load.reported(replace(REPORT, num_steps=8), now=3.0, transit_s=0.5)
     assert load.has_stepped_since(2.0)
     assert not load.has_stepped_since(2.5)
+
+
+def test_a_replica_that_says_nothing_of_its_pool_has_no_decode_pressure() -> None:
+    load = ReplicaLoad()
+    assert load.decode_pressure(fresh=True) == 0.0
+    load.reported(replace(REPORT, num_blocks=0, num_free_blocks=0), now=1.0, transit_s=0.5)
+    assert load.decode_pressure(fresh=True) == 0.0
+    load.reported(REPORT, now=2.0, transit_s=0.5)
+    assert load.decode_pressure(fresh=False) == 0.0
+    assert abs(load.decode_pressure(fresh=True) - (3 * 0.03 + 0.5)) < 1e-9
