@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from ipaddress import ip_address
@@ -29,11 +29,13 @@ class Listener:
         process: its name in the table.
         socket: the port, or the path of a Unix socket.
         address: 127.0.0.1, "all", another address, or "file" for a Unix socket.
+        pid: of the process.
     """
 
     process: str
     socket: int | str
     address: str
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,9 @@ def listeners(processes: Iterable[psutil.Process]) -> list[Listener]:
             for one in process.net_connections("all"):
                 if one.family == socket.AF_UNIX:
                     if one.laddr:
-                        found.setdefault((name, one.laddr), Listener(name, str(one.laddr), FILE))
+                        found.setdefault((name, one.laddr), Listener(name, str(one.laddr), FILE, process.pid))
                 elif one.status == psutil.CONN_LISTEN or (one.type == socket.SOCK_DGRAM and not one.raddr):
-                    listener = Listener(name, one.laddr.port, _address(one.laddr.ip))
+                    listener = Listener(name, one.laddr.port, _address(one.laddr.ip), process.pid)
                     found.setdefault((one.type, one.family, one.laddr), listener)
         except psutil.NoSuchProcess:
             continue
@@ -110,21 +112,24 @@ def process_name(process: psutil.Process) -> str:
     return Path(parts[1] if is_python else parts[0]).name
 
 
-def differences(found: Iterable[Listener], entries: Iterable[Entry]) -> list[str]:
+def differences(found: Sequence[Listener], entries: Sequence[Entry]) -> list[str]:
     """Return what is found and undocumented, or documented and absent. An entry stands for one socket of a process."""
     per_process = Counter(entries)
-    number: Counter[Entry] = Counter()
+    number: Counter[tuple[Entry, int]] = Counter()
     wrong = []
     for listener in found:
         if entry := next((one for one in per_process if one.matches(listener)), None):
-            number[entry] += 1
+            number[entry, listener.pid] += 1
         else:
             wrong.append(f"undocumented: {listener}")
+    names = {listener.pid: listener.process for listener in found}
     for entry, expected in per_process.items():
-        if number[entry] % expected:
-            wrong.append(f"{number[entry]} sockets instead of {expected} for each process: {entry}")
-        elif not number[entry] and entry.process not in NOT_ALWAYS_THERE and not _is_taken(entry):
+        pids = [pid for pid, name in names.items() if fnmatchcase(name, entry.process)]
+        if not pids and entry.process not in NOT_ALWAYS_THERE and not _is_taken(entry):
             wrong.append(f"documented, but absent: {entry}")
+        for pid in pids:
+            if number[entry, pid] != expected and (number[entry, pid] or not _is_taken(entry)):
+                wrong.append(f"{number[entry, pid]} sockets instead of {expected} of process {pid}: {entry}")
     return wrong
 
 

@@ -73,19 +73,22 @@ def test_rays_dashboard_requires_its_token(server: Server, path: str) -> None:
 def test_differences_are_found() -> None:
     """In both directions, and in ports, addresses and numbers."""
     requests, file = Entry(ENGINE, "random", "127.0.0.1"), Entry("raylet", "/tmp/ray/session_*/sockets/raylet", FILE)
-    page, pages = Entry("haproxy", "20000-31999", "127.0.0.1"), [Listener("haproxy", 25000, "127.0.0.1")]
-    files = [Listener("raylet", "/tmp/ray/session_1/sockets/raylet", FILE)]
-    engines = [Listener(ENGINE, port, "127.0.0.1") for port in (40001, 40002, 40003, 40004)]
-    entries = [requests, requests, file, page]
-    assert differences([*engines, *files, *pages], entries) == []
+    entries = [requests, requests, file, Entry("haproxy", "20000-31999", "127.0.0.1")]
+    engine = [Listener(ENGINE, port, "127.0.0.1", 1) for port in (40001, 40002)]
+    other = [Listener(ENGINE, port, "127.0.0.1", 2) for port in (40003, 40004)]
+    files = [Listener("raylet", "/tmp/ray/session_1/sockets/raylet", FILE, 3)]
+    pages = [Listener("haproxy", 25000, "127.0.0.1", 4)]
+    everything = [*engine, *other, *files, *pages]
+    assert differences(everything, entries) == []
     for found, problem in [
-        ([*engines[:3], *files, *pages], "3 sockets instead of 2"),
-        ([*engines, *pages], "documented, but absent: Entry(process='raylet'"),
-        ([*engines, *files], "documented, but absent: Entry(process='haproxy'"),
-        ([*engines, *files, *pages, Listener(ENGINE, 40005, "all")], "undocumented"),
-        ([*engines, *files, *pages, Listener("haproxy", 9101, "127.0.0.1")], "undocumented"),
-        ([*engines, *files, *pages, Listener("raylet", "/tmp/other", FILE)], "undocumented"),
-        ([*engines, *files, *pages, Listener("sshd", 40005, "127.0.0.1")], "undocumented"),
+        ([*engine, *other[:1], *files, *pages], "1 sockets instead of 2 of process 2"),
+        ([*everything, Listener(ENGINE, 40005, "127.0.0.1", 2)], "3 sockets instead of 2 of process 2"),
+        ([*engine, *pages], "documented, but absent: Entry(process='raylet'"),
+        ([*engine, *files], "documented, but absent: Entry(process='haproxy'"),
+        ([*everything, Listener(ENGINE, 40005, "all", 1)], "undocumented"),
+        ([*everything, Listener("haproxy", 9101, "127.0.0.1", 4)], "undocumented"),
+        ([*everything, Listener("raylet", "/tmp/other", FILE, 3)], "undocumented"),
+        ([*everything, Listener("sshd", 40005, "127.0.0.1", 5)], "undocumented"),
     ]:
         (line,) = differences(found, entries)
         assert problem in line
