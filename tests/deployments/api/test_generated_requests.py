@@ -20,7 +20,7 @@ from tests.deployments.answering_engines import AnsweringEngines
 
 schemathesis = pytest.importorskip("schemathesis")
 
-MAX_EXAMPLES = int(os.environ.get("PAGODA_EXAMPLES", "200"))  # of each endpoint
+MAX_EXAMPLES = int(os.environ.get("PAGODA_EXAMPLES", "50"))  # of each endpoint; 200 also pass, in 7 minutes
 ALLOWED_SERVER_ERRORS = (501, 503)
 WITHOUT_SERVE = {"/web/{name}", "/metrics", "/load", "/live"}  # need a file that exists, or Serve
 
