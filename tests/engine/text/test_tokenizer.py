@@ -80,8 +80,22 @@ def test_a_template_that_refuses_is_a_request_error(tokenizer: Tokenizer) -> Non
 
 def test_a_model_without_template_points_to_completions(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, chat_template=None)
-    with pytest.raises(RequestError, match="no chat template; use /v1/completions"):
+    with pytest.raises(RequestError, match="no chat template; use /v1/completions") as caught:
         Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+def test_the_fields_of_a_message_are_no_variables_of_the_template(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, chat_template="{{ content is defined }} {{ style is defined }}")
+    tokenizer, messages = Tokenizer(tmp_path), [{"role": "user", "content": "x"}]
+    assert tokenizer.decode(tokenizer.encode_chat(messages), skip_special_tokens=False) == "False False"
+    with_option = tokenizer.encode_chat(messages, style="x")
+    assert tokenizer.decode(with_option, skip_special_tokens=False) == "False True"
+
+
+def test_a_text_that_is_one_token_has_its_id(tokenizer: Tokenizer) -> None:
+    assert tokenizer.single_token_id("<|im_start|>") == IM_START
+    assert tokenizer.single_token_id("<|im_start|><|im_end|>") is None
 
 
 def test_special_tokens_that_are_in_no_map_are_masked_too(tmp_path: Path) -> None:
