@@ -89,7 +89,7 @@ def test_the_fields_of_a_message_are_no_variables_of_the_template(tmp_path: Path
     save_tokenizer(tmp_path, chat_template="{{ content is defined }} {{ style is defined }}")
     tokenizer, messages = Tokenizer(tmp_path), [{"role": "user", "content": "x"}]
     assert tokenizer.decode(tokenizer.encode_chat(messages), skip_special_tokens=False) == "False False"
-    with_option = tokenizer.encode_chat(messages, style="x")
+    with_option = tokenizer.encode_chat(messages, template_options={"style": "x"})
     assert tokenizer.decode(with_option, skip_special_tokens=False) == "False True"
 
 
