@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import subprocess
 import tomllib
 import warnings
@@ -84,8 +85,16 @@ def test_python_blocks_run_and_print_what_the_page_says(page: Any, monkeypatch: 
 @pytest.mark.parametrize(
     "block", [block for page in DOCUMENTS for block in code_blocks(page, "yaml")], ids=lambda block: str(block)
 )
-def test_yaml_blocks_are_valid_arguments(block: CodeBlock) -> None:
-    AppConfig.parse(yaml.safe_load(block.text))
+def test_yaml_blocks_are_valid(block: CodeBlock, tmp_path: Path) -> None:
+    """They are arguments of the application, or a configuration of Prometheus."""
+    content = yaml.safe_load(block.text)
+    if "scrape_configs" not in content:
+        AppConfig.parse(content)
+    elif shutil.which("promtool") is None:
+        pytest.skip("needs promtool, of Debian's package prometheus")
+    else:
+        (tmp_path / "prometheus.yml").write_text(block.text)
+        subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], check=True)
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
