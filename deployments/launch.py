@@ -56,8 +56,8 @@ def _serve(config: Path, endpoint: Endpoint, stop_at_once: threading.Event) -> i
         print(f"pagoda: {error}", file=sys.stderr)
         return 1
     except StopRequested:
-        print("pagoda: stopping after the running streams (signal again to stop at once) ...", flush=True)
-        if server is not None:
+        if server is not None and server.is_ready:
+            print("pagoda: stopping after the running streams (signal again to stop at once) ...", flush=True)
             server.drain()
         return 0
     finally:

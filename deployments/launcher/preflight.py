@@ -117,7 +117,8 @@ def _why_not(endpoint: Endpoint, error: OSError | UnicodeError) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text())
+        with path.open() as file:  # its name is part of the errors
+            document = yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

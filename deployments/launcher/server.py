@@ -92,6 +92,11 @@ class Server:
         self._is_ready = True
         self._ends_at_once = True
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the server has answered requests."""
+        return self._is_ready
+
     def _check_deployments(self) -> None:
         """Raise LaunchError if an application failed to deploy; print which replicas the cluster has no room for."""
         details = serve_details(self._dashboard)
@@ -123,8 +128,6 @@ class Server:
 
         Deleting the applications lets streams finish. Serve's own shutdown does not: it ends HAProxy first.
         """
-        if not self._is_ready:
-            return
         unplaced = unplaced_replicas(serve_details(self._dashboard))  # they have no streams, and may yet start
         self._ends_at_once = not unplaced
         if not delete_applications(self._dashboard):
@@ -159,6 +162,8 @@ class Server:
             # Ray logs calls that the stop itself has ended, as do processes that are not asked first.
             if not self._is_stopping or (self._ends_at_once and "graceful_shutdown" not in line):
                 print(line, end="", flush=True)
+            if "Submitted deploy config successfully" in line:
+                print("pagoda: the replicas start, and load the model ...", flush=True)
 
 
 def _has_drained(details: Mapping[str, Any], unplaced: set[str]) -> bool:

@@ -155,6 +155,13 @@ class ModelRunner:
         )
         length = self.max_model_len
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", tokens / length)
+        if tokens < length:
+            logger.warning(
+                "The KV cache is smaller than the context of %d tokens: a prompt and its answer have at most %d. "
+                "Raise kv_cache_memory, or lower max_model_len.",
+                length,
+                tokens,
+            )
 
 
 class _PendingSample:

@@ -41,6 +41,15 @@ def test_a_start_says_what_is_loaded_how_long_it_takes_and_what_fits(
         assert re.match(pattern, line), line
 
 
+def test_a_kv_cache_that_is_smaller_than_the_context_gets_a_warning(
+    qwen3: SavedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"max_model_len": 64, "num_blocks": 5, "block_size": 8, "device": "cpu"}
+    Engine.from_config(EngineConfig.from_options(qwen3.path, options)).close()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "the context of 64 tokens: a prompt and its answer have at most 40" in warning
+
+
 @pytest.fixture
 def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     """A root logger without handlers, as a new interpreter has it; pytest puts some on the real one."""
@@ -119,7 +128,8 @@ def test_messages_can_go_to_another_logger_whose_handlers_come_later() -> None:
 
 
 def test_a_script_sees_the_start_on_stderr_without_configuring_anything(qwen3: SavedModel) -> None:
-    script = f"from engine.llm import LLM; LLM({qwen3.path!r}, device='cpu', num_blocks=8, skip_tokenizer_init=True)"
+    options = {"device": "cpu", "num_blocks": 8, "max_model_len": 64, "skip_tokenizer_init": True}
+    script = f"from engine.llm import LLM; LLM({qwen3.path!r}, **{options})"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout == ""
     lines = run.stderr.splitlines()
