@@ -1,5 +1,5 @@
 # make serve   runs the server in the foreground          make test        runs the tests, in at most 10 minutes
-# make lint    ruff and mypy                              make test-long   runs those marked `long`, in some 15 minutes
+# make lint    ruff and mypy                              make test-long   runs those marked `long`, in some 20 minutes
 # make bench   runs the benchmarks                        make status      shows the replicas of the running server
 # make test-clients   runs the tests with client libraries whose dependencies exclude the server's
 # Each installs what it needs into .venv first, and again only when pyproject.toml has changed.

@@ -50,9 +50,7 @@ class LazyPromptBuilder:
         try:
             return await asyncio.wait_for(asyncio.shield(build), TIMEOUT_S)
         except TimeoutError:
-            raise ApiError(
-                503, "no engine serves yet: they are loading, or wait for resources", code="loading", retry_after_s=5
-            ) from None
+            raise ApiError(503, NOT_READY, code="loading", retry_after_s=5) from None
 
     def _build_task(self) -> asyncio.Future[PromptBuilder]:
         """Return the task that builds; start one if there is none or it failed."""

@@ -55,7 +55,9 @@ def run_with_stack(stack: int, work: Callable[[], None]) -> threading.Thread:
 
 
 class GrammarProbe:
-    """One child process, started on first use and again after a grammar has killed it. Threads use it in turn.
+    """One child process, started by ``start`` or on first use, and again after a grammar has killed it.
+
+    Threads use it in turn.
 
     Args:
         tokenizer_json: text of the model's tokenizer.json.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -137,30 +136,6 @@ def mixtures(rng: random.Random) -> Iterator[Sent]:
             data[rng.randrange(len(data))] = rng.randrange(256)
         end = rng.choice([len(data), len(data), len(data), rng.randrange(len(data))])
         yield Sent(f"mixture {bytes(data[:60])!r}", bytes(data[:end]), half_closes=rng.random() < 0.1)
-
-
-async def trickle(port: int, data: bytes, *, seconds: float) -> float:
-    """Send a request a byte at a time, one each 0.5 s; return after how many seconds the server answers or closes.
-
-    Raises:
-        TimeoutError: if it does neither in ``seconds``.
-    """
-    started = time.monotonic()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        async with asyncio.timeout(seconds):
-            answer = asyncio.create_task(reader.read(1))
-            with suppress(OSError):
-                for byte in data:
-                    if answer.done():
-                        break
-                    writer.write(bytes([byte]))
-                    await asyncio.wait([answer], timeout=0.5)
-            with suppress(OSError):
-                await answer
-    finally:
-        writer.transport.abort()
-    return time.monotonic() - started
 
 
 async def exchange(port: int, sent: Sent, *, timeout_s: float = 60.0) -> Answer:
