@@ -136,6 +136,7 @@ _ENGINE_RULES: dict[str, Rule] = {
     "model": _checkpoint_path,
     "served_model_name": name_or_null,
     "dtype": choice("auto", "float32", "bfloat16", "float16"),
+    "model_impl": choice("auto", "pagoda", "transformers"),
     "quantization": optional(choice("int8")),
     "device": _device,
     "max_model_len": optional(integer(1)),
@@ -170,6 +171,8 @@ class EngineConfig:
     Attributes:
         model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer).
         dtype: of weights and KV cache; ``auto`` takes the checkpoint's.
+        model_impl: what computes the model: ``pagoda`` is our own decoder, ``transformers`` are transformers' modules;
+            ``auto`` takes our own decoder where it computes the model.
         quantization: ``int8`` keeps the weights of linear layers as int8, quantized while they are loaded, on a CPU;
             None keeps them in ``dtype``.
         max_model_len: context length in tokens; None takes the model's.
@@ -216,6 +219,7 @@ class EngineConfig:
 
     model: str
     dtype: str = "auto"
+    model_impl: str = "auto"
     quantization: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256

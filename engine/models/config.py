@@ -7,7 +7,6 @@ wrongly. It does not touch weights.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,9 @@ from typing import Any
 import torch
 
 from engine.errors import ConfigError, ModelLoadError, RequestError
+from engine.models.config_json import read_config_json, read_json
 from engine.models.plain_config import plain_config
+from engine.models.shape import AttentionShape, ModelShape
 from engine.sampling_params import SamplingParams
 
 __all__ = ["ARCHITECTURES", "GenerationDefaults", "ModelConfig", "load_hf_config"]
@@ -41,11 +42,9 @@ ARCHITECTURES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The shape of one decoder-only model."""
+class ModelConfig(ModelShape):
+    """The shape of one decoder-only model that our own decoder computes."""
 
-    architecture: str
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -53,7 +52,6 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    max_position_embeddings: int
     tie_word_embeddings: bool
     qk_norm: bool
     qkv_bias: bool
@@ -61,11 +59,21 @@ class ModelConfig:
     mlp_bias: bool
     sliding_windows: tuple[int | None, ...]  # one a layer; None attends to everything
     rope_type: str
-    dtype: torch.dtype
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes that one token's keys and values take in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+    @property
+    def attention(self) -> AttentionShape:
+        """The attention layers."""
+        return AttentionShape(
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            sliding_windows=frozenset(self.sliding_windows),
+        )
+
+    def check_options(self, *, max_model_len: int, tensor_parallel_size: int, quantization: str | None) -> None:
+        """Raise ConfigError if the ranks cannot share the model evenly."""
+        self.shard(tensor_parallel_size)
 
     def shard(self, size: int) -> ModelConfig:
         """Return the shape of the share that one of ``size`` tensor-parallel ranks computes.
@@ -151,22 +159,8 @@ def load_hf_config(path: str | Path) -> Any:
         ConfigError: if the directory or its config.json does not exist.
         ModelLoadError: if it is malformed, names remote code, is quantized, or has an unknown architecture.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
-    file = directory / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"model '{path}' has no config.json; give the path of a Hugging Face checkpoint")
-    try:
-        raw = _read_json(file)
-        if "auto_map" in raw:
-            raise ModelLoadError(f"model '{path}' names code of its own (auto_map), which Pagoda never runs")
-        if raw.get("quantization_config"):
-            method = raw["quantization_config"].get("quant_method", "unknown")
-            raise ModelLoadError(f"model '{path}' is quantised ({method}); give the checkpoint in bf16, fp16 or fp32")
-    except (OSError, ValueError, AttributeError) as error:
-        raise _unreadable(path, error) from error
-    return plain_config(raw) or _read_with_transformers(directory)
+    raw = read_config_json(path)
+    return plain_config(raw) or _read_with_transformers(Path(path))
 
 
 def _read_with_transformers(directory: Path) -> Any:
@@ -198,7 +192,7 @@ class GenerationDefaults:
             ModelLoadError: if the file is malformed, an id is outside the vocabulary or a default out of range.
         """
         file = Path(path) / "generation_config.json"
-        raw = _read_json(file) if file.is_file() else {}
+        raw = read_json(file) if file.is_file() else {}
         eos = raw.get("eos_token_id")
         eos = hf_config.eos_token_id if eos is None else eos
         ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
@@ -218,13 +212,3 @@ class GenerationDefaults:
         except RequestError as error:
             raise ModelLoadError(f"'{file}' sets defaults that are not valid: {error}") from error
         return cls(ids, sampling)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(file.read_text())
-    except ValueError as error:
-        raise ModelLoadError(f"'{file}' is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelLoadError(f"'{file}' holds a {type(raw).__name__}; a JSON object is expected")
-    return raw

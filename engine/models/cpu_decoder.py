@@ -54,6 +54,9 @@ class CpuDecoder:
         parallel: this rank and its group.
         dtype: of the KV cache, float32 or bfloat16.
         kind: the type of the linear layers' packed weights.
+
+    Attributes:
+        attention: the shape of this rank's attention layers.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class CpuDecoder:
         self.embed_tokens = embed_tokens
         self.config, self.parallel, self.rope = config, parallel, rope.contiguous()
         own = config.shard(parallel.size)
+        self.attention = own.attention
         self.layers = [PackedLayer(_layer_shape(own, index), kind, dtype) for index in range(config.num_layers)]
         self.norm = torch.empty(0)
         self.lm_head = PackedLinear(kind, config.hidden_size, self.embed_tokens.num_embeddings)

@@ -145,6 +145,9 @@ class Decoder(nn.Module):
         config: the whole model's shape.
         rope: cosines and sines of every position it may see, float32 [length, 2, head_dim // 2].
         parallel: this rank and its group.
+
+    Attributes:
+        attention: the shape of this rank's attention layers.
     """
 
     def __init__(self, config: ModelConfig, rope: torch.Tensor, parallel: TensorParallel) -> None:
@@ -152,6 +155,7 @@ class Decoder(nn.Module):
         self.config = config
         self.parallel = parallel
         own = config.shard(parallel.size)
+        self.attention = own.attention
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
         self.layers = nn.ModuleList(DecoderLayer(own, layer, parallel) for layer in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)

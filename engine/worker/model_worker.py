@@ -17,9 +17,14 @@ from engine.config import EngineConfig
 from engine.device_copy import use_device
 from engine.errors import ConfigError
 from engine.kv.kv_cache import KVCache
-from engine.models.config import ModelConfig, load_hf_config
+from engine.models.adapter.config import TransformersConfig
+from engine.models.adapter.decoder import TransformersDecoder
+from engine.models.adapter.loader import load_transformers_decoder
+from engine.models.config import load_hf_config
+from engine.models.config_json import context_length
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.decoder import Decoder, ForwardContext
+from engine.models.implementation import read_shape
 from engine.models.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.sampling.sampler import Sampler
@@ -50,7 +55,7 @@ class ModelWorker:
         ModelLoadError: if the checkpoint cannot be served.
     """
 
-    model: Decoder | CpuDecoder
+    model: Decoder | CpuDecoder | TransformersDecoder
     kv_cache: KVCache
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
@@ -58,16 +63,21 @@ class ModelWorker:
         self.rank = rank
         self.device = resolve_device(config, rank)
         self.hf_config = load_hf_config(config.model)
-        self.model_config = ModelConfig.from_hf(self.hf_config)
-        self.shard_config = self.model_config.shard(config.tensor_parallel_size)
+        self.model_config = read_shape(self.hf_config, config.model_impl)
         self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.quantization is not None and self.device.type != "cpu":
             raise ConfigError(
                 f"quantization={config.quantization!r} is for CPUs, and the device is {self.device}; leave it out"
             )
-        self.max_model_len = self._context_length()
+        self.max_model_len = context_length(config.max_model_len, self.model_config.max_position_embeddings)
+        self.model_config.check_options(
+            max_model_len=self.max_model_len,
+            tensor_parallel_size=config.tensor_parallel_size,
+            quantization=config.quantization,
+        )
         try:
-            self.backend = select_backend(self.device, self.dtype, config.attention_backend)
+            options = self.model_config.attention_options
+            self.backend = select_backend(self.device, self.dtype, config.attention_backend, options)
             self.block_size = config.block_size or self.backend.default_block_size
             self.backend.check_block_size(self.block_size)
         except ValueError as error:
@@ -91,7 +101,19 @@ class ModelWorker:
         if self.device.type == "cpu":
             set_rank_threads(self.config, self.rank, has_cpu_kernels=self.backend.uses_cpu_kernels)
         self.parallel = TensorParallel.join(self.rank, self.config.tensor_parallel_size, self.device, rendezvous)
-        self.model = load_decoder(
+        self.model = self._load_model()
+
+    def _load_model(self) -> Decoder | CpuDecoder | TransformersDecoder:
+        show_progress = self.config.use_tqdm_on_load and self.rank == 0
+        if isinstance(self.model_config, TransformersConfig):
+            return load_transformers_decoder(
+                self.config.model,
+                self.model_config,
+                dtype=self.dtype,
+                device=self.device,
+                show_progress=show_progress,
+            )
+        return load_decoder(
             self.config.model,
             self.hf_config,
             dtype=self.dtype,
@@ -100,19 +122,12 @@ class ModelWorker:
             parallel=self.parallel,
             quantization=self.config.quantization,
             use_cpu_kernels=self.backend.uses_cpu_kernels,
-            show_progress=self.config.use_tqdm_on_load and self.rank == 0,
+            show_progress=show_progress,
         )
 
     def abort(self) -> None:
         """Make collectives that wait for other ranks fail. May be called from any thread."""
         self.parallel.abort()
-
-    def _context_length(self) -> int:
-        longest = self.model_config.max_position_embeddings
-        requested = self.config.max_model_len
-        if requested is not None and requested > longest:
-            raise ConfigError(f"max_model_len={requested} exceeds the model's {longest} positions; lower it")
-        return requested or longest
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -171,12 +186,12 @@ class ModelWorker:
     def warm_up_batches(self) -> list[tuple[int, int]]:
         """Return the batches of one sequence, as (query_len, seq_len), after which no step compiles a kernel."""
         limits = StepLimits(
-            num_heads=self.shard_config.num_heads,
-            num_kv_heads=self.shard_config.num_kv_heads,
-            head_dim=self.shard_config.head_dim,
+            num_heads=self.model.attention.num_heads,
+            num_kv_heads=self.model.attention.num_kv_heads,
+            head_dim=self.model.attention.head_dim,
             dtype=self.dtype,
             device=self.device,
-            sliding_windows=frozenset(self.shard_config.sliding_windows),
+            sliding_windows=self.model.attention.sliding_windows,
             max_query_len=min(self.config.max_num_batched_tokens, self.max_model_len),
             max_seq_len=self.max_model_len,
         )
@@ -234,7 +249,7 @@ class ModelWorker:
     @property
     def bytes_per_block(self) -> int:
         """Size of a block's keys and values on this rank."""
-        return self.block_size * self.shard_config.kv_bytes_per_token(self.dtype)
+        return self.block_size * self.model.attention.kv_bytes_per_token(self.dtype)
 
     @property
     def _num_preallocated_tokens(self) -> int:
@@ -269,11 +284,11 @@ class ModelWorker:
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
         return KVCache(
-            num_layers=self.shard_config.num_layers,
+            num_layers=self.model.attention.num_layers,
             num_blocks=num_blocks,
             block_size=self.block_size,
-            num_kv_heads=self.shard_config.num_kv_heads,
-            head_dim=self.shard_config.head_dim,
+            num_kv_heads=self.model.attention.num_kv_heads,
+            head_dim=self.model.attention.head_dim,
             dtype=self.dtype,
             device=self.device,
             num_host_blocks=num_host_blocks,

@@ -23,6 +23,9 @@ class AttentionInputs:
 
     A query at position p of its sequence sees the keys at positions j <= p, and with `sliding_window` = W only those
     with p - j < W, as transformers does it for Mistral. Query head h reads KV head h // group_size.
+
+    Two options need a backend whose line in registry.py names them: a soft-cap C replaces each score s by
+    C * tanh(s / C) (Gemma 2), and a sink is one more score of each query of a head, without a value (GPT-OSS).
     """
 
     query: torch.Tensor  # [num_tokens, num_heads, head_dim], packed: see AttentionMetadata
@@ -31,6 +34,8 @@ class AttentionInputs:
     metadata: AttentionMetadata
     scale: float  # factor of Q K^T
     sliding_window: int | None = None  # tokens; None: no window
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # float32 [num_heads]
 
     @property
     def block_size(self) -> int:

@@ -1,4 +1,4 @@
-"""The attention backend of a CPU: the C kernel where it can run, else torch's own operators."""
+"""The attention backend of a CPU: the C kernel where it computes what is asked for, else torch's own operators."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class CpuBackend(AttentionBackend):
             raise ValueError(f"block_size={block_size} holds no token; the cpu attention backend needs 1 or more")
 
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
-        if self._use_c_kernel and c_kernel.is_supported(inputs.key_cache.dtype, inputs.head_dim):
+        is_plain = inputs.softcap is None and inputs.sinks is None
+        if self._use_c_kernel and is_plain and c_kernel.is_supported(inputs.key_cache.dtype, inputs.head_dim):
             return c_kernel.paged_attention(inputs)
         return self._sdpa.forward(inputs)

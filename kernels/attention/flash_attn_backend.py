@@ -62,6 +62,8 @@ class FlashAttnBackend(AttentionBackend):
         step = self._step_arguments(metadata, inputs.block_size)
         # flash-attn's window is inclusive.
         window = _NO_WINDOW if inputs.sliding_window is None else (inputs.sliding_window - 1, 0)
+        softcap = inputs.softcap or 0.0
+        assert inputs.sinks is None
         if metadata.max_query_len == 1 and query.shape[0] == metadata.num_seqs:
             attended = self._with_kvcache(
                 query[:, None],  # [num_seqs, 1, num_heads, head_dim]
@@ -72,6 +74,7 @@ class FlashAttnBackend(AttentionBackend):
                 softmax_scale=inputs.scale,
                 causal=True,
                 window_size=window,
+                softcap=softcap,
             )
             return attended[:, 0]
         return self._varlen(
@@ -85,6 +88,7 @@ class FlashAttnBackend(AttentionBackend):
             softmax_scale=inputs.scale,
             causal=True,
             window_size=window,
+            softcap=softcap,
             block_table=metadata.block_tables,
         )
 

@@ -29,7 +29,7 @@ def attention(inputs: AttentionInputs) -> torch.Tensor:
         if inputs.sliding_window is not None:
             visible &= distance < inputs.sliding_window
         keys, values = inputs.key_cache.flatten(0, 1)[rows], inputs.value_cache.flatten(0, 1)[rows]
-        output[start:end] = _attend(inputs.query[start:end], keys, values, visible, inputs.scale).to(output.dtype)
+        output[start:end] = _attend(inputs, inputs.query[start:end], keys, values, visible).to(output.dtype)
     return output
 
 
@@ -44,12 +44,18 @@ def _slots_of_context(block_table: torch.Tensor, seq_len: int, block_size: int) 
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, scale: float
+    inputs: AttentionInputs, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
     """Dense attention of [num_queries, num_heads, head_dim] over [num_keys, num_kv_heads, head_dim], in float64."""
     group_size = query.shape[1] // keys.shape[1]
     keys = keys.double().repeat_interleave(group_size, dim=1)
     values = values.double().repeat_interleave(group_size, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * inputs.scale
+    if inputs.softcap is not None:
+        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.double()[:, None, None].expand(-1, query.shape[0], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[0]]
     return torch.einsum("hqk,khd->qhd", weights, values)

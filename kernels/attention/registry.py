@@ -25,16 +25,18 @@ class BackendEntry:
         class_name: the subclass of `AttentionBackend`.
         devices: types of devices, as torch names them.
         dtypes: of queries and cache, as torch names them.
+        options: of AttentionInputs that it computes besides the sliding window: `softcap`, `sinks`.
     """
 
     module: str
     class_name: str
     devices: tuple[str, ...]
     dtypes: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
 
 BACKENDS: dict[str, BackendEntry] = {  # "auto" takes the first that can run, so the fastest of a device comes first
-    "cpu":        BackendEntry("cpu_backend",        "CpuBackend",       devices=("cpu",),  dtypes=ANY),
-    "flash_attn": BackendEntry("flash_attn_backend", "FlashAttnBackend", devices=("cuda",), dtypes=HALF),
-    "triton":     BackendEntry("triton_backend",     "TritonBackend",    devices=("cuda",), dtypes=ANY),
+    "cpu":        BackendEntry("cpu_backend",        "CpuBackend",       ("cpu",),  ANY,  options=("softcap", "sinks")),
+    "flash_attn": BackendEntry("flash_attn_backend", "FlashAttnBackend", ("cuda",), HALF, options=("softcap",)),
+    "triton":     BackendEntry("triton_backend",     "TritonBackend",    ("cuda",), ANY),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 torch's CPU SDPA is a FlashAttention-2 kernel (Dao, 2023) that keeps scores and sums in float32. Query heads that share
 a KV head become one longer query (decode) or a broadcast view (prefill), so no head is ever copied. sdpa_plan.py
-decides once a step what is gathered together.
+decides once a step what is gathered together. Layers with a soft-cap or sinks, which SDPA lacks, use softmax.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.base import AttentionInputs
 from kernels.attention.sdpa_plan import QUERIES_PER_TILE, DecodeGroup, Prefill, SdpaPlan, make_plan
+from kernels.attention.softmax import softmax_attention
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["SdpaAttention"]
@@ -35,7 +36,7 @@ class SdpaAttention:
         output = query.new_empty(query.shape) if plan.covers_all_rows else query.new_zeros(query.shape)
         for group in plan.decode_groups:
             keys, values = self._gathered.read(inputs, group.slots)
-            output[group.query_rows] = _decode(query[group.query_rows], keys, values, group, inputs.scale)
+            output[group.query_rows] = _decode(inputs, query[group.query_rows], keys, values, group)
         for prefill in plan.prefills:
             keys, values = self._gathered.read(inputs, prefill.slots)
             self._prefill(inputs, keys, values, prefill, output)
@@ -61,7 +62,7 @@ class SdpaAttention:
             if not prefill.is_causal:
                 num_keys = tile.keys.stop - tile.keys.start
                 mask = self._masks.get(queries.shape[0], num_keys, inputs.sliding_window, queries.dtype)
-            output[tile.query_rows] = _attend_tile(queries, keys[tile.keys], values[tile.keys], mask, inputs.scale)
+            output[tile.query_rows] = _attend_tile(inputs, queries, keys[tile.keys], values[tile.keys], mask)
 
 
 class _GatherBuffers:
@@ -114,7 +115,7 @@ def _make_band(num_keys: int, sliding_window: int | None, dtype: torch.dtype) ->
 
 
 def _decode(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeGroup, scale: float
+    inputs: AttentionInputs, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeGroup
 ) -> torch.Tensor:
     """Attend from one query a sequence, [num_seqs, num_heads, head_dim]; the heads of a group act as its length."""
     num_seqs, num_heads, head_dim = query.shape
@@ -122,12 +123,12 @@ def _decode(
     grouped = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     keys = keys.view(num_seqs, -1, num_kv_heads, head_dim).transpose(1, 2)
     values = values.view(num_seqs, -1, num_kv_heads, head_dim).transpose(1, 2)
-    attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=group.visible, scale=scale)
-    return attended.reshape(query.shape)
+    sinks = None if inputs.sinks is None else inputs.sinks.view(num_kv_heads, -1, 1)
+    return _attend(inputs, grouped, keys, values, group.visible, sinks).reshape(query.shape)
 
 
 def _attend_tile(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+    inputs: AttentionInputs, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Attend from [num_rows, num_heads, head_dim] under `mask`, or without one under a plain causal triangle."""
     num_rows, num_heads, head_dim = query.shape
@@ -136,7 +137,33 @@ def _attend_tile(
     grouped = query.view(num_rows, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
     keys = keys.transpose(0, 1)[:, None].expand(-1, group_size, -1, -1)
     values = values.transpose(0, 1)[:, None].expand(-1, group_size, -1, -1)
-    attended = scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
-    )  # [num_kv_heads, group_size, num_rows, head_dim]
+    sinks = None if inputs.sinks is None else inputs.sinks.view(num_kv_heads, group_size, 1, 1)
+    attended = _attend(inputs, grouped, keys, values, mask, sinks, is_causal=mask is None)
+    # From [num_kv_heads, group_size, num_rows, head_dim].
     return attended.permute(2, 0, 1, 3).reshape(query.shape)
+
+
+def _attend(
+    inputs: AttentionInputs,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    if inputs.softcap is None and sinks is None:
+        return scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=is_causal, scale=inputs.scale
+        )
+    return softmax_attention(
+        query,
+        keys,
+        values,
+        mask=mask,
+        is_causal=is_causal,
+        scale=inputs.scale,
+        softcap=inputs.softcap,
+        sinks=sinks,
+    )

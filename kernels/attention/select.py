@@ -17,20 +17,24 @@ from kernels.attention.registry import BACKENDS
 __all__ = ["select_backend"]
 
 
-def select_backend(device: torch.device, dtype: torch.dtype, name: str = "auto") -> AttentionBackend:
+def select_backend(
+    device: torch.device, dtype: torch.dtype, name: str = "auto", options: frozenset[str] = frozenset()
+) -> AttentionBackend:
     """Return the backend called `name`, or with "auto" the fastest that can compute `dtype` on `device`.
 
-    Raises ValueError for an unknown name, and for a backend that cannot run on this device, with this dtype or on this
-    installation.
+    `options` are those of registry.py that the model needs.
+
+    Raises ValueError for an unknown name, and for a backend that cannot run on this device, with this dtype or these
+    options, or on this installation.
     """
     if name == "auto":
-        return _fastest_backend(device, dtype)
+        return _fastest_backend(device, dtype, options)
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; choose {_listed(['auto', *BACKENDS])}")
     try:
-        return _create(name, device, dtype)
+        return _create(name, device, dtype, options)
     except _UnusableError as error:
-        choices = _listed(["auto", *(other for other in _candidates(device, dtype) if other != name)])
+        choices = _listed(["auto", *(other for other in _candidates(device, dtype, options) if other != name)])
         problem = f"attention backend {name!r} cannot run on device {str(device)!r}: {error}"
         raise ValueError(f"{problem}; use {choices}") from error
 
@@ -39,32 +43,36 @@ class _UnusableError(Exception):
     """A backend cannot run here; the message is the reason."""
 
 
-def _fastest_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def _fastest_backend(device: torch.device, dtype: torch.dtype, options: frozenset[str]) -> AttentionBackend:
     reasons = []
-    for name in _candidates(device, dtype):
+    for name in _candidates(device, dtype, options):
         try:
-            return _create(name, device, dtype)
+            return _create(name, device, dtype, options)
         except _UnusableError as error:
             reasons.append(f"{name}: {error}")
-    details = "; ".join(reasons) or _remedy(device)
-    raise ValueError(f"no attention backend computes {_dtype_name(dtype)} on device {str(device)!r}; {details}")
+    details = "; ".join(reasons) or _remedy(device, options)
+    wanted = " with ".join([_dtype_name(dtype), *sorted(options)])
+    raise ValueError(f"no attention backend computes {wanted} on device {str(device)!r}; {details}")
 
 
-def _remedy(device: torch.device) -> str:
-    """Return what to change if no line of the table has the device and the dtype."""
-    if dtypes := {name: None for entry in BACKENDS.values() if device.type in entry.devices for name in entry.dtypes}:
+def _remedy(device: torch.device, options: frozenset[str]) -> str:
+    """Return what to change if no line of the table has the device, the dtype and the options."""
+    usable = [entry for entry in BACKENDS.values() if options <= set(entry.options)]
+    if dtypes := {name: None for entry in usable if device.type in entry.devices for name in entry.dtypes}:
         return f"choose the dtype {_listed(dtypes)}"
-    return f"use a {_listed({name: None for entry in BACKENDS.values() for name in entry.devices})} device"
+    return f"use a {_listed({name: None for entry in usable for name in entry.devices})} device"
 
 
-def _candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return the backends whose line of the table has this device and this dtype."""
+def _candidates(device: torch.device, dtype: torch.dtype, options: frozenset[str]) -> list[str]:
+    """Return the backends whose line of the table has this device, this dtype and these options."""
     return [
-        name for name, entry in BACKENDS.items() if device.type in entry.devices and _dtype_name(dtype) in entry.dtypes
+        name
+        for name, entry in BACKENDS.items()
+        if device.type in entry.devices and _dtype_name(dtype) in entry.dtypes and options <= set(entry.options)
     ]
 
 
-def _create(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def _create(name: str, device: torch.device, dtype: torch.dtype, options: frozenset[str]) -> AttentionBackend:
     entry = BACKENDS[name]
     try:
         module = import_module(f"kernels.attention.{entry.module}")
@@ -73,6 +81,8 @@ def _create(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBac
             raise _UnusableError(reason)
         if _dtype_name(dtype) not in entry.dtypes:
             raise _UnusableError(f"it computes {_listed(entry.dtypes)}, not {_dtype_name(dtype)}")
+        if missing := options - set(entry.options):
+            raise _UnusableError(f"it does not compute {_listed(sorted(missing))}, which the model needs")
         return backend_class()
     except ImportError as error:  # also raised by a wheel built against another torch: installed, yet unusable
         raise _UnusableError(f"a library that it needs cannot be imported ({error})") from error

@@ -46,6 +46,8 @@ class TritonBackend(AttentionBackend):
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
         assert inputs.key_cache.is_contiguous()
         assert inputs.value_cache.is_contiguous()
+        assert inputs.softcap is None
+        assert inputs.sinks is None
         if inputs.query.stride(-1) != 1:
             inputs = replace(inputs, query=inputs.query.contiguous())
         # Rows that belong to no sequence, as in a padded CUDA graph, are written by no program.

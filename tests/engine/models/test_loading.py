@@ -190,4 +190,6 @@ def test_sliding_windows_by_layer() -> None:
 
 def test_kv_bytes_per_token() -> None:
     config = ModelConfig.from_hf(build_model("qwen3").config)
-    assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 32 * 2  # K and V, layers, KV heads, dim, bytes
+    assert (
+        config.attention.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 32 * 2
+    )  # K and V, layers, KV heads, dim, bytes

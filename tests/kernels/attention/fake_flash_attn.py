@@ -20,6 +20,7 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     assert block_table is not None, "without a block table k and v would have to be packed"
@@ -32,7 +33,7 @@ def flash_attn_varlen_func(
     for i in range(block_table.shape[0]):
         rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
         seqlen_k = int(cu_seqlens_k[i + 1] - cu_seqlens_k[i])
-        out[rows] = _one_sequence(q[rows], k, v, block_table[i], seqlen_k, softmax_scale, causal, window_size)
+        out[rows] = _one_sequence(q[rows], k, v, block_table[i], seqlen_k, softmax_scale, causal, window_size, softcap)
     return out
 
 
@@ -47,13 +48,16 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     assert block_table is not None
     assert cache_seqlens is not None
     assert cache_seqlens.dtype == torch.int32
     assert cache_seqlens.shape == (q.shape[0],) == block_table.shape[:1]
     sequences = [
-        _one_sequence(q[i], k_cache, v_cache, block_table[i], int(seqlen_k), softmax_scale, causal, window_size)
+        _one_sequence(
+            q[i], k_cache, v_cache, block_table[i], int(seqlen_k), softmax_scale, causal, window_size, softcap
+        )
         for i, seqlen_k in enumerate(cache_seqlens)
     ]
     return torch.stack(sequences)  # [batch_size, seqlen_q, num_heads, head_dim]
@@ -68,6 +72,7 @@ def _one_sequence(
     softmax_scale: float | None,
     causal: bool,
     window_size: tuple[int, int],
+    softcap: float,
 ) -> torch.Tensor:
     page_size = k_cache.shape[1]
     assert page_size % 256 == 0, "Paged KV cache block size must be divisible by 256"
@@ -85,5 +90,7 @@ def _one_sequence(
     group_size = q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q.double(), k.repeat_interleave(group_size, 1))
     scores = scores * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)  # a row that sees nothing: zero
     return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group_size, 1)).to(q.dtype)

@@ -33,6 +33,7 @@ BATCHES = {  # (query_len, seq_len) of each sequence
     "padding alone": [PADDING, PADDING],
 }
 WINDOWS = [None, 1, 5, 100]
+OPTIONS = [("softcap",), ("sinks",), ("softcap", "sinks")]
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,19 @@ class Batch:
     def scale(self) -> float:
         return 1.5 / math.sqrt(self.query.shape[-1])  # not the default of torch or flash-attn
 
-    def inputs(self, sliding_window: int | None = None) -> AttentionInputs:
-        return AttentionInputs(self.query, self.key_cache, self.value_cache, self.metadata, self.scale, sliding_window)
+    def inputs(self, sliding_window: int | None = None, *options: str) -> AttentionInputs:
+        """Return a layer's inputs, with the options of registry.py that are named."""
+        layer = AttentionInputs(self.query, self.key_cache, self.value_cache, self.metadata, self.scale, sliding_window)
+        sinks = torch.linspace(-1.0, 3.0, self.query.shape[1])
+        return replace(
+            layer, softcap=1.3 if "softcap" in options else None, sinks=sinks if "sinks" in options else None
+        )
 
-    def run(self, backend: AttentionBackend, sliding_window: int | None = None) -> torch.Tensor:
-        return backend.forward(self.inputs(sliding_window))
+    def run(self, backend: AttentionBackend, sliding_window: int | None = None, *options: str) -> torch.Tensor:
+        return backend.forward(self.inputs(sliding_window, *options))
 
-    def expected(self, sliding_window: int | None = None) -> torch.Tensor:
-        return reference.attention(self.inputs(sliding_window))
+    def expected(self, sliding_window: int | None = None, *options: str) -> torch.Tensor:
+        return reference.attention(self.inputs(sliding_window, *options))
 
 
 def make_batch(

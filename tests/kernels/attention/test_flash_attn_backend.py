@@ -38,6 +38,12 @@ def test_matches_the_reference(
     assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
 
 
+@pytest.mark.parametrize("lengths", [BATCHES["decodes around a block's edge"], BATCHES["mixed"]])
+def test_a_softcap_matches_the_reference(backend: FlashAttnBackend, lengths: list[tuple[int, int]]) -> None:
+    batch = make_batch(lengths, SHAPE)
+    assert_matches(batch.run(backend, 5, "softcap"), batch.expected(5, "softcap"))
+
+
 @pytest.mark.parametrize("lengths", [[(1, 700), (1, 256), (1, 257)], [(30, 700), (1, 256), (257, 257)]])
 @pytest.mark.parametrize("sliding_window", [None, 100, 256, 600])
 def test_contexts_of_several_blocks(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -33,6 +35,17 @@ def _dense_attention(batch: Batch, sliding_window: int | None) -> torch.Tensor:
 def test_one_sequence_equals_dense_attention(shape: Shape, query_len: int, sliding_window: int | None) -> None:
     batch = make_batch([(query_len, 21)], shape)
     assert_matches(batch.expected(sliding_window), _dense_attention(batch, sliding_window))
+
+
+def test_a_softcap_limits_scores_and_a_sink_takes_a_share_of_the_weights() -> None:
+    batch = make_batch([(1, 1)], Shape(num_heads=2, num_kv_heads=1))
+    value = batch.expected()  # the only token's own
+    score = float(batch.query[0, 1].dot(batch.key_cache[batch.metadata.block_tables[0, 0], 0, 0])) * batch.scale
+    sink = float(batch.inputs(None, "sinks").sinks[1])  # type: ignore[index]
+    share = torch.tensor([score, sink]).softmax(dim=0)[0]
+    assert_matches(batch.expected(None, "sinks")[0, 1], value[0, 1] * share)
+    capped = torch.tensor([1.3 * math.tanh(score / 1.3), sink]).softmax(dim=0)[0]
+    assert_matches(batch.expected(None, "softcap", "sinks")[0, 1], value[0, 1] * capped)
 
 
 def test_sequences_do_not_see_each_other() -> None:

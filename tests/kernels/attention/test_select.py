@@ -96,6 +96,19 @@ def test_an_error_says_why_flash_attn_cannot_run(monkeypatch: pytest.MonkeyPatch
         select_backend(CUDA, BF16, "flash_attn")
 
 
+def test_a_backend_that_lacks_an_option_of_the_model_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    _pretend_gpu(monkeypatch, (9, 0))
+    softcap, sinks = frozenset({"softcap"}), frozenset({"sinks"})
+    assert select_backend(CPU, FP32, options=softcap | sinks).name == "cpu"
+    assert select_backend(CUDA, BF16, options=softcap).name == "flash_attn"
+    with pytest.raises(ValueError, match="'triton' .* does not compute softcap, .*; use auto or flash_attn"):
+        select_backend(CUDA, BF16, "triton", softcap)
+    with pytest.raises(ValueError, match="no attention backend computes bfloat16 with sinks on .*; use a cpu device"):
+        select_backend(CUDA, BF16, options=sinks)
+
+
 def test_an_error_says_why_no_backend_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setitem(sys.modules, "kernels.attention.triton_backend", None)

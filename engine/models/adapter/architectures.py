@@ -1,0 +1,197 @@
+"""Architectures that the adapter serves, and those that it refuses with the reason.
+
+An architecture is in PROVEN because tests/engine/models/adapter compares its answers with transformers' own. That
+nothing crashes proves nothing: a model with recurrent layers runs, and its answers are wrong from the second step on.
+"""
+
+from __future__ import annotations
+
+from engine.errors import ModelLoadError
+
+__all__ = ["PROVEN", "REFUSED", "WITH_SINKS", "require_proven"]
+
+PROVEN = frozenset(
+    {
+        "AfmoeForCausalLM",
+        "ApertusForCausalLM",
+        "ArceeForCausalLM",
+        "AriaTextForCausalLM",
+        "BeamForCausalLM",
+        "BioGptForCausalLM",
+        "Cohere2ForCausalLM",
+        "Cohere2MoeForCausalLM",
+        "CohereForCausalLM",
+        "CwmForCausalLM",
+        "DbrxForCausalLM",
+        "DiffLlamaForCausalLM",
+        "Dots1ForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Ernie4_5_MoeForCausalLM",
+        "Exaone4ForCausalLM",
+        "ExaoneMoeForCausalLM",
+        "FlexOlmoForCausalLM",
+        "FlintForCausalLM",
+        "GPT2LMHeadModel",
+        "GPTBigCodeForCausalLM",
+        "GPTNeoXForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GemmaForCausalLM",
+        "Glm4ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "GlmForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "GraniteMoeSWAForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "GraniteSWAForCausalLM",
+        "HYV3ForCausalLM",
+        "HeliumForCausalLM",
+        "HrmTextForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
+        "HyperCLOVAXForCausalLM",
+        "Jais2ForCausalLM",
+        "JetMoeForCausalLM",
+        "Kolibri1ForCausalLM",
+        "LagunaForCausalLM",
+        "LlamaForCausalLM",
+        "MellumForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "Ministral3ForCausalLM",
+        "MinistralForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "ModernBertDecoderForCausalLM",
+        "NanoChatForCausalLM",
+        "NemotronForCausalLM",
+        "OPTForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "OlmoForCausalLM",
+        "OlmoeForCausalLM",
+        "PersimmonForCausalLM",
+        "Phi3ForCausalLM",
+        "PhiForCausalLM",
+        "PhimoeForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "SolarOpenForCausalLM",
+        "StableLmForCausalLM",
+        "Starcoder2ForCausalLM",
+        "VaultGemmaForCausalLM",
+    }
+)
+
+# Architectures whose attention layers have sinks.
+WITH_SINKS = frozenset({"FlintForCausalLM", "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM"})
+
+_RECURRENT = "its recurrent layers keep a state that is not in the KV cache"
+_CONVOLUTIONAL = "its convolutional layers keep a state that is not in the KV cache"
+_LATENT = "its latent attention (MLA) has keys and values of different sizes, which the KV cache does not hold"
+_INDEXED = "its sparse attention chooses keys by an index of its own, which the KV cache does not hold"
+_SHARED_KV = "its layers share keys and values, and differ in the size of their heads"
+_CHUNKED = "its chunked attention is not computed by the attention backends"
+_ENCODER = "it is an encoder, or needs one"
+_OWN_ATTENTION = "its modules do not use transformers' attention interface"
+_ALIBI = "it has ALiBi instead of positions, and its modules do not use transformers' attention interface"
+_MULTIMODAL = "it also takes images or sound; only models of text are supported"
+_OWN_MASK = "its attention masks are its own, neither causal nor a sliding window"
+
+_BY_REASON: dict[str, tuple[str, ...]] = {
+    _RECURRENT: (
+        "BailingHybridForCausalLM",
+        "BambaForCausalLM",
+        "FalconH1ForCausalLM",
+        "FalconMambaForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "JambaForCausalLM",
+        "KimiLinearForCausalLM",
+        "Mamba2ForCausalLM",
+        "MambaForCausalLM",
+        "MiniMaxForCausalLM",
+        "NemotronHForCausalLM",
+        "OlmoHybridForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "RecurrentGemmaForCausalLM",
+        "RwkvForCausalLM",
+        "Zamba2ForCausalLM",
+        "ZambaForCausalLM",
+        "xLSTMForCausalLM",
+    ),
+    _CONVOLUTIONAL: ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM", "ZayaForCausalLM"),
+    _LATENT: (
+        "AXK1ForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "LongcatFlashForCausalLM",
+        "MiniCPM3ForCausalLM",
+        "YoutuForCausalLM",
+    ),
+    _INDEXED: (
+        "AXK2ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "DeepseekV4ForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "HYV4ForCausalLM",
+        "MiniMaxM3VLForCausalLM",
+        "Qwen4ExpForCausalLM",
+    ),
+    _SHARED_KV: ("Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
+    _CHUNKED: ("Llama4ForCausalLM",),
+    _ENCODER: (
+        "BartForCausalLM",
+        "BertLMHeadModel",
+        "BlenderbotForCausalLM",
+        "MBartForCausalLM",
+        "MarianForCausalLM",
+        "PegasusForCausalLM",
+        "RobertaForCausalLM",
+        "T5ForConditionalGeneration",
+        "WhisperForCausalLM",
+        "WhisperForConditionalGeneration",
+        "XLMRobertaForCausalLM",
+    ),
+    _ALIBI: ("BloomForCausalLM", "MptForCausalLM"),
+    _OWN_ATTENTION: (
+        "CodeGenForCausalLM",
+        "FalconForCausalLM",
+        "GPTJForCausalLM",
+        "GPTNeoForCausalLM",
+        "GPTNeoXJapaneseForCausalLM",
+        "XGLMForCausalLM",
+    ),
+    _OWN_MASK: ("DogeForCausalLM",),
+    "its keys and values have heads of different sizes, which the KV cache does not hold": ("MiMoV2FlashForCausalLM",),
+    _MULTIMODAL: (
+        "FuyuForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3nForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+        "MllamaForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "Phi4MultimodalForCausalLM",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+    ),
+}
+
+REFUSED: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() for name in names}
+
+
+def require_proven(architecture: str) -> None:
+    """Raise ModelLoadError, with the reason, unless the adapter serves an architecture."""
+    if architecture not in PROVEN:
+        unknown = "no test has compared it with transformers; docs/models.md lists what is served"
+        raise ModelLoadError(f"architecture '{architecture}' is not supported: {REFUSED.get(architecture, unknown)}")

@@ -1,0 +1,209 @@
+"""TransformersDecoder: a causal language model of transformers on our paged KV cache, with decoder.py's interface.
+
+The model is divided in two: the backbone computes hidden states of all tokens of a step, and the rest, with its own
+scaling and soft-cap of logits, those tokens whose logits are wanted. Tokens are packed: to transformers a step is one
+sequence in which every token has its own position, and only the attention layers know better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.errors import ModelLoadError
+from engine.models.adapter.attention import AttentionCall, attention_by
+from engine.models.adapter.config import TransformersConfig
+from engine.models.decoder import ForwardContext
+from engine.models.shape import AttentionShape
+from kernels.attention.base import AttentionInputs
+from kernels.store_kvcache import store_kvcache
+
+__all__ = ["TransformersDecoder"]
+
+_PROBE_TOKENS = 3
+
+
+class TransformersDecoder:
+    """A decoder-only language model of transformers.
+
+    Args:
+        model: with weights, and with adapter/attention.py's attention implementation.
+        config: its config.
+
+    Attributes:
+        attention: the shape of its attention layers, as measured.
+
+    Raises:
+        ModelLoadError: if a layer asks for attention that the paged cache does not serve.
+    """
+
+    def __init__(self, model: Any, config: TransformersConfig) -> None:
+        self.config = config
+        self._model = model
+        self._backbone = _backbone(model)
+        self._given = _GivenHiddenStates()
+        name = next(name for name, module in model.named_modules() if module is self._backbone)
+        model.set_submodule(name, self._given)
+        self.attention = self._measure()
+
+    def _measure(self) -> AttentionShape:
+        """Compute a few tokens, to see what the attention layers ask for."""
+        probe = _Probe()
+        tokens = torch.arange(_PROBE_TOKENS, device=self._model.device)
+        try:
+            with torch.inference_mode(), attention_by(probe):
+                self._hidden_states(tokens, tokens)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelLoadError(
+                f"'{self.config.architecture}' cannot be served with this config.json: its modules could not compute a "
+                f"few tokens: {error}"
+            ) from error
+        return probe.shape(self.config)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the weights take."""
+        parameters = [*self._backbone.parameters(), *self._model.parameters()]
+        return sum({weight.data_ptr(): weight.nbytes for weight in parameters}.values())  # tied ones are one
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Return the last hidden states [num_tokens, hidden_size] of ``token_ids`` at ``positions`` [num_tokens]."""
+        layers = _PagedLayers(context)
+        with attention_by(layers):
+            hidden = self._hidden_states(token_ids, positions)
+        assert layers.num_computed == self.attention.num_layers
+        return hidden
+
+    def _hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        # A mask of ones, or transformers would take a jump in the positions for the start of another sequence.
+        mask = torch.ones_like(token_ids)[None]
+        output = self._backbone(
+            input_ids=token_ids[None], attention_mask=mask, position_ids=positions[None], use_cache=False
+        )
+        hidden: torch.Tensor = output[0][0]
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [len(token_indices), vocab_size].
+
+        Args:
+            hidden: [num_tokens, hidden_size].
+            token_indices: int64, the tokens of ``hidden`` whose logits are wanted.
+        """
+        with self._given.hidden_states(hidden.index_select(0, token_indices)[None]):
+            logits: torch.Tensor = self._model(input_ids=token_indices[None], use_cache=False).logits[0]
+        return logits[:, : self.config.vocab_size].float()
+
+
+def _backbone(model: Any) -> Any:
+    """Return the part of a causal language model that computes hidden states."""
+    from transformers import PreTrainedModel  # slow to import
+
+    decoder = model.get_decoder()  # where the model calls a decoder inside its base model, as OPT does
+    return decoder if isinstance(decoder, PreTrainedModel) and decoder is not model else model.base_model
+
+
+class _GivenHiddenStates(nn.Module):
+    """Takes the backbone's place in a model, and returns hidden states that were computed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._output: _BackboneOutput | None = None
+
+    @contextmanager
+    def hidden_states(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Return ``hidden`` [1, num_tokens, hidden_size] in the ``with``, and hold it no longer."""
+        self._output = _BackboneOutput(hidden)
+        try:
+            yield
+        finally:
+            self._output = None
+
+    def forward(self, *_: object, **__: object) -> _BackboneOutput:
+        assert self._output is not None
+        return self._output
+
+
+class _BackboneOutput:
+    """The output of a backbone of any class: no attribute but the hidden states."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert index == 0
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _PagedLayers:
+    """Computes the attention layers of one step, in the model's order, with the step's backend and cache."""
+
+    checks_masks = False
+
+    def __init__(self, context: ForwardContext) -> None:
+        self._context = context
+        self.num_computed = 0
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        context = self._context
+        key_cache, value_cache = context.kv_cache.layers[self.num_computed]
+        self.num_computed += 1
+        dtype = key_cache.dtype  # a module may have computed its keys in float32
+        # All keys of the step are written before any is read: sequences of one step may share a block it fills.
+        store_kvcache(call.key.to(dtype), call.value.to(dtype), key_cache, value_cache, context.metadata.slot_mapping)
+        inputs = AttentionInputs(
+            call.query.to(dtype),
+            key_cache,
+            value_cache,
+            context.metadata,
+            call.scale,
+            call.sliding_window,
+            call.softcap,
+            None if call.sinks is None else call.sinks.float(),
+        )
+        return context.backend.forward(inputs).to(call.query.dtype)
+
+
+class _Probe:
+    """Notes what the attention layers ask for, and answers zeros."""
+
+    checks_masks = True
+
+    def __init__(self) -> None:
+        self._calls: list[AttentionCall] = []
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self._calls.append(call)
+        return call.query.new_zeros((*call.query.shape[:2], call.value.shape[2]))
+
+    def shape(self, config: TransformersConfig) -> AttentionShape:
+        """Return the shape of all layers.
+
+        Raises:
+            ModelLoadError: if they differ in heads, or keys and values do.
+        """
+        asked = f"'{config.architecture}' cannot be served with this config.json: "
+        shapes = {(call.query.shape[1:], call.key.shape[1:], call.value.shape[1:]) for call in self._calls}
+        if len(shapes) != 1:
+            raise ModelLoadError(asked + "its layers differ in their attention heads, or it has no attention layer")
+        (query, key, value), *_ = shapes
+        if key != value:
+            raise ModelLoadError(f"{asked}its keys have the shape {tuple(key)} and its values {tuple(value)}")
+        options = {"softcap" for call in self._calls if call.softcap is not None}
+        options |= {"sinks" for call in self._calls if call.sinks is not None}
+        if not options <= config.attention_options:
+            raise ModelLoadError(f"{asked}its layers have an unexpected {' and '.join(sorted(options))}")
+        return AttentionShape(
+            num_layers=len(self._calls),
+            num_heads=query[0],
+            num_kv_heads=key[0],
+            head_dim=key[1],
+            sliding_windows=frozenset(call.sliding_window for call in self._calls),
+        )

@@ -1,0 +1,99 @@
+"""load_transformers_decoder: reads a checkpoint directory into a TransformersDecoder, by transformers' own loader.
+
+Checkpoints differ from transformers' modules in names and in how experts are stored; its loader knows the conversions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from engine.errors import ModelLoadError
+from engine.models.adapter.attention import NAME, register
+from engine.models.adapter.config import TransformersConfig
+from engine.models.adapter.decoder import TransformersDecoder
+from engine.models.checkpoint import open_checkpoint
+
+__all__ = ["load_transformers_decoder"]
+
+logger = logging.getLogger(__name__)
+
+
+def load_transformers_decoder(
+    path: str | Path,
+    config: TransformersConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    show_progress: bool = False,
+) -> TransformersDecoder:
+    """Build the model of a directory and fill it from its safetensors.
+
+    Args:
+        show_progress: show a bar on stderr, if that is a terminal.
+
+    Raises:
+        ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says, or if a layer
+            asks for attention that the paged cache does not serve.
+    """
+    started = perf_counter()
+    with open_checkpoint(path):  # refuses pickled, missing and corrupt files
+        pass
+    register()
+    with _progress_bars(show_progress):
+        model = _read(path, config, dtype)
+    logger.info("Computing %s with the modules of transformers", config.architecture)
+    logger.info("Loading weights took %.2f seconds", perf_counter() - started)
+    return TransformersDecoder(model.to(device).eval(), config)
+
+
+def _read(path: str | Path, config: TransformersConfig, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM  # slow to import
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            dtype=dtype,
+            attn_implementation=NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with their names
+            output_loading_info=True,
+        )
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelLoadError(f"checkpoint '{path}' could not be loaded: {str(error).splitlines()[0]}") from error
+    # transformers would fill what is missing or has another shape with random numbers.
+    for problem in ("mismatched_keys", "missing_keys", "unexpected_keys", "error_msgs"):
+        if found := sorted(map(str, info[problem])):
+            kind = problem.replace("_", " ")
+            raise ModelLoadError(
+                f"checkpoint '{path}' does not fit its config.json: {len(found)} {kind}, {found[0]} for one"
+            )
+    if type(model).__name__ != config.architecture:
+        raise ModelLoadError(
+            f"config.json of '{path}' names the architecture '{config.architecture}', but its model_type is that of "
+            f"'{type(model).__name__}'; correct it"
+        )
+    return model
+
+
+@contextmanager
+def _progress_bars(show: bool) -> Iterator[None]:
+    """Show or hide transformers' progress bars in the ``with``."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.is_progress_bar_enabled()
+    if not show:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,31 @@
+"""read_shape: decides which implementation computes a model, and reads the config as that one needs it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from engine.errors import ModelLoadError
+from engine.models.adapter.config import TransformersConfig
+from engine.models.config import ARCHITECTURES, ModelConfig
+from engine.models.shape import ModelShape
+
+__all__ = ["read_shape"]
+
+
+def read_shape(hf_config: Any, model_impl: str) -> ModelShape:
+    """Return what ``hf_config`` says, read for our own decoder or for transformers' modules.
+
+    Args:
+        model_impl: ``pagoda``, ``transformers``, or ``auto`` for our own decoder where it computes the model.
+
+    Raises:
+        ModelLoadError: for a model that this implementation does not compute, or not yet proven so.
+    """
+    architecture = (getattr(hf_config, "architectures", None) or ["none"])[0]
+    if model_impl == "pagoda":
+        return ModelConfig.from_hf(hf_config)
+    if model_impl == "auto" and architecture in ARCHITECTURES:
+        with suppress(ModelLoadError):  # an activation or a RoPE that only transformers' modules compute
+            return ModelConfig.from_hf(hf_config)
+    return TransformersConfig.from_hf(hf_config)

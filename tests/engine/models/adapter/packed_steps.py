@@ -1,0 +1,78 @@
+"""Steps of packed tokens for a TransformersDecoder, without an engine."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from engine.kv.kv_cache import KVCache
+from engine.models.adapter.decoder import TransformersDecoder
+from engine.models.decoder import ForwardContext
+from kernels.attention.cpu_backend import CpuBackend
+from kernels.attention_metadata import AttentionMetadata
+
+BLOCK_SIZE = 4
+BLOCKS_EACH = 8
+Chunk = tuple[int, int, int]  # of a sequence: its index, and its first and last token, the last excluded
+
+# Of three sequences: whole prompts beside chunks, chunks after chunks, and decodes, in changing order.
+STEPS: list[list[Chunk]] = [
+    [(0, 0, 7), (1, 0, 20)],
+    [(2, 0, 1), (0, 7, 18), (1, 20, 21)],
+    [(1, 21, 22), (2, 1, 14), (0, 18, 19)],
+    [(0, 19, 20), (2, 14, 15), (1, 22, 23)],
+]
+LENGTHS = (20, 23, 15)
+
+
+def make_sequences() -> list[torch.Tensor]:
+    """Return the token ids of the sequences that STEPS computes."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 120, (length,), generator=generator) for length in LENGTHS]
+
+
+@torch.inference_mode()
+def packed_logits(
+    decoder: TransformersDecoder, sequences: list[torch.Tensor], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Compute STEPS; return the logits of every token, [length, vocab_size] for each sequence."""
+    shape = decoder.attention
+    cache = KVCache(
+        num_layers=shape.num_layers,
+        num_blocks=len(sequences) * BLOCKS_EACH,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    backend = CpuBackend()
+    parts: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for step in STEPS:
+        token_ids = torch.cat([sequences[index][start:stop] for index, start, stop in step])
+        positions = torch.cat([torch.arange(start, stop) for _, start, stop in step])
+        hidden = decoder(token_ids, positions, ForwardContext(backend, _metadata(step), cache))
+        logits = decoder.compute_logits(hidden, torch.arange(len(token_ids)))
+        counts = [stop - start for _, start, stop in step]
+        for (index, _, _), part in zip(step, torch.split(logits, counts), strict=True):
+            parts[index].append(part)
+    return [torch.cat(part) for part in parts]
+
+
+def _metadata(step: list[Chunk]) -> AttentionMetadata:
+    tables = [[index + len(LENGTHS) * block for block in range(BLOCKS_EACH)] for index in range(len(LENGTHS))]
+    slots = [
+        tables[index][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        for index, start, stop in step
+        for position in range(start, stop)
+    ]
+    counts = [stop - start for _, start, stop in step]
+    return AttentionMetadata(
+        slot_mapping=torch.tensor(slots),
+        cu_seqlens_q=torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
+        seq_lens=torch.tensor([stop for _, _, stop in step], dtype=torch.int32),
+        block_tables=torch.tensor([tables[index] for index, _, _ in step], dtype=torch.int32),
+        max_query_len=max(counts),
+        max_seq_len=max(stop for _, _, stop in step),
+    )

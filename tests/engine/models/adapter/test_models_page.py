@@ -1,0 +1,14 @@
+"""docs/models.md says what the code and its tests do."""
+
+from __future__ import annotations
+
+from engine.models.adapter.architectures import PROVEN, REFUSED
+from tests.engine.models.adapter.models_page import PAGE, render
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    assert PAGE.read_text() == render(), "run python -m tests.engine.models.adapter.models_page"
+
+
+def test_nothing_is_both_served_and_refused() -> None:
+    assert not PROVEN & REFUSED.keys()

@@ -1,0 +1,256 @@
+"""What the adapter refuses, with an error that names the reason: never an answer that is nearly right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, ModelLoadError
+from engine.models.adapter import architectures as architectures_module
+from engine.models.adapter import attention as attention_module
+from engine.models.adapter import config as config_module
+from engine.models.adapter.architectures import PROVEN, REFUSED
+from engine.models.adapter.config import TransformersConfig
+from engine.models.adapter.decoder import TransformersDecoder
+from engine.models.adapter.loader import load_transformers_decoder
+from engine.models.config import ModelConfig, load_hf_config
+from engine.models.implementation import read_shape
+from engine.worker.model_worker import ModelWorker
+from tests.engine.checkpoints import save_checkpoint
+from tests.engine.conftest import SavedModel
+from tests.engine.models.adapter.conftest import Zoo
+from tests.engine.models.adapter.tiny_models import TINY_MODELS, build_config, build_model
+
+GRANITE = "GraniteForCausalLM"
+
+
+def shape_of(architecture: str, **options: Any) -> TransformersConfig:
+    return TransformersConfig.from_hf(build_config(architecture, **options))
+
+
+def load(path: str | Path) -> TransformersDecoder:
+    config = TransformersConfig.from_hf(load_hf_config(path))
+    return load_transformers_decoder(path, config, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def checkpoint(zoo: Zoo, tmp_path: Path) -> Path:
+    """A copy of a good checkpoint, to be damaged."""
+    return Path(shutil.copytree(zoo(GRANITE).path, tmp_path / "checkpoint"))
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+# --- architectures --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_an_architecture_is_refused_with_its_reason(architecture: str) -> None:
+    config = build_config(GRANITE)
+    config.architectures = [architecture]
+    with pytest.raises(ModelLoadError) as error:
+        read_shape(config, "auto")
+    assert str(error.value) == f"architecture '{architecture}' is not supported: {REFUSED[architecture]}"
+
+
+def test_an_architecture_that_no_test_compared_is_refused() -> None:
+    config = build_config(GRANITE)
+    config.architectures = ["NewForCausalLM"]
+    for model_impl in ("auto", "transformers"):
+        with pytest.raises(ModelLoadError, match="no test has compared it .*; docs/models.md lists what is served"):
+            read_shape(config, model_impl)
+
+
+def test_the_implementation_can_be_chosen(qwen3: SavedModel) -> None:
+    for model_impl, kind in (("auto", ModelConfig), ("pagoda", ModelConfig), ("transformers", TransformersConfig)):
+        assert isinstance(read_shape(load_hf_config(qwen3.path), model_impl), kind)
+    assert isinstance(read_shape(build_config("LlamaForCausalLM", hidden_act="gelu"), "auto"), TransformersConfig)
+    with pytest.raises(ModelLoadError, match="hidden_act='gelu' is not supported"):
+        read_shape(build_config("LlamaForCausalLM", hidden_act="gelu"), "pagoda")
+    with pytest.raises(ModelLoadError, match="'GraniteForCausalLM' is not supported; supported: LlamaForCausalLM"):
+        read_shape(build_config(GRANITE), "pagoda")
+    with pytest.raises(ConfigError, match="model_impl='vllm' is unknown; choose one of auto, pagoda, transformers"):
+        EngineConfig(model="m", model_impl="vllm")
+
+
+# --- options of a config --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "message"),
+    [
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True, which is not"),
+        ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention=True"),
+        ("Olmo3ForCausalLM", {"layer_types": ["full_attention", "chunked_attention"]}, "type 'chunked_attention'"),
+        ("GPT2LMHeadModel", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True"),
+    ],
+)
+def test_an_option_that_was_not_proven_is_refused(architecture: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        shape_of(architecture, **options)
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_longrope_is_refused_beyond_the_context_in_which_requests_cannot_change_each_other() -> None:
+    shape = shape_of("Phi3ForCausalLM", rope_parameters=LONGROPE, original_max_position_embeddings=32)
+    options: dict[str, Any] = {"tensor_parallel_size": 1, "quantization": None}
+    shape.check_options(max_model_len=32, **options)
+    with pytest.raises(ConfigError, match="max_model_len=33 exceeds the 32 positions that LongRoPE .*; set 32 or less"):
+        shape.check_options(max_model_len=33, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported for 'GraniteForCausalLM', .*; set 1"),
+        ({"quantization": "int8"}, "quantization='int8' is not supported for 'GraniteForCausalLM', .*; leave it out"),
+    ],
+)
+def test_options_of_our_own_decoder_are_refused(zoo: Zoo, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelWorker(EngineConfig(model=zoo(GRANITE).path, device="cpu", **options))
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_tensor_is_not_made_up(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(
+        ModelLoadError, match=r"does not fit.*1 missing keys, model\.layers\.1\.mlp\.up_proj\.weight for one"
+    ):
+        load(checkpoint)
+
+
+def test_a_tensor_too_many_is_named(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.extra": torch.zeros(3)}, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"does not fit.*1 unexpected keys, model\.layers\.0\.extra for one"):
+        load(checkpoint)
+
+
+def test_a_tensor_of_another_shape_is_refused(checkpoint: Path) -> None:
+    edit_config(checkpoint, intermediate_size=41)
+    with pytest.raises(
+        ModelLoadError, match=r"6 mismatched keys, \('model\.layers\.0\.mlp\.down_proj\.weight'.*40.*41"
+    ):
+        load(checkpoint)
+
+
+def test_pickled_weights_are_refused(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin is pickled"):
+        load(checkpoint)
+
+
+def test_an_architecture_that_is_not_that_of_the_model_type_is_refused(checkpoint: Path) -> None:
+    edit_config(checkpoint, architectures=["OlmoForCausalLM"])
+    with pytest.raises(ModelLoadError, match="names the architecture 'OlmoForCausalLM', but .* 'GraniteForCausalLM'"):
+        load(checkpoint)
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+
+def save_and_load(path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, **options: Any) -> TransformersDecoder:
+    """Load a model as if its architecture were proven: what its layers ask for is the last line of defence."""
+    common = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    common |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = AutoConfig.for_model(model_type, **common | {"pad_token_id": 0} | options)
+    model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    monkeypatch.setattr(architectures_module, "PROVEN", PROVEN | {type(model).__name__})
+    return load(save_checkpoint(model, path))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "message"),
+    [
+        (
+            "mimo_v2_flash",
+            {"head_dim": 16, "v_head_dim": 8, "swa_head_dim": 16, "swa_v_head_dim": 8, "n_routed_experts": 4}
+            | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+            "differ in their attention heads|its keys have the shape",
+        ),
+        ("bert", {"is_decoder": False}, "a layer's attention mask is neither causal nor a causal sliding window"),
+        ("doge", {}, "its modules could not compute a few tokens: '_CausalMask' object has no attribute 'dtype'"),
+        ("mamba", {}, "a layer of the type 'linear_attention'"),
+        ("gpt_neo", {"attention_types": [[["global"], 2]]}, "could not be loaded: .*pagoda_paged"),
+    ],
+)
+def test_layers_that_the_paged_cache_does_not_serve_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        save_and_load(tmp_path, monkeypatch, model_type, **options)
+
+
+def test_sinks_that_the_list_does_not_know_are_noticed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention backend is chosen before the weights are loaded, from what the list says."""
+    path = zoo("GptOssForCausalLM").path
+    monkeypatch.setattr(config_module, "WITH_SINKS", frozenset())
+    with pytest.raises(ModelLoadError, match="its layers have an unexpected sinks"):
+        load(path)
+
+
+def test_a_layer_that_attends_without_a_mask_is_noticed() -> None:
+    heads = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ModelLoadError, match="Identity has an attention mask of its own, or none"):
+        attention_module._attention(torch.nn.Identity(), heads, heads, heads, None)
+
+
+def test_attention_with_an_unknown_argument_is_noticed() -> None:
+    heads = torch.zeros(1, 2, 3, 8)
+    mask = attention_module._CausalMask(None)
+    with pytest.raises(ModelLoadError, match="Identity asks for attention with indices"):
+        attention_module._attention(torch.nn.Identity(), heads, heads, heads, mask, indices=torch.zeros(3))
+
+
+def test_tokens_that_see_each_other_as_those_of_an_image_do_are_noticed() -> None:
+    groups = torch.tensor([[0, 0, 1]])
+
+    def sees(batch: int, head: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) | (groups[batch, query] == groups[batch, key])
+
+    with pytest.raises(ModelLoadError, match="neither causal nor a causal sliding window"):
+        attention_module._require_causal(sees, None)
+
+
+def test_chunks_are_not_taken_for_a_window() -> None:
+    chunked, sliding = chunked_causal_mask_function(7, torch.zeros(1)), sliding_window_causal_mask_function(7)
+    attention_module._require_causal(sliding, 7)
+    with pytest.raises(ModelLoadError, match="neither causal nor a causal sliding window"):
+        attention_module._require_causal(chunked, 7)
+    with pytest.raises(ModelLoadError, match="neither causal nor a causal sliding window"):
+        attention_module._require_causal(sliding, 8)
+    with pytest.raises(ModelLoadError, match="neither causal nor a causal sliding window"):
+        attention_module._require_causal(sliding, None)
+
+
+def test_an_unproven_model_of_proven_layers_would_load(tmp_path: Path) -> None:
+    """So that the refusals above are those of the layers, and not of the way in which the test saves a model."""
+    assert load(save_checkpoint(build_model(GRANITE), tmp_path)).attention.num_layers == 2
+    assert GRANITE in TINY_MODELS
