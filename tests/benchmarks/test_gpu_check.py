@@ -77,7 +77,8 @@ def test_attention_passes_and_fails_where_a_kernel_is_wrong(part: PartRun, monke
     figures, faults = outcome(part)
     assert not faults
     assert figures["cpu"]["compared"] == 16
-    assert 0 < figures["cpu"]["worst_share_of_tolerance"] < 0.5
+    # 0.55 on CPUs that multiply bfloat16 (AVX512_BF16), whose kernel rounds the weights of the values; else below 0.5
+    assert 0 < figures["cpu"]["worst_share_of_tolerance"] < 0.6
     monkeypatch.setattr(CpuBackend, "forward", lambda self, inputs: torch.zeros_like(inputs.query))
     attention.odd_shapes(part)
     assert len(outcome(part)[1]) > 50

@@ -3,6 +3,11 @@
  * thread busy; the thread that finishes last merges their results. Keys that begin several sequences are computed once
  * for all of them and merged with the rest of each (attention_plan.c). attention_in_place.h computes few rows,
  * attention_packed.h many.
+ *
+ * A query gets the same bits from all of these. Its context is cut into tiles of 64 keys at multiples of 64. Of each
+ * tile the largest score, the total of the weights and the weighted sum of the values are computed in one order of
+ * additions, and the tiles are merged one after another. Everything else is a choice that no bit depends on: how many
+ * rows an item has, which tiles, on which thread, and whether other sequences share them.
  */
 #include "attention.h"
 

@@ -28,7 +28,8 @@ static size_t lay_out(attention_work *work, char *start) {
     work->sums = take(start, &used, all_rows * head_dim * sizeof(float));
     work->totals = take(start, &used, all_rows * LANES * sizeof(float));
     work->largest = take(start, &used, all_rows * sizeof(float));
-    work->factors = take(start, &used, rows * sizeof(float));
+    work->products = take(start, &used, work->rows > MOST_ROWS_IN_PLACE ? 0 : all_rows * sizeof *work->products);
+    work->factors = take(start, &used, rows * sizeof(merge_factors));
     work->positions = take(start, &used, rows * sizeof(int32_t));
     work->weights = take(start, &used, rows * KEYS_PER_TILE * sizeof(uint32_t));
     work->keys = take(start, &used, words * KEYS_PER_TILE * sizeof(uint32_t));
@@ -62,6 +63,14 @@ INLINE void load_queries(const int kind, attention_work *work) {
     }
 }
 
+/* Makes the sums of all rows those of no key. */
+static void forget_keys(attention_work *work) {
+    size_t rows = (size_t)(work->padded_rows * work->item->num_heads);
+    memset(work->sums, 0, rows * (size_t)work->call->head_dim * sizeof *work->sums);
+    memset(work->totals, 0, rows * LANES * sizeof *work->totals);
+    for (size_t row = 0; row < rows; row++) work->largest[row] = -INFINITY;
+}
+
 /* Returns the state of an item of which no key has been computed. */
 INLINE attention_work begin(const int kind, const attention_plan *plan, const attention_item *item) {
     const pagoda_attention_call *call = plan->call;
@@ -75,59 +84,45 @@ INLINE attention_work begin(const int kind, const attention_plan *plan, const at
     attention_work measured = work;
     lay_out(&work, pagoda_scratch(SCRATCH_ATTENTION_WORK, lay_out(&measured, NULL)));
     load_queries(kind, &work);
-    int all_rows = work.padded_rows * item->num_heads, group = group_size(call);
-    memset(work.sums, 0, (size_t)all_rows * (size_t)call->head_dim * sizeof *work.sums);
-    memset(work.totals, 0, (size_t)all_rows * LANES * sizeof *work.totals);
-    for (int row = 0; row < all_rows; row++) work.largest[row] = -INFINITY;
+    forget_keys(&work);
+    int group = group_size(call);
     for (int row = 0; row < work.padded_rows; row++)
         work.positions[row] = item->first_position + (row < work.rows ? row : work.rows - 1) / group;
     return work;
 }
 
-/* Finds where up to `count` keys of an item lie in the caches, in bytes; repeats the last. Returns how many there
- * are. */
-static int locate(const attention_work *work, const attention_item *item, int key, int count, size_t *offsets) {
-    int block_size = work->call->block_size, left = item->end_key - key;
-    int num_keys = left < count ? left : count;
+/* Finds where the keys of an item's tile lie in the caches, in bytes. Returns how many keys there are up to the item's
+ * end; places after it repeat the last key, those before the item's first key, which no row sees, the first one. */
+static int locate(const attention_work *work, const attention_item *item, int tile_key, size_t *offsets) {
+    int block_size = work->call->block_size, left = item->end_key - tile_key;
+    int num_keys = left < KEYS_PER_TILE ? left : KEYS_PER_TILE;
     if (num_keys <= 0) return 0;
-    int block = key / block_size, within = key % block_size;
-    for (int i = 0; i < num_keys; block++, within = 0) {
+    int first = item->first_key > tile_key ? item->first_key - tile_key : 0;
+    int block = (tile_key + first) / block_size, within = (tile_key + first) % block_size;
+    for (int i = first; i < num_keys; block++, within = 0) {
         size_t at = ((size_t)item->block_table[block] * (size_t)block_size + (size_t)within) * work->token_bytes;
         for (; within < block_size && i < num_keys; within++, at += work->token_bytes) offsets[i++] = at;
     }
-    for (int i = num_keys; i < count; i++) offsets[i] = offsets[num_keys - 1];
+    for (int i = 0; i < first; i++) offsets[i] = offsets[first];
+    for (int i = num_keys; i < KEYS_PER_TILE; i++) offsets[i] = offsets[num_keys - 1];
     return num_keys;
 }
 
-/* Computes one KV head's rows with some keys, by the kernel for that many rows. */
-INLINE void attend(const int kind, attention_work *work, int head, int key, int num_keys, const size_t *offsets,
+/* Computes an item's rows with a tile of keys, by the kernel for that many rows. */
+INLINE void attend(const int kind, attention_work *work, int key, int num_keys, const size_t *offsets,
                    const size_t *next) {
     switch (work->rows) {
-    case 1: attend_in_place(kind, 1, work, head, key, num_keys, offsets, next); break;
-    case 2: attend_in_place(kind, 2, work, head, key, num_keys, offsets, next); break;
-    case 3: attend_in_place(kind, 3, work, head, key, num_keys, offsets, next); break;
-    case 4: attend_in_place(kind, 4, work, head, key, num_keys, offsets, next); break;
-    case 5: attend_in_place(kind, 5, work, head, key, num_keys, offsets, next); break;
-    case 6: attend_in_place(kind, 6, work, head, key, num_keys, offsets, next); break;
-    case 7: attend_in_place(kind, 7, work, head, key, num_keys, offsets, next); break;
-    case 8: attend_in_place(kind, 8, work, head, key, num_keys, offsets, next); break;
-    default: attend_packed(kind, work, head, key, num_keys, offsets, next);
-    }
-}
-
-/* Computes all keys of an item. `following` is the item that this thread probably computes next, or NULL: its first
- * keys are prefetched at the end. */
-INLINE void attend_all(const int kind, attention_work *work, const attention_item *following) {
-    const attention_item *item = work->item;
-    size_t offsets[2][KEYS_PER_TILE];
-    int count = work->rows <= MOST_ROWS_IN_PLACE ? KEYS_PER_STRIP : KEYS_PER_TILE, now = 0;
-    int num_keys = locate(work, item, item->first_key, count, offsets[now]);
-    for (int key = item->first_key; key < item->end_key; key += count, now = !now) {
-        int num_next = locate(work, item, key + count, count, offsets[!now]);
-        if (!num_next && following) num_next = locate(work, following, following->first_key, count, offsets[!now]);
-        for (int head = 0; head < item->num_heads; head++)
-            attend(kind, work, head, key, num_keys, offsets[now], offsets[num_next ? !now : now]);
-        num_keys = num_next;
+    case 1: attend_in_place(kind, 1, work, key, num_keys, offsets, next); break;
+    case 2: attend_in_place(kind, 2, work, key, num_keys, offsets, next); break;
+    case 3: attend_in_place(kind, 3, work, key, num_keys, offsets, next); break;
+    case 4: attend_in_place(kind, 4, work, key, num_keys, offsets, next); break;
+    case 5: attend_in_place(kind, 5, work, key, num_keys, offsets, next); break;
+    case 6: attend_in_place(kind, 6, work, key, num_keys, offsets, next); break;
+    case 7: attend_in_place(kind, 7, work, key, num_keys, offsets, next); break;
+    case 8: attend_in_place(kind, 8, work, key, num_keys, offsets, next); break;
+    default:
+        for (int head = 0; head < work->item->num_heads; head++)
+            attend_packed(kind, work, head, key, num_keys, offsets, next);
     }
 }
 
@@ -164,57 +159,63 @@ static void write_results(const attention_work *work, float *to) {
         for (int row = 0; row < work->rows; row++, to += result_size(work->call)) {
             size_t index = (size_t)(head * work->padded_rows + row);
             memcpy(to, work->sums + index * head_dim, head_dim * sizeof *to);
-            to[head_dim] = f32x16_sum(f32x16_load(work->totals + index * LANES));
-            to[head_dim + 1] = work->largest[index];
+            memcpy(to + head_dim, work->totals + index * LANES, LANES * sizeof *to);
+            to[head_dim + LANES] = work->largest[index];
         }
 }
 
-/* One row of the results of several items. */
-typedef struct {
-    const float *first;
-    size_t stride; /* floats from one to the next */
-    int count;
-} row_results;
-
-/* The largest score of a row in all of its results. */
-INLINE float largest_of(row_results row, int head_dim, float largest) {
-    for (int i = 0; i < row.count; i++) largest = fmaxf(largest, row.first[(size_t)i * row.stride + head_dim + 1]);
-    return largest;
-}
-
-/* Adds a row's results, which are relative to their own largest scores, to sums relative to `largest`. */
-INLINE float add_results(row_results row, int head_dim, float largest, f32x16 *sums) {
-    float total = 0.0f;
-    for (int i = 0; i < row.count; i++) {
-        const float *result = row.first + (size_t)i * row.stride;
-        float factor = result[head_dim + 1] == -INFINITY ? 0.0f : exp2f(result[head_dim + 1] - largest);
-        total += result[head_dim] * factor;
-        for (int dim = 0; dim < head_dim; dim += LANES) sums[dim / LANES] += f32x16_load(result + dim) * factor;
+/* Computes all keys of an item, tile by tile, and writes the results that are to be merged with others. `following` is
+ * the item that this thread probably computes next, or NULL: its first keys are prefetched at the end. */
+INLINE void attend_all(const int kind, attention_work *work, const attention_item *following, float *results) {
+    const attention_item *item = work->item;
+    size_t offsets[2][KEYS_PER_TILE];
+    int now = 0, key = tile_of(item->first_key), num_keys = locate(work, item, key, offsets[now]);
+    for (; key < item->end_key; key += KEYS_PER_TILE, now = !now) {
+        int num_next = locate(work, item, key + KEYS_PER_TILE, offsets[!now]);
+        if (!num_next && following) num_next = locate(work, following, tile_of(following->first_key), offsets[!now]);
+        attend(kind, work, key, num_keys, offsets[now], offsets[num_next ? !now : now]);
+        num_keys = num_next;
+        if (!item->result_stride) continue;
+        write_results(work, results);
+        forget_keys(work);
+        results += item->result_stride;
     }
-    return total;
+    if (results && !item->result_stride) write_results(work, results);
 }
 
-/* The results of one row. */
-INLINE row_results results_of_row(const attention_plan *plan, const span_results *results, int head, int row) {
-    size_t at = (size_t)results->at + (size_t)head * results->head_stride + (size_t)row * result_size(plan->call);
-    return (row_results){plan->results + at, results->stride, results->count};
+/* A row's sums, the total of its weights and its largest score, over some of its keys. */
+typedef struct {
+    f32x16 sums[256 / LANES], total;
+    float largest;
+} row_state;
+
+/* Merges a row's results, one after another, into its state. */
+INLINE void add_results(const attention_plan *plan, const row_results *results, int head, int row, row_state *state) {
+    const int head_dim = plan->call->head_dim;
+    const float *result = plan->results + results->at + (size_t)head * results->head_stride +
+                          (size_t)row * result_size(plan->call);
+    for (int i = 0; i < results->count; i++, result += results->stride) {
+        float largest = result[head_dim + LANES];
+        merge_factors factors = factors_of(state->largest, largest);
+        if (largest > state->largest) state->largest = largest;
+        for (int dim = 0; dim < head_dim; dim += LANES)
+            state->sums[dim / LANES] = merged(state->sums[dim / LANES], f32x16_load(result + dim), factors);
+        state->total = merged(state->total, f32x16_load(result + head_dim), factors);
+    }
 }
 
-/* Merges the results of a unit's rows and writes their outputs. */
+/* Merges the results of a unit's rows, in the order of their keys, and writes their outputs. */
 INLINE void merge(const int kind, const attention_plan *plan, const attention_unit *unit) {
     const pagoda_attention_call *call = plan->call;
-    const int head_dim = call->head_dim;
     for (int head = 0; head < unit->whole.num_heads; head++)
         for (int row = 0; row < rows_of(call, &unit->whole); row++) {
-            row_results shared = results_of_row(plan, &unit->shared, head, row);
-            row_results own = results_of_row(plan, &unit->own, head, row);
-            f32x16 sums[256 / LANES] = {0};
-            float largest = largest_of(own, head_dim, largest_of(shared, head_dim, -INFINITY));
-            float total = add_results(shared, head_dim, largest, sums);
-            total += add_results(own, head_dim, largest, sums);
+            row_state state = {.largest = -INFINITY};
+            add_results(plan, &unit->shared, head, row, &state);
+            add_results(plan, &unit->own, head, row, &state);
+            float factor = reciprocal(f32x16_sum(state.total));
             char *output = output_row(kind, call, &unit->whole, head, row);
-            for (int dim = 0; dim < head_dim; dim += LANES)
-                store_output(kind, output, dim, sums[dim / LANES] * reciprocal(total));
+            for (int dim = 0; dim < call->head_dim; dim += LANES)
+                store_output(kind, output, dim, state.sums[dim / LANES] * factor);
         }
 }
 
@@ -223,12 +224,12 @@ INLINE void compute(const int kind, const attention_plan *plan, int64_t index) {
     const attention_item *item = plan->items + index;
     int64_t following = index + pagoda_num_threads();
     attention_work work = begin(kind, plan, item);
-    attend_all(kind, &work, following < plan->num_items ? plan->items + following : NULL);
-    if (item->result < 0) {
+    float *results = item->result < 0 ? NULL : plan->results + item->result;
+    attend_all(kind, &work, following < plan->num_items ? plan->items + following : NULL, results);
+    if (!results) {
         write_outputs(kind, &work);
         return;
     }
-    write_results(&work, plan->results + item->result);
     for (int32_t i = item->first_unit; i < item->first_unit + item->num_units; i++) {
         attention_unit *unit = &plan->units[i];
         if (atomic_fetch_sub_explicit(&unit->unfinished, 1, memory_order_acq_rel) == 1) merge(kind, plan, unit);

@@ -1,4 +1,5 @@
-/* Attention of many rows (prefills): limited by multiplication. FlashAttention-2 (Dao, 2023) on tiles of rows and keys.
+/* Attention of many rows (prefills): limited by multiplication. FlashAttention-2 (Dao, 2023) on tiles of rows and keys,
+ * with softmax relative to each tile's own largest score.
  *
  * A tile's keys are transposed and its values interleaved once, into memory that stays in the first cache, and then
  * multiplied with blocks of rows whose results stay in registers: scores become weights before they are ever stored.
@@ -23,13 +24,55 @@ SPECIALIZED void multiply_block(const int kind, const int rows, const int vector
     }
 }
 
+/* sums = the products of `rows` queries with `vectors` times 16 keys over every 16th word from `word` on. */
+SPECIALIZED void multiply_lane(const int kind, const int rows, const int vectors, const attention_work *work,
+                               const uint32_t *query, const uint32_t *keys, int word, f32x16 sums[][2]) {
+    for (int row = 0; row < rows; row++)
+        for (int v = 0; v < vectors; v++) sums[row][v] = (f32x16){0};
+    for (; word < work->words; word += LANES) {
+        u32x16 columns[2];
+        for (int v = 0; v < vectors; v++) columns[v] = u32x16_load(keys + word * KEYS_PER_TILE + v * LANES);
+        for (int row = 0; row < rows; row++) {
+            u32x16 value = u32x16_set(query[(size_t)row * (size_t)work->padded_words + (size_t)word]);
+            for (int v = 0; v < vectors; v++) sums[row][v] = dot(kind, sums[row][v], value, columns[v]);
+        }
+    }
+}
+
+/* The products of a block of rows with 16 or 32 packed keys. They are added as multiply_16_keys does it, which has 16
+ * words of a key in a vector: each lane's words first, then the lanes as a tree. */
+SPECIALIZED void multiply_keys(const int kind, const int rows, const int vectors, const attention_work *work,
+                               const uint32_t *query, const uint32_t *keys, f32x16 products[][BLOCK_VECTORS]) {
+    f32x16 quarters[4][ROWS_PER_BLOCK][2];
+    for (int quarter = 0; quarter < 4; quarter++) {
+        f32x16 pairs[2][ROWS_PER_BLOCK][2];
+        for (int pair = 0; pair < 2; pair++) {
+            f32x16 first[ROWS_PER_BLOCK][2], second[ROWS_PER_BLOCK][2];
+            multiply_lane(kind, rows, vectors, work, query, keys, 4 * quarter + pair, first);
+            multiply_lane(kind, rows, vectors, work, query, keys, 4 * quarter + pair + 2, second);
+            for (int row = 0; row < rows; row++)
+                for (int v = 0; v < vectors; v++) pairs[pair][row][v] = first[row][v] + second[row][v];
+        }
+        for (int row = 0; row < rows; row++)
+            for (int v = 0; v < vectors; v++) quarters[quarter][row][v] = pairs[0][row][v] + pairs[1][row][v];
+    }
+    for (int row = 0; row < rows; row++)
+        for (int v = 0; v < vectors; v++)
+            products[row][v] =
+                (quarters[0][row][v] + quarters[1][row][v]) + (quarters[2][row][v] + quarters[3][row][v]);
+}
+
 /* Weighs the first `vectors` times 16 keys of the tile for a block of rows. */
 SPECIALIZED void weigh_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
                              int tile_key, int num_keys) {
-    f32x16 products[ROWS_PER_BLOCK][BLOCK_VECTORS] = {0};
+    f32x16 products[ROWS_PER_BLOCK][BLOCK_VECTORS];
     int index = head * work->padded_rows + row;
-    multiply_block(kind, rows, vectors, products, work->query + (size_t)index * (size_t)work->padded_words,
-                   (size_t)work->padded_words, work->keys, work->words);
+    const uint32_t *query = work->query + (size_t)index * (size_t)work->padded_words;
+    multiply_keys(kind, rows, vectors < 2 ? 1 : 2, work, query, work->keys, products);
+    if (vectors > 2) { /* two at a time, so that the sums of a lane and of a pair are in registers */
+        f32x16(*last)[BLOCK_VECTORS] = (f32x16(*)[BLOCK_VECTORS])&products[0][2];
+        multiply_keys(kind, rows, vectors - 2, work, query, work->keys + 2 * LANES, last);
+    }
     for (int i = 0; i < rows; i++)
         work->factors[row + i] =
             weigh(kind, vectors, products[i], work->scale,
@@ -43,13 +86,11 @@ SPECIALIZED void add_block(const int kind, const int rows, const int vectors, at
     size_t head_dim = (size_t)work->call->head_dim;
     float *to = work->sums + (size_t)(head * work->padded_rows + row) * head_dim + dim;
     const uint32_t *values = work->values + (size_t)dim * (KEYS_PER_TILE / keys_per_word(kind));
-    f32x16 sums[ROWS_PER_BLOCK][BLOCK_VECTORS];
-    for (int i = 0; i < rows; i++)
-        for (int v = 0; v < vectors; v++)
-            sums[i][v] = f32x16_load(to + (size_t)i * head_dim + v * LANES) * work->factors[row + i];
+    f32x16 sums[ROWS_PER_BLOCK][BLOCK_VECTORS] = {0};
     multiply_block(kind, rows, vectors, sums, work->weights + row * KEYS_PER_TILE, KEYS_PER_TILE, values, words);
-    for (int i = 0; i < rows; i++)
-        for (int v = 0; v < vectors; v++) f32x16_store(to + (size_t)i * head_dim + v * LANES, sums[i][v]);
+    for (int i = 0; i < rows; i++, to += head_dim)
+        for (int v = 0; v < vectors; v++)
+            f32x16_store(to + v * LANES, merged(f32x16_load(to + v * LANES), sums[i][v], work->factors[row + i]));
 }
 
 /* One function for each size of block, so that all of it lives in registers. */

@@ -8,9 +8,9 @@ enum {
     ITEMS_PER_THREAD = 4,     /* so that other threads take the items of one that is slowed down */
     COST_OF_READING = 5,      /* a key and a value; multiplying them with one row costs 1, about 0.04 ns a dimension */
     SMALL_COST = 500 * 1000,  /* 20 us */
-    FEWEST_KEYS_OF_SPAN = 2 * KEYS_PER_TILE,
-    FEWEST_SHARED_KEYS = KEYS_PER_TILE, /* that are worth a result of their own, which must be merged */
+    FEWEST_TILES_OF_SPAN = 2,
     MOST_FLOATS_OF_SUMS = 32 * 1024, /* of the rows of all KV heads, where one item does them all */
+    MOST_FLOATS_OF_RESULTS = 4 * 1024 * 1024, /* of many rows; with more, one item computes all keys */
 };
 
 /* The cost of an item, in products of one dimension. */
@@ -92,8 +92,8 @@ static void add_sequences(attention_plan *plan, int are_long) {
     }
 }
 
-/* How many leading keys, in the same blocks, every query of two units sees. 0 unless both have as few rows, and the
- * batch has the units' queries in order. */
+/* How many leading keys, in the same blocks, every query of two units sees, in whole tiles. 0 unless both have as few
+ * rows, and the batch has the units' queries in order. */
 static int32_t shared_keys(const attention_plan *plan, int32_t first, int32_t second) {
     const attention_item *one = &plan->units[first].whole, *other = &plan->units[second].whole;
     if (rows_of(plan->call, one) > MOST_ROWS_IN_PLACE || one->num_queries != other->num_queries) return 0;
@@ -102,7 +102,7 @@ static int32_t shared_keys(const attention_plan *plan, int32_t first, int32_t se
     int32_t end = (int32_t)least(one->first_position, other->first_position) + 1;
     int32_t size = plan->call->block_size, block = 0;
     while ((block + 1) * size <= end && one->block_table[block] == other->block_table[block]) block++;
-    return block * size;
+    return tile_of(block * size);
 }
 
 /* An item for the keys that a run of units shares, with all of their rows, as if they were one sequence's queries. */
@@ -124,7 +124,7 @@ static int32_t add_run(attention_plan *plan, int32_t first) {
     for (; end < plan->num_units && end - first < most_units; end++) {
         int32_t keys = shared_keys(plan, first, end);
         /* A unit that shares few keys would reduce what the others share. */
-        if (keys < FEWEST_SHARED_KEYS || keys < unit->shared_keys / 2) break;
+        if (keys == 0 || keys < unit->shared_keys / 2) break;
         unit->shared_keys = end == first + 1 ? keys : (int32_t)least(keys, unit->shared_keys);
     }
     unit->end_of_run = end;
@@ -140,15 +140,24 @@ static int32_t add_run(attention_plan *plan, int32_t first) {
     return end;
 }
 
-/* Adds an item, or one for each of several spans of its keys; returns where their results will be. If `is_all`, the
- * item has all keys that its rows see; it then writes the output if one span is enough, and there are no results. */
-static span_results add_items(attention_plan *plan, attention_item whole, int64_t cost_of_item, int is_all) {
-    int64_t num_keys = whole.end_key - whole.first_key;
-    int64_t num_spans = least(divide_up(cost_of(plan->call, &whole), cost_of_item),
-                              divide_up(num_keys, FEWEST_KEYS_OF_SPAN));
-    int64_t keys = divide_up(divide_up(num_keys, most(num_spans, 1)), KEYS_PER_TILE) * KEYS_PER_TILE;
+/* How many items an item's keys are divided into. */
+static int64_t num_spans(const attention_plan *plan, const attention_item *whole, int64_t cost_of_item) {
+    int64_t num_tiles = divide_up(whole->end_key - tile_of(whole->first_key), KEYS_PER_TILE);
+    int64_t rows = rows_of(plan->call, whole);
+    int64_t floats = num_tiles * rows * whole->num_heads * (int64_t)result_size(plan->call);
+    if (rows > MOST_ROWS_IN_PLACE && floats > MOST_FLOATS_OF_RESULTS) return 1;
+    return most(1, least(divide_up(cost_of(plan->call, whole), cost_of_item), num_tiles / FEWEST_TILES_OF_SPAN));
+}
+
+/* Adds an item, or one for each of several spans of its keys; returns where their results will be. With `is_first`
+ * these are the first keys that the rows see. An item that has all keys of one unit writes the output; there are no
+ * results. */
+static row_results add_items(attention_plan *plan, attention_item whole, int64_t cost_of_item, int is_first) {
+    int64_t num_tiles = divide_up(whole.end_key - tile_of(whole.first_key), KEYS_PER_TILE);
+    int64_t spans = num_spans(plan, &whole, cost_of_item);
+    int32_t keys = (int32_t)divide_up(num_tiles, spans) * KEYS_PER_TILE;
     size_t head_stride = result_size(plan->call) * (size_t)rows_of(plan->call, &whole);
-    span_results results = {
+    row_results results = {
         .at = (int64_t)plan->num_result_floats,
         .head_stride = head_stride,
         .stride = head_stride * (size_t)whole.num_heads,
@@ -156,28 +165,32 @@ static span_results add_items(attention_plan *plan, attention_item whole, int64_
     attention_item item = whole;
     item.result = -1;
     do {
-        item.end_key = (int32_t)least(item.first_key + keys, whole.end_key);
-        if (!is_all || item.end_key - item.first_key < num_keys) {
+        item.end_key = (int32_t)least(tile_of(item.first_key) + keys, whole.end_key);
+        if (!is_first || whole.num_units > 1 || item.end_key - item.first_key < whole.end_key - whole.first_key) {
+            int is_by_tile = !is_first || item.first_key > whole.first_key;
+            int64_t count = is_by_tile ? divide_up(item.end_key - item.first_key, KEYS_PER_TILE) : 1;
             item.result = (int64_t)plan->num_result_floats;
-            plan->num_result_floats += results.stride;
-            results.count++;
+            item.result_stride = is_by_tile ? (int64_t)results.stride : 0;
+            plan->num_result_floats += (size_t)count * results.stride;
+            results.count += (int32_t)count;
         }
         plan->items = pagoda_scratch(SCRATCH_ATTENTION_ITEMS, (size_t)(plan->num_items + 1) * sizeof *plan->items);
         plan->items[plan->num_items++] = item;
+        results.num_items++;
         item.first_key = item.end_key;
     } while (item.end_key < whole.end_key);
     return results;
 }
 
 /* Adds the items of the keys that a run of units shares. */
-static span_results add_shared_items(attention_plan *plan, int32_t first, int64_t cost_of_item) {
+static row_results add_shared_items(attention_plan *plan, int32_t first, int64_t cost_of_item) {
     attention_item item = shared_item(plan, first);
     int64_t floats = (int64_t)rows_of(plan->call, &item) * item.num_heads * plan->call->head_dim;
     int32_t heads = floats <= MOST_FLOATS_OF_SUMS ? item.num_heads : 1, end_head = item.num_heads;
-    span_results results = {0};
+    row_results results = {0};
     item.num_heads = heads;
     for (item.first_head = 0; item.first_head < end_head; item.first_head += heads) {
-        span_results of_heads = add_items(plan, item, cost_of_item, 0);
+        row_results of_heads = add_items(plan, item, cost_of_item, 1);
         if (item.first_head == 0) results = of_heads;
         else if (item.first_head == heads) results.head_stride = (size_t)(of_heads.at - results.at);
     }
@@ -188,7 +201,7 @@ static span_results add_shared_items(attention_plan *plan, int32_t first, int64_
 static int32_t add_items_of_run(attention_plan *plan, int32_t first, int64_t cost_of_item) {
     int32_t end = plan->units[first].end_of_run;
     int64_t num_items = plan->num_items;
-    span_results shared = {0};
+    row_results shared = {0};
     if (plan->units[first].shared_keys) shared = add_shared_items(plan, first, cost_of_item);
     int64_t num_shared_items = plan->num_items - num_items;
     for (int32_t index = first; index < end; index++) {
@@ -197,7 +210,7 @@ static int32_t add_items_of_run(attention_plan *plan, int32_t first, int64_t cos
         shared.at += (int64_t)result_size(plan->call) * rows_of(plan->call, &unit->whole);
         if (unit->whole.first_key < unit->whole.end_key || !num_shared_items)
             unit->own = add_items(plan, unit->whole, cost_of_item, !num_shared_items);
-        atomic_init(&unit->unfinished, (int)(num_shared_items + unit->own.count));
+        atomic_init(&unit->unfinished, (int)num_shared_items + unit->own.num_items);
     }
     return end;
 }

@@ -6,13 +6,16 @@
 
 #include "attention_item.h"
 
-/* Where the items of several spans of keys write their results for the same rows. */
+/* Where items write their results for the same rows, in the order of the keys. Results are merged one after another,
+ * just as an item merges its tiles: so the item of the first keys writes one result, and the others one for each tile.
+ * A row's bits then do not depend on how its keys are divided. */
 typedef struct {
-    int64_t at;         /* the first item's, of its first head, in floats */
-    size_t stride;      /* from one item's to the next one's */
+    int64_t at;         /* the first result's, of its first head, in floats */
+    size_t stride;      /* from one result to the next one */
     size_t head_stride; /* from one KV head's rows to the next one's */
     int32_t count;
-} span_results;
+    int32_t num_items;
+} row_results;
 
 /* Queries of one sequence with all the keys they see. Keys that begin several units may be computed for all of them
  * together, and the rest of a unit's keys in one item or in several. */
@@ -20,7 +23,7 @@ typedef struct {
     attention_item whole;
     int32_t end_of_run;  /* of the first unit of a run that shares keys: the unit after the run */
     int32_t shared_keys; /* of the same unit: how many keys the run shares */
-    span_results shared, own;
+    row_results shared, own;
     atomic_int unfinished; /* items */
 } attention_unit;
 
@@ -42,8 +45,8 @@ INLINE int rows_of(const pagoda_attention_call *call, const attention_item *item
     return item->num_queries * group_size(call);
 }
 
-/* Floats of one row's unfinished result: its sums, the total of its weights, its largest score. */
-INLINE size_t result_size(const pagoda_attention_call *call) { return (size_t)call->head_dim + 2; }
+/* Floats of one row's unfinished result: its sums, the 16 totals of its weights, its largest score. */
+INLINE size_t result_size(const pagoda_attention_call *call) { return (size_t)call->head_dim + LANES + 1; }
 
 /* Divides the call for `num_threads` threads; the plan's memory is the calling thread's scratch. */
 attention_plan pagoda_plan_attention(const pagoda_attention_call *call, int num_threads);

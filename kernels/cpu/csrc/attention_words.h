@@ -32,6 +32,7 @@ enum { PAIRS_BFLOAT16 = 1 };
 enum { PAIRS_BFLOAT16 = 0 };
 #endif
 
+typedef double f64x8 __attribute__((vector_size(64)));
 #if defined(__AVX512BW__)
 typedef uint16_t u16x32 __attribute__((vector_size(64)));
 #endif
@@ -135,11 +136,11 @@ INLINE f32x16 exp2_of(f32x16 x) {
     f32x16 rest = x - whole;
     /* The polynomial of least relative error on [-1/2, 1/2]. */
     f32x16 p = f32x16_set(1.3276472e-3f);
-    p = p * rest + 9.6755410e-3f;
-    p = p * rest + 0.055507131f;
-    p = p * rest + 0.24022120f;
-    p = p * rest + 0.69314694f;
-    p = p * rest + 1.0000001f;
+    p = f32x16_fma(p, rest, f32x16_set(9.6755410e-3f));
+    p = f32x16_fma(p, rest, f32x16_set(0.055507131f));
+    p = f32x16_fma(p, rest, f32x16_set(0.24022120f));
+    p = f32x16_fma(p, rest, f32x16_set(0.69314694f));
+    p = f32x16_fma(p, rest, f32x16_set(1.0000001f));
 #if defined(__AVX512F__)
     return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
@@ -149,30 +150,29 @@ INLINE f32x16 exp2_of(f32x16 x) {
 #endif
 }
 
-/* Of four vectors: each quarter of the result holds four lanes that add up, over the quarters, to the four sums. */
+/* Of four vectors: each quarter of the result holds, for each of them, the sum of that quarter's four lanes. The lanes
+ * are added in the order of multiply_keys in attention_packed.h: (0 + 2) + (1 + 3), and then the quarters' sums
+ * (first + second) + (third + fourth). */
 INLINE f32x16 add_lanes_of_4(const f32x16 *sums) {
-#if defined(__AVX512F__)
-    __m512 a = (__m512)sums[0], b = (__m512)sums[1], c = (__m512)sums[2], d = (__m512)sums[3];
-    __m512d ab = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    __m512d cd = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    return (f32x16)_mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
-#else
-    return (f32x16){f32x16_sum(sums[0]), f32x16_sum(sums[1]), f32x16_sum(sums[2]), f32x16_sum(sums[3])};
-#endif
+#define LOW(x, y) __builtin_shufflevector(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HIGH(x, y) __builtin_shufflevector(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+    f64x8 ab = (f64x8)(LOW(sums[0], sums[1]) + HIGH(sums[0], sums[1]));
+    f64x8 cd = (f64x8)(LOW(sums[2], sums[3]) + HIGH(sums[2], sums[3]));
+#undef LOW
+#undef HIGH
+    return (f32x16)__builtin_shufflevector(ab, cd, 0, 8, 2, 10, 4, 12, 6, 14) +
+           (f32x16)__builtin_shufflevector(ab, cd, 1, 9, 3, 11, 5, 13, 7, 15);
 }
 
 /* The 16 sums of four results of add_lanes_of_4, in order. */
 INLINE f32x16 join_sums(const f32x16 *quads) {
-#if defined(__AVX512F__)
-    __m512 a = (__m512)quads[0], b = (__m512)quads[1], c = (__m512)quads[2], d = (__m512)quads[3];
-    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
-    return (f32x16)_mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-#else
-    f32x16 joined;
-    for (int quad = 0; quad < 4; quad++) memcpy((float *)&joined + 4 * quad, &quads[quad], 4 * sizeof(float));
-    return joined;
-#endif
+#define EVEN(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define ODD(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+    f32x16 ab = EVEN(quads[0], quads[1]) + ODD(quads[0], quads[1]);
+    f32x16 cd = EVEN(quads[2], quads[3]) + ODD(quads[2], quads[3]);
+    return EVEN(ab, cd) + ODD(ab, cd);
+#undef EVEN
+#undef ODD
 }
 
 #endif

@@ -19,15 +19,16 @@ INLINE f32x16 log_of(f32x16 x) {
     i32x16 exponent = (bits - 0x3f3504f3) >> 23;
     f32x16 m = (f32x16)(bits - (exponent << 23)) - 1, e = __builtin_convertvector(exponent, f32x16), z = m * m;
     f32x16 p = f32x16_set(7.0376836292e-2f);
-    p = p * m - 1.1514610310e-1f;
-    p = p * m + 1.1676998740e-1f;
-    p = p * m - 1.2420140846e-1f;
-    p = p * m + 1.4249322787e-1f;
-    p = p * m - 1.6668057665e-1f;
-    p = p * m + 2.0000714765e-1f;
-    p = p * m - 2.4999993993e-1f;
-    p = p * m + 3.3333331174e-1f;
-    return e * 0.693359375f + (m + (p * m * z - e * 2.12194440e-4f - 0.5f * z));
+    p = f32x16_fma(p, m, f32x16_set(-1.1514610310e-1f));
+    p = f32x16_fma(p, m, f32x16_set(1.1676998740e-1f));
+    p = f32x16_fma(p, m, f32x16_set(-1.2420140846e-1f));
+    p = f32x16_fma(p, m, f32x16_set(1.4249322787e-1f));
+    p = f32x16_fma(p, m, f32x16_set(-1.6668057665e-1f));
+    p = f32x16_fma(p, m, f32x16_set(2.0000714765e-1f));
+    p = f32x16_fma(p, m, f32x16_set(-2.4999993993e-1f));
+    p = f32x16_fma(p, m, f32x16_set(3.3333331174e-1f));
+    f32x16 rest = f32x16_fma(e, f32x16_set(-2.12194440e-4f), p * m * z) - 0.5f * z;
+    return f32x16_fma(e, f32x16_set(0.693359375f), m + rest);
 }
 
 /* Standard Gumbel noise of 16 tokens: MurmurHash3's finaliser, keyed twice, as in noise.py. */

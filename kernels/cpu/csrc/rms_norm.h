@@ -11,7 +11,7 @@ static float rms_norm_factor(const void *source, bool is_bf16, int64_t width, fl
     f32x16 squares = {0};
     for (int64_t i = 0; i < width; i += LANES) {
         f32x16 x = load_some(source, is_bf16, i, width - i);
-        squares += x * x;
+        squares = f32x16_fma(x, x, squares);
     }
     return 1 / sqrtf(f32x16_sum(squares) / (float)width + eps);
 }

@@ -9,8 +9,10 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512F__)
+#if defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 enum { LANES = 16 };
@@ -54,6 +56,32 @@ INLINE f32x16 f32x16_max(f32x16 a, f32x16 b) {
     return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     return f32x16_select(a > b, a, b);
+#endif
+}
+
+/* a * b + c, rounded once where the processor can. The library is compiled with -ffp-contract=off: were the compiler to
+ * choose where it fuses, a row's bits would depend on the loop around them, and so on the batch. */
+INLINE f32x16 f32x16_fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    memcpy(x, &a, sizeof a);
+    memcpy(y, &b, sizeof b);
+    memcpy(z, &c, sizeof c);
+    for (int half = 0; half < 2; half++) z[half] = _mm256_fmadd_ps(x[half], y[half], z[half]);
+    memcpy(&c, z, sizeof c);
+    return c;
+#elif defined(__aarch64__)
+    float32x4_t x[4], y[4], z[4];
+    memcpy(x, &a, sizeof a);
+    memcpy(y, &b, sizeof b);
+    memcpy(z, &c, sizeof c);
+    for (int quarter = 0; quarter < 4; quarter++) z[quarter] = vfmaq_f32(z[quarter], x[quarter], y[quarter]);
+    memcpy(&c, z, sizeof c);
+    return c;
+#else
+    return a * b + c;
 #endif
 }
 
@@ -149,15 +177,15 @@ INLINE void store_some(void *row, bool is_bf16, int64_t at, f32x16 value, int64_
 }
 
 /* sum + a * b, of words that are floats. */
-INLINE f32x16 pagoda_dot_f32(f32x16 sum, u32x16 a, u32x16 b) { return sum + (f32x16)a * (f32x16)b; }
+INLINE f32x16 pagoda_dot_f32(f32x16 sum, u32x16 a, u32x16 b) { return f32x16_fma((f32x16)a, (f32x16)b, sum); }
 
 /* sum + a * b over the words' parts, two bfloat16 each. */
 INLINE f32x16 pagoda_dot_bf16(f32x16 sum, u32x16 a, u32x16 b) {
 #if defined(__AVX512BF16__)
     return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-    sum += (f32x16)(a << 16) * (f32x16)(b << 16);
-    return sum + (f32x16)(a & 0xffff0000u) * (f32x16)(b & 0xffff0000u);
+    sum = f32x16_fma((f32x16)(a << 16), (f32x16)(b << 16), sum);
+    return f32x16_fma((f32x16)(a & 0xffff0000u), (f32x16)(b & 0xffff0000u), sum);
 #endif
 }
 
@@ -207,16 +235,16 @@ INLINE f32x16 f32x16_exp(f32x16 x) {
     i32x16 is_zero = x < low;
     x = f32x16_select(x > high, high, f32x16_max(low, x)); /* in this order a NaN stays one */
     /* x = n ln 2 + r: 1.5 * 2^23 rounds to an integer, and ln 2 in two parts keeps r exact. */
-    f32x16 shifted = x * 1.44269504f + 12582912.0f;
+    f32x16 shifted = f32x16_fma(x, f32x16_set(1.44269504f), f32x16_set(12582912.0f));
     f32x16 n = shifted - 12582912.0f;
-    f32x16 r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    f32x16 r = f32x16_fma(n, f32x16_set(2.12194440e-4f), f32x16_fma(n, f32x16_set(-0.693359375f), x));
     f32x16 p = f32x16_set(1.9875691500e-4f); /* the minimax polynomial of Cephes' expf (Moshier, 1992) */
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = f32x16_fma(p, r, f32x16_set(1.3981999507e-3f));
+    p = f32x16_fma(p, r, f32x16_set(8.3334519073e-3f));
+    p = f32x16_fma(p, r, f32x16_set(4.1665795894e-2f));
+    p = f32x16_fma(p, r, f32x16_set(1.6666665459e-1f));
+    p = f32x16_fma(p, r, f32x16_set(5.0000001201e-1f));
+    p = f32x16_fma(p, r * r, r + 1.0f);
     f32x16 scale = (f32x16)(((u32x16)shifted - 0x4b400000u + 127) << 23);
     f32x16 result = p * scale;
     return (f32x16)(~is_zero & (i32x16)result);

@@ -11,6 +11,7 @@ from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention.sdpa_plan import make_plan
 from tests.kernels.attention.paged_batches import (
     BATCHES,
+    OPTIONS,
     PADDING,
     SHAPES,
     TOLERANCES,
@@ -37,6 +38,24 @@ def test_matches_the_reference(
 ) -> None:
     batch = make_batch(lengths, shape)
     assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=" and ".join)
+@pytest.mark.parametrize("sliding_window", WINDOWS)
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
+def test_softcaps_and_sinks_match_the_reference(
+    backend: CpuBackend, lengths: list[tuple[int, int]], sliding_window: int | None, options: tuple[str, ...]
+) -> None:
+    batch = make_batch(lengths, Shape(num_heads=6, num_kv_heads=2, head_dim=16))
+    assert_matches(batch.run(backend, sliding_window, *options), batch.expected(sliding_window, *options))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=" and ".join)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_softcaps_and_sinks_of_long_chunks_in_every_dtype(dtype: torch.dtype, options: tuple[str, ...]) -> None:
+    batch = make_batch([(300, 600), (290, 290), (1, 259)], Shape(num_heads=2, num_kv_heads=1, head_dim=16, dtype=dtype))
+    for sliding_window in (None, 150):
+        assert_matches(batch.run(CpuBackend(), sliding_window, *options), batch.expected(sliding_window, *options))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -1,0 +1,115 @@
+"""The C attention kernel gives a query the same bits alone, in chunks, in a batch, and on any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.attention.c_kernel import paged_attention
+from kernels.attention_metadata import AttentionMetadata
+from kernels.cpu.library import library, set_num_threads
+from tests.kernels.attention.paged_batches import Batch, Shape, make_batch
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
+
+DTYPES = [torch.float32, torch.bfloat16]
+# A chunk: the sequence, and where its queries begin and end in the sequence.
+Chunk = tuple[int, int, int]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_afterwards() -> Iterator[None]:
+    yield
+    set_num_threads(1)
+
+
+def attend(whole: Batch, chunks: list[Chunk], num_threads: int, sliding_window: int | None = None) -> torch.Tensor:
+    """Compute these chunks of whole prompts as one batch, and return their rows in order."""
+    starts = whole.metadata.cu_seqlens_q.tolist()
+    rows = [row for sequence, start, end in chunks for row in range(starts[sequence] + start, starts[sequence] + end)]
+    sequences = [sequence for sequence, _, _ in chunks]
+    lengths = torch.tensor([0, *(end - start for _, start, end in chunks)])
+    metadata = AttentionMetadata(
+        slot_mapping=whole.metadata.slot_mapping[rows],
+        cu_seqlens_q=lengths.cumsum(0).int(),
+        seq_lens=torch.tensor([end for _, _, end in chunks], dtype=torch.int32),
+        block_tables=whole.metadata.block_tables[sequences],
+        max_query_len=int(lengths.max()),
+        max_seq_len=max(end for _, _, end in chunks),
+    )
+    set_num_threads(num_threads)
+    return paged_attention(replace(whole, query=whole.query[rows], metadata=metadata).inputs(sliding_window))
+
+
+def assert_same_bits(whole: Batch, chunks: list[Chunk], num_threads: int, sliding_window: int | None = None) -> None:
+    """Compare the rows of a batch with those of every query computed as a decode of its own."""
+    actual = attend(whole, chunks, num_threads, sliding_window)
+    singles = [(sequence, at, at + 1) for sequence, start, end in chunks for at in range(start, end)]
+    expected = torch.cat([attend(whole, [single], 1, sliding_window) for single in singles])
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+def begin_alike(whole: Batch, num_blocks: int) -> Batch:
+    """Return the batch with all sequences beginning with the first one's full blocks, as far as they have as many."""
+    tables = whole.metadata.block_tables.clone()
+    full_blocks = whole.metadata.seq_lens // whole.key_cache.shape[1]
+    for table, count in zip(tables[1:], full_blocks[1:].tolist(), strict=True):
+        shared = min(num_blocks, int(full_blocks[0]), count)
+        table[:shared] = tables[0, :shared]
+    return replace(whole, metadata=replace(whole.metadata, block_tables=tables))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [Shape(4, 2, 128), Shape(3, 1, 80, 7), Shape(16, 2, 48, 256)], ids=str)
+@pytest.mark.parametrize("sliding_window", [None, 100])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_prompt_in_chunks(num_threads: int, sliding_window: int | None, shape: Shape, dtype: torch.dtype) -> None:
+    whole = make_batch([(400, 400)], replace(shape, dtype=dtype))
+    for bounds in ([0, 400], [0, 1, 64, 65, 300, 302, 400], [0, 130, 260, 390, 399, 400]):
+        chunks = [(0, start, end) for start, end in pairwise(bounds)]
+        assert_same_bits(whole, chunks, num_threads, sliding_window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 16])
+def test_long_contexts_that_threads_divide(num_threads: int, dtype: torch.dtype) -> None:
+    whole = make_batch([(4100, 4100), (2000, 2000), (700, 700)], Shape(4, 2, 64, dtype=dtype))
+    assert_same_bits(whole, [(0, 4099, 4100)], num_threads)
+    assert_same_bits(whole, [(0, 4060, 4100), (1, 1999, 2000), (2, 690, 700)], num_threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [Shape(4, 2, 32), Shape(16, 8, 128), Shape(6, 2, 16, 7)], ids=str)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_sequences_that_begin_with_the_same_blocks(num_threads: int, shape: Shape, dtype: torch.dtype) -> None:
+    lengths = [290 + 17 * (i % 5) for i in range(20)]
+    whole = begin_alike(make_batch([(length, length) for length in lengths], replace(shape, dtype=dtype)), 18)
+    assert_same_bits(whole, [(i, length - 1, length) for i, length in enumerate(lengths)], num_threads)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_batch(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 260), min_size=1, max_size=6))
+    num_kv_heads = data.draw(st.integers(1, 2))
+    shape = Shape(
+        num_heads=num_kv_heads * data.draw(st.integers(1, 9)),
+        num_kv_heads=num_kv_heads,
+        head_dim=16 * data.draw(st.integers(1, 5)),
+        block_size=data.draw(st.sampled_from([1, 3, 16, 64])),
+        dtype=data.draw(st.sampled_from(DTYPES)),
+    )
+    whole = make_batch([(length, length) for length in lengths], shape, seed=data.draw(st.integers(0, 1000)))
+    whole = begin_alike(whole, data.draw(st.integers(0, 12)))
+    chunks = []
+    for sequence, length in enumerate(lengths):
+        start = data.draw(st.integers(max(0, length - 40), length - 1))
+        chunks.append((sequence, start, data.draw(st.integers(start + 1, length))))
+    window = data.draw(st.none() | st.integers(1, 200))
+    assert_same_bits(whole, chunks, data.draw(st.integers(1, 3)), window)
