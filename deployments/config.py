@@ -20,6 +20,8 @@ from deployments.proxy.limits import ProxyLimits
 from deployments.routing.options import RoutingOptions
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.models.adapter.architectures import require_proven
+from engine.models.config_json import context_length, read_config_json
 from engine.sampling_params import MAX_SEQUENCES
 
 __all__ = [
@@ -229,7 +231,12 @@ class AppConfig(_Options):
         )
 
     def require_model(self) -> None:
-        """Raise ConfigError unless the model's directory holds a checkpoint."""
+        """Check that the model's directory holds a checkpoint, and that its config.json allows the options.
+
+        Raises:
+            ConfigError: a file is missing, or ``max_model_len`` exceeds the model's positions.
+            ModelLoadError: config.json is malformed, or of a model that no engine serves.
+        """
         path = self.model_path
         if not path.is_dir():
             raise ConfigError(f"model: '{self.model}' is no directory (looked for {path}); give a checkpoint's path")
@@ -237,6 +244,16 @@ class AppConfig(_Options):
             raise ConfigError(f"model: '{self.model}' holds no config.json; give a Hugging Face checkpoint's directory")
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise ConfigError(f"model: '{self.model}' holds no tokenizer; add one of {', '.join(TOKENIZER_FILES)}")
+        self._require_servable(read_config_json(path))
+
+    def _require_servable(self, config_json: dict[str, Any]) -> None:
+        """Check what the fields of config.json tell; others get their value from transformers, in the engine."""
+        engine = self.engine_config
+        match config_json.get("architectures"):
+            case [str(architecture), *_] if engine.model_impl != "pagoda":
+                require_proven(architecture)
+        if type(longest := config_json.get("max_position_embeddings")) is int:
+            context_length(engine.max_model_len, longest)
 
 
 def _require_known(key: str, name: str | None, known: Iterable[str]) -> None:

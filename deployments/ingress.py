@@ -45,6 +45,7 @@ from deployments.api.utilities.tokenization import Tokenization
 from deployments.broadcast import all_ingresses, broadcast, first_result
 from deployments.config import AppConfig
 from deployments.errors import ApiError
+from deployments.http_server import accept_many
 from deployments.observability.ingress_metrics import INGRESS_INFO, REPLICAS_MIN, ingress_recorder
 from deployments.observability.prometheus import render
 from deployments.observability.ray_exporter import RayExporter
@@ -77,6 +78,7 @@ class Ingress:
     """
 
     def __init__(self, engines: DeploymentHandle[Any], config: AppConfig, *, needs_key: bool = False) -> None:
+        accept_many()  # Serve starts the HTTP server after this constructor
         self._config = config
         self._keys = ApiKeys.from_environment()
         if needs_key:

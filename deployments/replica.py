@@ -15,6 +15,7 @@ from ray import serve
 
 from deployments.autoscaling import replica_pressure
 from deployments.channel.server import ChannelServer
+from deployments.cpu_priority import yield_cores
 from deployments.observability.ray_exporter import RayExporter
 from deployments.observability.recorder import Recorder, Series
 from deployments.observability.stats_line import StatsLine
@@ -47,6 +48,7 @@ class EngineReplica:
         # This node's address in the cluster: ingresses on other nodes connect to it.
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._publisher = KVEventPublisher(self._name, host)
+        yield_cores(config)  # before the engine starts its threads
         engine = Engine.from_config(config, sink=self._recorder, on_kv_events=self._publisher.publish_events)
         self._engine = AsyncEngine(engine, on_load=self._publisher.publish_load, replica=self._name)
         self._engine.load_grammar_compiler()

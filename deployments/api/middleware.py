@@ -134,3 +134,5 @@ class RecordRequests:
             self._on_end(record)
         except Exception:  # the client already has its response
             logger.exception("the record of a request could not be written")
+        finally:
+            record.release()

@@ -19,18 +19,21 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is run by its path
 
 from deployments.proxy.limits import ProxyLimits
+from deployments.proxy.probes import HEALTH_PATHS, with_probe_backends
 
 __all__ = ["UnknownConfigurationError", "error_files", "hardened", "main", "within_file_limit"]
 
 RESERVED_CONNECTIONS = 256  # for this machine's own probes, and for HAProxy's pages
 FILES_OF_ITS_OWN = 256
+# An ingress that is busy answers HAProxy's checks late, each within 5 s or not at all; one that has died refuses them.
+CHECKS_UNTIL_DOWN = 6
 CLIENT_TIMEOUT_S = 60  # for a client that does not read its answer, or does not send a body that no one waits for
 LOOPBACK = "127.0.0.1"
 MARK = "# Changed by Pagoda, see deployments/proxy/configuration.py\n"
 # With these, Ray Serve lets a client change how its request is served: no end at a disconnect, other time-outs.
 RAY_HEADERS = ("x-request-disconnect-disabled", "x-request-timeout-seconds", "serve_multiplexed_model_id")
 RAY_HEADER_PREFIX = "x-serve-router-"
-HEALTH_PATHS = ("/health", "/ping")
+CLIENT_HEADER = "x-pagoda-client"  # as deployments/api/body.py reads it
 METHODS = "GET HEAD POST PUT PATCH DELETE OPTIONS TRACE"
 CONTROL_CHARACTERS = r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]"  # HAProxy's parser accepts them, the ingress's does not
 
@@ -94,6 +97,8 @@ def hardened(text: str, limits: ProxyLimits, directory: Path) -> str:
     text = _replaced(text, r"^(listen stats\n +)bind \*:", rf"\g<1>{own}")
     rules = _lines(_frontend(limits)).replace("\\", r"\\")  # which has a meaning in a replacement
     text = _replaced(text, r"^(frontend http_frontend\n +bind .*\n)", rf"\g<1>{rules}")
+    text = _replaced(text, r"^( +default-server .*\bfall) \d+", rf"\g<1> {CHECKS_UNTIL_DOWN}", at_least=0)
+    text = with_probe_backends(text, f"{_http_error(NOT_READY)} hdr Retry-After 5")
     text = "".join(map(_with_health, re.split(r"^(?=\S)", text, flags=re.MULTILINE)))
     return _replaced(text, r"^( +)http-request return status 404 .*$", rf"\g<1>{_return(NOT_FOUND)}")
 
@@ -138,6 +143,10 @@ def _return(error: OwnError) -> str:
     return f"http-request return status {error.status} content-type application/json string '{_body(error)}'"
 
 
+def _http_error(error: OwnError) -> str:
+    return f"http-error status {error.status} content-type application/json string '{_body(error)}'"
+
+
 def _body(error: OwnError) -> str:
     return json.dumps({"error": {"message": error.message, "type": error.kind, "param": None, "code": error.code}})
 
@@ -162,6 +171,7 @@ def _frontend(limits: ProxyLimits) -> list[str]:
         ]
     rules += [f"http-request del-header {name}" for name in RAY_HEADERS]
     rules += [f"http-request del-header {RAY_HEADER_PREFIX} -m beg"]
+    rules += [f"http-request set-header {CLIENT_HEADER} %[src]"]  # between whose requests the ingress takes turns
     # The ingress's server would answer to these with a text of its own.
     rules += [f"{_return(UNKNOWN_METHOD)} unless {{ method {METHODS} }}"]
     # What else it cannot parse; every other error has a body of ours.

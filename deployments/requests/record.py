@@ -128,6 +128,14 @@ class RequestRecord:
         attempts = self.generations[0].attempts if self.generations else ()
         return next((one.replica for one in reversed(attempts) if one.replica), "")
 
+    def release(self) -> None:
+        """Drop the prompts and answers, which no one reads after the end.
+
+        The HTTP server keeps the last request of each connection, and with it this record, until the next one comes:
+        after a burst, thousands of prompts.
+        """
+        self.generations, self.prompt = (), None
+
     @property
     def _first_answers(self) -> Sequence[Generation]:
         """The first answer to each prompt."""

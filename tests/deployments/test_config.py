@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import yaml
 
 from deployments.config import AppConfig, checkout_root
 from deployments.launcher.preflight import Endpoint, check_config, require_free_port
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelLoadError
 
 SHIPPED = checkout_root() / "serve_config.yaml"
 
@@ -112,15 +116,18 @@ def test_the_shipped_file_is_valid_and_shows_every_key() -> None:
 def test_a_mistake_anywhere_in_the_file(tmp_path: Path, change: Any, message: str) -> None:
     document = yaml.safe_load(SHIPPED.read_text())
     change(document)
+    path = _write(tmp_path, document)
     with pytest.raises(ConfigError) as caught:
-        check_config(_write(tmp_path, document))
+        check_config(path)
+    assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", ""])
 def test_a_file_that_is_no_config(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError):
-        check_config(_write(tmp_path, text))
+    path = _write(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        check_config(path)
 
 
 def test_a_taken_port() -> None:
@@ -160,6 +167,49 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds no tokenizer; add one of tokenizer\.json"):
         AppConfig.parse({"model": str(tmp_path)}).require_model()
+
+
+def _checkpoint(directory: Path, **config: Any) -> str:
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text("{}")
+    return str(directory)
+
+
+def test_a_context_beyond_the_models_positions_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    model = _checkpoint(tmp_path, max_position_embeddings=2048)
+    AppConfig.parse({"model": model, "engine": {"max_model_len": 2048}}).require_model()
+    AppConfig.parse({"model": model}).require_model()
+    with pytest.raises(ConfigError, match="max_model_len=2049 exceeds the model's 2048 positions; lower it"):
+        AppConfig.parse({"model": model, "engine": {"max_model_len": 2049}}).require_model()
+    model = _checkpoint(tmp_path, text_config={"max_position_embeddings": 1})  # only transformers reads this one
+    AppConfig.parse({"model": model, "engine": {"max_model_len": 2049}}).require_model()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, "names code of its own"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"is quantised \(fp8\)"),
+        ({"quantization_config": "fp8"}, r"is quantised \(unknown\)"),
+        ({"architectures": ["BertLMHeadModel"]}, "architecture 'BertLMHeadModel' is not supported: "),
+        ({"architectures": ["NoSuchForCausalLM"]}, "architecture 'NoSuchForCausalLM' is not supported: no test has"),
+    ],
+)
+def test_a_model_that_no_engine_serves_is_refused_before_one_starts(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        AppConfig.parse({"model": _checkpoint(tmp_path, **config)}).require_model()
+
+
+def test_the_checks_before_the_start_import_neither_torch_nor_transformers() -> None:
+    """They take seconds, in which the launcher would not have begun to start Ray."""
+    code = (
+        "import sys, pathlib; from deployments.launcher.preflight import check_config; "
+        f"check_config(pathlib.Path({str(SHIPPED)!r})); print({{'torch', 'transformers'}} & {{*sys.modules}})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=checkout_root(), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def test_the_url_is_one_that_can_be_opened() -> None:

@@ -60,6 +60,21 @@ NOT_HTTP = [
 ]  # fmt: skip
 
 
+VALUES: list[Any] = [
+    None, True, -1, 0, 2**70, -(2**70), 1.5, 1e308, "", " ", "x" * 10_000, "\0\ud800", [], [[]], [None], {}, {"": {}},
+    {"type": "object"}, [{"role": "user"}], "\u202e", "0", [-1], [2**40], {"a": [{"b": 1}] * 50},
+]  # fmt: skip
+FIELDS = [
+    "model", "stream", "stream_options", "n", "best_of", "temperature", "top_p", "top_k", "seed", "stop", "logprobs",
+    "logit_bias", "tools", "tool_choice", "response_format", "user", "metadata", "priority", "cache_salt", "echo",
+]  # fmt: skip
+NOT_A_BODY = [
+    b"", b"{", b"[1]", b"null", b'"a"', b"\xff\xfe", b"\xef\xbb\xbf{}", b"[" * 20_000, b'{"a":' * 20_000, b"NaN",
+    b'{"prompt": NaN}', b'{"prompt": 1e999}', b'{"prompt": "a", "prompt": 5}', b'{"prompt": "\xff"}', bytes(99),
+    b"{}{}", b'{"prompt": ' + b"9" * 5000 + b"}", b" " * 50_000, "{}".encode("utf-16"), b'{"messages": "\\ud800"}',
+]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Sent:
     """A request: its name for messages, its bytes, and whether the client then ends its side of the connection."""
@@ -136,6 +151,26 @@ def mixtures(rng: random.Random) -> Iterator[Sent]:
             data[rng.randrange(len(data))] = rng.randrange(256)
         end = rng.choice([len(data), len(data), len(data), rng.randrange(len(data))])
         yield Sent(f"mixture {bytes(data[:60])!r}", bytes(data[:end]), half_closes=rng.random() < 0.1)
+
+
+def headers_everywhere() -> Iterator[Sent]:
+    """Every header at every endpoint."""
+    for path, body in ENDPOINTS.items():
+        for header in HEADERS:
+            yield Sent(f"{path} {header!r:.60}", request("POST", path, [header], json.dumps(body).encode()))
+
+
+def strange_bodies(rng: random.Random) -> Iterator[Sent]:
+    """Bodies that are no JSON at every endpoint, then bodies with a strange value in a field, without end."""
+    for path in ENDPOINTS:
+        for data in NOT_A_BODY:
+            yield Sent(f"{path} {data[:40]!r}", request("POST", path, [], data))
+    while True:
+        path, valid = rng.choice(list(ENDPOINTS.items()))
+        # Without a limit an answer would be as long as the context.
+        value, field = rng.choice(VALUES), rng.choice([*FIELDS, *(name for name in valid if "max" not in name)])
+        data = json.dumps(valid | {field: value}).encode()
+        yield Sent(f"{path} {field}={value!r:.40}", request("POST", path, [], data))
 
 
 async def exchange(port: int, sent: Sent, *, timeout_s: float = 60.0) -> Answer:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,8 +24,9 @@ import httpx
 import psutil
 import pytest
 
+from deployments.api.body import CLIENT_HEADER as READ_HEADER
 from deployments.config import checkout_root
-from deployments.proxy.configuration import UnknownConfigurationError, hardened, within_file_limit
+from deployments.proxy.configuration import CLIENT_HEADER, UnknownConfigurationError, hardened, within_file_limit
 from deployments.proxy.limits import ProxyLimits
 from tests.e2e.conftest import free_port
 
@@ -47,9 +49,12 @@ class _Ingress(BaseHTTPRequestHandler):
         if self.path == "/unparsed":
             self.send_error(400)
             return
+        if self.path == "/slow":
+            time.sleep(0.2)
         body = json.dumps({name.lower(): value for name, value in self.headers.items()}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Connection", str(self.client_address[1]))
         self.end_headers()
         self.wfile.write(body)
 
@@ -167,6 +172,13 @@ def test_rays_headers_from_clients_are_dropped(proxy: Proxy) -> None:
     assert not got.keys() & {name.lower() for name in headers} - {"x-request-id"}
 
 
+def test_the_ingress_learns_the_address_that_connects(proxy: Proxy) -> None:
+    assert CLIENT_HEADER == READ_HEADER
+    for address in CLIENTS[:2]:
+        with proxy.client(address) as client:
+            assert client.get("/", headers={"x-pagoda-client": "another"}).json()["x-pagoda-client"] == address
+
+
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
@@ -271,6 +283,25 @@ def test_health_is_answered_while_no_ingress_is(tmp_path: Path, ingress: int, pa
 def test_health_is_the_ingresss_answer_once_it_is_up(tmp_path: Path, ingress: int) -> None:
     with running(tmp_path, ingress, fallback=free_port()) as proxy:
         assert httpx.get(proxy.url + "/health", timeout=30).status_code == 200
+
+
+def test_probes_keep_a_connection_that_no_other_request_takes(tmp_path: Path, ingress: int) -> None:
+    """A new connection to a busy ingress waits behind those of all other requests."""
+    with running(tmp_path, ingress, fallback=free_port()) as proxy, httpx.Client(base_url=proxy.url) as client:
+        probes = [client.get("/health").headers["x-connection"]]
+        others = {client.get("/v1/models").headers["x-connection"] for _ in range(3)}
+        with ThreadPoolExecutor(1) as thread, proxy.client(CLIENTS[1]) as slow:  # takes what the other requests left
+            busy = thread.submit(slow.get, "/slow")
+            probes += [client.get(path).headers["x-connection"] for path in ("/health", "/ping", "/health")]
+            others |= {busy.result().headers["x-connection"]}
+    assert len(set(probes)) == 1
+    assert not others & set(probes)
+
+
+def test_an_ingress_that_answers_late_is_not_taken_for_dead(proxy: Proxy) -> None:
+    (line,) = [one for one in proxy.config.read_text().splitlines() if "default-server" in one and "check" in one]
+    inter, fall = (int(value) for value in re.findall(r" (?:inter|fall) (\d+)", line.replace("fastinter", "")))
+    assert {inter, fall} == {5, 6}, line
 
 
 def test_pages_and_sockets_are_for_this_machine_and_user_only(proxy: Proxy) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray._common.formatters import JSONFormatter
@@ -16,8 +16,9 @@ from starlette.testclient import TestClient
 
 from deployments.api.middleware import RecordRequests
 from deployments.config import LoggingOptions
+from deployments.requests.generation import Generation
 from deployments.requests.log import RequestLog
-from deployments.requests.record import RequestRecord
+from deployments.requests.record import RequestRecord, current_record
 from deployments.routing.cluster_view import cluster_view
 from engine.errors import OverloadedError
 from tests.deployments.conftest import OpenClient
@@ -156,6 +157,25 @@ async def test_a_server_below_a_prefix_logs_its_own_paths(serve_log: Log) -> Non
     scope = {"type": "http", "method": "POST", "path": "/llm/v1/completions", "root_path": "/llm", "headers": []}
     await served(scope, nothing, nothing)
     assert _fields(serve_log)["path"] == "/v1/completions"
+
+
+async def test_a_request_that_has_ended_holds_no_answers() -> None:
+    """The HTTP server keeps the last request of each open connection."""
+    seen = list[int]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        current_record().generations, current_record().prompt = [cast(Generation, object())], "hello"
+
+    def on_end(record: RequestRecord) -> None:
+        seen.append(len(record.generations))
+        raise ValueError("on_end fails")
+
+    started = list[RequestRecord]()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await RecordRequests(app, on_end, started.append)(scope, None, None)  # type: ignore[arg-type]
+    (record,) = started
+    assert seen == [1]
+    assert (record.generations, record.prompt) == ((), None)
 
 
 # --- ids -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,117 @@
+"""Thousands of clients that mean harm, twice: each gets an answer, and nothing grows from one time to the next."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections import Counter
+from itertools import islice
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from benchmarks.serving.streams import Reply, idle_connections, probing, send
+from tests.e2e.abuse import burst, memory, names, trickles
+from tests.e2e.conftest import Server
+from tests.e2e.hostile import each_once, headers_everywhere, mixtures, strange_bodies
+from tests.e2e.test_hostile_clients import QUESTION, send_all
+from tests.e2e.test_vanishing_clients import Usage, vanish
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+# Of a round; both, and the short suite, are more than 5,000 requests.
+MIXTURES, BODIES = 1000, 700
+TRICKLES = 40  # of heads, and as many of bodies
+VANISHING = 150
+BURST = 2000
+IDLE_OF_EACH_ADDRESS, IDLE_ADDRESSES = 4200, ("127.0.5.1", "127.0.5.2")
+PROBES = ("/health", "/-/healthz")
+# On an idle machine 99 of 100 probes take less than a second; here they share the cores with the clients.
+MAX_PROBE_P99_S = 2.0
+GROWTH, NOISE_MIB = 1.10, 4.0  # a process of 10 MiB may take some pages more
+
+
+async def _strange(server: Server, seed: int) -> Counter[int]:
+    rng = random.Random(seed)
+    requests = [*each_once(), *headers_everywhere(), *islice(mixtures(rng), MIXTURES)]
+    requests += islice(strange_bodies(rng), BODIES)
+    rng.shuffle(requests)
+    return await send_all(server, requests)
+
+
+def _closed(connections: list[socket.socket]) -> int:
+    """Return how many connections the server has closed, or has not accepted."""
+    closed = 0
+    for one in connections:
+        one.setblocking(False)
+        try:
+            closed += one.recv(1) == b""
+        except BlockingIOError:
+            pass
+        except OSError:
+            closed += 1
+    return closed
+
+
+async def _hold_idle_connections(server: Server) -> None:
+    """Take more connections than HAProxy accepts from these addresses; this machine's own is served meanwhile."""
+    first, second = IDLE_ADDRESSES
+    with (
+        idle_connections(server.port, IDLE_OF_EACH_ADDRESS, address=first) as one,
+        idle_connections(server.port, IDLE_OF_EACH_ADDRESS, address=second) as other,
+    ):
+        await asyncio.sleep(0.5)
+        assert _closed([*one, *other]) > 0
+        own = await asyncio.to_thread(send, server.port, "/v1/completions", address="127.0.0.1", body=QUESTION)
+        assert own.status == 200, own
+    # HAProxy has seen the end of all of them when the address may connect again.
+    while (await asyncio.to_thread(send, server.port, "/-/healthz", address=first)).status != 200:
+        await asyncio.sleep(0.1)
+
+
+async def _burst(server: Server) -> dict[str, list[Reply]]:
+    with probing(server.port, PROBES, address="127.0.6.1") as replies:
+        outcomes = await burst(server.port, BURST, address="127.0.6.2")
+    assert {one.status for one in outcomes} <= {200, 503}
+    assert all(one.is_complete for one in outcomes if one.status == 200)
+    assert max(one.total_s for one in outcomes) < 60
+    return replies
+
+
+async def _round(server: Server, seed: int) -> None:
+    """One time everything."""
+    statuses, slowest, _ = await asyncio.gather(
+        _strange(server, seed), trickles(server.port, TRICKLES), vanish(server, VANISHING)
+    )
+    assert slowest < 60
+    await _hold_idle_connections(server)
+    replies = await _burst(server)
+    for path, of_path in replies.items():
+        assert {one.status for one in of_path} == {200}, (path, of_path)
+        assert np.percentile([one.seconds for one in of_path], 99) <= MAX_PROBE_P99_S, (path, of_path)
+    print(statuses, f"trickles: {slowest:.1f} s")
+    assert not any((await Usage(server).until_nothing_is_used(but=("clients",))).values())
+
+
+def _answer(client: httpx.Client) -> str:
+    return str(client.post("/v1/completions", json=QUESTION).raise_for_status().json()["choices"][0]["text"])
+
+
+async def test_a_server_is_the_same_after_two_rounds_of_abuse(server: Server, client: httpx.Client) -> None:
+    before = _answer(client)
+    await _burst(server)  # for as many requests at once Python takes memory that it keeps for the next ones
+    processes: list[psutil.Process] = server.processes()
+    name_of = names(processes)
+    await _round(server, 1)
+    first = memory(processes)
+    await _round(server, 2)
+    second = memory(processes)
+    sizes = {f"{name_of[pid]} {pid}": (first[pid], mib) for pid, mib in second.items() if pid in first}
+    print("\n".join(f"{name}: {then:.1f} MiB, then {now:.1f}" for name, (then, now) in sizes.items()))
+    assert {name.split(" ")[0] for name in sizes} >= {"ingress", "engine", "haproxy"}
+    assert {name: both for name, both in sizes.items() if both[1] > GROWTH * both[0] + NOISE_MIB} == {}
+    assert send(server.port, "/health", address="127.0.0.1").status == 200
+    assert _answer(client) == before
