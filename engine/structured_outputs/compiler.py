@@ -11,6 +11,7 @@ This module owns the tokenizer, the cache and the time-out; grammar.py decides w
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections import OrderedDict
@@ -19,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -231,7 +232,29 @@ class GrammarCompiler:
         backend = tokenizer.backend_tokenizer
         backend.no_padding()
         backend.no_truncation()
-        return str(backend.to_str())
+        return _with_plain_markers(str(backend.to_str()))
+
+
+def _with_plain_markers(tokenizer_json: str) -> str:
+    """Return the tokenizer with added tokens that are not special, such as ``<tool_call>``, as ordinary ones.
+
+    llguidance takes every added token in angle brackets for a special one, which no text of a grammar may contain. Only
+    a BPE's vocabulary is changed, which every model with such markers has.
+    """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    data: dict[str, Any] = json.loads(tokenizer_json)
+    added, vocab = data.get("added_tokens") or [], data["model"].get("vocab")
+    if data["model"].get("type") != "BPE" or all(token["special"] for token in added):
+        return tokenizer_json
+    alphabet = bytes_to_unicode() if "ByteLevel" in json.dumps(data.get("decoder")) else {}
+    for token in added:  # special ones too: their ids follow from the size of the vocabulary unless they are in it
+        content = token["content"]
+        if alphabet and not token["special"]:
+            content = "".join(alphabet[byte] for byte in content.encode())
+        vocab.setdefault(content, token["id"])
+    data["added_tokens"] = [token for token in added if token["special"]]
+    return json.dumps(data)
 
 
 def _has_first_mask(grammar: Grammar) -> bool:

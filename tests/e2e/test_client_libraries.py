@@ -11,14 +11,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import ROOT, Server, running_server
+from tests.e2e.conftest import ROOT, Server
 
 PROGRAMS = Path(__file__).parent / "clients"
 OTHER_PYTHON = ROOT / "build" / "clients" / "bin" / "python"  # `make test-clients` makes it
@@ -28,22 +27,12 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that parses tool calls, so that a request may offer tools without forcing a call."""
-
-    def change(args: dict[str, Any]) -> None:
-        args["engine"]["dtype"] = "float32"
-        args["tool_parser"] = "hermes"
-
-    with running_server(tmp_path_factory.mktemp("server"), change) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def answer(server: Server) -> str:
+def answer(public_server: Server) -> str:
     """The answer to the question of every program, by plain HTTP."""
     body = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "temperature": 0}
-    response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+    response = httpx.post(
+        f"{public_server.url}/v1/chat/completions", json=body, headers=public_server.headers, timeout=60
+    ).raise_for_status()
     return str(response.json()["choices"][0]["message"]["content"])
 
 
@@ -52,6 +41,7 @@ def run(server: Server, *command: Path | str, cwd: Path | None = None) -> dict[s
     program, *rest = command[1:]
     words = [str(word) for word in (command[0], program, f"{server.url}/v1", *rest)]
     quiet = {"OTEL_SDK_DISABLED": "true", "LANGSMITH_TRACING": "false", "PYTHONWARNINGS": "ignore"}
+    quiet["OPENAI_API_KEY"] = server.key
     done = subprocess.run(words, cwd=cwd, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -72,21 +62,21 @@ def check_turns(found: dict[str, Any], answer: str) -> None:
     [("with_langchain.py",), ("with_agents.py", "chat"), ("with_agents.py", "responses")],
     ids=" ".join,
 )
-def test_libraries_beside_the_server(server: Server, answer: str, program: tuple[str, ...]) -> None:
+def test_libraries_beside_the_server(public_server: Server, answer: str, program: tuple[str, ...]) -> None:
     module = {"with_langchain.py": "langchain_openai", "with_agents.py": "agents"}[program[0]]
     if importlib.util.find_spec(module) is None:
         pytest.skip("needs the extra `clients`: make test-long installs it")
-    check_turns(run(server, sys.executable, PROGRAMS / program[0], *program[1:]), answer)
+    check_turns(run(public_server, sys.executable, PROGRAMS / program[0], *program[1:]), answer)
 
 
 @pytest.mark.parametrize("program", ["with_litellm.py", "with_llama_index.py"])
-def test_libraries_with_an_environment_of_their_own(server: Server, answer: str, program: str) -> None:
-    check_turns(run(server, other_python(), PROGRAMS / program), answer)
+def test_libraries_with_an_environment_of_their_own(public_server: Server, answer: str, program: str) -> None:
+    check_turns(run(public_server, other_python(), PROGRAMS / program), answer)
 
 
 @pytest.mark.parametrize("mode", ["tools", "json_schema"])
-def test_instructor(server: Server, mode: str) -> None:
-    (city,) = run(server, other_python(), PROGRAMS / "with_instructor.py", mode)["cities"]
+def test_instructor(public_server: Server, mode: str) -> None:
+    (city,) = run(public_server, other_python(), PROGRAMS / "with_instructor.py", mode)["cities"]
     assert city in ("Oslo", "Lima")
 
 
@@ -97,7 +87,7 @@ def other_python() -> Path:
     return OTHER_PYTHON
 
 
-def test_openai_for_node(server: Server, answer: str, tmp_path: Path) -> None:
+def test_openai_for_node(public_server: Server, answer: str, tmp_path: Path) -> None:
     npm, node = shutil.which("npm"), shutil.which("node")
     if npm is None or node is None:
         pytest.skip("needs node and npm")
@@ -106,6 +96,6 @@ def test_openai_for_node(server: Server, answer: str, tmp_path: Path) -> None:
     if installed.returncode:
         pytest.skip(f"npm cannot install {NODE_OPENAI}: {installed.stderr[-300:]}")
     program = shutil.copy(PROGRAMS / "with_openai.mjs", tmp_path)
-    found = run(server, node, program, cwd=tmp_path)
+    found = run(public_server, node, program, cwd=tmp_path)
     check_turns(found, answer)
     assert found["response"] == answer

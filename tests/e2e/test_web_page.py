@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.browser import LAPTOP, Opener, ask, axe_api, browser, fact, numbers, open_page
-from tests.e2e.conftest import Server, running_server
+from tests.e2e.conftest import Server
 
 from playwright.sync_api import Browser, Error, Page, Route, expect  # isort: skip  # after the check that it is there
 
 __all__ = ["browser", "open_page"]  # fixtures
 
-KEY = "a-key-of-the-web-page-test"
 BLOCK_SIZE = 16  # the default on a CPU
 PHONE = {"width": 375, "height": 812}
 LONG = "Prefix caching keeps the KV blocks of earlier prompts, so that a new one need not compute them. " * 4
@@ -290,44 +288,29 @@ def test_a_theme_can_be_chosen_and_is_kept(open_page: Opener) -> None:
 # --- with keys --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that requires an API key."""
-    directory = tmp_path_factory.mktemp("keyed")
-    keys = directory / "keys"
-    keys.write_text(f"{KEY}\n")
-
-    def change(args: dict[str, Any]) -> None:
-        args["replicas"]["num_engine_replicas"] = 1
-
-    with running_server(directory, change, environment={"PAGODA_API_KEYS_FILE": str(keys)}) as running:
-        yield running
-
-
 @pytest.mark.long
-def test_without_a_key_nothing_is_served(keyed: Server) -> None:
-    with httpx.Client(base_url=keyed.url, timeout=30) as plain:
+def test_without_a_key_nothing_is_served(public_server: Server) -> None:
+    with httpx.Client(base_url=public_server.url, timeout=30) as plain:
         for path in ("/", "/live", "/metrics", "/v1/models", "/web/app.js"):
             assert plain.get(path).status_code == 401, path
         assert plain.post("/v1/completions", json={"prompt": "a"}).status_code == 401
         assert plain.get("/health").status_code == plain.get("/version").status_code == 200
-        with_key = {"Authorization": f"Bearer {KEY}"}
-        assert plain.get("/metrics", headers=with_key).status_code == 200
-        answer = plain.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=with_key)
+        assert plain.get("/metrics", headers=public_server.headers).status_code == 200
+        answer = plain.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=public_server.headers)
         assert answer.status_code == 200
-    assert KEY not in keyed.log.read_text()
+    assert public_server.key not in public_server.log.read_text()
 
 
 @pytest.mark.long
-def test_a_browser_asks_for_the_key(browser: Browser, keyed: Server) -> None:
+def test_a_browser_asks_for_the_key(browser: Browser, public_server: Server) -> None:
     with browser.new_context() as context, pytest.raises(Error, match="ERR_INVALID_AUTH_CREDENTIALS"):
-        context.new_page().goto(keyed.url)  # it would ask its user, but is headless
+        context.new_page().goto(public_server.url)  # it would ask its user, but is headless
 
 
 @pytest.mark.long
-def test_a_browser_with_a_wrong_key_is_refused(browser: Browser, keyed: Server) -> None:
+def test_a_browser_with_a_wrong_key_is_refused(browser: Browser, public_server: Server) -> None:
     with browser.new_context(http_credentials={"username": "me", "password": "an-unknown-key"}) as context:
-        answer = context.new_page().goto(keyed.url)
+        answer = context.new_page().goto(public_server.url)
         assert answer is not None
         assert answer.status == 401
         assert answer.header_value("www-authenticate") == 'Basic realm="Pagoda", charset="UTF-8"'
@@ -335,13 +318,13 @@ def test_a_browser_with_a_wrong_key_is_refused(browser: Browser, keyed: Server) 
 
 
 @pytest.mark.long
-def test_with_the_key_the_page_works(browser: Browser, keyed: Server) -> None:
+def test_with_the_key_the_page_works(browser: Browser, public_server: Server) -> None:
     problems: list[str] = []
-    with browser.new_context(http_credentials={"username": "me", "password": KEY}) as context:
+    with browser.new_context(http_credentials={"username": "me", "password": public_server.key}) as context:
         page = context.new_page()
-        page.goto(keyed.url)
+        page.goto(public_server.url)
         page.on("console", lambda message: message.type == "error" and problems.append(message.text))
-        expect(page.locator("#status")).to_have_text("1 replica")
+        expect(page.locator("#status")).to_have_text("2 replicas")
         answer = ask(page, "What is a KV cache?")
         assert re.search(r"[A-Za-z]{3,}", answer.locator(".text").inner_text())
         assert problems == []

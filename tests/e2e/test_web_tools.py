@@ -17,7 +17,7 @@ __all__ = ["browser", "open_page"]  # fixtures
 def test_calls_are_run_and_their_results_sent_back(open_page: Opener) -> None:
     page = open_page()
     page.get_by_label("Tools").check()
-    calls = [("calculator", '{"a": 17, "operator": "*", "b": 23}'), ("cluster_status", "{}")]
+    calls = [("calculator", '{"expression": "17 * 23"}'), ("cluster_status", "{}")]
     replies = [stream_of(called(name, arguments)) for name, arguments in calls]
     bodies = play(page, [*replies, stream_of({"content": "That is 391."}), stream_of({"content": "No tools."})])
     answer = ask(page, "What is 17 times 23, and how many engines are there?")
@@ -42,10 +42,16 @@ def test_calls_are_run_and_their_results_sent_back(open_page: Opener) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "result"),
     [
-        ("calculator", '{"a": 1, "operator": "/", "b": 3}', {"result": 0.3333}),
-        ("calculator", '{"a": 1, "operator": "/", "b": 0}', {"error": "division by zero"}),
-        ("calculator", '{"a": "1", "operator": "+", "b": 1}', {"error": "a and b must be numbers"}),
-        ("calculator", '{"a": 1, "operator": "constructor", "b": 1}', {"error": "there is no operator constructor"}),
+        ("calculator", '{"expression": "1 / 3"}', {"result": 0.3333}),
+        ("calculator", '{"expression": "-2 * (3.5 - 4) + .5"}', {"result": 1.5}),
+        ("calculator", '{"expression": "2 - 3 - 4"}', {"result": -5}),
+        ("calculator", '{"expression": "1 / (2 - 2)"}', {"error": "division by zero"}),
+        ("calculator", '{"expression": "2 +"}', {"error": "the expression is incomplete"}),
+        ("calculator", '{"expression": "(2 + 3"}', {"error": "a bracket is not closed"}),
+        ("calculator", '{"expression": "2 3"}', {"error": "unexpected 3"}),
+        ("calculator", '{"expression": "alert(1)"}', {"error": "unexpected a"}),
+        ("calculator", '{"expression": 3}', {"error": "expression must be a string"}),
+        ("calculator", f'{{"expression": "{"(" * 60}"}}', {"error": "the expression is nested too deeply"}),
         ("toString", "{}", {"error": "there is no tool toString"}),
     ],
 )

@@ -17,8 +17,7 @@ from deployments.version import pagoda_version
 
 __all__ = ["LoadResponse", "ServerInfoResponse", "ServerState"]
 
-# Values that name a file or an address of the server; whether they are set may be known, the value may not.
-_PRIVATE = frozenset({"otlp_endpoint"})
+_ADDRESSES = frozenset({"otlp_endpoint"})  # whether one is set may be known, the value may not
 
 
 class LoadResponse(BaseModel):
@@ -76,15 +75,18 @@ class ServerState:
         )
 
     def _public_config(self) -> dict[str, Any]:
-        """Return the configuration without what only the operator may see."""
-        public: dict[str, Any] = _without_private(self._config.model_dump(mode="json"))
+        """Return the configuration, defaults included, without what only the operator may see."""
+        engine = asdict(self._config.engine_config)
+        public: dict[str, Any] = _without_private(self._config.model_dump(mode="json") | {"engine": engine})
+        del public["engine"]["model"]
         return public | {"model": self._config.model_path.name, "model_name": self._config.model_name}
 
 
 def _without_private(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            name: inner is not None if name in _PRIVATE else _without_private(inner) for name, inner in value.items()
+            name: "<address>" if name in _ADDRESSES and inner is not None else _without_private(inner)
+            for name, inner in value.items()
         }
     if isinstance(value, list):
         return [_without_private(inner) for inner in value]

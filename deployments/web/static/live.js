@@ -81,10 +81,10 @@ export function figures() {
   const { running, waiting, usage } = totals();
   return {
     engines: latest.length,
-    running_requests: running,
-    waiting_requests: waiting,
-    kv_cache_used_percent: Math.round(100 * (usage ?? 0)),
-    prefix_cache_hit_percent: Math.round(100 * (history.hits() ?? 0)),
+    running,
+    waiting,
+    kv_used_percent: Math.round(100 * (usage ?? 0)),
+    prefix_hit_percent: Math.round(100 * (history.hits() ?? 0)),
   };
 }
 

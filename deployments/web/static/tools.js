@@ -1,24 +1,13 @@
 // The tools that the page offers to the model. They run here, in the browser.
 
+import { evaluate } from "./calculator.js";
 import { figures } from "./live.js";
-
-const DECIMALS = 4;
-const OPERATORS = {
-  "+": (a, b) => a + b,
-  "-": (a, b) => a - b,
-  "*": (a, b) => a * b,
-  "/": (a, b) => a / b,
-};
 
 const TOOLS = {
   calculator: {
-    description: "Computes with two numbers.",
-    properties: {
-      a: { type: "number" },
-      operator: { type: "string", enum: Object.keys(OPERATORS) },
-      b: { type: "number" },
-    },
-    run: calculate,
+    description: "Computes an expression with + - * / and brackets.",
+    properties: { expression: { type: "string" } },
+    run: ({ expression }) => ({ result: evaluate(expression) }),
   },
   cluster_status: { description: "Reads the current figures of the cluster.", properties: {}, run: figures },
 };
@@ -43,11 +32,4 @@ export function resultOf({ name, arguments: sent }) {
 export function asJson(object) {
   const fields = Object.entries(object).map(([name, value]) => `${JSON.stringify(name)}: ${JSON.stringify(value)}`);
   return `{${fields.join(", ")}}`;
-}
-
-function calculate({ a, operator, b }) {
-  if (typeof a !== "number" || typeof b !== "number") throw new Error("a and b must be numbers");
-  if (!Object.hasOwn(OPERATORS, operator)) throw new Error(`there is no operator ${operator}`);
-  if (operator === "/" && b === 0) throw new Error("division by zero");
-  return { result: Number(OPERATORS[operator](a, b).toFixed(DECIMALS)) };
 }

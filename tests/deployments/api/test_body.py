@@ -9,14 +9,14 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from deployments.api.body import BYTES_PER_S, BodyReader
+from deployments.api.body import BYTES_PER_S, CLIENT_HEADER, REQUESTS_PER_TURN, BodyReader
 from deployments.api.openai.protocol import CompletionRequest
 from deployments.errors import ApiError
 
 BODY = b'{"prompt": "a", "user": "' + b"x" * 2 * BYTES_PER_S + b'"}'
 
 
-def _request(pieces: Sequence[bytes], pause_s: float) -> Request:
+def _request(pieces: Sequence[bytes], pause_s: float, client: str = "") -> Request:
     """Return a request whose body comes in pieces, and then pauses for ever."""
     left = list(pieces)
 
@@ -24,7 +24,8 @@ def _request(pieces: Sequence[bytes], pause_s: float) -> Request:
         await asyncio.sleep(pause_s if left else 3600)
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left) or b"".join(pieces) != BODY}
 
-    return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+    headers = [(b"content-type", b"application/json"), (CLIENT_HEADER.encode(), client.encode())]
+    return Request({"type": "http", "headers": headers}, receive)
 
 
 def _read(pieces: Sequence[bytes], pause_s: float, timeout_s: float) -> CompletionRequest:
@@ -46,3 +47,14 @@ def test_a_body_that_does_not_come_is_a_timeout(pieces: list[bytes]) -> None:
         _read(pieces, pause_s=0.03, timeout_s=0.1)
     assert (caught.value.status, caught.value.code) == (408, "timeout")
     assert caught.value.headers["Connection"] == "close"
+
+
+async def test_a_client_does_not_wait_for_the_end_of_anothers_burst() -> None:
+    reader, went_on = BodyReader(max_bytes=2**20, timeout_s=5.0), list[str]()
+
+    async def read(client: str) -> None:
+        await reader.read(CompletionRequest, _request([BODY], 0.0, client))
+        went_on.append(client)
+
+    await asyncio.gather(*(read("greedy") for _ in range(3 * REQUESTS_PER_TURN)), read("other"))
+    assert went_on.index("other") < 2 * REQUESTS_PER_TURN

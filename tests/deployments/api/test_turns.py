@@ -32,6 +32,19 @@ async def test_so_many_go_on_in_a_turn_and_in_their_order(count: int) -> None:
     assert went_on[-1][0] - went_on[0][0] <= count / 3 + 2, "a turn was left out"
 
 
+async def test_clients_take_turns() -> None:
+    gate, went_on = Turns(2), list[str]()
+
+    async def caller(client: str, number: int) -> None:
+        await gate.wait(client)
+        went_on.append(f"{client}{number}")
+
+    sent = [*(("a", number) for number in range(6)), *(("b", number) for number in range(2)), ("c", 0)]
+    await asyncio.gather(*(caller(*one) for one in sent))
+    assert went_on == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "a5"]
+    await asyncio.wait_for(gate.wait("d"), 1)
+
+
 async def test_an_idle_gate_asks_for_no_turns() -> None:
     gate, loop = Turns(2), asyncio.get_running_loop()
     for _ in range(5):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from typing import Literal
 
@@ -30,7 +31,7 @@ def get_weather(city: Literal["Oslo", "Lima"]) -> str:
 
 async def main(base_url: str, api: str) -> None:
     set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=os.environ["OPENAI_API_KEY"], max_retries=0)
     kind = OpenAIChatCompletionsModel if api == "chat" else OpenAIResponsesModel
     model = kind(model="pagoda-demo", openai_client=client)
     plain = Agent(name="plain", model=model, model_settings=ModelSettings(temperature=0))

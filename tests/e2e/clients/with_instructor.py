@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Literal
 
@@ -22,7 +23,7 @@ class Weather(BaseModel):
 
 
 def main(base_url: str, mode: str) -> None:
-    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=base_url, api_key=os.environ["OPENAI_API_KEY"], max_retries=0)
     found = instructor.from_openai(client, mode=MODES[mode]).chat.completions.create(
         model="pagoda-demo",
         response_model=Weather,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Literal
 
@@ -18,7 +19,9 @@ def get_weather(city: Literal["Oslo", "Lima"]) -> str:
 
 
 def main(base_url: str) -> None:
-    chat = ChatOpenAI(base_url=base_url, api_key="none", model="pagoda-demo", temperature=0, max_retries=0)
+    chat = ChatOpenAI(
+        base_url=base_url, api_key=os.environ["OPENAI_API_KEY"], model="pagoda-demo", temperature=0, max_retries=0
+    )
     question = HumanMessage("What is a KV cache?")
     asked = HumanMessage("What is the weather in Oslo?")
     calling = chat.bind_tools([get_weather], tool_choice="required").invoke([asked])

@@ -30,7 +30,7 @@ def main(base_url: str) -> None:
     options: dict[str, Any] = {
         "model": "openai/pagoda-demo",
         "api_base": base_url,
-        "api_key": "none",
+        "api_key": os.environ["OPENAI_API_KEY"],
         "num_retries": 0,
         "temperature": 0,
     }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from typing import Literal
 
@@ -21,7 +22,7 @@ def get_weather(city: Literal["Oslo", "Lima"]) -> str:
 async def main(base_url: str) -> None:
     chat = OpenAILike(
         api_base=base_url,
-        api_key="none",
+        api_key=os.environ["OPENAI_API_KEY"],
         model="pagoda-demo",
         temperature=0,
         max_retries=0,

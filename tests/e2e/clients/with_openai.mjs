@@ -1,7 +1,7 @@
 // openai for Node: usage is `node with_openai.mjs BASE_URL`, in a directory where `npm install openai` has run.
 import OpenAI from "openai";
 
-const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0 });
+const client = new OpenAI({ baseURL: process.argv[2], apiKey: process.env.OPENAI_API_KEY, maxRetries: 0 });
 const asked = { model: "pagoda-demo", temperature: 0 };
 const question = [{ role: "user", content: "What is a KV cache?" }];
 const city = { type: "string", enum: ["Oslo", "Lima"] };

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter, sleep
 
 import pytest
+from transformers import AutoTokenizer
 
 from engine.errors import OverloadedError, RequestError
 from engine.structured_outputs.compiler import GrammarCompiler
@@ -138,3 +139,21 @@ def test_closing_ends_the_child_in_the_middle_of_its_work() -> None:
     assert perf_counter() - started < 5.0
     assert child.returncode is not None
     assert compiler._toolchain().probe._child is None
+
+
+def test_an_added_token_that_is_not_special_is_text(tmp_path: Path) -> None:
+    """Qwen's ``<tool_call>`` is one: llguidance takes any added token in angle brackets for a special one."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.add_tokens(["<tool_call>", "<Ä ö>"])
+    tokenizer.add_tokens(["<|tool_end|>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    compiler = GrammarCompiler(tmp_path, len(tokenizer), [2])
+    form = StructuredOutputsParams(grammar='start: "<tool_call>" /[a-z]*/ "<Ä ö>" /(.*)/')
+    ids = tokenizer.encode("<tool_call>hello<Ä ö>")
+    assert tokenizer.convert_tokens_to_ids(["<tool_call>", "<Ä ö>"]) == [ids[0], ids[-1]]
+    grammar = compiler.compile(form)
+    assert all(map(grammar.accept, ids))
+    assert not grammar.accept(tokenizer.convert_tokens_to_ids("<|tool_end|>"))
+    spelled = compiler.compile(form)  # in pieces, as a model may write it that has not learnt the token
+    assert all(map(spelled.accept, [*map(tokenizer.convert_tokens_to_ids, "<tool_call>"), ids[-1]]))
+    compiler.close()

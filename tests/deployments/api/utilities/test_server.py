@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from starlette.testclient import TestClient
 
 from deployments.api.utilities.server import LoadResponse, ServerInfoResponse
 from deployments.ingress import Ingress
+from engine.config import EngineConfig
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines, FakeStream
 
@@ -56,9 +58,18 @@ def test_the_configuration_has_no_secret(open_client: OpenClient, monkeypatch: p
     answer = client.get("/server_info", headers={"Authorization": f"Bearer {KEY}"})
     info = ServerInfoResponse.model_validate(answer.json(), strict=True)
     assert info.model == info.config["model_name"] == "tiny"
-    assert info.config["engine"] == {"max_num_seqs": 7}
     assert info.config["limits"]["max_n"] == 16
-    assert info.config["tracing"]["otlp_endpoint"] is True
+    assert info.config["tracing"]["otlp_endpoint"] == "<address>"
     assert info.engine["block_size"] == 4
     for secret in (KEY, "password", "collector", "/"):
         assert secret not in answer.text
+
+
+def test_the_configuration_shows_defaults_and_null(open_client: OpenClient) -> None:
+    config = open_client(engine={"max_num_seqs": 7}).get("/server_info").json()["config"]
+    own = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+    assert config["engine"].keys() == own
+    assert config["engine"]["max_num_seqs"] == 7
+    assert config["engine"]["gpu_memory_utilization"] == EngineConfig.gpu_memory_utilization
+    assert config["engine"]["quantization"] is None
+    assert config["tracing"]["otlp_endpoint"] is None
