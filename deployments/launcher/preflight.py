@@ -26,7 +26,7 @@ from ray.serve.schema import (
 
 from deployments.config import AppConfig, unknown_key_message
 from deployments.proxy.limits import ProxyLimits
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelLoadError
 
 __all__ = ["Endpoint", "check_config", "require_free_port"]
 
@@ -52,13 +52,21 @@ class Endpoint:
 
 
 def check_config(path: Path) -> Endpoint:
-    """Check a Serve config file down to the engine's options.
+    """Check a Serve config file down to the engine's options, and the model's config.json.
 
     Raises:
-        ConfigError: one line that names the first mistake and the remedy.
+        ConfigError: one line that names the file, the first mistake and the remedy.
+        ModelLoadError: likewise, of a mistake in the model's config.json.
     """
     document = _read(path)
-    _check_keys(document, ServeDeploySchema, str(path))
+    try:
+        return _check(document)
+    except (ConfigError, ModelLoadError) as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _check(document: dict[str, Any]) -> Endpoint:
+    _check_keys(document, ServeDeploySchema, "the file")
     _check_keys(document.get("http_options") or {}, HTTPOptionsSchema, "http_options")
     _check_keys(document.get("grpc_options") or {}, gRPCOptionsSchema, "grpc_options")
     _check_keys(document.get("logging_config") or {}, LoggingConfig, "logging_config")
@@ -67,7 +75,7 @@ def check_config(path: Path) -> Endpoint:
     configs = [_check_application(application, index) for index, application in enumerate(applications)]
     ours = [(app, config) for app, config in zip(applications, configs, strict=True) if config is not None]
     if not ours:
-        raise ConfigError(f"{path} has no application with import_path: {IMPORT_PATH}; serve_config.yaml shows one")
+        raise ConfigError(f"no application has import_path: {IMPORT_PATH}; serve_config.yaml shows one")
     http = document.get("http_options") or {}
     application, config = ours[0]
     host, port = str(http.get("host") or "127.0.0.1"), int(http.get("port") or 8000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import random
 import re
 import shutil
 import signal
@@ -16,7 +17,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +32,45 @@ with warnings.catch_warnings():
     import ray.serve
 
     from deployments.launcher.dashboard import serve_details
+    from deployments.launcher.stop_signals import SAME_SIGNAL_S
 
 import psutil
 
 from tests.deployments.collector import Collector, collecting
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARED_SERVERS = ("small_server", "public_server", "server")  # in the order in which they run
+MAX_RUNNING, MAX_WAITING, TIMEOUT_S = 2, 3, 15.0  # of the requests to the small server
 assert ray.__file__
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of a shared server together, and last those that stop it, so that no two servers run beside."""
+    items.sort(key=_order)
+
+
+def _order(item: pytest.Item) -> tuple[int, bool]:
+    if Path(__file__).parent not in item.path.parents:
+        return (-1, False)
+    servers = [SHARED_SERVERS.index(name) for name in getattr(item, "fixturenames", ()) if name in SHARED_SERVERS]
+    return (max(servers, default=-1), item.get_closest_marker("stops_server") is not None)
+
+
 def free_port() -> int:
-    """Return a free TCP port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a free TCP port, below those that systems give to clients: one of them might take it before the server."""
+    while True:
+        port = random.randrange(10_000, 20_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
-def write_config(path: Path, port: int, change: Callable[[dict[str, Any]], object] = lambda args: None) -> Path:
+def write_config(
+    path: Path, port: int, change: Callable[[dict[str, Any]], object] = lambda args: None, host: str = "127.0.0.1"
+) -> Path:
     """Write the shipped config with another port, after applying ``change`` to the application's arguments."""
     document = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-    document["http_options"]["port"] = port
+    document["http_options"].update(host=host, port=port)
     args = document["applications"][0]["args"]
     args["model"] = os.environ.get("PAGODA_TEST_MODEL", args["model"])
     change(args)
@@ -67,10 +87,16 @@ class Server:
     port: int
     ray_dir: Path
     ready_s: float = 0.0
+    key: str = ""  # one of its API keys; empty if it requires none
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that every request needs."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     @property
     def dashboard(self) -> str:
@@ -95,7 +121,7 @@ class Server:
 
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """Return every sample of /metrics by name and labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=20).raise_for_status().text
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=20).raise_for_status().text
         families = text_string_to_metric_families(text)
         return {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -126,11 +152,14 @@ class Server:
         launcher = psutil.Process(self.process.pid)
         return [launcher, *launcher.children(recursive=True)]
 
-    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
-        """Signal the launcher's process group, as a terminal does, and return its exit code."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, number)
-        return self.process.wait(timeout=60)
+    def stop_at_once(self) -> None:
+        """Interrupt the launcher twice, so that it waits neither for streams nor for Ray."""
+        for _ in range(2):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(timeout=2 * SAME_SIGNAL_S)
+        self.process.wait(timeout=60)
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -149,10 +178,11 @@ def start_server(
     ray_dir: Path,
     change: Callable[[dict[str, Any]], object] = lambda args: None,
     environment: Mapping[str, str] | None = None,
+    host: str = "127.0.0.1",
 ) -> Server:
     """Start a server on a free port; the caller must end it."""
     port = free_port()
-    config = write_config(directory / "config.yaml", port, change)
+    config = write_config(directory / "config.yaml", port, change, host)
     log = directory / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -171,7 +201,7 @@ def end_server(server: Server) -> None:
     """End a server and all its processes; for fixtures, without assertions."""
     processes = server.processes() if server.process.poll() is None else []
     try:
-        server.stop()
+        server.stop_at_once()
     finally:
         for process in alive(processes):
             process.kill()
@@ -183,10 +213,11 @@ def running_server(
     change: Callable[[dict[str, Any]], object] = lambda args: None,
     timeout_s: float = 120.0,
     environment: Mapping[str, str] | None = None,
+    host: str = "127.0.0.1",
 ) -> Iterator[Server]:
     """Run a server inside the ``with`` block."""
     ray_dir = Path(tempfile.mkdtemp(prefix="pg"))
-    running = start_server(directory, ray_dir, change, environment)
+    running = start_server(directory, ray_dir, change, environment, host)
     try:
         running.wait_until_ready(timeout_s)
         yield running
@@ -232,3 +263,38 @@ def client(server: Server) -> Iterator[httpx.Client]:
     """A plain HTTP client."""
     with httpx.Client(base_url=server.url, timeout=60) as plain:
         yield plain
+
+
+@pytest.fixture(scope="session")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with room for two running and three waiting requests, and a timeout of 15 s."""
+
+    def change(args: dict[str, Any]) -> None:
+        args["replicas"]["num_engine_replicas"] = 1
+        args["engine"]["max_num_seqs"] = MAX_RUNNING
+        args["limits"] |= {"max_queued_requests_per_engine": MAX_WAITING, "request_timeout_s": TIMEOUT_S}
+
+    with running_server(tmp_path_factory.mktemp("small"), change) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def public_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server that long tests share, as it is run for other machines: on all addresses, with an API key.
+
+    It has two engines in float32, two ingresses, and a parser of tool calls, so that a request may offer tools without
+    forcing a call.
+    """
+
+    def change(args: dict[str, Any]) -> None:
+        args["engine"]["dtype"] = "float32"
+        args["replicas"]["num_ingress_replicas"] = 2
+        args["tool_parser"] = "hermes"
+
+    directory, key = tmp_path_factory.mktemp("public"), "a-key-of-the-tests"
+    keys = directory / "keys"
+    keys.write_text(f"{key}\n")
+    environment = {"PAGODA_API_KEYS_FILE": str(keys)}
+    with running_server(directory, change, environment=environment, host="0.0.0.0") as running:
+        running.key = key
+        yield running

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Any
 
 import grpc
 import httpx
 import pytest
-import yaml
 
-from tests.e2e import conftest
-from tests.e2e.conftest import Server, running_server
+from tests.e2e.conftest import Server
 from tests.e2e.listeners import FILE, Entry, Listener, differences, documented, listeners
 
 ENGINE = "ray::ServeReplica:pagoda:engine"
@@ -32,21 +28,8 @@ def test_the_page_lists_every_listener(server: Server) -> None:
 
 
 @pytest.mark.long
-def test_the_page_lists_every_listener_of_a_server_for_other_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_config = conftest.write_config
-
-    def for_other_machines(*args: Any) -> Path:
-        path = write_config(*args)
-        document = yaml.safe_load(path.read_text())
-        document["http_options"]["host"] = "0.0.0.0"
-        path.write_text(yaml.safe_dump(document))
-        return path
-
-    monkeypatch.setattr(conftest, "write_config", for_other_machines)
-    with running_server(tmp_path, timeout_s=200) as running:
-        assert _settled_differences(running, "all") == []
+def test_the_page_lists_every_listener_of_a_server_for_other_machines(public_server: Server) -> None:
+    assert _settled_differences(public_server, "all") == []
 
 
 @pytest.fixture

@@ -50,10 +50,12 @@ def _assert_one_line(result: subprocess.CompletedProcess[str], *parts: str) -> N
         (lambda args: args.update(model="no/such/model"), ("no/such/model", "checkpoint")),
         (lambda args: args["replicas"].update(num_engine_replicas=0), ("replicas.num_engine_replicas=0",)),
         (lambda args: args["engine"].update(device="tpu"), ("'tpu'",)),
+        (lambda args: args["engine"].update(max_model_len=10**6), ("max_model_len=1000000", "2048 positions")),
     ],
 )
 def test_a_mistake_in_the_config(tmp_path: Path, change: Change, parts: tuple[str, ...]) -> None:
-    _assert_one_line(_launch(write_config(tmp_path / "config.yaml", free_port(), change)), *parts)
+    config = write_config(tmp_path / "config.yaml", free_port(), change)
+    _assert_one_line(_launch(config), f"pagoda: {config}: ", *parts)
 
 
 def test_a_taken_port(tmp_path: Path) -> None:
@@ -72,14 +74,15 @@ def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: 
     once = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}  # by default Serve tries three times with pauses
 
     def change(args: dict[str, Any]) -> None:
-        args["engine"]["max_model_len"] = 10**6
+        del args["engine"]["kv_cache_memory"]
+        args["engine"].update(num_blocks=1, block_size=1)
         args["replicas"]["num_engine_replicas"] = 1
 
     server = start_server(tmp_path, ray_dir, change, once)
     try:
         assert server.wait(timeout_s=120) == 1
         last = server.log.read_text().strip().splitlines()
-        assert any(line.startswith("pagoda: application 'pagoda' failed") and "max_model_len" in line for line in last)
+        assert any(line.startswith("pagoda: application 'pagoda' failed") and "num_blocks=1" in line for line in last)
     finally:
         end_server(server)
 
@@ -155,36 +158,44 @@ def _health(server: Server) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_cuts_no_stream_and_leaves_no_process(tmp_path: Path, ray_dir: Path, number: signal.Signals) -> None:
-    server = start_server(tmp_path, ray_dir)
-    try:
-        server.wait_until_ready()
-        assert server.ready_s < 60
-        log = server.log.read_text()
-        assert server.url in log
-        assert "curl -N" in log
-        assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
-        processes = server.processes()
-        assert len(processes) > 5
-        temporary = Path(processes[1].environ()["TMPDIR"])
-        assert list(temporary.glob("pymp-*"))  # of Ray's dashboard
-        started = time.monotonic()
-        body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            os.killpg(server.process.pid, number)
-            rest = [line for line in lines if line]
-        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-        assert rest[-1] == "data: [DONE]"
-        assert server.wait(timeout_s=60) == 0
-        assert time.monotonic() - started < 40
-        assert alive(processes) == []
-        assert not temporary.exists()
-        assert [process for process in psutil.process_iter() if _mentions(process, str(ray_dir / "ray"))] == []
-    finally:
-        end_server(server)
+@pytest.mark.stops_server
+def test_an_interrupt_cuts_no_stream_and_leaves_no_process(small_server: Server) -> None:
+    _check_stop(small_server, signal.SIGINT)
+
+
+@pytest.mark.long
+@pytest.mark.stops_server
+def test_a_termination_cuts_no_stream_and_leaves_no_process(public_server: Server) -> None:
+    _check_stop(public_server, signal.SIGTERM)
+
+
+def _check_stop(server: Server, number: signal.Signals) -> None:
+    """Signal a server with a stream: the stream goes on to its end, and then the server is gone, to its last file."""
+    assert server.ready_s < 60
+    log = server.log.read_text()
+    assert server.url in log
+    assert "curl -N" in log
+    assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
+    processes = server.processes()
+    assert len(processes) > 5
+    temporary = Path(processes[1].environ()["TMPDIR"])
+    assert list(temporary.glob("pymp-*"))  # of Ray's dashboard
+    started = time.monotonic()
+    body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, headers=server.headers, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.killpg(server.process.pid, number)
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert rest[-1] == "data: [DONE]"
+    assert server.wait(timeout_s=60) == 0
+    assert time.monotonic() - started < 40
+    assert alive(processes) == []
+    assert not temporary.exists()
+    ray_files = str(server.ray_dir / "ray")
+    assert [process for process in psutil.process_iter() if _mentions(process, ray_files)] == []
 
 
 def _mentions(process: psutil.Process, text: str) -> bool:

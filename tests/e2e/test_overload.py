@@ -7,31 +7,16 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, running_server
+from tests.e2e.conftest import MAX_RUNNING, MAX_WAITING, Server
 
 pytestmark = pytest.mark.long
-
-RUNNING, WAITING, TIMEOUT_S = 2, 3, 15.0
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with room for two running and three waiting requests, and a timeout of 15 s."""
-
-    def change(args: dict[str, Any]) -> None:
-        args["replicas"]["num_engine_replicas"] = 1
-        args["engine"]["max_num_seqs"] = RUNNING
-        args["limits"] |= {"max_queued_requests_per_engine": WAITING, "request_timeout_s": TIMEOUT_S}
-
-    with running_server(tmp_path_factory.mktemp("small"), change) as running:
-        yield running
 
 
 @dataclass
@@ -73,32 +58,32 @@ async def _assert_becomes_idle(server: Server) -> None:
     assert sum(server.metric("pagoda_kv_blocks", state="used").values()) == 0
 
 
-async def test_requests_beyond_the_queue_are_rejected_at_once(small: Server) -> None:
-    async with _client(small) as client:
+async def test_requests_beyond_the_queue_are_rejected_at_once(small_server: Server) -> None:
+    async with _client(small_server) as client:
         answers = await asyncio.gather(*(_post(client, max_tokens=200) for _ in range(40)))
     accepted = [answer for answer in answers if answer.status == 200]
     rejected = [answer for answer in answers if answer.status != 200]
-    assert len(accepted) >= RUNNING + WAITING
+    assert len(accepted) >= MAX_RUNNING + MAX_WAITING
     assert rejected
     for answer in rejected:
         assert (answer.status, answer.body["error"]["code"]) == (503, "overloaded"), answer.body
         assert int(answer.headers["Retry-After"]) >= 1
     assert max(answer.seconds for answer in rejected) < max(answer.seconds for answer in accepted)
-    await _assert_becomes_idle(small)
+    await _assert_becomes_idle(small_server)
 
 
-async def test_low_priorities_are_rejected_to_make_room(small: Server) -> None:
-    async with _client(small) as client:
-        long = [asyncio.create_task(_post(client, max_tokens=600)) for _ in range(RUNNING)]
-        await _wait_until(small, running=RUNNING, waiting=0)
-        low = [asyncio.create_task(_post(client, max_tokens=1, priority=-1)) for _ in range(WAITING)]
-        await _wait_until(small, running=RUNNING, waiting=WAITING)
+async def test_low_priorities_are_rejected_to_make_room(small_server: Server) -> None:
+    async with _client(small_server) as client:
+        long = [asyncio.create_task(_post(client, max_tokens=600)) for _ in range(MAX_RUNNING)]
+        await _wait_until(small_server, running=MAX_RUNNING, waiting=0)
+        low = [asyncio.create_task(_post(client, max_tokens=1, priority=-1)) for _ in range(MAX_WAITING)]
+        await _wait_until(small_server, running=MAX_RUNNING, waiting=MAX_WAITING)
         high = await _post(client, max_tokens=1, priority=1)
         statuses = sorted([answer.status for answer in await asyncio.gather(*low)])
-        assert [(await task).status for task in long] == [200] * RUNNING
+        assert [(await task).status for task in long] == [200] * MAX_RUNNING
     assert high.status == 200
     assert statuses == [200, 200, 503]
-    await _assert_becomes_idle(small)
+    await _assert_becomes_idle(small_server)
 
 
 async def _read_until_first_token(lines: AsyncIterator[str]) -> None:
@@ -107,12 +92,12 @@ async def _read_until_first_token(lines: AsyncIterator[str]) -> None:
             return
 
 
-async def test_a_request_past_its_deadline_ends_and_frees_its_blocks(small: Server) -> None:
+async def test_a_request_past_its_deadline_ends_and_frees_its_blocks(small_server: Server) -> None:
     """The engine is stopped meanwhile, so that it cannot finish in time on any machine."""
-    (pid,) = small.engine_pids().values()
+    (pid,) = small_server.engine_pids().values()
     body = {"prompt": "Endless", "max_tokens": 1900, "ignore_eos": True}
     streamed = body | {"stream": True}
-    async with _client(small) as client, client.stream("POST", "/v1/completions", json=streamed) as answer:
+    async with _client(small_server) as client, client.stream("POST", "/v1/completions", json=streamed) as answer:
         lines = answer.aiter_lines()
         await _read_until_first_token(lines)
         os.kill(pid, signal.SIGSTOP)
@@ -125,4 +110,4 @@ async def test_a_request_past_its_deadline_ends_and_frees_its_blocks(small: Serv
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "timeout"
     assert rest[-1] == "data: [DONE]"
     assert (late.status, late.body["error"]["code"]) == (408, "timeout"), late.body
-    await _assert_becomes_idle(small)
+    await _assert_becomes_idle(small_server)

@@ -107,11 +107,11 @@ async def test_an_answer_goes_on_in_the_middle_of_its_tool_calls(server: Server)
 
 
 @pytest.mark.long
-async def test_several_choices_with_logprobs_continue_unchanged(server: Server) -> None:
-    await _wait_for_both_replicas(server)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        expected = await _streamed(client, server, SEVERAL, kill=False)
-        after_loss = await _streamed(client, server, SEVERAL, kill=True)
+async def test_several_choices_with_logprobs_continue_unchanged(public_server: Server) -> None:
+    await _wait_for_both_replicas(public_server)
+    async with httpx.AsyncClient(base_url=public_server.url, headers=public_server.headers, timeout=120) as client:
+        expected = await _streamed(client, public_server, SEVERAL, kill=False)
+        after_loss = await _streamed(client, public_server, SEVERAL, kill=True)
     assert after_loss.text == expected.text
     assert after_loss.tokens == expected.tokens
     assert expected.text[0] != expected.text[1]
@@ -119,4 +119,4 @@ async def test_several_choices_with_logprobs_continue_unchanged(server: Server) 
         assert len(expected.logprobs[index]) == 200
         assert after_loss.logprobs[index] == pytest.approx(expected.logprobs[index], abs=1e-3)
         assert set(expected.text[index]) <= set("abcdefghijklmnopqrstuvwxyz ")
-    await _wait_for_both_replicas(server)
+    await _wait_for_both_replicas(public_server)

@@ -1,4 +1,4 @@
-"""The Responses API with the official client, on the shared server; and on a server with two ingresses."""
+"""The Responses API with the official client, on the shared server; and on the one with two ingresses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.deployments.api.responses.official import check_events, check_items, check_response, events_of
-from tests.e2e.conftest import Server, running_server
+from tests.e2e.conftest import Server
 
 ASKED: Any = {"model": "pagoda-demo", "input": "What is a KV cache?", "max_output_tokens": 40, "temperature": 0}
 SHORT = ASKED | {"max_output_tokens": 2}
@@ -125,20 +125,12 @@ def test_a_client_that_disconnects_aborts_and_stores_nothing(server: Server, cli
     assert client.get(f"/v1/responses/{response_id}").status_code == 404
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with two ingresses."""
-
-    def change(args: dict[str, Any]) -> None:
-        args["replicas"].update(num_engine_replicas=1, num_ingress_replicas=2)
-
-    with running_server(tmp_path_factory.mktemp("pair"), change) as running:
-        yield running
+# --- with two ingresses -----------------------------------------------------------------------------------------------
 
 
 def _send(server: Server, method: str, path: str, **options: Any) -> httpx.Response:
     """Send a request on a connection of its own."""
-    return httpx.request(method, f"{server.url}/v1/responses{path}", timeout=60, **options)
+    return httpx.request(method, f"{server.url}/v1/responses{path}", headers=server.headers, timeout=60, **options)
 
 
 def _send_many(server: Server, method: str, path: str, **options: Any) -> list[httpx.Response]:
@@ -154,23 +146,24 @@ def _ingresses(server: Server, path: str) -> set[str]:
 
 
 @pytest.mark.long
-def test_every_ingress_finds_what_another_one_keeps(pair: Server) -> None:
+def test_every_ingress_finds_what_another_one_keeps(public_server: Server) -> None:
     made: list[dict[str, Any]] = []
     deadline = time.monotonic() + 60
-    while len(_ingresses(pair, "/v1/responses")) < 2:  # HAProxy may not know the second one yet
+    while not made or len(_ingresses(public_server, "/v1/responses")) < 2:  # HAProxy may not know the second one yet
         assert time.monotonic() < deadline
-        made += [answer.json() for answer in _send_many(pair, "POST", "", json=SHORT)]
+        made += [answer.json() for answer in _send_many(public_server, "POST", "", json=SHORT)]
     for response in made[-MANY:]:
         path = f"/{response['id']}"
-        assert all(answer.json() == response for answer in _send_many(pair, "GET", path))
-    assert len(_ingresses(pair, "other")) == 2
+        assert all(answer.json() == response for answer in _send_many(public_server, "GET", path))
+    assert len(_ingresses(public_server, "other")) == 2
     goes_on = SHORT | {"previous_response_id": made[-1]["id"]}
-    assert {answer.status_code for answer in _send_many(pair, "POST", "", json=goes_on)} == {200}
-    check_items(_send(pair, "GET", f"/{made[-1]['id']}/input_items").json())
-    assert {answer.status_code for answer in _send_many(pair, "DELETE", path)} == {200, 404}  # it is deleted once
-    assert {answer.status_code for answer in _send_many(pair, "GET", path)} == {404}
-    _kill_an_ingress(pair)
-    assert {_send(pair, "GET", f"/{response['id']}").status_code for response in made[:-1]} == {200, 404}
+    assert {answer.status_code for answer in _send_many(public_server, "POST", "", json=goes_on)} == {200}
+    check_items(_send(public_server, "GET", f"/{made[-1]['id']}/input_items").json())
+    deleted = {answer.status_code for answer in _send_many(public_server, "DELETE", path)}
+    assert deleted == {200, 404}  # once
+    assert {answer.status_code for answer in _send_many(public_server, "GET", path)} == {404}
+    _kill_an_ingress(public_server)
+    assert {_send(public_server, "GET", f"/{response['id']}").status_code for response in made[:-1]} == {200, 404}
 
 
 def _kill_an_ingress(server: Server) -> None:

@@ -99,10 +99,10 @@ def test_missing_and_oversized_request_ids_are_replaced(server: Server) -> None:
 
 
 @pytest.mark.long
-def test_an_engine_logs_its_throughput(server: Server) -> None:
+def test_an_engine_logs_its_throughput(public_server: Server) -> None:
     body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True}
-    start = len(server.log.read_text())
-    httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    line = _line(server, "Avg prompt throughput", start=start)
+    start = len(public_server.log.read_text())
+    httpx.post(f"{public_server.url}/v1/completions", json=body, headers=public_server.headers, timeout=60)
+    line = _line(public_server, "Avg prompt throughput", start=start)
     assert re.search(r"Avg generation throughput: [\d.]+ tokens/s, Running: \d+ reqs, Waiting: \d+ reqs", line)
     assert re.search(r"KV cache usage: [\d.]+%, Prefix cache hit rate: [\d.]+%", line)
