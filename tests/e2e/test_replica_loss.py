@@ -104,6 +104,7 @@ async def test_an_answer_goes_on_in_the_middle_of_its_tool_calls(server: Server)
         moved = sum(server.metric("pagoda_request_migrations_total").values())
         assert await ask(client, calls, on_chunk=kill) == expected
     assert sum(server.metric("pagoda_request_migrations_total").values()) == moved + 1
+    await _wait_for_both_replicas(server)
 
 
 @pytest.mark.long
