@@ -26,3 +26,23 @@ def store_kvcache(
 def argmax_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `kernels.argmax.argmax_rows`."""
     return rows.amax(dim=1), rows.argmax(dim=1)
+
+
+def route(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `kernels.experts.route`; of equally probable experts the first ones are chosen."""
+    probabilities = logits.float().exp() / logits.float().exp().sum(dim=1, keepdim=True)
+    ordered, indices = probabilities.sort(dim=1, descending=True, stable=True)
+    weights, ids = ordered[:, :top_k], indices[:, :top_k]
+    return weights / weights.sum(dim=1, keepdim=True) if normalize else weights, ids
+
+
+def experts(
+    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Compute `kernels.experts.experts` token by token, in float64."""
+    output = torch.zeros_like(hidden, dtype=torch.float64)
+    for token, (its_weights, its_ids) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
+        for weight, expert in zip(its_weights, its_ids, strict=True):
+            gate, up = (gate_up[expert].double() @ hidden[token].double()).chunk(2)
+            output[token] += weight * (down[expert].double() @ (gate * gate.sigmoid() * up))
+    return output.to(hidden.dtype)

@@ -40,7 +40,7 @@ class Checkpoint:
         self._mapped = mapped
         self._files = files
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._mapped
 
     @property
@@ -67,9 +67,9 @@ class Checkpoint:
         if shard is None or shard.is_whole:
             tensor = self._mapped[name].get_tensor(name)
         else:
-            part = slice(shard.start, shard.stop)
-            stored = self._mapped[name].get_slice(name)
-            tensor = stored[part] if shard.dim == 0 else stored[:, part]
+            part = (slice(None),) * shard.dim + (slice(shard.start, shard.stop),)
+            stack = () if shard.num_stacked is None else (shard.index,)
+            tensor = self._mapped[name].get_slice(name)[stack + part]
         return tensor
 
     def read_into(self, out: torch.Tensor, name: str, shard: Shard) -> None:
@@ -84,7 +84,8 @@ class Checkpoint:
         self._files.reached(name)
         stride = math.prod(out.shape[1:]) * out.itemsize  # bytes
         try:
-            self._files.read_into(out.flatten().view(torch.uint8).numpy().data, name, shard.start * stride)
+            rows = shard.index * shard.full + shard.start
+            self._files.read_into(out.flatten().view(torch.uint8).numpy().data, name, rows * stride)
         except OSError as error:
             raise ModelLoadError(f"'{name}' of '{self.path}' could not be read: {error}") from error
 

@@ -15,6 +15,7 @@ import torch
 
 from engine.errors import ConfigError, ModelLoadError, RequestError
 from engine.models.config_json import read_config_json, read_json
+from engine.models.experts.shape import ExpertsShape
 from engine.models.plain_config import plain_config
 from engine.models.shape import AttentionShape, ModelShape
 from engine.sampling_params import SamplingParams
@@ -31,6 +32,7 @@ class _Family:
     qk_norm: bool = False
     qkv_bias: bool | None = False
     output_bias: bool | None = False
+    has_experts: bool = False
 
 
 ARCHITECTURES = {
@@ -38,6 +40,9 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": _Family(qkv_bias=True),
     "LlamaForCausalLM": _Family(qkv_bias=None, output_bias=None),
     "MistralForCausalLM": _Family(),
+    "Qwen3MoeForCausalLM": _Family(qk_norm=True, qkv_bias=None, output_bias=None, has_experts=True),
+    "Qwen2MoeForCausalLM": _Family(qkv_bias=True, has_experts=True),
+    "MixtralForCausalLM": _Family(has_experts=True),
 }
 
 
@@ -59,6 +64,11 @@ class ModelConfig(ModelShape):
     mlp_bias: bool
     sliding_windows: tuple[int | None, ...]  # one a layer; None attends to everything
     rope_type: str
+    experts: ExpertsShape | None = None  # None: every layer's feed-forward is dense
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer's feed-forward is experts."""
+        return self.experts is not None and layer in self.experts.layers
 
     @property
     def attention(self) -> AttentionShape:
@@ -83,10 +93,11 @@ class ModelConfig(ModelShape):
         Raises:
             ConfigError: if the heads or the feed-forward cannot be divided by ``size``.
         """
+        has_dense = not all(self.has_experts(layer) for layer in range(self.num_layers))
         for name, count, divides in (
             ("attention heads", self.num_heads, self.num_heads % size == 0),
             ("KV heads", self.num_kv_heads, self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0),
-            ("feed-forward features", self.intermediate_size, self.intermediate_size % size == 0),
+            ("feed-forward features", self.intermediate_size, not has_dense or self.intermediate_size % size == 0),
         ):
             if not divides:
                 raise ConfigError(
@@ -97,6 +108,7 @@ class ModelConfig(ModelShape):
             num_heads=self.num_heads // size,
             num_kv_heads=max(1, self.num_kv_heads // size),
             intermediate_size=self.intermediate_size // size,
+            experts=None if self.experts is None else self.experts.shard(size),
         )
 
     @classmethod
@@ -139,6 +151,7 @@ class ModelConfig(ModelShape):
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             sliding_windows=_sliding_windows(config),
             rope_type=rope_type,
+            experts=ExpertsShape.from_hf(config) if family.has_experts else None,
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
         )
 

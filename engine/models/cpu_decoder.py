@@ -39,6 +39,8 @@ _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
 
 def can_run(config: ModelConfig, dtype: torch.dtype, kind: WeightKind, device: torch.device) -> bool:
     """Return whether the C kernels are available on this machine and can compute this model on this device."""
+    if config.experts is not None:
+        return False
     if device.type != "cpu" or not c_kernel.is_supported(dtype, config.head_dim):
         return False
     return kind is not WeightKind.INT8 or has_int8()

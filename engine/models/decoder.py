@@ -1,4 +1,4 @@
-"""The decoder: one config-driven transformer for Llama, Mistral, Qwen2 and Qwen3 checkpoints.
+"""The decoder: one config-driven transformer for Llama, Mistral, Qwen2 and Qwen3 checkpoints, with experts or without.
 
 Tokens are packed: the tokens of all sequences of a step are one tensor, ``[num_tokens, hidden_size]``. Only attention
 distinguishes sequences, through the step's ForwardContext. Linear layers that read the same input are fused.
@@ -7,7 +7,7 @@ Tensor-parallel ranks compute the same tokens, each with its own heads, features
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from engine.kv.kv_cache import KVCache
 from engine.models.config import ModelConfig
+from engine.models.experts.layer import SparseMoeBlock
 from engine.models.rope import apply_rope
 from engine.models.sharding import vocab_range
 from engine.models.tensor_parallel import TensorParallel
@@ -119,6 +120,16 @@ class MLP(nn.Module):
         return output
 
 
+def _feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+    """Return a layer's feed-forward: dense, or experts."""
+    experts = config.experts
+    if experts is None or not config.has_experts(layer):
+        return MLP(config, parallel)
+    inner = experts.shared_intermediate_size
+    shared = MLP(replace(config, intermediate_size=inner), parallel) if inner else None
+    return SparseMoeBlock(experts, config.hidden_size, parallel, shared)
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each after a norm and added to its input."""
 
@@ -127,7 +138,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer, parallel)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, parallel)
+        self.mlp = _feed_forward(config, layer, parallel)
 
     def forward(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from engine.errors import ConfigError
 from engine.models.checkpoint import open_checkpoint
 from engine.models.config import ModelConfig
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder import Decoder
+from engine.models.experts.layer import Experts
 from engine.models.int8_linear import quantize_linears
 from engine.models.rope import rope_table
 from engine.models.tensor_parallel import TensorParallel
@@ -54,7 +56,7 @@ def load_decoder(
 
     Raises:
         ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says.
-        ConfigError: if the ranks cannot share the model evenly.
+        ConfigError: if the ranks cannot share the model evenly, or experts cannot be quantized here.
     """
     config = ModelConfig.from_hf(hf_config)
     rope = rope_table(hf_config, config.head_dim, max_model_len)
@@ -64,6 +66,13 @@ def load_decoder(
     kind = WeightKind.INT8 if quantization == "int8" else _KINDS.get(dtype)
     if not use_cpu_kernels or kind is None or not cpu_kernels_can_run(config, dtype, kind, device):
         kind = None
+    if kind is None and quantization is not None and config.experts is not None:
+        raise ConfigError(
+            "is computed only by the C kernels on a CPU if a model has experts",
+            param="quantization",
+            value=quantization,
+            remedy="leave it out",
+        )
     started = perf_counter()
     with open_checkpoint(path) as checkpoint:
         weights = read_weights(
@@ -85,7 +94,11 @@ def load_decoder(
 def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     for name, weight in weights:
         module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
+        parent, _, number = module.rpartition(".")
+        if isinstance(experts := model.get_submodule(parent), Experts):
+            experts.set_weight(int(number), attribute, weight)
+        else:
+            setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
 
 
 def _pack(model: CpuDecoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

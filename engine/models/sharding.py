@@ -11,17 +11,24 @@ __all__ = ["Shard", "shard_of", "vocab_range"]
 
 @dataclass(frozen=True)
 class Shard:
-    """A range along one dimension of a tensor."""
+    """A range along one dimension of a matrix or vector, which may be one of several that a tensor stacks."""
 
-    dim: int
-    full: int  # the whole tensor's size along dim
+    dim: int  # of the matrix
+    full: int  # the whole matrix's size along dim
     start: int
     stop: int
+    num_stacked: int | None = None  # matrices in the tensor, [num_stacked, rows, columns]; None: it is the matrix
+    index: int = 0  # which of them
 
     @property
     def is_whole(self) -> bool:
         """Whether it is the whole tensor."""
-        return self.stop - self.start == self.full
+        return self.num_stacked is None and self.stop - self.start == self.full
+
+    def stored_shape(self, own: list[int]) -> list[int]:
+        """Return the shape of the whole tensor, of which a rank's part of a matrix has the shape ``own``."""
+        matrix = [self.full if dim == self.dim else size for dim, size in enumerate(own)]
+        return matrix if self.num_stacked is None else [self.num_stacked, *matrix]
 
 
 def vocab_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
@@ -40,14 +47,18 @@ def shard_of(name: str, config: ModelConfig, rank: int, size: int) -> Shard | No
         start, num_ids = vocab_range(config.vocab_size, rank, size)
         return Shard(0, config.vocab_size, min(start, config.vocab_size), min(start + num_ids, config.vocab_size))
     own = config.shard(size)
+    inner, own_inner = config.intermediate_size, own.intermediate_size
+    if ".shared_expert." in name and config.experts is not None:
+        inner = config.experts.shared_intermediate_size
+        own_inner = inner // size
     features = {
         "q_proj": (0, config.num_heads, own.num_heads, config.head_dim),
         "k_proj": (0, config.num_kv_heads, own.num_kv_heads, config.head_dim),
         "v_proj": (0, config.num_kv_heads, own.num_kv_heads, config.head_dim),
         "o_proj": (1, config.num_heads, own.num_heads, config.head_dim),
-        "gate_proj": (0, config.intermediate_size, own.intermediate_size, 1),
-        "up_proj": (0, config.intermediate_size, own.intermediate_size, 1),
-        "down_proj": (1, config.intermediate_size, own.intermediate_size, 1),
+        "gate_proj": (0, inner, own_inner, 1),
+        "up_proj": (0, inner, own_inner, 1),
+        "down_proj": (1, inner, own_inner, 1),
     }
     if module not in features or (module in ("o_proj", "down_proj") and kind == "bias"):
         return None

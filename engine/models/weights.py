@@ -18,6 +18,7 @@ import torch
 from engine.errors import ModelLoadError
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import ModelConfig
+from engine.models.experts.weights import expert_parts, stored_block, unstack
 from engine.models.sharding import Shard, shard_of
 from engine.models.tensor_parallel import TensorParallel
 
@@ -54,6 +55,8 @@ def read_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter's name and its tensor on the device, in the order of ``shapes``.
 
+    Stacked experts come one by one, as ``unstack`` names them.
+
     On the CPU, a tensor that is stored in this ``dtype`` is a view of the mapped file, of which nothing has been read
     yet; writing to it changes a private copy. All others are filled from the file in one pass. With tied embeddings
     the head is the same tensor as the embedding.
@@ -68,7 +71,7 @@ def read_weights(
     Raises:
         ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says.
     """
-    parameters = [_parameter(name, list(shape), config, parallel) for name, shape in shapes.items()]
+    parameters = [_parameter(name, shape, checkpoint, config, parallel) for name, shape in unstack(shapes)]
     _require_match(checkpoint, parameters, config)
     checkpoint.expect(name for parameter in parameters for name, _ in parameter.parts)
     weights = _read_each(checkpoint, parameters, dtype, device)
@@ -78,19 +81,27 @@ def read_weights(
     return weights
 
 
-def _parameter(name: str, shape: list[int], config: ModelConfig, parallel: TensorParallel) -> _Parameter:
-    stored = _stored_names(name, tied=config.tie_word_embeddings)
-    return _Parameter(name, shape, [(part, shard_of(part, config, parallel.rank, parallel.size)) for part in stored])
+def _parameter(
+    name: str, shape: list[int], checkpoint: Checkpoint, config: ModelConfig, parallel: TensorParallel
+) -> _Parameter:
+    rank, size = parallel.rank, parallel.size
+    parts: list[tuple[str, Shard | None]] = []
+    if config.experts is not None:
+        parts.extend(expert_parts(name, checkpoint, config.experts, rank, size) or ())
+    if not parts:
+        stored = _stored_names(name, checkpoint, tied=config.tie_word_embeddings)
+        parts = [(part, shard_of(part, config, rank, size)) for part in stored]
+    return _Parameter(name, shape, parts)
 
 
-def _stored_names(name: str, *, tied: bool) -> list[str]:
+def _stored_names(name: str, checkpoint: Checkpoint, *, tied: bool) -> list[str]:
     """Return the checkpoint's names of our parameter ``name``: several where it is fused."""
     if name == _HEAD:
         return ["model." + _EMBEDDING if tied else _HEAD]
     for fused, parts in _FUSED.items():
         if fused in name:
             return ["model." + name.replace(fused, part) for part in parts]
-    return ["model." + name]
+    return [stored_block(name, checkpoint)]
 
 
 def _require_match(checkpoint: Checkpoint, parameters: Iterable[_Parameter], config: ModelConfig) -> None:
@@ -98,10 +109,7 @@ def _require_match(checkpoint: Checkpoint, parameters: Iterable[_Parameter], con
     unused = set(checkpoint.names)
     for parameter in parameters:
         for name, shard in parameter.parts:
-            shape = list(parameter.shape)
-            if shard is not None:
-                shape[shard.dim] = shard.full
-            checkpoint.require(name, shape)
+            checkpoint.require(name, parameter.shape if shard is None else shard.stored_shape(parameter.shape))
             unused.discard(name)
     if config.tie_word_embeddings:
         unused.discard(_HEAD)  # a copy that some checkpoints keep

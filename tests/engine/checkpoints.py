@@ -12,12 +12,18 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 384
@@ -64,10 +70,46 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 40, "head_dim": 16}),
 }
 
+# Between them the three cover: probabilities that are normalised or not, a shared expert, dense layers between sparse
+# ones by either key, a sliding window, and both names of a block in a checkpoint.
+EXPERT_FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 56,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"sliding_window": 40, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+
 
 def build_model(family: str, **overrides: Any) -> PreTrainedModel:
     """Return a seeded random model whose logits are far enough apart that greedy decoding has no ties."""
-    config_class, model_class, extra = FAMILIES[family]
+    config_class, model_class, extra = (FAMILIES | EXPERT_FAMILIES)[family]
     torch.manual_seed(0)
     config = config_class(**(_SHAPE | extra | overrides), architectures=[model_class.__name__])
     model = model_class(config).eval()

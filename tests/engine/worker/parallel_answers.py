@@ -12,7 +12,7 @@ from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 383  # divided by neither 2 nor 4
-KV_HEADS = {"qwen3": 2, "qwen2": 4, "llama": 4, "mistral": 2}  # two are fewer than four ranks
+KV_HEADS = {"qwen3": 2, "qwen2": 4, "llama": 4, "mistral": 2, "qwen3_moe": 2, "qwen2_moe": 4, "mixtral": 2}
 OPTIONS: dict[str, Any] = {
     "max_decode_slowdown": None,  # batches that depend on nothing that is measured: logits are compared row by row
     "dtype": "float32",

@@ -23,7 +23,7 @@ from engine.models.config import ModelConfig, load_hf_config
 from engine.models.sharding import shard_of, vocab_range
 from engine.sampling_params import SamplingParams
 from engine.worker.model_worker import ModelWorker
-from tests.engine.checkpoints import FAMILIES, build_model
+from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES, build_model
 from tests.engine.worker.parallel_answers import KV_HEADS, OPTIONS, answer, check_equal, make_prompts
 
 
@@ -75,7 +75,7 @@ def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("rank_threads")
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", [*sorted(FAMILIES), *sorted(EXPERT_FAMILIES)])
 def test_two_and_four_ranks_answer_like_one(name: str, checkpoint: Callable[[str], str]) -> None:
     expected = answer(LLM(checkpoint(name), **OPTIONS))
     for size in (2, 4):

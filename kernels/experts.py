@@ -1,0 +1,77 @@
+"""Mixture of experts by torch: routing tokens to experts, and the experts' feed-forward of only their own tokens.
+
+kernels/cpu/experts.py computes both in C, on packed weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+__all__ = ["experts", "route"]
+
+
+def route(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ``top_k`` most probable experts of each token, the most probable first.
+
+    Args:
+        logits: [num_tokens, num_experts], of the router.
+        top_k: experts of a token.
+        normalize: divide the chosen experts' probabilities by their sum.
+
+    Returns:
+        The probabilities, float32, and the experts' indices, int64; both [num_tokens, top_k].
+    """
+    weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    return weights / weights.sum(dim=-1, keepdim=True) if normalize else weights, ids
+
+
+def experts(
+    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Return each token's weighted sum of its experts' SwiGLU, [num_tokens, hidden_size] in the dtype of ``hidden``.
+
+    Args:
+        hidden: [num_tokens, hidden_size].
+        gate_up: [num_experts, 2 * intermediate_size, hidden_size], the rows of the gate before those of up.
+        down: [num_experts, hidden_size, intermediate_size].
+        weights: float32 [num_tokens, top_k].
+        ids: int64 [num_tokens, top_k], which experts.
+    """
+    if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _dense(hidden, gate_up, down, weights, ids)
+    return _grouped(hidden, gate_up, down, weights, ids)
+
+
+def _grouped(
+    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Multiply only the tokens of each expert; the host waits for how many these are."""
+    top_k = ids.shape[1]
+    order = ids.flatten().argsort(stable=True)  # pairs of token and choice, by expert
+    counts = ids.flatten().bincount(minlength=len(gate_up)).tolist()
+    outputs = torch.empty(len(order), hidden.shape[1], dtype=torch.float32, device=hidden.device)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            pairs = order[start : start + count]
+            outputs[pairs] = _swiglu(hidden[pairs // top_k], gate_up[expert], down[expert]).float()
+            start += count
+    weighted = outputs.view(len(hidden), top_k, -1) * weights.unsqueeze(2)
+    return weighted.sum(dim=1).to(hidden.dtype)
+
+
+def _dense(
+    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Multiply every token with every expert: a CUDA graph's shapes may not depend on the routing."""
+    by_expert = weights.new_zeros(len(hidden), len(gate_up)).scatter_(1, ids, weights)
+    total = torch.zeros_like(hidden, dtype=torch.float32)
+    for expert in range(len(gate_up)):
+        total += _swiglu(hidden, gate_up[expert], down[expert]) * by_expert[:, expert, None]
+    return total.to(hidden.dtype)
+
+
+def _swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
