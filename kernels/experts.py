@@ -1,7 +1,4 @@
-"""Mixture of experts by torch: routing tokens to experts, and the experts' feed-forward of only their own tokens.
-
-kernels/cpu/experts.py computes both in C, on packed weights.
-"""
+"""Mixture of experts by torch: routing tokens to experts, and the experts' feed-forward of only their own tokens."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ python -m tests.engine.models.adapter.models_page     writes the page
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import fill
 
 from engine.models.adapter.architectures import REFUSED, WITH_SINKS
 from engine.models.config import ARCHITECTURES
@@ -76,7 +77,7 @@ def render() -> str:
     head = HEAD.format(
         num_own=len(ARCHITECTURES),
         num_proven=len(TINY_MODELS),
-        own=", ".join(f"`{name}`" for name in sorted(ARCHITECTURES)),
+        own=fill(", ".join(f"`{name}`" for name in sorted(ARCHITECTURES)), 119, break_long_words=False),
     )
     served = "\n".join(f"| `{name}` | {_features(name, tiny)} |" for name, tiny in sorted(TINY_MODELS.items()))
     by_reason: dict[str, list[str]] = {}
