@@ -17,6 +17,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import ForwardContext, VocabParallelEmbedding
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention import c_kernel
+from kernels.cpu.experts import ExpertSizes, PackedExperts
 from kernels.cpu.gather import gather_rows
 from kernels.cpu.layer import LayerShape, NormName, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind, has_int8
@@ -39,8 +40,6 @@ _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
 
 def can_run(config: ModelConfig, dtype: torch.dtype, kind: WeightKind, device: torch.device) -> bool:
     """Return whether the C kernels are available on this machine and can compute this model on this device."""
-    if config.experts is not None:
-        return False
     if device.type != "cpu" or not c_kernel.is_supported(dtype, config.head_dim):
         return False
     return kind is not WeightKind.INT8 or has_int8()
@@ -75,18 +74,35 @@ class CpuDecoder:
         own = config.shard(parallel.size)
         self.attention = own.attention
         self.layers = [PackedLayer(_layer_shape(own, index), kind, dtype) for index in range(config.num_layers)]
+        self._set_experts(own, kind)
+        widest_mlp = max(layer.intermediate_size for layer in self.layers)
         self.norm = torch.empty(0)
         self.lm_head = PackedLinear(kind, config.hidden_size, self.embed_tokens.num_embeddings)
         self._scratch = Scratch(
             kind,
-            width=max(config.hidden_size, own.num_heads * own.head_dim, self.layers[0].intermediate_size),
-            outputs=max(self.layers[0].qkv.out_features, self.layers[0].intermediate_size),
+            width=max(config.hidden_size, own.num_heads * own.head_dim, widest_mlp),
+            outputs=max(self.layers[0].qkv.out_features, widest_mlp),
             attention_width=own.num_heads * own.head_dim,
             cache_dtype=dtype,
         )
         self._logits = torch.empty(0)
 
     # --- weights ------------------------------------------------------------------------------------------------
+
+    def _set_experts(self, own: ModelConfig, kind: WeightKind) -> None:
+        """Give the sparse layers their experts."""
+        if (experts := own.experts) is None:
+            return
+        sizes = ExpertSizes(
+            hidden_size=own.hidden_size,
+            num_experts=experts.num_experts,
+            top_k=experts.experts_per_token,
+            intermediate_size=experts.intermediate_size,
+            shared_intermediate_size=experts.shared_intermediate_size,
+            normalizes_weights=experts.normalizes_weights,
+        )
+        for index in experts.layers:
+            self.layers[index].set_experts(PackedExperts(sizes, kind))
 
     def set_weight(self, name: str, weight: torch.Tensor) -> None:
         """Set one parameter, by its name in decoder.py's Decoder.
@@ -100,6 +116,8 @@ class CpuDecoder:
                 self.norm = weight.float().contiguous()
             case ["lm_head", "weight"]:
                 self.lm_head.set_weight(weight)
+            case ["layers", index, "mlp", *rest] if (experts := self.layers[int(index)].experts) is not None:
+                _set_expert_weight(experts, rest, weight)
             case ["layers", index, *_, module, "weight"]:
                 _set_layer_weight(self.layers[int(index)], module, weight)
             case ["layers", index, *_, module, "bias"]:
@@ -187,7 +205,7 @@ def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=0 if config.has_experts(index) else config.intermediate_size,
         sliding_window=config.sliding_windows[index],
         norm_eps=config.rms_norm_eps,
         qkv_bias=config.qkv_bias,
@@ -205,6 +223,25 @@ def _set_layer_weight(layer: PackedLayer, module: str, weight: torch.Tensor) -> 
         linear = _linear(layer, module)
         padding = linear.in_features - weight.shape[1]
         linear.set_weight(nn.functional.pad(weight, (0, padding)) if padding else weight)
+
+
+def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Tensor) -> None:
+    """Set a weight of a sparse layer's feed-forward, by its name in decoder.py after ``mlp``."""
+    match name:
+        case ["gate", "weight"]:
+            experts.set_router_weight(weight)
+        case ["experts", index, "gate_up_proj"]:
+            experts.set_gate_up_weight(int(index), weight)
+        case ["experts", index, "down_proj"]:
+            experts.set_down_weight(int(index), weight)
+        case ["shared_expert", "gate_up_proj", "weight"]:
+            experts.set_shared_gate_up_weight(weight)
+        case ["shared_expert", "down_proj", "weight"]:
+            experts.set_shared_down_weight(weight)
+        case ["shared_expert_gate", "weight"]:
+            experts.set_shared_gate_weight(weight)
+        case _:
+            raise AssertionError(f"no parameter of experts is called {'.'.join(name)}")
 
 
 def _set_layer_bias(layer: PackedLayer, module: str, bias: torch.Tensor) -> None:

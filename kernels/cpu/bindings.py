@@ -13,7 +13,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["CAttentionCall", "CLayer", "CRows", "CStep", "CWeight", "Library", "address", "load", "pointers"]
+__all__ = [
+    "CAttentionCall",
+    "CExperts",
+    "CLayer",
+    "CRows",
+    "CStep",
+    "CWeight",
+    "Library",
+    "address",
+    "load",
+    "pointers",
+]
 
 Library = ctypes.CDLL
 
@@ -51,12 +62,21 @@ class CAttentionCall(ctypes.Structure):
     )
 
 
+class CExperts(ctypes.Structure):
+    """``pagoda_experts``."""
+
+    _fields_ = (
+        *_fields(CWeight, "router", "gate_up", "down", "shared_gate_up", "shared_down"),
+        *_fields(_INT32, "num_experts", "top_k", "hidden_size", "intermediate_size", "normalizes_weights"),
+    )
+
+
 class CLayer(ctypes.Structure):
     """``pagoda_layer``."""
 
     _fields_ = (
         *_fields(CWeight, "qkv", "output", "gate_up", "down"),
-        *_fields(_POINTER, "input_norm", "post_attention_norm", "query_norm", "key_norm"),
+        *_fields(_POINTER, "input_norm", "post_attention_norm", "query_norm", "key_norm", "experts"),
         *_fields(_INT32, "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size"),
         *_fields(_INT32, "sliding_window", "is_bf16"),
         *_fields(_FLOAT, "eps", "scale"),
@@ -75,6 +95,7 @@ class CStep(ctypes.Structure):
 
 
 _CALL, _ROWS, _WEIGHT = ctypes.POINTER(CAttentionCall), ctypes.POINTER(CRows), ctypes.POINTER(CWeight)
+_EXPERTS = ctypes.POINTER(CExperts)
 _LAYER, _STEP, _POINTERS = ctypes.POINTER(CLayer), ctypes.POINTER(CStep), ctypes.POINTER(_POINTER)
 
 # Name: what it returns (None: nothing), and its arguments; in the order of csrc's headers.
@@ -82,6 +103,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_argmax": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64)),
     "pagoda_attention": (None, (_CALL,)),
     "pagoda_attention_half": (None, (_LAYER, _STEP, _POINTER, _POINTER)),
+    "pagoda_compute_experts": (None, (_EXPERTS, _POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _INT32)),
     "pagoda_draw": (None, (*(_POINTER,) * 6, _INT64, _INT64, _INT64)),
     "pagoda_gather_rows": (_INT32, (_POINTER, _POINTER, _INT32, _INT64, _POINTER, _INT32, _INT32)),
     "pagoda_has_int8": (_INT32, ()),

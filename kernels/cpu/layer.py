@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from kernels.cpu.bindings import CLayer
+from kernels.cpu.experts import PackedExperts
 from kernels.cpu.linear import LANES, PackedLinear, WeightKind
 
 __all__ = ["LayerShape", "NormName", "PackedLayer"]
@@ -43,6 +44,7 @@ class PackedLayer:
         qkv, output, down: linear layers.
         gate_up: the feed-forward's two input layers; panels of 16 outputs alternate between gate and up.
         intermediate_size: features between gate_up and down, padded with zeros to whole panels.
+        experts: which replace gate_up and down if they are set.
     """
 
     def __init__(self, shape: LayerShape, kind: WeightKind, cache_dtype: torch.dtype) -> None:
@@ -52,6 +54,7 @@ class PackedLayer:
         self.output = PackedLinear(kind, heads * head_dim, hidden, has_bias=shape.output_bias)
         self.gate_up = PackedLinear(kind, hidden, 2 * self.intermediate_size, has_bias=shape.mlp_bias)
         self.down = PackedLinear(kind, self.intermediate_size, hidden, has_bias=shape.mlp_bias)
+        self.experts: PackedExperts | None = None
         self._norms: dict[NormName, torch.Tensor] = {}
         self.c_layer = CLayer(
             self.qkv.c_weight,
@@ -72,12 +75,18 @@ class PackedLayer:
     @property
     def num_bytes(self) -> int:
         """Bytes that the linear layers' weights take."""
-        return sum(one.num_bytes for one in (self.qkv, self.output, self.gate_up, self.down))
+        dense = sum(one.num_bytes for one in (self.qkv, self.output, self.gate_up, self.down))
+        return dense + (0 if self.experts is None else self.experts.num_bytes)
 
     def set_norm(self, name: NormName, weight: torch.Tensor) -> None:
         """Set the weights of an RMSNorm: [hidden_size], or [head_dim] of queries and keys (optional)."""
         self._norms[name] = weight.float().contiguous()  # the structure has its address only
         setattr(self.c_layer, name, self._norms[name].data_ptr())
+
+    def set_experts(self, experts: PackedExperts) -> None:
+        """Let experts compute the feed-forward; the layer's own ``intermediate_size`` is then usually 0."""
+        self.experts = experts
+        self.c_layer.experts = experts.address
 
     def set_gate_up_weight(self, weight: torch.Tensor) -> None:
         """Set the weights of gate and up, one below the other: [2 * intermediate_size, hidden_size], unpadded."""

@@ -39,6 +39,11 @@ void pagoda_attention_half(const pagoda_layer *layer, const pagoda_step *step, v
 }
 
 void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step) {
+    if (layer->experts) {
+        pagoda_compute_experts(layer->experts, step->addend ? step->addend : step->hidden, step->hidden,
+                               step->num_tokens, layer->post_attention_norm, layer->eps, step->addend == NULL);
+        return;
+    }
     pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
     pagoda_pack_rows(&rows, step->hidden, 0, layer->gate_up.kind, layer->hidden_size, layer->post_attention_norm,
                      layer->eps);

@@ -8,6 +8,7 @@
 
 #include <stdint.h>
 
+#include "experts.h"
 #include "linear.h"
 
 /* One layer's weights and sizes: CLayer in kernels/cpu/bindings.py. */
@@ -17,6 +18,7 @@ typedef struct {
     const float *post_attention_norm;         /* [hidden_size] */
     const float *query_norm;                  /* [head_dim], or NULL */
     const float *key_norm;
+    const pagoda_experts *experts;            /* NULL: the feed-forward is dense, gate_up and down */
     int32_t num_heads, num_kv_heads, head_dim, hidden_size;
     int32_t intermediate_size; /* a multiple of 16: padded with zeros */
     int32_t sliding_window;    /* 0: none */

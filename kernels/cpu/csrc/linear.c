@@ -2,6 +2,7 @@
 #include "linear.h"
 
 #include "integers.h"
+#include "scratch.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -95,6 +96,7 @@ typedef struct {
     pagoda_epilogue epilogue;
     int64_t num_words, num_panels, panels_per_part;
     int64_t rows_per_block, parts_per_block;
+    int64_t num_parts, first_part; /* first_part: in a loop over several calls */
 } linear_call;
 
 /* The product of a row with a panel, from their sum. */
@@ -178,17 +180,45 @@ static void multiply_part(void *args, int64_t index) {
         multiply_panels(call, panel, MAX_PANELS_AT_ONCE, row, end_row);
 }
 
-void pagoda_linear(float *output, int64_t stride, const pagoda_rows *rows, const pagoda_weight *weight,
-                   pagoda_epilogue epilogue) {
-    if (rows->num_rows < 1) return;
-    linear_call call = {output, stride, rows, weight, epilogue, 0, 0, 0, 0, 0};
-    call.num_words = pagoda_num_words(weight->kind, weight->in_features);
-    call.num_panels = divide_up(weight->out_features, LANES);
+/* Multiplies one part of one of several calls. */
+static void multiply_part_of_group(void *args, int64_t index) {
+    const linear_call *calls = args;
+    while (index >= calls->first_part + calls->num_parts) calls++;
+    multiply_part((void *)calls, index - calls->first_part);
+}
+
+/* Divides a linear layer into parts. */
+static linear_call divide(float *output, int64_t stride, const pagoda_rows *rows, const pagoda_weight *weight,
+                          pagoda_epilogue epilogue) {
+    linear_call call = {
+        .output = output, .stride = stride, .rows = rows, .weight = weight, .epilogue = epilogue,
+        .num_words = pagoda_num_words(weight->kind, weight->in_features),
+        .num_panels = divide_up(weight->out_features, LANES),
+    };
     int64_t group_bytes = MAX_PANELS_AT_ONCE * LANES * call.num_words * 4;
     int64_t groups = rows->num_rows > ROWS_PER_TILE ? 1 : BYTES_PER_PART / group_bytes; /* many rows: long parts */
     call.panels_per_part = (groups < 1 ? 1 : groups) * MAX_PANELS_AT_ONCE;
     call.parts_per_block = divide_up(call.num_panels, call.panels_per_part);
     int64_t blocks = divide_up(rows->num_rows, MOST_ROWS_PER_BLOCK);
     call.rows_per_block = divide_up(divide_up(rows->num_rows, blocks), ROWS_PER_TILE) * ROWS_PER_TILE;
-    pagoda_parallel_for(blocks * call.parts_per_block, multiply_part, &call);
+    call.num_parts = blocks * call.parts_per_block;
+    return call;
+}
+
+void pagoda_linear(float *output, int64_t stride, const pagoda_rows *rows, const pagoda_weight *weight,
+                   pagoda_epilogue epilogue) {
+    if (rows->num_rows < 1) return;
+    linear_call call = divide(output, stride, rows, weight, epilogue);
+    pagoda_parallel_for(call.num_parts, multiply_part, &call);
+}
+
+void pagoda_grouped_linear(const pagoda_linear_job *jobs, int32_t num_jobs, int64_t stride, pagoda_epilogue epilogue) {
+    linear_call *calls = pagoda_scratch(SCRATCH_LINEAR_CALLS, (size_t)num_jobs * sizeof *calls);
+    int64_t num_parts = 0;
+    for (int32_t i = 0; i < num_jobs; i++) {
+        calls[i] = divide(jobs[i].output, stride, &jobs[i].rows, &jobs[i].weight, epilogue);
+        calls[i].first_part = num_parts;
+        num_parts += calls[i].num_parts;
+    }
+    pagoda_parallel_for(num_parts, multiply_part_of_group, calls);
 }

@@ -47,8 +47,18 @@ int32_t pagoda_has_int8(void);
 /* Words of one row of in_features elements. */
 int32_t pagoda_num_words(int32_t kind, int32_t in_features);
 
+/* One linear layer of several that are computed together. */
+typedef struct {
+    float *output;
+    pagoda_rows rows;
+    pagoda_weight weight;
+} pagoda_linear_job;
+
 /* Computes a linear layer; output is float32 with `stride` elements from one row to the next. */
 void pagoda_linear(float *output, int64_t stride, const pagoda_rows *rows, const pagoda_weight *weight,
                    pagoda_epilogue epilogue);
+
+/* Computes several in one loop of the thread pool; all have the same stride and epilogue. */
+void pagoda_grouped_linear(const pagoda_linear_job *jobs, int32_t num_jobs, int64_t stride, pagoda_epilogue epilogue);
 
 #endif

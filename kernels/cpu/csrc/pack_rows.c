@@ -9,7 +9,8 @@
 
 /* Arguments of pagoda_pack_rows. */
 typedef struct {
-    pagoda_rows *rows;
+    const pagoda_rows *rows;
+    const pagoda_tiles *tiles; /* NULL: every ROWS_PER_TILE rows are one, and none is moved */
     const void *source;
     const float *norm;
     int32_t source_is_bf16, kind, width;
@@ -67,12 +68,15 @@ static void pack_tile(void *args, int64_t index) {
     const pack_call *call = args;
     int64_t width = call->width, padded = divide_up(width, LANES) * LANES;
     int64_t num_words = pagoda_num_words(call->kind, call->width);
-    int64_t first = index * ROWS_PER_TILE, num_rows = least(ROWS_PER_TILE, call->rows->num_rows - first);
+    const pagoda_tiles *tiles = call->tiles;
+    int64_t first = tiles ? tiles->first_rows[index] : index * ROWS_PER_TILE;
+    int64_t end = tiles ? tiles->first_rows[index + 1] : least(first + ROWS_PER_TILE, call->rows->num_rows);
+    int64_t num_rows = end - first;
     float *row = pagoda_scratch(SCRATCH_ROW, (size_t)(padded * (1 + num_rows)) * sizeof *row);
     uint32_t *words = (uint32_t *)(row + padded); /* of all rows; padded to what the widest kind takes */
     for (int64_t r = 0; r < num_rows; r++) {
-        const char *source = (const char *)call->source + (first + r) * width * (call->source_is_bf16 ? 2 : 4);
-        read_row(call, source, row);
+        int64_t from = tiles && tiles->sources ? tiles->sources[first + r] : first + r;
+        read_row(call, (const char *)call->source + from * width * (call->source_is_bf16 ? 2 : 4), row);
         make_words(call, row, words + r * padded, call->kind == PAGODA_INT8 ? call->rows->scales + first + r : NULL);
     }
     interleave(call->rows->words + first * num_words, words, num_rows, num_words, padded);
@@ -80,6 +84,12 @@ static void pack_tile(void *args, int64_t index) {
 
 void pagoda_pack_rows(pagoda_rows *rows, const void *source, int32_t source_is_bf16, int32_t kind, int32_t width,
                       const float *norm, float eps) {
-    pack_call call = {rows, source, norm, source_is_bf16, kind, width, eps};
+    pack_call call = {rows, NULL, source, norm, source_is_bf16, kind, width, eps};
     pagoda_parallel_for(divide_up(rows->num_rows, ROWS_PER_TILE), pack_tile, &call);
+}
+
+void pagoda_pack_tiles(const pagoda_rows *rows, const pagoda_tiles *tiles, const float *source, int32_t kind,
+                       int32_t width, const float *norm, float eps) {
+    pack_call call = {rows, tiles, source, norm, false, kind, width, eps};
+    pagoda_for_each_row(tiles->num_tiles, (int64_t)rows->num_rows * width, pack_tile, &call);
 }

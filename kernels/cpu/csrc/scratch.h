@@ -12,6 +12,8 @@ typedef enum {
     SCRATCH_ATTENTION_WORK,
     SCRATCH_TOP_K,
     SCRATCH_ROW,
+    SCRATCH_EXPERTS,
+    SCRATCH_LINEAR_CALLS,
     NUM_SCRATCH_USES,
 } pagoda_scratch_use;
 

@@ -96,6 +96,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_checkpoint(model, tmp_path_factory.mktemp("wide"))
 
 
+@pytest.fixture(scope="module")
+def checkpoint_with_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen2-MoE, which also has a shared expert."""
+    return save_checkpoint(build_model("qwen2_moe", head_dim=64), tmp_path_factory.mktemp("experts"))
+
+
 def make_llm(path: str, kind: str, **options: Any) -> LLM:
     dtypes = {"dtype": "float32"} if kind == "float32" else {"dtype": "bfloat16"}
     if kind == "int8":
@@ -155,6 +161,15 @@ def test_forty_answers_in_a_few_settings(recorder: LogitsRecorder, checkpoint: s
     if kind == "int8" and not has_int8():
         pytest.skip("the processor does not multiply int8")
     check(recorder, checkpoint, kind, FEW_SETTINGS, 40)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_thirty_answers_of_experts_in_a_few_settings(
+    recorder: LogitsRecorder, checkpoint_with_experts: str, kind: str
+) -> None:
+    if kind == "int8" and not has_int8():
+        pytest.skip("the processor does not multiply int8")
+    check(recorder, checkpoint_with_experts, kind, FEW_SETTINGS, 30)
 
 
 @pytest.mark.long

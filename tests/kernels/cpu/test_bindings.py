@@ -14,6 +14,7 @@ STRUCTURES = {
     bindings.CWeight: "pagoda_weight",
     bindings.CRows: "pagoda_rows",
     bindings.CAttentionCall: "pagoda_attention_call",
+    bindings.CExperts: "pagoda_experts",
     bindings.CLayer: "pagoda_layer",
     bindings.CStep: "pagoda_step",
 }

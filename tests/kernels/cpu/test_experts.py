@@ -1,0 +1,117 @@
+"""The C kernels' experts against the references of their parts, and the same bits whatever the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import reference as moe_reference
+from kernels.cpu import reference
+from kernels.cpu.experts import ExpertSizes, PackedExperts, experts
+from kernels.cpu.linear import WeightKind, has_int8
+
+HIDDEN, INNER, SHARED, NUM_EXPERTS, TOP_K = 72, 40, 24, 11, 3
+EPS = 1e-6
+# Of an element, relative to the largest one of a row. bfloat16 and int8: what is rounded between two products may be
+# rounded otherwise after a sum in another order.
+TOLERANCES = {WeightKind.FLOAT32: 2e-6, WeightKind.BFLOAT16: 1e-2, WeightKind.INT8: 2e-2}
+
+
+class Layer:
+    """Random weights of a layer's experts, packed and plain."""
+
+    def __init__(self, kind: WeightKind, *, shared: bool, normalizes: bool) -> None:
+        if kind is WeightKind.INT8 and not has_int8():
+            pytest.skip("the processor does not multiply int8")
+        generator = torch.Generator().manual_seed(3)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+        self.kind, self.normalizes, self.shared = kind, normalizes, shared
+        self.router, self.shared_gate = random(NUM_EXPERTS, HIDDEN) * 3, random(1, HIDDEN) * 3
+        self.gate_up, self.down = random(NUM_EXPERTS, 2 * INNER, HIDDEN), random(NUM_EXPERTS, HIDDEN, INNER)
+        self.shared_gate_up, self.shared_down = random(2 * SHARED, HIDDEN), random(HIDDEN, SHARED)
+        self.norm = random(HIDDEN) + 1
+
+    def packed(self) -> PackedExperts:
+        sizes = ExpertSizes(
+            hidden_size=HIDDEN,
+            num_experts=NUM_EXPERTS,
+            top_k=TOP_K,
+            intermediate_size=INNER,
+            shared_intermediate_size=SHARED if self.shared else 0,
+            normalizes_weights=self.normalizes,
+        )
+        packed = PackedExperts(sizes, self.kind)
+        packed.set_router_weight(self.router)
+        for expert in range(NUM_EXPERTS):
+            packed.set_gate_up_weight(expert, self.gate_up[expert])
+            packed.set_down_weight(expert, self.down[expert])
+        if self.shared:
+            packed.set_shared_gate_weight(self.shared_gate)
+            packed.set_shared_gate_up_weight(self.shared_gate_up)
+            packed.set_shared_down_weight(self.shared_down)
+        return packed
+
+    def swiglu(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        gate, up = reference.linear(x, gate_up, None, self.kind).chunk(2, dim=1)
+        return reference.linear(torch.nn.functional.silu(gate) * up, down, None, self.kind)
+
+    def expected(self, hidden: torch.Tensor) -> torch.Tensor:
+        x = reference.rms_norm(hidden, self.norm, EPS)
+        weights, ids = moe_reference.route(x @ self.router.t(), TOP_K, normalize=self.normalizes)
+        output = torch.zeros_like(x)
+        for token in range(len(x)):
+            for weight, expert in zip(weights[token], ids[token], strict=True):
+                row = self.swiglu(x[token : token + 1], self.gate_up[expert], self.down[expert])
+                output[token] += weight * row[0]
+        if self.shared:
+            output += (x @ self.shared_gate.t()).sigmoid() * self.swiglu(x, self.shared_gate_up, self.shared_down)
+        return output
+
+
+def random_hidden(num_tokens: int) -> torch.Tensor:
+    return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(num_tokens))
+
+
+@pytest.mark.parametrize("kind", WeightKind)
+@pytest.mark.parametrize(("shared", "normalizes"), [(False, True), (True, False)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 17, 130])
+def test_experts_equal_their_references(
+    num_tokens: int, shared: bool, normalizes: bool, kind: WeightKind, num_threads: int
+) -> None:
+    layer, hidden = Layer(kind, shared=shared, normalizes=normalizes), random_hidden(num_tokens)
+    got, expected = experts(hidden, layer.packed(), layer.norm, EPS), layer.expected(hidden)
+    error = (got - expected).abs().amax(dim=1) / expected.abs().amax(dim=1)
+    assert error.max() < TOLERANCES[kind]
+
+
+@pytest.mark.parametrize("kind", WeightKind)
+def test_a_token_gets_the_same_bits_alone_and_in_any_batch(kind: WeightKind, num_threads: int) -> None:
+    """The largest batch is more than the kernels compute at once."""
+    layer, hidden = Layer(kind, shared=True, normalizes=True), random_hidden(1500)
+    packed = layer.packed()
+    whole = experts(hidden, packed, layer.norm, EPS)
+    for count in (1, 5, 16, 40, 300):
+        part = slice(1500 - count, 1500)
+        assert torch.equal(experts(hidden[part], packed, layer.norm, EPS), whole[part])
+    alone = torch.cat([experts(hidden[i : i + 1], packed, layer.norm, EPS) for i in range(50)])
+    assert torch.equal(alone, whole[:50])
+    order = torch.randperm(1500, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(experts(hidden[order], packed, layer.norm, EPS), whole[order])
+
+
+def test_no_token_is_no_work() -> None:
+    layer = Layer(WeightKind.FLOAT32, shared=True, normalizes=True)
+    assert experts(torch.empty(0, HIDDEN), layer.packed(), layer.norm, EPS).shape == (0, HIDDEN)
+
+
+def test_a_nan_stays_in_its_own_token() -> None:
+    layer, hidden = Layer(WeightKind.FLOAT32, shared=True, normalizes=True), random_hidden(40)
+    clean = experts(hidden, layer.packed(), layer.norm, EPS)
+    hidden[7, 3] = torch.nan
+    spoilt = experts(hidden, layer.packed(), layer.norm, EPS)
+    others = torch.arange(40) != 7
+    assert spoilt[7].isnan().all()
+    assert torch.equal(spoilt[others], clean[others])
