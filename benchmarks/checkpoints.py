@@ -1,6 +1,7 @@
 """Writes checkpoints with random weights, so that benchmarks need no download.
 
     python -m benchmarks.checkpoints DIR                    # the shape of Qwen3-0.6B, bfloat16, 1.2 GB
+    python -m benchmarks.checkpoints DIR --shape qwen3-moe-3b  # 80 experts, 8 for each token, 6 GB
     python -m benchmarks.checkpoints DIR --shape tiny       # to try out a benchmark
 
 Weights are N(0, 0.02) with a fixed seed. Speed does not depend on what the weights are; answers are noise. The
@@ -18,7 +19,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 __all__ = ["SHAPES", "write_checkpoint"]
 
@@ -26,6 +33,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "hidden_size": 1024,
         "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    },
+    "qwen3-moe-3b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 384,
+        "num_experts": 80,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
@@ -55,7 +76,9 @@ CHAT_TEMPLATE = (
 
 def write_checkpoint(directory: Path, shape: dict[str, Any], *, seed: int = 0) -> int:
     """Write config, safetensors and tokenizer; returns the number of parameters."""
-    config = Qwen3Config(
+    config_class: Any = Qwen3MoeConfig if "num_experts" in shape else Qwen3Config
+    model_class: Any = Qwen3MoeForCausalLM if "num_experts" in shape else Qwen3ForCausalLM
+    config = config_class(
         **shape,
         rope_theta=1_000_000,
         rms_norm_eps=1e-6,
@@ -63,12 +86,12 @@ def write_checkpoint(directory: Path, shape: dict[str, Any], *, seed: int = 0) -
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        architectures=["Qwen3ForCausalLM"],
+        architectures=[model_class.__name__],
         dtype="bfloat16",
     )
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(directory)
+    model = model_class._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory, save_original_format=False)  # experts in stacks: splitting them takes memory
     _tokenizer().save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -1,4 +1,7 @@
-"""Mixture of experts by torch: routing tokens to experts, and the experts' feed-forward of only their own tokens."""
+"""Mixture of experts by torch: routing tokens to experts, and the experts' feed-forward of only their own tokens.
+
+kernels/cpu/experts.py computes both in C, on packed weights.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,10 @@ WEIGHT_BYTES = 2  # bfloat16
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder-only model that say how much there is to read and to compute."""
+    """The sizes of a decoder-only model that say how much there is to read and to compute for one token.
+
+    With experts, ``intermediate_size`` is that of the experts that compute a token, all together.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -30,7 +33,7 @@ class ModelShape:
         heads = config["num_attention_heads"]
         return cls(
             config["hidden_size"],
-            config["intermediate_size"],
+            config.get("moe_intermediate_size", config["intermediate_size"]) * config.get("num_experts_per_tok", 1),
             config["num_hidden_layers"],
             heads,
             config.get("num_key_value_heads") or heads,

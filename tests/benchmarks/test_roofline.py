@@ -80,3 +80,10 @@ def test_the_shape_is_read_from_the_checkpoint(tmp_path: Path) -> None:
     config = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 32}))
     assert ModelShape.from_checkpoint(tmp_path) == ModelShape(8, 16, 2, 4, 4, 2, 32)
+
+
+def test_of_experts_only_those_that_compute_a_token_count(tmp_path: Path) -> None:
+    config = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config | experts | {"vocab_size": 32}))
+    assert ModelShape.from_checkpoint(tmp_path).intermediate_size == 15
