@@ -111,6 +111,7 @@ class ModelWorker:
                 self.model_config,
                 dtype=self.dtype,
                 device=self.device,
+                use_cpu_kernels=self.backend.uses_cpu_kernels,
                 show_progress=show_progress,
             )
         return load_decoder(

@@ -17,6 +17,7 @@ from torch import nn
 from engine.errors import ModelLoadError
 from engine.models.adapter.attention import AttentionCall, attention_by
 from engine.models.adapter.config import TransformersConfig
+from engine.models.adapter.linears import CpuLinear
 from engine.models.decoder import ForwardContext
 from engine.models.shape import AttentionShape
 from kernels.attention.base import AttentionInputs
@@ -68,7 +69,9 @@ class TransformersDecoder:
     def num_bytes(self) -> int:
         """Bytes that the weights take."""
         parameters = [*self._backbone.parameters(), *self._model.parameters()]
-        return sum({weight.data_ptr(): weight.nbytes for weight in parameters}.values())  # tied ones are one
+        sizes: dict[int, int] = {weight.data_ptr(): weight.nbytes for weight in parameters}  # tied ones are one
+        modules: list[nn.Module] = [*self._backbone.modules(), *self._model.modules()]
+        return sum(sizes.values()) + sum(one.num_bytes for one in modules if isinstance(one, CpuLinear))
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the last hidden states [num_tokens, hidden_size] of ``token_ids`` at ``positions`` [num_tokens]."""

@@ -18,6 +18,7 @@ from engine.errors import ModelLoadError
 from engine.models.adapter.attention import NAME, register
 from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.decoder import TransformersDecoder
+from engine.models.adapter.linears import pack_linears
 from engine.models.checkpoint import open_checkpoint
 
 __all__ = ["load_transformers_decoder"]
@@ -31,11 +32,13 @@ def load_transformers_decoder(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    use_cpu_kernels: bool = True,
     show_progress: bool = False,
 ) -> TransformersDecoder:
     """Build the model of a directory and fill it from its safetensors.
 
     Args:
+        use_cpu_kernels: whether the C kernels may compute the linear layers; compiles them if need be.
         show_progress: show a bar on stderr, if that is a terminal.
 
     Raises:
@@ -48,9 +51,12 @@ def load_transformers_decoder(
     register()
     with _progress_bars(show_progress):
         model = _read(path, config, dtype)
+    model = model.to(device).eval()
+    if use_cpu_kernels:
+        pack_linears(model)
     logger.info("Computing %s with the modules of transformers", config.architecture)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
-    return TransformersDecoder(model.to(device).eval(), config)
+    return TransformersDecoder(model, config)
 
 
 def _read(path: str | Path, config: TransformersConfig, dtype: torch.dtype) -> Any:
