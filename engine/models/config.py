@@ -16,39 +16,33 @@ import torch
 from engine.errors import ConfigError, ModelLoadError, RequestError
 from engine.models.config_json import read_config_json, read_json
 from engine.models.experts.shape import ExpertsShape
+from engine.models.families import ARCHITECTURES, Family, NormPlacement, QKNorm
 from engine.models.plain_config import plain_config
+from engine.models.rope_config import RopeConfig, check_longrope_length
 from engine.models.shape import AttentionShape, ModelShape
 from engine.sampling_params import SamplingParams
+from kernels.cpu.layer import Activation
 
-__all__ = ["ARCHITECTURES", "GenerationDefaults", "ModelConfig", "load_hf_config"]
+__all__ = ["GenerationDefaults", "ModelConfig", "load_hf_config"]
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class _Family:
-    """How one architecture of the Llama family differs from the others; None: config.json's attention_bias decides."""
-
-    qk_norm: bool = False
-    qkv_bias: bool | None = False
-    output_bias: bool | None = False
-    has_experts: bool = False
-
-
-ARCHITECTURES = {
-    "Qwen3ForCausalLM": _Family(qk_norm=True, qkv_bias=None, output_bias=None),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True),
-    "LlamaForCausalLM": _Family(qkv_bias=None, output_bias=None),
-    "MistralForCausalLM": _Family(),
-    "Qwen3MoeForCausalLM": _Family(qk_norm=True, qkv_bias=None, output_bias=None, has_experts=True),
-    "Qwen2MoeForCausalLM": _Family(qkv_bias=True, has_experts=True),
-    "MixtralForCausalLM": _Family(has_experts=True),
-}
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelShape):
-    """The shape of one decoder-only model that our own decoder computes."""
+    """The shape of one decoder-only model that our own decoder computes.
+
+    Attributes:
+        qk_norm: the RMSNorm of queries and keys.
+        norms: where a layer's RMSNorms are; with ``norms_add_one`` they multiply by 1 + their weight.
+        embedding_multiplier: of the embeddings, exactly; see ``embedding_multiplier_in``.
+        attention_scale: factor of the queries' products with keys.
+        attention_softcap, logits_softcap: C of C * tanh(score / C), which replaces each score; None: there is none.
+        logits_divisor: what the logits are divided by, before their soft-cap.
+        residual_multiplier: of what attention and feed-forward add to the hidden states.
+        sliding_windows: of each layer, in tokens; None: it attends to everything.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -58,12 +52,22 @@ class ModelConfig(ModelShape):
     head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    qk_norm: bool
+    family: Family
+    qk_norm: QKNorm
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    sliding_windows: tuple[int | None, ...]  # one a layer; None attends to everything
-    rope_type: str
+    activation: Activation
+    norms: NormPlacement
+    norms_add_one: bool
+    embedding_multiplier: float
+    attention_scale: float
+    attention_softcap: float | None
+    logits_softcap: float | None
+    logits_divisor: float
+    residual_multiplier: float
+    sliding_windows: tuple[int | None, ...]
+    rope: RopeConfig
     experts: ExpertsShape | None = None  # None: every layer's feed-forward is dense
 
     def has_experts(self, layer: int) -> bool:
@@ -82,8 +86,15 @@ class ModelConfig(ModelShape):
         )
 
     def check_options(self, *, max_model_len: int, tensor_parallel_size: int, quantization: str | None) -> None:
-        """Raise ConfigError if the ranks cannot share the model evenly."""
+        """Raise ConfigError if the ranks cannot share the model, or LongRoPE cannot serve the context."""
         self.shard(tensor_parallel_size)
+        check_longrope_length(self.rope.longrope_length, max_model_len)
+
+    def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
+        """Return what embeddings of ``dtype`` are multiplied by."""
+        if not self.family.scales_embedding:
+            return self.embedding_multiplier
+        return float(torch.tensor(self.embedding_multiplier, dtype=dtype))  # Gemma was trained with the rounded number
 
     def shard(self, size: int) -> ModelConfig:
         """Return the shape of the share that one of ``size`` tensor-parallel ranks computes.
@@ -91,8 +102,15 @@ class ModelConfig(ModelShape):
         KV heads that are fewer than the ranks are replicated. The vocabulary is divided in sharding.py.
 
         Raises:
-            ConfigError: if the heads or the feed-forward cannot be divided by ``size``.
+            ConfigError: if the heads or the feed-forward cannot be divided by ``size``, or a norm is over all heads.
         """
+        if size > 1 and self.qk_norm == "projection":
+            raise ConfigError(
+                f"is not supported for '{self.architecture}', whose norms of queries and keys are over all heads",
+                param="tensor_parallel_size",
+                value=size,
+                remedy="set 1",
+            )
         has_dense = not all(self.has_experts(layer) for layer in range(self.num_layers))
         for name, count, divides in (
             ("attention heads", self.num_heads, self.num_heads % size == 0),
@@ -124,15 +142,10 @@ class ModelConfig(ModelShape):
             raise ModelLoadError(
                 f"architecture '{architecture}' is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
             )
-        if config.hidden_act != "silu":
-            raise ModelLoadError(f"hidden_act='{config.hidden_act}' is not supported; only 'silu' is")
-        rope = config.rope_parameters or {}
-        if rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) not in (None, 1.0):
-            raise ModelLoadError("partial_rotary_factor is not supported; only RoPE over the whole head is")
-        rope_type = str(rope.get("rope_type", "default"))
-        if rope_type not in ROPE_TYPES:
-            raise ModelLoadError(f"rope_type='{rope_type}' is not supported; supported: {', '.join(ROPE_TYPES)}")
         attention_bias = bool(getattr(config, "attention_bias", False))
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if getattr(config, "use_bidirectional_attention", None):
+            raise ModelLoadError("use_bidirectional_attention is not supported; only causal attention is")
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
@@ -141,19 +154,54 @@ class ModelConfig(ModelShape):
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
             max_position_embeddings=config.max_position_embeddings,
             tie_word_embeddings=bool(config.tie_word_embeddings),
+            family=family,
             qk_norm=family.qk_norm,
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=attention_bias if family.output_bias is None else family.output_bias,
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            activation=_activation(config, family),
+            norms=family.norms,
+            norms_add_one=family.norms_add_one,
             sliding_windows=_sliding_windows(config),
-            rope_type=rope_type,
             experts=ExpertsShape.from_hf(config) if family.has_experts else None,
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
+            **_factors(config, family, head_dim),
+            rope=RopeConfig.from_hf(config, family, head_dim),
         )
+
+
+def _activation(config: Any, family: Family) -> Activation:
+    name = getattr(config, family.activation_field)
+    if name not in _ACTIVATIONS:
+        raise ModelLoadError(
+            f"{family.activation_field}='{name}' is not supported; supported: {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _factors(config: Any, family: Family, head_dim: int) -> dict[str, Any]:
+    """Return the multipliers and soft-caps of ModelConfig."""
+    softcap = config.attn_logit_softcapping if family.caps_attention else None
+    scale, embedding_multiplier = head_dim**-0.5, 1.0
+    if family.has_query_scalar:
+        scale = config.query_pre_attn_scalar**-0.5
+    elif family.has_multipliers:
+        scale, embedding_multiplier = config.attention_multiplier, config.embedding_multiplier
+    if family.scales_embedding:
+        embedding_multiplier = config.hidden_size**0.5
+    return {
+        "embedding_multiplier": embedding_multiplier,
+        "attention_scale": scale,
+        "attention_softcap": softcap,
+        "attention_options": frozenset() if softcap is None else frozenset({"softcap"}),
+        "logits_softcap": config.final_logit_softcapping if family.caps_logits else None,
+        "logits_divisor": config.logits_scaling if family.has_multipliers else 1.0,
+        "residual_multiplier": config.residual_multiplier if family.has_multipliers else 1.0,
+    }
 
 
 def _sliding_windows(config: Any) -> tuple[int | None, ...]:
@@ -162,6 +210,9 @@ def _sliding_windows(config: Any) -> tuple[int | None, ...]:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return (window,) * int(config.num_hidden_layers)
+    if unknown := set(layer_types) - set(_LAYER_TYPES):
+        supported = ", ".join(_LAYER_TYPES)
+        raise ModelLoadError(f"a layer of the type '{min(unknown)}' is not supported; supported: {supported}")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 

@@ -22,7 +22,7 @@ from kernels.cpu.gather import gather_rows
 from kernels.cpu.layer import LayerShape, NormName, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind, has_int8
 from kernels.cpu.scratch import Scratch
-from kernels.cpu.step import CpuStep, all_layers, attention_half, logits, mlp_half
+from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, attention_half, logits, mlp_half
 
 __all__ = ["CpuDecoder", "can_run"]
 
@@ -33,6 +33,8 @@ _MOST_FREE_TOKENS = 256
 _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
     "input_layernorm": "input_norm",
     "post_attention_layernorm": "post_attention_norm",
+    "attention_output_norm": "attention_output_norm",
+    "mlp_output_norm": "mlp_output_norm",
     "q_norm": "query_norm",
     "k_norm": "key_norm",
 }
@@ -51,7 +53,7 @@ class CpuDecoder:
     Args:
         embed_tokens: the embedding, whose weights are set later.
         config: the whole model's shape.
-        rope: cosines and sines of every position it may see, float32 [length, 2, head_dim // 2].
+        rope: cosines and sines of every position it may see, float32 [num_tables, length, 2, head_dim // 2].
         parallel: this rank and its group.
         dtype: of the KV cache, float32 or bfloat16.
         kind: the type of the linear layers' packed weights.
@@ -70,18 +72,22 @@ class CpuDecoder:
         kind: WeightKind,
     ) -> None:
         self.embed_tokens = embed_tokens
-        self.config, self.parallel, self.rope = config, parallel, rope.contiguous()
+        self.config, self.parallel = config, parallel
+        self._embedding_multiplier = config.embedding_multiplier_in(dtype)
         own = config.shard(parallel.size)
         self.attention = own.attention
         self.layers = [PackedLayer(_layer_shape(own, index), kind, dtype) for index in range(config.num_layers)]
         self._set_experts(own, kind)
         widest_mlp = max(layer.intermediate_size for layer in self.layers)
+        for layer, table in zip(self.layers, config.rope.tables, strict=True):
+            if table is not None:
+                layer.set_rope(rope[table])
         self.norm = torch.empty(0)
         self.lm_head = PackedLinear(kind, config.hidden_size, self.embed_tokens.num_embeddings)
         self._scratch = Scratch(
             kind,
             width=max(config.hidden_size, own.num_heads * own.head_dim, widest_mlp),
-            outputs=max(self.layers[0].qkv.out_features, widest_mlp),
+            outputs=max(config.hidden_size, self.layers[0].qkv.out_features, widest_mlp),
             attention_width=own.num_heads * own.head_dim,
             cache_dtype=dtype,
         )
@@ -113,11 +119,13 @@ class CpuDecoder:
             case ["embed_tokens", "weight"]:
                 self.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
             case ["norm", "weight"]:
-                self.norm = weight.float().contiguous()
+                self.norm = self._norm_weight(weight) / self.config.logits_divisor
             case ["lm_head", "weight"]:
                 self.lm_head.set_weight(weight)
             case ["layers", index, "mlp", *rest] if (experts := self.layers[int(index)].experts) is not None:
                 _set_expert_weight(experts, rest, weight)
+            case ["layers", index, *_, module, "weight"] if module in _NORMS:
+                self.layers[int(index)].set_norm(_NORMS[module], self._norm_weight(weight))
             case ["layers", index, *_, module, "weight"]:
                 _set_layer_weight(self.layers[int(index)], module, weight)
             case ["layers", index, *_, module, "bias"]:
@@ -125,6 +133,11 @@ class CpuDecoder:
                     _set_layer_bias(self.layers[int(index)], module, weight)
             case _:
                 raise AssertionError(f"no parameter is called {name}")
+
+    def _norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what a norm multiplies by, float32."""
+        weight = weight.float().contiguous()
+        return 1.0 + weight if self.config.norms_add_one else weight
 
     def reserve(self, num_tokens: int) -> None:
         """Allocate the scratch memory of a step of ``num_tokens``, so that no step waits for it."""
@@ -142,22 +155,22 @@ class CpuDecoder:
         hidden = self._embed(token_ids)
         addend = torch.empty_like(hidden) if self.parallel.size > 1 else None
         block_size = context.kv_cache.block_size
-        step = CpuStep(hidden, positions, self.rope, context.metadata, block_size, self._scratch, addend)
+        step = CpuStep(hidden, positions, context.metadata, block_size, self._scratch, addend)
         if addend is None:
             all_layers(self.layers, step, context.kv_cache.layers)
             return hidden
         for layer, (key_cache, value_cache) in zip(self.layers, context.kv_cache.layers, strict=True):
             attention_half(layer, step, key_cache, value_cache)
-            hidden += self.parallel.all_reduce(addend)
+            add_attention(layer, hidden, self.parallel.all_reduce(addend))
             mlp_half(layer, step)
-            hidden += self.parallel.all_reduce(addend)
+            add_mlp(layer, hidden, self.parallel.all_reduce(addend))
         return hidden
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
-            return gather_rows(self.embed_tokens.weight, token_ids)
+            return gather_rows(self.embed_tokens.weight, token_ids, self._embedding_multiplier)
         hidden: torch.Tensor = self.embed_tokens(token_ids)  # which also sums over the ranks
-        return hidden.float()
+        return hidden.float() * self._embedding_multiplier
 
     def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor | None:
         """Return float32 logits [len(token_indices), vocab_size] on rank 0, None elsewhere; valid until the next call.
@@ -174,7 +187,8 @@ class CpuDecoder:
         num_tokens = hidden.shape[0]
         if self._logits.shape[0] < num_tokens:
             self._logits = torch.empty(num_tokens, self.lm_head.out_features)
-        logits(self._logits, hidden, self.norm, self.config.rms_norm_eps, self.lm_head, self._scratch)
+        config = self.config
+        logits(self._logits, hidden, self.norm, config.rms_norm_eps, self.lm_head, self._scratch, config.logits_softcap)
         return self._logits[:num_tokens]
 
     # --- speed --------------------------------------------------------------------------------------------------
@@ -211,13 +225,16 @@ def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         mlp_bias=config.mlp_bias,
+        scale=config.attention_scale,
+        softcap=config.attention_softcap,
+        norms_all_heads=config.qk_norm == "projection",
+        activation=config.activation,
+        residual_multiplier=config.residual_multiplier,
     )
 
 
 def _set_layer_weight(layer: PackedLayer, module: str, weight: torch.Tensor) -> None:
-    if module in _NORMS:
-        layer.set_norm(_NORMS[module], weight)
-    elif module == "gate_up_proj":
+    if module == "gate_up_proj":
         layer.set_gate_up_weight(weight)
     else:
         linear = _linear(layer, module)

@@ -7,7 +7,8 @@ from typing import Any
 
 from engine.errors import ModelLoadError
 from engine.models.adapter.config import TransformersConfig
-from engine.models.config import ARCHITECTURES, ModelConfig
+from engine.models.config import ModelConfig
+from engine.models.families import ARCHITECTURES
 from engine.models.shape import ModelShape
 
 __all__ = ["read_shape"]

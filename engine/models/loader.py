@@ -20,7 +20,7 @@ from engine.models.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder import Decoder
 from engine.models.experts.layer import Experts
 from engine.models.int8_linear import quantize_linears
-from engine.models.rope import rope_table
+from engine.models.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
 from engine.models.weights import read_weights
 from kernels.cpu.linear import WeightKind
@@ -59,7 +59,7 @@ def load_decoder(
         ConfigError: if the ranks cannot share the model evenly, or experts cannot be quantized here.
     """
     config = ModelConfig.from_hf(hf_config)
-    rope = rope_table(hf_config, config.head_dim, max_model_len)
+    rope = rope_tables(hf_config, config.rope, config.head_dim, max_model_len)
     with torch.device("meta"), _Uninitialised():
         model = Decoder(config, rope, parallel)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

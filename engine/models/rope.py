@@ -10,22 +10,40 @@ from typing import Any
 
 import torch
 
-__all__ = ["apply_rope", "rope_table"]
+from engine.models.rope_config import RopeConfig, rope_parameters
+
+__all__ = ["apply_rope", "rope_tables"]
 
 
-def rope_table(hf_config: Any, head_dim: int, length: int) -> torch.Tensor:
-    """Return cosines and sines, float32 [length, 2, head_dim // 2], of positions 0 to ``length`` - 1."""
-    parameters = hf_config.rope_parameters or {}
+def rope_tables(hf_config: Any, rope: RopeConfig, head_dim: int, length: int) -> torch.Tensor:
+    """Return the cosines and sines of positions 0 to ``length`` - 1, for each of ``rope``'s layer types.
+
+    float32 [num_tables, length, 2, head_dim // 2], in the order of ``rope.element_order``.
+    """
+    tables = torch.zeros(len(rope.layer_types), length, 2, head_dim // 2)
+    tables[:, :, 0] = 1.0  # elements that are not rotated
+    for table, layer_type in zip(tables, rope.layer_types, strict=True):
+        frequencies, factor = _frequencies(hf_config, layer_type, rope.rotary_dim)
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+        rotated = table[:, :, : rope.rotary_dim // 2]
+        torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1, out=rotated)
+    return tables
+
+
+def _frequencies(hf_config: Any, layer_type: str | None, rotary_dim: int) -> tuple[torch.Tensor, float]:
+    """Return radians per position, float32 [rotary_dim // 2], and a factor of the cosines and sines."""
+    parameters = rope_parameters(hf_config, layer_type)
     rope_type = parameters.get("rope_type", "default")
     if rope_type == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        frequencies, factor = 1.0 / (parameters.get("rope_theta", 10000.0) ** exponents), 1.0
-    else:
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        return 1.0 / (parameters.get("rope_theta", 10000.0) ** exponents), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    return torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies: torch.Tensor
+    factor: float
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"), **options)
+    return frequencies, factor
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

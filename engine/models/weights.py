@@ -26,6 +26,7 @@ __all__ = ["read_weights"]
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
+_ROTATED = ("q_proj", "k_proj")
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -36,6 +37,7 @@ class _Parameter:
     name: str
     shape: list[int]  # this rank's
     parts: list[tuple[str, Shard | None]]  # stored name, and this rank's part of it
+    orders: list[list[int] | None]  # of the elements of each part's heads, as RopeConfig.element_order has it
 
     @property
     def is_tied_head(self) -> bool:
@@ -73,7 +75,7 @@ def read_weights(
     """
     parameters = [_parameter(name, shape, checkpoint, config, parallel) for name, shape in unstack(shapes)]
     _require_match(checkpoint, parameters, config)
-    checkpoint.expect(name for parameter in parameters for name, _ in parameter.parts)
+    checkpoint.expect(dict.fromkeys(name for parameter in parameters for name, _ in parameter.parts))
     weights = _read_each(checkpoint, parameters, dtype, device)
     if show_progress:
         sizes = {one.name: 0 if one.is_tied_head else math.prod(one.shape) * dtype.itemsize for one in parameters}
@@ -85,19 +87,37 @@ def _parameter(
     name: str, shape: list[int], checkpoint: Checkpoint, config: ModelConfig, parallel: TensorParallel
 ) -> _Parameter:
     rank, size = parallel.rank, parallel.size
-    parts: list[tuple[str, Shard | None]] = []
-    if config.experts is not None:
-        parts.extend(expert_parts(name, checkpoint, config.experts, rank, size) or ())
-    if not parts:
-        stored = _stored_names(name, checkpoint, tied=config.tie_word_embeddings)
-        parts = [(part, shard_of(part, config, rank, size)) for part in stored]
-    return _Parameter(name, shape, parts)
+    if config.experts is not None and (experts := expert_parts(name, checkpoint, config.experts, rank, size)):
+        return _Parameter(name, shape, [*experts], [None] * len(experts))
+    stored = _stored_names(name, checkpoint, config)
+    shards = [shard_of(part, config, rank, size) for part in stored]
+    order = config.rope.element_order(config.head_dim)
+    orders = [order if any(module in part for module in _ROTATED) else None for part in stored]
+    for fused, modules in _FUSED.items():
+        if fused in name and fused in config.family.fused:
+            stored = ["model." + name] * len(modules)
+            shards = _within_fused(shards)
+    return _Parameter(name, shape, list(zip(stored, shards, strict=True)), orders)
 
 
-def _stored_names(name: str, checkpoint: Checkpoint, *, tied: bool) -> list[str]:
+def _within_fused(shards: Sequence[Shard | None]) -> list[Shard | None]:
+    """Return the same parts of tensors that are stored one after another in one."""
+    within: list[Shard | None] = []
+    full, start = sum(shard.full for shard in shards if shard is not None), 0
+    for shard in shards:
+        assert shard is not None  # fused projections are always sharded
+        within.append(Shard(shard.dim, full, start + shard.start, start + shard.stop))
+        start += shard.full
+    return within
+
+
+def _stored_names(name: str, checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Return the checkpoint's names of our parameter ``name``: several where it is fused."""
     if name == _HEAD:
-        return ["model." + _EMBEDDING if tied else _HEAD]
+        return ["model." + _EMBEDDING if config.tie_word_embeddings else _HEAD]
+    *path, module, kind = name.split(".")
+    if module in config.family.stored_norms:
+        return [".".join(("model", *path, config.family.stored_norms[module], kind))]
     for fused, parts in _FUSED.items():
         if fused in name:
             return ["model." + name.replace(fused, part) for part in parts]
@@ -157,10 +177,12 @@ def _assemble(checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype,
             return weight.to(device=device, dtype=dtype)
     weight = torch.empty(parameter.shape, dtype=dtype, device=device)
     filled = 0
-    for name, shard in parameter.parts:
+    for (name, shard), order in zip(parameter.parts, parameter.orders, strict=True):
         assert shard is not None  # fused and padded parameters are always sharded
-        count = shard.stop - shard.start
-        checkpoint.read_into(weight[filled : filled + count], name, shard)
-        filled += count
+        part = weight[filled : filled + shard.stop - shard.start]
+        checkpoint.read_into(part, name, shard)
+        if order is not None:
+            part.copy_(part.view(-1, len(order), *part.shape[1:])[:, order].flatten(0, 1))
+        filled += len(part)
     weight[filled:].zero_()  # the last ranks' part of the vocabulary may be padded
     return weight

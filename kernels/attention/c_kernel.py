@@ -50,6 +50,7 @@ def paged_attention(inputs: AttentionInputs) -> torch.Tensor:
         inputs.sliding_window or 0,
         query.dtype == torch.bfloat16,
         inputs.scale,
+        inputs.softcap or 0.0,
     )
     require().pagoda_attention(call)
     return output

@@ -58,7 +58,7 @@ class CAttentionCall(ctypes.Structure):
         *_fields(_POINTER, "output", "query", "key_cache", "value_cache", "cu_seqlens_q", "seq_lens", "block_tables"),
         *_fields(_INT32, "num_seqs", "max_blocks", "num_heads", "num_kv_heads", "head_dim", "block_size"),
         *_fields(_INT32, "sliding_window", "is_bf16"),
-        ("scale", _FLOAT),
+        *_fields(_FLOAT, "scale", "softcap"),
     )
 
 
@@ -76,10 +76,11 @@ class CLayer(ctypes.Structure):
 
     _fields_ = (
         *_fields(CWeight, "qkv", "output", "gate_up", "down"),
-        *_fields(_POINTER, "input_norm", "post_attention_norm", "query_norm", "key_norm", "experts"),
+        *_fields(_POINTER, "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm"),
+        *_fields(_POINTER, "query_norm", "key_norm", "rope", "experts"),
         *_fields(_INT32, "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size"),
-        *_fields(_INT32, "sliding_window", "is_bf16"),
-        *_fields(_FLOAT, "eps", "scale"),
+        *_fields(_INT32, "sliding_window", "is_bf16", "norms_all_heads", "activation"),
+        *_fields(_FLOAT, "eps", "scale", "softcap", "residual_multiplier"),
     )
 
 
@@ -87,7 +88,7 @@ class CStep(ctypes.Structure):
     """``pagoda_step``."""
 
     _fields_ = (
-        *_fields(_POINTER, "hidden", "addend", "rope", "positions", "slot_mapping"),
+        *_fields(_POINTER, "hidden", "addend", "positions", "slot_mapping"),
         *_fields(_POINTER, "cu_seqlens_q", "seq_lens", "block_tables"),
         *_fields(_INT32, "num_tokens", "num_seqs", "max_blocks", "block_size"),
         *_fields(_POINTER, "words", "row_scales", "wide", "query", "attended"),
@@ -100,16 +101,17 @@ _LAYER, _STEP, _POINTERS = ctypes.POINTER(CLayer), ctypes.POINTER(CStep), ctypes
 
 # Name: what it returns (None: nothing), and its arguments; in the order of csrc's headers.
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "pagoda_add_to_residual": (None, (_POINTER, _POINTER, _INT32, _INT32, _POINTER, _FLOAT, _FLOAT)),
     "pagoda_argmax": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64)),
     "pagoda_attention": (None, (_CALL,)),
     "pagoda_attention_half": (None, (_LAYER, _STEP, _POINTER, _POINTER)),
     "pagoda_compute_experts": (None, (_EXPERTS, _POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _INT32)),
     "pagoda_draw": (None, (*(_POINTER,) * 6, _INT64, _INT64, _INT64)),
-    "pagoda_gather_rows": (_INT32, (_POINTER, _POINTER, _INT32, _INT64, _POINTER, _INT32, _INT32)),
+    "pagoda_gather_rows": (_INT32, (_POINTER, _POINTER, _INT32, _INT64, _POINTER, _INT32, _INT32, _FLOAT)),
     "pagoda_has_int8": (_INT32, ()),
     "pagoda_layers": (None, (_POINTERS, _INT32, _STEP, _POINTERS, _POINTERS)),
     "pagoda_linear": (None, (_POINTER, _INT64, _ROWS, _WEIGHT, ctypes.c_int)),
-    "pagoda_logits": (None, (_POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _WEIGHT, _POINTER, _POINTER)),
+    "pagoda_logits": (None, (_POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _WEIGHT, _FLOAT, _POINTER, _POINTER)),
     "pagoda_mlp_half": (None, (_LAYER, _STEP)),
     "pagoda_pack_rows": (None, (_ROWS, _POINTER, _INT32, _INT32, _INT32, _POINTER, _FLOAT)),
     "pagoda_pack_weight": (None, (*(_POINTER,) * 4, *(_INT32,) * 7)),

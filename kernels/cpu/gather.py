@@ -9,8 +9,8 @@ from kernels.cpu.library import require
 __all__ = ["gather_rows"]
 
 
-def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows of a table [any, width], float32 or bfloat16, as float32 [len(rows), width].
+def gather_rows(table: torch.Tensor, rows: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor:
+    """Return rows of a table [any, width], float32 or bfloat16, times ``multiplier`` as float32 [len(rows), width].
 
     Torch's own indexing would wake its threads, which then spin for milliseconds on the cores that compute the layers.
 
@@ -30,7 +30,7 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     gathered = torch.empty(len(rows), width)
     is_bf16 = table.dtype == torch.bfloat16
     if not require().pagoda_gather_rows(
-        gathered.data_ptr(), table.data_ptr(), is_bf16, num_rows, rows.data_ptr(), len(rows), width
+        gathered.data_ptr(), table.data_ptr(), is_bf16, num_rows, rows.data_ptr(), len(rows), width, multiplier
     ):
         raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} are wanted of a table of {num_rows}")
     return gathered

@@ -11,14 +11,25 @@ from kernels.cpu.bindings import CLayer
 from kernels.cpu.experts import PackedExperts
 from kernels.cpu.linear import LANES, PackedLinear, WeightKind
 
-__all__ = ["LayerShape", "NormName", "PackedLayer"]
+__all__ = ["Activation", "LayerShape", "NormName", "PackedLayer"]
 
-NormName = Literal["input_norm", "post_attention_norm", "query_norm", "key_norm"]
+NormName = Literal[
+    "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm", "query_norm", "key_norm"
+]
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as in csrc/layer.h
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """The sizes of one decoder layer: attention with grouped queries, then a SwiGLU feed-forward."""
+    """The sizes of one decoder layer: attention with grouped queries, then a gated feed-forward.
+
+    Attributes:
+        scale: of attention's scores; None: head_dim ** -0.5.
+        softcap: C of C * tanh(score / C), which replaces each score of the attention.
+        norms_all_heads: the norms of queries and keys are over all heads of a token together.
+        residual_multiplier: of what each half adds to the hidden states.
+    """
 
     hidden_size: int
     num_heads: int
@@ -30,6 +41,11 @@ class LayerShape:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    scale: float | None = None
+    softcap: float | None = None
+    norms_all_heads: bool = False
+    activation: Activation = "silu"
+    residual_multiplier: float = 1.0
 
 
 class PackedLayer:
@@ -68,8 +84,12 @@ class PackedLayer:
             intermediate_size=self.intermediate_size,
             sliding_window=shape.sliding_window or 0,
             is_bf16=cache_dtype == torch.bfloat16,
+            norms_all_heads=shape.norms_all_heads,
+            activation=_ACTIVATIONS[shape.activation],
             eps=shape.norm_eps,
-            scale=head_dim**-0.5,
+            scale=head_dim**-0.5 if shape.scale is None else shape.scale,
+            softcap=shape.softcap or 0.0,
+            residual_multiplier=shape.residual_multiplier,
         )
 
     @property
@@ -79,7 +99,11 @@ class PackedLayer:
         return dense + (0 if self.experts is None else self.experts.num_bytes)
 
     def set_norm(self, name: NormName, weight: torch.Tensor) -> None:
-        """Set the weights of an RMSNorm: [hidden_size], or [head_dim] of queries and keys (optional)."""
+        """Set the weights of an RMSNorm, each of which is optional.
+
+        [hidden_size]; of queries and keys [head_dim], or with ``norms_all_heads`` [num_heads * head_dim] and
+        [num_kv_heads * head_dim].
+        """
         self._norms[name] = weight.float().contiguous()  # the structure has its address only
         setattr(self.c_layer, name, self._norms[name].data_ptr())
 
@@ -87,6 +111,13 @@ class PackedLayer:
         """Let experts compute the feed-forward; the layer's own ``intermediate_size`` is then usually 0."""
         self.experts = experts
         self.c_layer.experts = experts.address
+
+    def set_rope(self, table: torch.Tensor) -> None:
+        """Set the cosines and sines of all positions, float32 [length, 2, head_dim // 2]; without them none rotates."""
+        assert table.dtype == torch.float32
+        assert table.is_contiguous()
+        self._rope = table  # the structure has its address only
+        self.c_layer.rope = table.data_ptr()
 
     def set_gate_up_weight(self, weight: torch.Tensor) -> None:
         """Set the weights of gate and up, one below the other: [2 * intermediate_size, hidden_size], unpadded."""

@@ -6,7 +6,9 @@ Tests compare the kernels with these functions, which are slow and never used to
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
+from kernels.cpu.layer import Activation
 from kernels.cpu.linear import WeightKind
 
 
@@ -42,9 +44,18 @@ def rotate(x: torch.Tensor, rope: torch.Tensor, positions: torch.Tensor) -> torc
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
 
 
-def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Return down(silu(gate(x)) * up(x)) of [num_tokens, hidden_size]; the weights are [outputs, inputs]."""
-    return (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+def gated(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, activation: Activation = "silu"
+) -> torch.Tensor:
+    """Return down(activation(gate(x)) * up(x)) of [num_tokens, hidden_size]; the weights are [outputs, inputs]."""
+    gates = x @ gate.t()
+    activated = F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")
+    return (activated * (x @ up.t())) @ down.t()
+
+
+def cap(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Return the scores with a soft-cap."""
+    return softcap * torch.tanh(scores / softcap)
 
 
 def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

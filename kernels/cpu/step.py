@@ -13,7 +13,7 @@ from kernels.cpu.library import require
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.scratch import Scratch
 
-__all__ = ["CpuStep", "all_layers", "attention_half", "logits", "mlp_half"]
+__all__ = ["CpuStep", "add_attention", "add_mlp", "all_layers", "attention_half", "logits", "mlp_half"]
 
 
 class CpuStep:
@@ -22,7 +22,6 @@ class CpuStep:
     Args:
         hidden: float32 [num_tokens, hidden_size], the residual stream, which the halves add to.
         positions: int64 [num_tokens].
-        rope: float32 [length, 2, head_dim // 2].
         metadata: the step's attention.
         block_size: tokens in a KV block.
         scratch: grows to the step's size if need be.
@@ -33,7 +32,6 @@ class CpuStep:
         self,
         hidden: torch.Tensor,
         positions: torch.Tensor,
-        rope: torch.Tensor,
         metadata: AttentionMetadata,
         block_size: int,
         scratch: Scratch,
@@ -46,11 +44,10 @@ class CpuStep:
         assert block_tables.dtype == metadata.cu_seqlens_q.dtype == metadata.seq_lens.dtype == torch.int32
         assert positions.dtype == metadata.slot_mapping.dtype == torch.int64
         # The structure holds addresses only, so these tensors must live as long.
-        self._kept = (hidden, positions, rope, metadata, addend)
+        self._kept = (hidden, positions, metadata, addend)
         self.c_step = CStep(
             hidden.data_ptr(),
             address(addend),
-            rope.data_ptr(),
             positions.data_ptr(),
             metadata.slot_mapping.data_ptr(),
             metadata.cu_seqlens_q.data_ptr(),
@@ -81,6 +78,26 @@ def mlp_half(layer: PackedLayer, step: CpuStep) -> None:
     require().pagoda_mlp_half(layer.c_layer, step.c_step)
 
 
+def add_attention(layer: PackedLayer, hidden: torch.Tensor, attended: torch.Tensor) -> None:
+    """Add to the hidden states what the ranks' attention halves wrote to their addends, summed."""
+    _add(layer, hidden, attended, layer.c_layer.attention_output_norm)
+
+
+def add_mlp(layer: PackedLayer, hidden: torch.Tensor, computed: torch.Tensor) -> None:
+    """Add to the hidden states what the ranks' feed-forward halves wrote to their addends, summed."""
+    _add(layer, hidden, computed, layer.c_layer.mlp_output_norm)
+
+
+def _add(layer: PackedLayer, hidden: torch.Tensor, addend: torch.Tensor, norm: int | None) -> None:
+    assert hidden.is_contiguous()
+    assert addend.is_contiguous()
+    assert hidden.dtype == addend.dtype == torch.float32
+    shape = layer.c_layer
+    require().pagoda_add_to_residual(
+        hidden.data_ptr(), addend.data_ptr(), *hidden.shape, norm, shape.eps, shape.residual_multiplier
+    )
+
+
 def all_layers(
     layers: Sequence[PackedLayer], step: CpuStep, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
@@ -99,9 +116,18 @@ def all_layers(
 
 
 def logits(
-    output: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor, eps: float, head: PackedLinear, scratch: Scratch
+    output: torch.Tensor,
+    hidden: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    head: PackedLinear,
+    scratch: Scratch,
+    softcap: float | None = None,
 ) -> None:
-    """Write the float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size] to ``output``."""
+    """Write the float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size] to ``output``.
+
+    With a ``softcap`` C they are C * tanh(logits / C).
+    """
     assert hidden.is_contiguous()
     assert hidden.dtype == torch.float32
     num_rows = hidden.shape[0]
@@ -113,6 +139,7 @@ def logits(
         norm.data_ptr(),
         eps,
         head.c_weight,
+        softcap or 0.0,
         scratch.words.data_ptr(),
         scratch.row_scales.data_ptr(),
     )

@@ -14,6 +14,7 @@ import torch
 
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.adapter.architectures import WITH_SINKS, require_proven
+from engine.models.rope_config import check_longrope_length
 from engine.models.shape import ModelShape
 
 __all__ = ["TransformersConfig"]
@@ -70,14 +71,7 @@ class TransformersConfig(ModelShape):
                 value=quantization,
                 remedy="leave it out",
             )
-        if self.longrope_length is not None and max_model_len > self.longrope_length:
-            # transformers chooses the factors by the longest request of a batch, so one would change the others.
-            raise ConfigError(
-                f"exceeds the {self.longrope_length} positions that LongRoPE has the same factors for",
-                param="max_model_len",
-                value=max_model_len,
-                remedy=f"set {self.longrope_length} or less",
-            )
+        check_longrope_length(self.longrope_length, max_model_len)
 
 
 def _wrong_option(config: Any) -> str | None:

@@ -17,6 +17,7 @@ typedef struct {
     int32_t sliding_window;   /* 0: none; else a query at p sees keys j with p - j < sliding_window */
     int32_t is_bf16;          /* else float32 */
     float scale;
+    float softcap;            /* C of C * tanh(score / C), which replaces each score; 0: none */
 } pagoda_attention_call;
 
 /* Computes AttentionBackend.forward of kernels/attention/base.py; head_dim is a multiple of 16, at most 256. A sequence

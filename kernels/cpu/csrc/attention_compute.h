@@ -77,6 +77,10 @@ INLINE attention_work begin(const int kind, const attention_plan *plan, const at
     attention_work work = {.call = call, .item = item, .rows = rows_of(call, item)};
     work.padded_rows = (work.rows + ROWS_OF_REST - 1) / ROWS_OF_REST * ROWS_OF_REST;
     work.scale = call->scale * 1.44269504f; /* log2 e */
+    if (call->softcap > 0) {
+        work.tanh_scale = call->scale / call->softcap;
+        work.scale = call->softcap * 1.44269504f;
+    }
     work.words = words_of(kind, call->head_dim);
     work.padded_words = whole_vectors(work.words);
     work.head_bytes = (size_t)call->head_dim * element_size(kind);

@@ -53,6 +53,8 @@ SPECIALIZED void multiply_tile(const int kind, const int rows, const attention_w
 /* Weighs the first `vectors` times 16 keys of a tile for all rows of a head. */
 SPECIALIZED void weigh_rows(const int kind, const int vectors, attention_work *work, int head, int tile_key,
                             int num_keys) {
+    if (work->tanh_scale > 0)
+        cap_products(work->products + head * work->padded_rows, work->rows, vectors, work->tanh_scale);
     for (int row = 0; row < work->rows; row++) {
         int index = head * work->padded_rows + row;
         work->factors[row] = weigh(kind, vectors, work->products[index], work->scale,

@@ -55,7 +55,8 @@ typedef struct {
     int rows, padded_rows; /* of one KV head */
     int words, padded_words; /* of one row */
     size_t token_bytes, head_bytes; /* of the cache */
-    float scale;           /* of a product; makes it a power of 2, which is cheaper than one of e */
+    float scale;           /* of a product, or its tanh; makes it a power of 2, which is cheaper than one of e */
+    float tanh_scale;      /* of a product before the tanh of a soft-cap; 0: there is none */
     uint32_t *query;       /* [num_heads, padded_rows, padded_words] */
     float *sums;           /* [num_heads, padded_rows, head_dim]: weights times values */
     float *totals;         /* [num_heads, padded_rows, 16]: of weights; their sum is the softmax's denominator */
@@ -86,6 +87,14 @@ INLINE key_range visible_keys(const attention_work *work, int row, int tile_key,
     key_range range = {first < 0 ? 0 : first > num_keys ? num_keys : (int)first,
                        own_key < 0 ? 0 : own_key >= num_keys ? num_keys : (int)own_key + 1};
     return range;
+}
+
+/* Replaces the products of `rows` rows with `vectors` times 16 keys by the tanh that a soft-cap scales. Not inlined:
+ * without a soft-cap the loops around it would be slower. */
+static __attribute__((noinline, unused)) void cap_products(f32x16 (*products)[BLOCK_VECTORS], int rows, int vectors,
+                                                           float scale) {
+    for (int row = 0; row < rows; row++)
+        for (int v = 0; v < vectors; v++) products[row][v] = f32x16_tanh(products[row][v] * scale);
 }
 
 /* Softmax over the first `vectors` times 16 keys of a tile, for one row: turns the products into weights relative to

@@ -73,6 +73,7 @@ SPECIALIZED void weigh_block(const int kind, const int rows, const int vectors, 
         f32x16(*last)[BLOCK_VECTORS] = (f32x16(*)[BLOCK_VECTORS])&products[0][2];
         multiply_keys(kind, rows, vectors - 2, work, query, work->keys + 2 * LANES, last);
     }
+    if (work->tanh_scale > 0) cap_products(products, rows, vectors, work->tanh_scale);
     for (int i = 0; i < rows; i++)
         work->factors[row + i] =
             weigh(kind, vectors, products[i], work->scale,

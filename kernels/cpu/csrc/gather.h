@@ -4,9 +4,9 @@
 
 #include <stdint.h>
 
-/* Copies rows of a table [table_rows, width], float32 or bfloat16, to output [num_rows, width]. Returns 1; or 0, and
- * writes nothing, if the table lacks one of the rows. */
+/* Copies rows of a table [table_rows, width], float32 or bfloat16, times `multiplier` to output [num_rows, width].
+ * Returns 1; or 0, and writes nothing, if the table lacks one of the rows. */
 int32_t pagoda_gather_rows(float *output, const void *table, int32_t table_is_bf16, int64_t table_rows,
-                           const int64_t *rows, int32_t num_rows, int32_t width);
+                           const int64_t *rows, int32_t num_rows, int32_t width, float multiplier);
 
 #endif

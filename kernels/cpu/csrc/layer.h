@@ -11,26 +11,35 @@
 #include "experts.h"
 #include "linear.h"
 
+enum { PAGODA_SILU = 0, PAGODA_GELU = 1 };
+
 /* One layer's weights and sizes: CLayer in kernels/cpu/bindings.py. */
 typedef struct {
     pagoda_weight qkv, output, gate_up, down; /* gate_up: panels alternate between the gate's and up's */
-    const float *input_norm;                  /* [hidden_size] */
-    const float *post_attention_norm;         /* [hidden_size] */
-    const float *query_norm;                  /* [head_dim], or NULL */
+    const float *input_norm;                  /* [hidden_size], of attention's input, or NULL */
+    const float *post_attention_norm;         /* [hidden_size], of the feed-forward's input, or NULL */
+    const float *attention_output_norm;       /* [hidden_size], or NULL */
+    const float *mlp_output_norm;             /* [hidden_size], or NULL */
+    const float *query_norm;                  /* [head_dim], or with norms_all_heads of all heads; or NULL */
     const float *key_norm;
-    const pagoda_experts *experts;            /* NULL: the feed-forward is dense, gate_up and down */
+    const float *rope;                        /* [positions, 2, head_dim / 2]; NULL: no position embedding */
+    const pagoda_experts *experts;            /* NULL: the feed-forward is dense, gate_up and down. Experts have
+                                               * SiLU, and neither output norm nor multiplier */
     int32_t num_heads, num_kv_heads, head_dim, hidden_size;
     int32_t intermediate_size; /* a multiple of 16: padded with zeros */
     int32_t sliding_window;    /* 0: none */
     int32_t is_bf16;           /* the KV cache; else float32 */
+    int32_t norms_all_heads;   /* query_norm and key_norm are over a token's heads together; else over each head */
+    int32_t activation;        /* of the feed-forward: PAGODA_SILU, PAGODA_GELU */
     float eps, scale;
+    float softcap;             /* of attention's scores; 0: none */
+    float residual_multiplier; /* of what is added to the residual stream */
 } pagoda_layer;
 
 /* One step's batch and scratch memory: CStep in kernels/cpu/bindings.py. */
 typedef struct {
     float *hidden;  /* [num_tokens, hidden_size] */
     float *addend;  /* [num_tokens, hidden_size]: takes what tensor-parallel ranks must sum; NULL: hidden takes it */
-    const float *rope;
     const int64_t *positions;
     const int64_t *slot_mapping;
     const int32_t *cu_seqlens_q;
@@ -45,10 +54,11 @@ typedef struct {
     void *attended;
 } pagoda_step;
 
-/* hidden += output(attention(qkv(norm(hidden)))), and stores the step's keys and values before the attention. */
+/* hidden += output(attention(qkv(norm(hidden)))), and stores the step's keys and values before the attention. With an
+ * output norm that is first applied to what is added, and so is the multiplier. */
 void pagoda_attention_half(const pagoda_layer *layer, const pagoda_step *step, void *key_cache, void *value_cache);
 
-/* hidden += down(silu(gate(norm(hidden))) * up(norm(hidden))). */
+/* hidden += down(activation(gate(norm(hidden))) * up(norm(hidden))), likewise. */
 void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step);
 
 /* Both halves of every layer; the caches are each layer's. One call, because between calls a Python program's
@@ -56,8 +66,8 @@ void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step);
 void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
                    void *const *key_caches, void *const *value_caches);
 
-/* logits [num_rows, out_features] = head(norm(hidden)), float32. */
+/* logits [num_rows, out_features] = head(norm(hidden)), float32; with a soft-cap C (0: none), C * tanh(logits / C). */
 void pagoda_logits(float *logits, const float *hidden, int32_t num_rows, const float *norm, float eps,
-                   const pagoda_weight *head, uint32_t *words, float *row_scales);
+                   const pagoda_weight *head, float softcap, uint32_t *words, float *row_scales);
 
 #endif

@@ -124,22 +124,30 @@ INLINE void put(float *to, f32x16 value, int64_t count, bool is_added) {
     for (int64_t i = 0; i < count; i++) to[i] = is_added ? to[i] + parts[i] : parts[i];
 }
 
+/* gelu(x) by its approximation 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + e^-2u). */
+INLINE f32x16 gelu(f32x16 x) {
+    f32x16 doubled = 1.5957691216f * x * (1 + 0.044715f * x * x); /* 2u */
+    return x / (1 + f32x16_exp(-doubled));
+}
+
 /* Turns the sums of a tile into outputs. */
 static void finish(const linear_call *call, const float *sums, int64_t first_row, int num_rows, int64_t panel,
                    int num_panels) {
     int64_t width = call->weight->out_features;
-    const int step = call->epilogue == PAGODA_SILU_MUL ? 2 : 1; /* a panel of gates, and the panel it multiplies */
+    const bool is_gated = call->epilogue == PAGODA_SILU_MUL || call->epilogue == PAGODA_GELU_MUL;
+    const int step = is_gated ? 2 : 1; /* a panel of gates, and the panel it multiplies */
     for (int p = 0; p < num_panels; p += step)
         for (int r = 0; r < num_rows; r++) {
             const float *sum = sums + (p * num_rows + r) * LANES;
             float *row = call->output + (first_row + r) * call->stride;
             f32x16 value = product(call, sum, first_row + r, panel + p);
-            if (call->epilogue != PAGODA_SILU_MUL) {
+            if (!is_gated) {
                 put(row + (panel + p) * LANES, value, width - (panel + p) * LANES, call->epilogue == PAGODA_ADD);
             } else {
                 f32x16 up = product(call, sum + num_rows * LANES, first_row + r, panel + p + 1);
                 int64_t column = (panel + p) / 2 * LANES;
-                put(row + column, value / (1 + f32x16_exp(-value)) * up, width / 2 - column, false);
+                f32x16 gate = call->epilogue == PAGODA_GELU_MUL ? gelu(value) : value / (1 + f32x16_exp(-value));
+                put(row + column, gate * up, width / 2 - column, false);
             }
         }
 }

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING
 from engine.errors import ModelLoadError
 from engine.models.config import GenerationDefaults, ModelConfig, load_hf_config
 from engine.models.plain_config import plain_config
-from engine.models.rope import rope_table
+from engine.models.rope import rope_tables
 from tests.engine.conftest import SavedModel
 
 # As the checkpoints of these models have it, so far as it matters.
@@ -79,7 +79,7 @@ def understood(config: Any) -> Any:
         model = ModelConfig.from_hf(config)
     except ModelLoadError as error:
         return str(error)
-    rope = rope_table(config, model.head_dim, 3) if model.head_dim > 1 else None
+    rope = rope_tables(config, model.rope, model.head_dim, 3) if model.head_dim > 1 else None
     return model, None if rope is None else rope.tolist(), config.eos_token_id, config.vocab_size
 
 

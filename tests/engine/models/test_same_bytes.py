@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from engine.sampling_params import SamplingParams
 from kernels.cpu.library import library
 from kernels.cpu.linear import has_int8
 from tests.engine.checkpoints import build_model, save_checkpoint
+from tests.engine.models.dense_families import save_dense_model
 from tests.engine.oracle import Activity, random_tokens, run
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
@@ -170,6 +172,14 @@ def test_forty_answers_of_experts_in_a_few_settings(
     if kind == "int8" and not has_int8():
         pytest.skip("the processor does not multiply int8")
     check(recorder, checkpoint_with_experts, kind, FEW_SETTINGS, 40)
+
+
+@pytest.mark.parametrize("family", ["granite", "olmo2", "gemma2"])
+def test_families_with_norms_of_outputs_multipliers_and_soft_caps(
+    recorder: LogitsRecorder, family: str, tmp_path: Path
+) -> None:
+    _, path = save_dense_model(family, tmp_path)
+    check(recorder, path, "bfloat16", ("all at once, three threads", "chunks of 17", "migrated, warm"), 20)
 
 
 @pytest.mark.long

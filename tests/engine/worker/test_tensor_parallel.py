@@ -24,6 +24,7 @@ from engine.models.sharding import shard_of, vocab_range
 from engine.sampling_params import SamplingParams
 from engine.worker.model_worker import ModelWorker
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES, build_model
+from tests.engine.models.dense_families import DENSE_FAMILIES
 from tests.engine.worker.parallel_answers import KV_HEADS, OPTIONS, answer, check_equal, make_prompts
 
 
@@ -74,8 +75,11 @@ def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
 
 
+SHARED_FAMILIES = [name for name in DENSE_FAMILIES if name != "olmo2"]  # whose norms are over all heads
+
+
 @pytest.mark.usefixtures("rank_threads")
-@pytest.mark.parametrize("name", [*sorted(FAMILIES), *sorted(EXPERT_FAMILIES)])
+@pytest.mark.parametrize("name", [*sorted(FAMILIES), *sorted(EXPERT_FAMILIES), *SHARED_FAMILIES])
 def test_two_and_four_ranks_answer_like_one(name: str, checkpoint: Callable[[str], str]) -> None:
     expected = answer(LLM(checkpoint(name), **OPTIONS))
     for size in (2, 4):

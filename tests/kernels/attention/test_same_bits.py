@@ -29,7 +29,9 @@ def one_thread_afterwards() -> Iterator[None]:
     set_num_threads(1)
 
 
-def attend(whole: Batch, chunks: list[Chunk], num_threads: int, sliding_window: int | None = None) -> torch.Tensor:
+def attend(
+    whole: Batch, chunks: list[Chunk], num_threads: int, sliding_window: int | None = None, *options: str
+) -> torch.Tensor:
     """Compute these chunks of whole prompts as one batch, and return their rows in order."""
     starts = whole.metadata.cu_seqlens_q.tolist()
     rows = [row for sequence, start, end in chunks for row in range(starts[sequence] + start, starts[sequence] + end)]
@@ -44,14 +46,16 @@ def attend(whole: Batch, chunks: list[Chunk], num_threads: int, sliding_window: 
         max_seq_len=max(end for _, _, end in chunks),
     )
     set_num_threads(num_threads)
-    return paged_attention(replace(whole, query=whole.query[rows], metadata=metadata).inputs(sliding_window))
+    return paged_attention(replace(whole, query=whole.query[rows], metadata=metadata).inputs(sliding_window, *options))
 
 
-def assert_same_bits(whole: Batch, chunks: list[Chunk], num_threads: int, sliding_window: int | None = None) -> None:
+def assert_same_bits(
+    whole: Batch, chunks: list[Chunk], num_threads: int, sliding_window: int | None = None, *options: str
+) -> None:
     """Compare the rows of a batch with those of every query computed as a decode of its own."""
-    actual = attend(whole, chunks, num_threads, sliding_window)
+    actual = attend(whole, chunks, num_threads, sliding_window, *options)
     singles = [(sequence, at, at + 1) for sequence, start, end in chunks for at in range(start, end)]
-    expected = torch.cat([attend(whole, [single], 1, sliding_window) for single in singles])
+    expected = torch.cat([attend(whole, [single], 1, sliding_window, *options) for single in singles])
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -112,4 +116,5 @@ def test_any_batch(data: st.DataObject) -> None:
         start = data.draw(st.integers(max(0, length - 40), length - 1))
         chunks.append((sequence, start, data.draw(st.integers(start + 1, length))))
     window = data.draw(st.none() | st.integers(1, 200))
-    assert_same_bits(whole, chunks, data.draw(st.integers(1, 3)), window)
+    options = data.draw(st.sampled_from([(), ("softcap",)]))
+    assert_same_bits(whole, chunks, data.draw(st.integers(1, 3)), window, *options)

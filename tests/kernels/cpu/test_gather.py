@@ -17,6 +17,7 @@ def test_equals_indexing(width: int, count: int, dtype: torch.dtype, num_threads
     gathered = gather_rows(table, rows)
     assert gathered.dtype == torch.float32
     assert torch.equal(gathered, table[rows].float())
+    assert torch.equal(gather_rows(table, rows, 3.3), table[rows].float() * 3.3)
 
 
 @pytest.mark.parametrize("row", [-1, 3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,10 +11,10 @@ from kernels.attention import reference as attention_reference
 from kernels.attention.base import AttentionInputs
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cpu import reference
-from kernels.cpu.layer import LayerShape, PackedLayer
+from kernels.cpu.layer import LayerShape, NormName, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind
 from kernels.cpu.scratch import Scratch
-from kernels.cpu.step import CpuStep, all_layers, attention_half, logits, mlp_half
+from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, attention_half, logits, mlp_half
 from kernels.reference import store_kvcache
 
 SHAPE = LayerShape(
@@ -27,15 +29,24 @@ SHAPE = LayerShape(
     output_bias=False,
     mlp_bias=False,
 )
+SHAPES = {
+    "Qwen3": SHAPE,
+    "Gemma 2": replace(SHAPE, scale=0.3, softcap=1.5, activation="gelu_tanh", sliding_window=3),
+    "Granite": replace(SHAPE, scale=0.3, residual_multiplier=0.7),
+    "OLMo 2": replace(SHAPE, norms_all_heads=True),
+}
+WITH_OUTPUT_NORMS = (SHAPES["Gemma 2"], SHAPES["OLMo 2"])
+WITHOUT_INPUT_NORMS = (SHAPES["OLMo 2"],)
 BLOCK_SIZE = 4
 NUM_TOKENS = 7
 TOLERANCE = 1e-4
 
 
 class Weights:
-    """Random weights of one layer."""
+    """Random weights of one layer; absent norms are None."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: LayerShape) -> None:
+        self.shape = shape
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
@@ -45,20 +56,31 @@ class Weights:
         num_qkv = heads + 2 * SHAPE.num_kv_heads * SHAPE.head_dim
         self.qkv, self.qkv_bias, self.output = random(num_qkv, hidden), random(num_qkv), random(hidden, heads)
         self.gate, self.up, self.down = random(inner, hidden), random(inner, hidden), random(hidden, inner)
-        self.input_norm, self.post_attention_norm = random(hidden) + 1, random(hidden) + 1
-        self.query_norm, self.key_norm = random(SHAPE.head_dim) + 1, random(SHAPE.head_dim) + 1
+        query_heads, kv_heads = (SHAPE.num_heads, SHAPE.num_kv_heads) if shape.norms_all_heads else (1, 1)
+        self.norms: dict[NormName, torch.Tensor] = {
+            "query_norm": random(query_heads * SHAPE.head_dim) + 1,
+            "key_norm": random(kv_heads * SHAPE.head_dim) + 1,
+        }
+        if shape not in WITHOUT_INPUT_NORMS:
+            self.norms |= {"input_norm": random(hidden) + 1, "post_attention_norm": random(hidden) + 1}
+        if shape in WITH_OUTPUT_NORMS:
+            self.norms |= {"attention_output_norm": random(hidden) + 1, "mlp_output_norm": random(hidden) + 1}
+        self.rope = torch.rand(NUM_TOKENS, 2, SHAPE.head_dim // 2, generator=generator)
+
+    def norm(self, name: NormName, x: torch.Tensor) -> torch.Tensor:
+        """Apply a norm, if the layer has it."""
+        return reference.rms_norm(x, self.norms[name], SHAPE.norm_eps) if name in self.norms else x
 
     def packed(self) -> PackedLayer:
-        layer = PackedLayer(SHAPE, WeightKind.FLOAT32, torch.float32)
+        layer = PackedLayer(self.shape, WeightKind.FLOAT32, torch.float32)
         layer.qkv.set_weight(self.qkv)
         layer.qkv.set_bias(self.qkv_bias)
         layer.output.set_weight(self.output)
         layer.set_gate_up_weight(torch.cat((self.gate, self.up)))
         layer.down.set_weight(torch.nn.functional.pad(self.down, (0, layer.down.in_features - self.down.shape[1])))
-        layer.set_norm("input_norm", self.input_norm)
-        layer.set_norm("post_attention_norm", self.post_attention_norm)
-        layer.set_norm("query_norm", self.query_norm)
-        layer.set_norm("key_norm", self.key_norm)
+        for name, weight in self.norms.items():
+            layer.set_norm(name, weight)
+        layer.set_rope(self.rope)
         return layer
 
 
@@ -70,7 +92,6 @@ class Step:
         self.weights = weights
         self.hidden = torch.randn(NUM_TOKENS, SHAPE.hidden_size, generator=generator)
         self.positions = torch.arange(NUM_TOKENS)
-        self.rope = torch.rand(NUM_TOKENS, 2, SHAPE.head_dim // 2, generator=generator)
         table = torch.tensor([[2, 0]], dtype=torch.int32)
         self.metadata = AttentionMetadata(
             slot_mapping=table[0, self.positions // BLOCK_SIZE].long() * BLOCK_SIZE + self.positions % BLOCK_SIZE,
@@ -88,29 +109,40 @@ class Step:
         return torch.zeros(shape), torch.zeros(shape)
 
     def for_kernels(self, hidden: torch.Tensor, addend: torch.Tensor | None = None) -> CpuStep:
-        return CpuStep(hidden, self.positions, self.rope, self.metadata, BLOCK_SIZE, self.scratch, addend)
+        return CpuStep(hidden, self.positions, self.metadata, BLOCK_SIZE, self.scratch, addend)
 
     def expected_attention(self, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        w, heads = self.weights, (SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads)
-        normed = reference.rms_norm(self.hidden, w.input_norm, SHAPE.norm_eps)
-        qkv = reference.linear(normed, w.qkv, w.qkv_bias, WeightKind.FLOAT32)
-        query, key, value = qkv.view(NUM_TOKENS, -1, SHAPE.head_dim).split(heads, dim=1)
-        query = reference.rotate(reference.rms_norm(query, w.query_norm, SHAPE.norm_eps), self.rope, self.positions)
-        key = reference.rotate(reference.rms_norm(key, w.key_norm, SHAPE.norm_eps), self.rope, self.positions)
-        store_kvcache(key, value, *caches, self.metadata.slot_mapping)
-        inputs = AttentionInputs(query, *caches, self.metadata, scale=SHAPE.head_dim**-0.5)
+        """Return what the attention half adds, and store keys and values in ``caches``."""
+        w, shape = self.weights, self.weights.shape
+        qkv = reference.linear(w.norm("input_norm", self.hidden), w.qkv, w.qkv_bias, WeightKind.FLOAT32)
+        kv_size = shape.num_kv_heads * shape.head_dim
+        query, key, value = qkv.split((shape.num_heads * shape.head_dim, kv_size, kv_size), dim=1)
+        query, key = self._rotated("query_norm", query), self._rotated("key_norm", key)
+        store_kvcache(key, self._heads(value), *caches, self.metadata.slot_mapping)
+        scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
+        inputs = AttentionInputs(query, *caches, self.metadata, scale, shape.sliding_window, shape.softcap)
         attended = attention_reference.attention(inputs).flatten(1)
-        return reference.linear(attended, w.output, None, WeightKind.FLOAT32)
+        output = reference.linear(attended, w.output, None, WeightKind.FLOAT32)
+        return shape.residual_multiplier * w.norm("attention_output_norm", output)
+
+    def _rotated(self, name: NormName, x: torch.Tensor) -> torch.Tensor:
+        normed = self.weights.norm(name, x if self.weights.shape.norms_all_heads else self._heads(x))
+        return reference.rotate(self._heads(normed), self.weights.rope, self.positions)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(NUM_TOKENS, -1, SHAPE.head_dim)
 
     def expected_mlp(self, hidden: torch.Tensor) -> torch.Tensor:
-        w = self.weights
-        normed = reference.rms_norm(hidden, w.post_attention_norm, SHAPE.norm_eps)
-        return reference.swiglu(normed, w.gate, w.up, w.down)
+        """Return what the feed-forward half adds."""
+        w, shape = self.weights, self.weights.shape
+        normed = w.norm("post_attention_norm", hidden)
+        output = reference.gated(normed, w.gate, w.up, w.down, shape.activation)
+        return shape.residual_multiplier * w.norm("mlp_output_norm", output)
 
 
-@pytest.fixture
-def step() -> Step:
-    return Step(Weights())
+@pytest.fixture(params=SHAPES)
+def step(request: pytest.FixtureRequest) -> Step:
+    return Step(Weights(SHAPES[request.param]))
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -132,11 +164,27 @@ def test_mlp_half_equals_its_references(step: Step) -> None:
     assert_close(hidden, step.hidden + step.expected_mlp(step.hidden))
 
 
-def test_an_addend_leaves_the_hidden_states_alone(step: Step) -> None:
-    hidden, addend = step.hidden.clone(), torch.empty_like(step.hidden)
-    mlp_half(step.weights.packed(), step.for_kernels(hidden, addend))
+def test_an_addend_is_added_by_the_caller(step: Step) -> None:
+    """As with tensor-parallel ranks, which sum their addends before."""
+    layer, hidden, addend = step.weights.packed(), step.hidden.clone(), torch.empty_like(step.hidden)
+    attention_half(layer, step.for_kernels(hidden, addend), *step.new_caches())
     assert torch.equal(hidden, step.hidden)
-    assert_close(addend, step.expected_mlp(step.hidden))
+    add_attention(layer, hidden, addend)
+    assert_close(hidden, step.hidden + step.expected_attention(step.new_caches()))
+    hidden = step.hidden.clone()
+    mlp_half(layer, step.for_kernels(hidden, addend))
+    assert torch.equal(hidden, step.hidden)
+    add_mlp(layer, hidden, addend)
+    assert_close(hidden, step.hidden + step.expected_mlp(step.hidden))
+
+
+def test_a_layer_without_rope_rotates_nothing() -> None:
+    step = Step(Weights(SHAPE))
+    layer, hidden = step.weights.packed(), step.hidden.clone()
+    layer.c_layer.rope = None
+    step.weights.rope[:, 0], step.weights.rope[:, 1] = 1.0, 0.0
+    attention_half(layer, step.for_kernels(hidden), *step.new_caches())
+    assert_close(hidden, step.hidden + step.expected_attention(step.new_caches()))
 
 
 def test_all_layers_equal_their_halves(step: Step) -> None:
@@ -149,11 +197,26 @@ def test_all_layers_equal_their_halves(step: Step) -> None:
     assert torch.equal(at_once, by_halves)
 
 
-def test_logits_equal_a_norm_and_a_linear_layer(step: Step) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.5])
+def test_logits_equal_a_norm_and_a_linear_layer(softcap: float | None) -> None:
+    step = Step(Weights(SHAPE))
     norm, weight = torch.rand(SHAPE.hidden_size) + 0.5, torch.randn(100, SHAPE.hidden_size)
     head = PackedLinear(WeightKind.FLOAT32, SHAPE.hidden_size, 100)
     head.set_weight(weight)
     output = torch.empty(NUM_TOKENS, 100)
-    logits(output, step.hidden, norm, SHAPE.norm_eps, head, step.scratch)
+    logits(output, step.hidden, norm, SHAPE.norm_eps, head, step.scratch, softcap)
     normed = reference.rms_norm(step.hidden, norm, SHAPE.norm_eps)
-    assert_close(output, reference.linear(normed, weight, None, WeightKind.FLOAT32))
+    expected = reference.linear(normed, weight, None, WeightKind.FLOAT32)
+    assert_close(output, expected if softcap is None else reference.cap(expected, softcap))
+
+
+@pytest.mark.parametrize("magnitude", [1e-6, 1e-3, 0.29, 0.31, 1.0, 5.0, 40.0, 1e4])
+def test_soft_caps_are_as_exact_as_those_of_torch(magnitude: float) -> None:
+    """Also of small scores, where e^2x - 1 would lose digits, and of large ones, where e^2x is infinite."""
+    hidden, head = torch.eye(16), PackedLinear(WeightKind.FLOAT32, 16, 33)
+    weight = torch.linspace(-magnitude, magnitude, 33 * 16).view(33, 16)
+    head.set_weight(weight)
+    output = torch.empty(16, 33)
+    scratch = Scratch(WeightKind.FLOAT32, width=16, outputs=33, attention_width=16, cache_dtype=torch.float32)
+    logits(output, hidden, torch.full((16,), 0.25), 0.0, head, scratch, 1.0)  # whose norm is the hidden state's own
+    torch.testing.assert_close(output, weight.t().double().tanh().float(), rtol=5e-7, atol=0)

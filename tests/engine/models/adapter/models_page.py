@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import fill
 
 from engine.models.adapter.architectures import REFUSED, WITH_SINKS
-from engine.models.config import ARCHITECTURES
+from engine.models.families import ARCHITECTURES
 from tests.engine.models.adapter.tiny_models import TINY_MODELS, TinyModel
 
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
@@ -29,7 +29,8 @@ This page is written by `python -m tests.engine.models.adapter.models_page`, and
 {own}.
 
 They are compared with transformers' `generate` in `tests/engine/models/`, and so are tensor-parallel ranks, int8 and
-every setting of the engine.
+every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included. OLMo 2 is refused on several
+tensor-parallel ranks: its norms of queries and keys are over all heads.
 
 ## transformers' modules
 
@@ -66,9 +67,9 @@ Refused for any architecture:
 
 - code of the checkpoint's own (`auto_map`), pickled weights, and quantised checkpoints;
 - weights that do not fit the config.json: nothing that is missing is made up;
-- with transformers' modules: layers that differ in their heads, a mask that is neither causal nor a sliding window, and
-  LongRoPE beyond its original context: there transformers chooses the factors by the longest request of a batch, so
-  one request would change the others. Set `engine.max_model_len` to the original context.
+- LongRoPE beyond its original context: there transformers chooses the factors by the longest request of a batch, so
+  one request would change the others. Set `engine.max_model_len` to the original context;
+- with transformers' modules: layers that differ in their heads, and a mask that is neither causal nor a sliding window.
 """
 
 

@@ -1,4 +1,4 @@
-"""Steps of packed tokens for a TransformersDecoder, without an engine."""
+"""Steps of packed tokens for a decoder, without an engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from engine.kv.kv_cache import KVCache
 from engine.models.adapter.decoder import TransformersDecoder
-from engine.models.decoder import ForwardContext
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.decoder import Decoder, ForwardContext
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention_metadata import AttentionMetadata
 
@@ -34,7 +35,9 @@ def make_sequences() -> list[torch.Tensor]:
 
 @torch.inference_mode()
 def packed_logits(
-    decoder: TransformersDecoder, sequences: list[torch.Tensor], dtype: torch.dtype = torch.float32
+    decoder: TransformersDecoder | Decoder | CpuDecoder,
+    sequences: list[torch.Tensor],
+    dtype: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:
     """Compute STEPS; return the logits of every token, [length, vocab_size] for each sequence."""
     shape = decoder.attention
@@ -54,9 +57,10 @@ def packed_logits(
         positions = torch.cat([torch.arange(start, stop) for _, start, stop in step])
         hidden = decoder(token_ids, positions, ForwardContext(backend, _metadata(step), cache))
         logits = decoder.compute_logits(hidden, torch.arange(len(token_ids)))
+        assert logits is not None
         counts = [stop - start for _, start, stop in step]
         for (index, _, _), part in zip(step, torch.split(logits, counts), strict=True):
-            parts[index].append(part)
+            parts[index].append(part.clone())  # the next step may overwrite it
     return [torch.cat(part) for part in parts]
 
 
