@@ -1,6 +1,6 @@
-"""Mixture of experts by torch: routing tokens to experts, and the experts' feed-forward of only their own tokens.
+"""Mixture of experts: routing tokens to experts, and the experts' feed-forward of only their own tokens.
 
-kernels/cpu/experts.py computes both in C, on packed weights.
+On a CPU torch computes expert by expert, and kernels/cpu/experts.py in C; on a GPU experts_triton.py all at once.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ def experts(
         weights: float32 [num_tokens, top_k].
         ids: int64 [num_tokens, top_k], which experts.
     """
-    if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _dense(hidden, gate_up, down, weights, ids)
-    return _grouped(hidden, gate_up, down, weights, ids)
+    if hidden.device.type == "cpu":
+        return _one_by_one(hidden, gate_up, down, weights, ids)
+    from kernels.experts_triton import experts_triton
+
+    return experts_triton(hidden, gate_up, down, weights, ids)
 
 
-def _grouped(
+def _one_by_one(
     hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply only the tokens of each expert; the host waits for how many these are."""
+    """Compute expert by expert."""
     top_k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # pairs of token and choice, by expert
     counts = ids.flatten().bincount(minlength=len(gate_up)).tolist()
@@ -57,19 +59,8 @@ def _grouped(
             pairs = order[start : start + count]
             outputs[pairs] = _swiglu(hidden[pairs // top_k], gate_up[expert], down[expert]).float()
             start += count
-    weighted = outputs.view(len(hidden), top_k, -1) * weights.unsqueeze(2)
+    weighted = outputs.view(*ids.shape, hidden.shape[1]) * weights.unsqueeze(2)
     return weighted.sum(dim=1).to(hidden.dtype)
-
-
-def _dense(
-    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """Multiply every token with every expert: a CUDA graph's shapes may not depend on the routing."""
-    by_expert = weights.new_zeros(len(hidden), len(gate_up)).scatter_(1, ids, weights)
-    total = torch.zeros_like(hidden, dtype=torch.float32)
-    for expert in range(len(gate_up)):
-        total += _swiglu(hidden, gate_up[expert], down[expert]) * by_expert[:, expert, None]
-    return total.to(hidden.dtype)
 
 
 def _swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from engine.worker.warm_up import one_sequence
 from kernels.attention import triton_backend, triton_kernels
 from kernels.attention.base import AttentionInputs, StepLimits
 from kernels.attention.triton_backend import TritonBackend
+from kernels.experts_triton import _grouped_linear_kernel, experts_triton
 from kernels.store_kvcache_triton import _store_kernel, store_kvcache_triton
 
 CPU = torch.device("cpu")
@@ -73,15 +74,25 @@ def _run_warm_up(
         store_kvcache_triton(key, key, cache, cache, metadata.slot_mapping)
 
 
+def _run_experts(num_experts: int = 8, top_k: int = 2, hidden_size: int = 64) -> None:
+    """Launch what a layer with experts launches for few tokens and for many."""
+    gate_up = torch.zeros(num_experts, 2 * hidden_size, hidden_size, dtype=torch.bfloat16)
+    for num_tokens in (1, 1000):
+        ids = torch.zeros(num_tokens, top_k, dtype=torch.int64)
+        hidden = torch.zeros(num_tokens, hidden_size, dtype=torch.bfloat16)
+        experts_triton(hidden, gate_up, gate_up[:, :hidden_size].contiguous(), ids.float(), ids)
+
+
 def main(capability: int, models: list[str]) -> None:
     triton.runtime.driver.set_active(_Driver(capability))
     triton_backend._num_multiprocessors = lambda device: MULTIPROCESSORS  # type: ignore[assignment]
     names = ("mixed_kernel", "split_decode_kernel", "reduce_splits_kernel")
     compiled: set[str] = set()
-    for kernel in (*(getattr(triton_kernels, name) for name in names), _store_kernel):
+    for kernel in (*(getattr(triton_kernels, name) for name in names), _store_kernel, _grouped_linear_kernel):
         _stop_before_launch(kernel, compiled)
     for model in models:
         _run_warm_up(*HEADS[model], None, max_query_len=2048, max_seq_len=40960)
+        _run_experts()
         _run_warm_up(*HEADS[model], 600, max_query_len=1, max_seq_len=600)  # few: a window changes few lines
 
 

@@ -49,6 +49,7 @@ def test_every_kernel_of_a_warm_up_compiles_for_a_gpu(tmp_path: Path) -> None:
         "split_decode_kernel": 5 + 1,
         "reduce_splits_kernel": 5,
         "_store_kernel": 1,
+        "_grouped_linear_kernel": 4,  # tiles of few and of many rows, before and between the two products
     }
 
 
@@ -56,6 +57,8 @@ def test_every_kernel_of_a_warm_up_compiles_for_a_gpu(tmp_path: Path) -> None:
 def test_the_kernels_in_the_interpreter(kernels_need_own_process: bool) -> None:
     if not kernels_need_own_process:
         pytest.skip("the Triton tests ran in this process")
-    files = [str(HERE / name) for name in ("attention/test_triton_backend.py", "test_store_kvcache.py")]
+    files = [
+        str(HERE / name) for name in ("attention/test_triton_backend.py", "test_experts.py", "test_store_kvcache.py")
+    ]
     result = _python("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout
