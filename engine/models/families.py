@@ -16,6 +16,7 @@ QKNorm = Literal["none", "head", "projection"]  # of queries and keys: none, ove
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _POST_ATTENTION, _POST_MLP = "attention_output_norm", "mlp_output_norm"  # in decoder.py
+_OLMO_NORMS = {_POST_ATTENTION: "post_attention_layernorm", _POST_MLP: "post_feedforward_layernorm"}
 _GEMMA_NORMS = {
     _POST_ATTENTION: "post_attention_layernorm",
     "post_attention_layernorm": "pre_feedforward_layernorm",
@@ -82,11 +83,22 @@ ARCHITECTURES = {
     ),
     "GraniteForCausalLM": Family(qkv_bias=None, output_bias=None, has_multipliers=True),
     "Olmo2ForCausalLM": Family(
+        qk_norm="projection", qkv_bias=None, output_bias=None, norms="after", stored_norms=_OLMO_NORMS
+    ),
+    "Olmo3ForCausalLM": Family(
         qk_norm="projection",
         qkv_bias=None,
         output_bias=None,
         norms="after",
-        stored_norms={_POST_ATTENTION: "post_attention_layernorm", _POST_MLP: "post_feedforward_layernorm"},
+        stored_norms=_OLMO_NORMS,
+        has_rope_by_layer_type=True,
+    ),
+    "GlmForCausalLM": Family(
+        qkv_bias=None,
+        fused=frozenset({"gate_up_proj"}),
+        rotates_partially=True,
+        rotates_neighbours=True,
+        rope_types=("default",),
     ),
     "Glm4ForCausalLM": Family(
         qkv_bias=None,
@@ -97,6 +109,7 @@ ARCHITECTURES = {
         rotates_neighbours=True,
         rope_types=("default",),
     ),
+    "GemmaForCausalLM": Family(qkv_bias=None, output_bias=None, norms_add_one=True, scales_embedding=True),
     "Gemma2ForCausalLM": Family(
         qkv_bias=None,
         output_bias=None,

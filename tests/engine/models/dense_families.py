@@ -37,6 +37,16 @@ _LINEAR_IN_FULL_LAYERS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
+_YARN_IN_FULL_LAYERS = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+}
+
 DENSE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "smollm3-windows": (
@@ -52,7 +62,10 @@ DENSE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": ("GraniteForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
     "olmo2": ("Olmo2ForCausalLM", {}),
+    "olmo3": ("Olmo3ForCausalLM", {"rope_parameters": _YARN_IN_FULL_LAYERS}),
+    "glm": ("GlmForCausalLM", {"attention_bias": True}),
     "glm4": ("Glm4ForCausalLM", {"attention_bias": True}),
+    "gemma": ("GemmaForCausalLM", {}),
     "gemma2": ("Gemma2ForCausalLM", {}),
     "gemma3": ("Gemma3ForCausalLM", {"final_logit_softcapping": 4.0, "attn_logit_softcapping": 1.0}),
     "gemma3-4b": ("Gemma3ForCausalLM", {"rope_parameters": _LINEAR_IN_FULL_LAYERS, "attention_bias": True}),

@@ -107,7 +107,7 @@ def test_logits_equal_those_of_transformers(saved: Callable[[str], Saved], name:
     decoder = load(saved(name).path)
     assert type(decoder) is decoder_type
     assert largest_error(decoder, saved(name)) < TOLERANCE
-    has_windows = name in ("smollm3-windows", "phi3", "gemma2", "gemma3", "gemma3-4b")
+    has_windows = name in ("smollm3-windows", "phi3", "olmo3", "gemma2", "gemma3", "gemma3-4b")
     assert (WINDOW in decoder.attention.sliding_windows) == has_windows
 
 
@@ -179,6 +179,10 @@ PLANTED: dict[str, tuple[str, Change]] = {
     "logits not capped in Gemma 3": ("gemma3", _with(logits_softcap=None)),
     "another activation": ("gemma3", _with(activation="silu")),
     "one RoPE for all layers": ("gemma3", _with_rope(tables=(0, 0))),
+    "YaRN in all layers of OLMo 3": ("olmo3", _with_rope(tables=(0, 0))),
+    "halves rotated in GLM": ("glm", _with_rope(rotates_neighbours=False)),
+    "weights of norms without 1 in Gemma": ("gemma", _with(norms_add_one=False)),
+    "another activation in Gemma": ("gemma", _with(activation="silu")),
     "the RoPEs of layer types swapped": ("gemma3-4b", _with_rope(tables=(0, 1))),
 }
 
@@ -194,7 +198,7 @@ def test_a_feature_that_is_left_out_is_noticed(
 
 
 @pytest.mark.parametrize("norm", ["attention_output_norm", "mlp_output_norm"])
-@pytest.mark.parametrize("name", ["olmo2", "glm4", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["olmo2", "olmo3", "glm4", "gemma2", "gemma3"])
 def test_an_output_norm_that_is_left_out_is_noticed(
     saved: Callable[[str], Saved], name: str, norm: str, decoder_type: type[Any]
 ) -> None:

@@ -29,9 +29,9 @@ This page is written by `python -m tests.engine.models.adapter.models_page`, and
 {own}.
 
 They are compared with transformers' `generate` in `tests/engine/models/`, and so are tensor-parallel ranks, int8 and
-every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included. OLMo 2 is refused on several
-tensor-parallel ranks: its norms of queries and keys are over all heads. Of experts only those that a token is routed to
-are computed, in C on a CPU and in Triton on a GPU; int8 experts need the C kernels.
+every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included. OLMo 2 and 3 are refused on
+several tensor-parallel ranks: their norms of queries and keys are over all heads. Of experts only those that a token is
+routed to are computed, in C on a CPU and in Triton on a GPU; int8 experts need the C kernels.
 
 ## transformers' modules
 
