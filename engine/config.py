@@ -195,7 +195,7 @@ class EngineConfig:
             ranks take equal parts; None measures the free memory.
         gpu_memory_utilization: fraction of each GPU's memory that the engine may use.
         enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
-        use_tqdm_on_load: show a progress bar while the weights load, if stderr is a terminal.
+        use_tqdm_on_load: show progress while the weights load: a bar if stderr is a terminal, else lines in the log.
         skip_tokenizer_init: token ids in, token ids out; no tokenizer files are needed.
         enforce_eager: never capture CUDA graphs. No graphs are captured so far, so it has no effect yet.
         tensor_parallel_size: GPUs, or processes on a CPU, that share one model; all on this host.

@@ -1,136 +1,230 @@
 """Checkpoint: the tensors of a directory of safetensors files, single or sharded, read one at a time.
 
-Only safetensors are read: pickled weights can run code when they are loaded. The files are mapped into memory: a whole
-tensor is a view of its file, which stays mapped as long as the tensor lives, and only the touched parts are read. A
-tensor that is copied anyway is read instead, so that memory holds it only once.
+Only safetensors are read: pickled weights can run code when they are loaded. What the headers of the files and the
+index say is checked when the checkpoint is opened, before any tensor is read.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from engine.errors import ModelLoadError
+from engine.errors import ModelLoadError, listed, shown
+from engine.models.safetensors_header import StoredTensor
 from engine.models.sharding import Shard
 from engine.models.tensor_files import TensorFiles
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """Names and tensors of an open checkpoint.
+    """Names and tensors of an open checkpoint. Several threads may read from it at once.
 
     Args:
         path: the directory, for messages.
-        mapped: each tensor's open safetensors file, by the tensor's name.
-        files: the same files, for reading without mapping.
+        stored: where each tensor lies, by its name.
+        files: the open files.
     """
 
-    def __init__(self, path: Path, mapped: dict[str, Any], files: TensorFiles) -> None:
+    def __init__(self, path: Path, stored: dict[str, StoredTensor], files: TensorFiles) -> None:
         self.path = path
-        self._mapped = mapped
+        self._stored = stored
         self._files = files
 
     def __contains__(self, name: object) -> bool:
-        return name in self._mapped
+        return name in self._stored
 
     @property
     def names(self) -> list[str]:
         """Names of all the tensors, sorted."""
-        return sorted(self._mapped)
+        return sorted(self._stored)
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._stored[name].path
 
     def require(self, name: str, shape: list[int]) -> None:
-        """Check a tensor's name and shape in the file's header; read nothing else.
+        """Check a tensor's name, shape and dtype in the file's header; read nothing else.
 
         Raises:
-            ModelLoadError: if the checkpoint lacks the tensor or stores another shape.
+            ModelLoadError: if the checkpoint lacks the tensor or stores another shape, or no floating-point numbers.
         """
-        if name not in self._mapped:
-            raise ModelLoadError(f"checkpoint '{self.path}' lacks the tensor '{name}'; it is incomplete")
-        stored = self._mapped[name].get_slice(name).get_shape()
-        if stored != shape:
-            raise ModelLoadError(f"'{name}' of '{self.path}' has shape {stored}, but its config says {shape}")
+        if name not in self._stored:
+            raise ModelLoadError(
+                f"checkpoint '{self.path}' lacks the tensor '{name}', which its config.json asks for; download "
+                "config.json and the weights again, from one source"
+            )
+        stored = self._stored[name]
+        if list(stored.shape) != shape:
+            raise ModelLoadError(
+                f"'{name}' of '{stored.path}' has shape {list(stored.shape)}, but its config says {shape}; download "
+                "config.json and the file again, from one source"
+            )
+        if stored.dtype not in _DTYPES:
+            raise ModelLoadError(
+                f"'{name}' of '{stored.path}' has the dtype {stored.dtype}; give a checkpoint in bf16, fp16 or fp32"
+            )
 
     def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
-        """Return one tensor, or only the ``shard`` of it, on the CPU and in the checkpoint's own dtype."""
-        self._files.reached(name)
-        tensor: torch.Tensor
-        if shard is None or shard.is_whole:
-            tensor = self._mapped[name].get_tensor(name)
-        else:
-            part = (slice(None),) * shard.dim + (slice(shard.start, shard.stop),)
-            stack = () if shard.num_stacked is None else (shard.index,)
-            tensor = self._mapped[name].get_slice(name)[stack + part]
-        return tensor
+        """Return one tensor, or only the ``shard`` of it, on the CPU and in the checkpoint's own dtype.
 
-    def read_into(self, out: torch.Tensor, name: str, shard: Shard) -> None:
-        """Fill ``out``, contiguous and on any device, with a ``shard`` of a tensor, converted to its dtype.
+        It is a view of the mapped file, of which only the touched parts are read, and may outlive the checkpoint.
+        """
+        stored = self._stored[name]
+        dtype = _DTYPES[stored.dtype]
+        with self._named(name):
+            memory = self._files.map(stored)
+        if stored.start % dtype.itemsize:  # torch and C want aligned numbers
+            memory = memory.clone()
+        tensor = memory.view(dtype).view(stored.shape)
+        if shard is None or shard.is_whole:
+            return tensor
+        if shard.num_stacked is not None:
+            tensor = tensor[shard.index]
+        return tensor.narrow(shard.dim, shard.start, shard.stop - shard.start)
+
+    def read_into(self, out: torch.Tensor, name: str, shard: Shard | None = None) -> None:
+        """Fill ``out``, contiguous and on any device, with a tensor or a ``shard`` of it, converted to its dtype.
 
         Raises:
             ModelLoadError: if the file cannot be read to the end of the tensor.
         """
-        if out.device.type != "cpu" or self._files.dtype(name) != _DTYPES.get(out.dtype) or shard.dim != 0:
-            out.copy_(self.read(name, shard))
-            return
-        self._files.reached(name)
-        stride = math.prod(out.shape[1:]) * out.itemsize  # bytes
+        dtype = _DTYPES[self._stored[name].dtype]
+        if shard is None:
+            first = 0
+        elif shard.dim == 0:
+            first = shard.index * shard.full + shard.start
+        else:
+            first = shard.index * out.shape[0]
+            if (count := shard.stop - shard.start) != shard.full:  # pieces of all rows
+                rows = torch.empty([out.shape[0], shard.full], dtype=dtype)
+                self._read_rows(rows, name, first)
+                out.copy_(rows.narrow(1, shard.start, count))
+                return
+        if out.device.type == "cpu" and out.dtype == dtype:
+            self._read_rows(out, name, first)
+        else:
+            rows = torch.empty(out.shape, dtype=dtype)
+            self._read_rows(rows, name, first)
+            out.copy_(rows)
+
+    def _read_rows(self, out: torch.Tensor, name: str, first: int) -> None:
+        """Fill ``out``, contiguous, on the CPU and of the stored dtype, with rows of a tensor from ``first`` on."""
+        row_bytes = math.prod(out.shape[1:]) * out.itemsize
+        with self._named(name):
+            memory = out.flatten().view(torch.uint8).numpy().data
+            self._files.read_into(memory, self._stored[name], first * row_bytes)
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
         try:
-            rows = shard.index * shard.full + shard.start
-            self._files.read_into(out.flatten().view(torch.uint8).numpy().data, name, rows * stride)
+            yield
         except OSError as error:
-            raise ModelLoadError(f"'{name}' of '{self.path}' could not be read: {error}") from error
+            raise ModelLoadError(f"'{name}' of '{self._stored[name].path}' could not be read: {error}") from error
+
+    # --- reading ahead ------------------------------------------------------------------------------------------
 
     def expect(self, names: Iterable[str]) -> None:
         """Set the order in which tensors will be read, so that the disk reads ahead."""
-        self._files.expect(names)
+        self._files.expect(self._stored[name] for name in names)
+
+    def reached(self, name: str) -> None:
+        """Have the disk read the tensors that follow ``name``, which is read now."""
+        self._files.reached(self._stored[name])
 
 
 @contextmanager
 def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
-    """Open the safetensors files of a directory, memory-mapped. Tensors read in the ``with`` may outlive it.
+    """Open the safetensors files of a directory and check their headers. No tensor is read.
 
     Raises:
-        ModelLoadError: if there is no such file, a shard is missing, or a file is corrupt.
+        ModelLoadError: if there is no such file, a shard is missing, a file is corrupt or cut off, or the index
+            disagrees with the files.
     """
     directory = Path(path)
-    with ExitStack() as stack:
-        mapped: dict[str, Any] = {}
-        files = stack.enter_context(TensorFiles())
-        for file in _weight_files(directory):
-            try:
-                handle: Any = stack.enter_context(safe_open(str(file), framework="pt"))
-                files.open(file)
-            except (SafetensorError, OSError) as error:
-                raise ModelLoadError(f"'{file}' is no readable safetensors file: {error}") from error
-            mapped |= dict.fromkeys(handle.keys(), handle)
-        yield Checkpoint(directory, mapped, files)
+    with TensorFiles() as files:
+        index = directory / _INDEX
+        stored: dict[str, StoredTensor] = {}
+        if index.is_file():
+            weight_map = _read_index(index)
+            by_file = {name: _open(files, directory / name) for name in dict.fromkeys(weight_map.values())}
+            stored = _join(index, weight_map, by_file)
+        else:
+            stored = _open(files, _single_file(directory))
+        yield Checkpoint(directory, stored, files)
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelLoadError(f"'{index}' is malformed: {type(error).__name__}: {error}") from error
-        if any(Path(name).name != name for name in names):
-            raise ModelLoadError(f"'{index}' names files outside its own directory")
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise ModelLoadError(f"checkpoint '{directory}' lacks the shards {', '.join(missing)}")
-        return [directory / name for name in names]
-    single = directory / "model.safetensors"
-    if single.is_file():
-        return [single]
+def _open(files: TensorFiles, file: Path) -> dict[str, StoredTensor]:
+    try:
+        return files.open(file)
+    except OSError as error:
+        raise ModelLoadError(f"'{file}' could not be read: {error}") from error
+
+
+def _single_file(directory: Path) -> Path:
+    file = directory / _SINGLE
+    if file.is_file():
+        return file
     pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern)]
     hint = f"; {pickled[0]} is pickled, which can run code: convert it to safetensors" if pickled else ""
-    raise ModelLoadError(f"'{directory}' has no model.safetensors and no model.safetensors.index.json{hint}")
+    raise ModelLoadError(f"'{directory}' has no {_SINGLE} and no {_INDEX}{hint}")
+
+
+# --- the index of a sharded checkpoint ----------------------------------------------------------------------------
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Return which file of the index's directory holds each tensor; all of these files exist."""
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        raise ModelLoadError(f"'{index}' is malformed: {type(error).__name__}: {error}; download it again") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"'{index}' is malformed: its weight_map is {shown(weight_map)}; download it again")
+    tensors: dict[str, list[str]] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name or name in (".", "..") or Path(name).name != name:
+            raise ModelLoadError(
+                f"'{index}' names files outside its own directory: {shown(name)} for the tensor {shown(tensor)}; "
+                "download it again"
+            )
+        tensors.setdefault(name, []).append(tensor)
+    if missing := sorted(name for name in tensors if not os.path.isfile(index.parent / name)):
+        raise ModelLoadError(
+            f"checkpoint '{index.parent}' lacks the shards {listed(missing)}, of which the first holds "
+            f"{listed(tensors[missing[0]])}; download them"
+        )
+    return weight_map
+
+
+def _join(
+    index: Path, weight_map: dict[str, str], by_file: dict[str, dict[str, StoredTensor]]
+) -> dict[str, StoredTensor]:
+    """Return all tensors of the shards; each must be where the index says, and one that it does not name only once."""
+    stored: dict[str, StoredTensor] = {}
+    for name, file in weight_map.items():
+        if name not in by_file[file]:
+            holders = [other for other in by_file if name in by_file[other]]
+            where = f"{listed(holders)} does" if holders else "no other file of the index does"
+            raise ModelLoadError(
+                f"'{index}' says that '{file}' holds the tensor {shown(name)}, but {where}; download all files again"
+            )
+        stored[name] = by_file[file][name]
+    for file, tensors in by_file.items():
+        for name in tensors.keys() - weight_map.keys():
+            if name in stored:
+                raise ModelLoadError(
+                    f"'{stored[name].path}' and '{file}' both hold the tensor {shown(name)}, which '{index}' does not "
+                    "name; download the checkpoint again"
+                )
+            stored[name] = tensors[name]
+    return stored

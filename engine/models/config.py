@@ -228,17 +228,21 @@ def load_hf_config(path: str | Path) -> Any:
 
 
 def _read_with_transformers(directory: Path) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # slow to import
 
     try:
         return AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
+    except Exception as error:  # its classes check some values, and compute with others
         raise _unreadable(directory, error) from error
 
 
 def _unreadable(path: str | Path, error: Exception) -> ModelLoadError:
-    return ModelLoadError(f"config.json of '{path}' could not be read: {str(error).splitlines()[0]}")
+    lines = str(error).split("\n")
+    problem = " ".join(line.strip() for line in lines[:2]) if lines[0].endswith(":") else lines[0]
+    return ModelLoadError(
+        f"config.json of '{path}' could not be read: {type(error).__name__}: {problem}; correct it, or "
+        "download it again"
+    )
 
 
 @dataclass(frozen=True)

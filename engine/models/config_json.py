@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError
+from engine.models.config_limits import require_plausible
 
 __all__ = ["context_length", "read_config_json", "read_json"]
 
@@ -19,7 +20,8 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: if the directory or its config.json does not exist.
-        ModelLoadError: if the file is malformed, names remote code, or is of a quantized checkpoint.
+        ModelLoadError: if the file is malformed, names remote code, is of a quantized checkpoint, or has values that
+            no model has.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -36,6 +38,7 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
     if quantization := raw.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
         raise ModelLoadError(f"model '{path}' is quantised ({method}); give the checkpoint in bf16, fp16 or fp32")
+    require_plausible(raw, path)
     return raw
 
 
@@ -48,10 +51,10 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         raw = json.loads(file.read_text())
-    except ValueError as error:
-        raise ModelLoadError(f"'{file}' is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"'{file}' is not valid JSON: {error}; download it again") from error
     if not isinstance(raw, dict):
-        raise ModelLoadError(f"'{file}' holds a {type(raw).__name__}; a JSON object is expected")
+        raise ModelLoadError(f"'{file}' holds a {type(raw).__name__}; a JSON object is expected; download it again")
     return raw
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelLoadError
 from engine.models.checkpoint import open_checkpoint
 from engine.models.config import ModelConfig
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder import Decoder
 from engine.models.experts.layer import Experts
+from engine.models.finite import is_finite
 from engine.models.int8_linear import quantize_linears
 from engine.models.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
@@ -28,6 +29,8 @@ from kernels.cpu.linear import WeightKind
 __all__ = ["load_decoder"]
 
 logger = logging.getLogger(__name__)
+
+MAX_ROPE_BYTES = 4 * 2**30
 
 _KINDS = {torch.float32: WeightKind.FLOAT32, torch.bfloat16: WeightKind.BFLOAT16}
 
@@ -49,17 +52,20 @@ def load_decoder(
     Args:
         quantization: ``int8`` quantizes the weights of linear layers while loading.
         use_cpu_kernels: whether the C kernels may compute the model, attention included; compiles them if need be.
-        show_progress: show a bar on stderr, if that is a terminal.
+        show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
 
     Returns:
         The model for the C kernels if they can run it on this device, else the one for torch's operators.
 
     Raises:
-        ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says.
-        ConfigError: if the ranks cannot share the model evenly, or experts cannot be quantized here.
+        ModelLoadError: if tensors are missing, unexpected, of another shape than the config says, or not finite.
+        ConfigError: if the ranks cannot share the model evenly, experts cannot be quantized here, or the context is too
+            long for a RoPE table.
     """
     config = ModelConfig.from_hf(hf_config)
-    rope = rope_tables(hf_config, config.rope, config.head_dim, max_model_len)
+    rope = _checked_rope(
+        lambda: rope_tables(hf_config, config.rope, config.head_dim, max_model_len), config.head_dim, max_model_len
+    )
     with torch.device("meta"), _Uninitialised():
         model = Decoder(config, rope, parallel)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -76,7 +82,14 @@ def load_decoder(
     started = perf_counter()
     with open_checkpoint(path) as checkpoint:
         weights = read_weights(
-            checkpoint, shapes, config, parallel, dtype=dtype, device=device, show_progress=show_progress
+            checkpoint,
+            shapes,
+            config,
+            parallel,
+            dtype=dtype,
+            device=device,
+            keep_mapped=kind is None,
+            show_progress=show_progress,
         )
         if kind is not None:
             packed = CpuDecoder(model.embed_tokens, config, rope, parallel, dtype, kind)
@@ -89,6 +102,28 @@ def load_decoder(
         quantize_linears(model)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
     return model.eval()
+
+
+def _checked_rope(compute: Callable[[], torch.Tensor], head_dim: int, max_model_len: int) -> torch.Tensor:
+    """Return the RoPE tables that ``compute`` returns, if the context and config.json allow one."""
+    if (num_bytes := 4 * head_dim * max_model_len) > MAX_ROPE_BYTES:
+        raise ConfigError(
+            f"takes {num_bytes / 1e9:.0f} GB for the angles of RoPE",
+            param="max_model_len",
+            value=max_model_len,
+            remedy=f"set {MAX_ROPE_BYTES // 4 // head_dim} or less",
+        )
+    try:
+        tables = compute()
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelLoadError(
+            f"the rope_parameters of config.json cannot be computed with: {error!r}; correct them"
+        ) from error
+    if not is_finite(tables):
+        raise ModelLoadError(
+            "the rope_parameters of config.json result in angles that are no finite numbers; correct them"
+        )
+    return tables
 
 
 def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

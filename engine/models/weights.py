@@ -19,6 +19,9 @@ from engine.errors import ModelLoadError
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import ModelConfig
 from engine.models.experts.weights import expert_parts, stored_block, unstack
+from engine.models.finite import is_finite
+from engine.models.progress import with_progress
+from engine.models.read_ahead import read_ahead
 from engine.models.sharding import Shard, shard_of
 from engine.models.tensor_parallel import TensorParallel
 
@@ -44,6 +47,10 @@ class _Parameter:
         """Whether it shares the embedding's tensor."""
         return self.name == _HEAD and self.parts[0][0] != _HEAD
 
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of memory that it takes."""
+        return 0 if self.is_tied_head else math.prod(self.shape) * dtype.itemsize
+
 
 def read_weights(
     checkpoint: Checkpoint,
@@ -53,34 +60,36 @@ def read_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    keep_mapped: bool = True,
     show_progress: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter's name and its tensor on the device, in the order of ``shapes``.
 
     Stacked experts come one by one, as ``unstack`` names them.
 
-    On the CPU, a tensor that is stored in this ``dtype`` is a view of the mapped file, of which nothing has been read
-    yet; writing to it changes a private copy. All others are filled from the file in one pass. With tied embeddings
-    the head is the same tensor as the embedding.
+    They are read on several threads, a little ahead of the caller. On the CPU, a tensor that is stored in this
+    ``dtype`` may be a view of the mapped file; writing to it changes a private copy. All others are filled from the
+    file in one pass. With tied embeddings the head is the same tensor as the embedding. All weights are checked to be
+    finite: one NaN makes every answer noise, without an error.
 
     Args:
         checkpoint: must stay open while the weights are read.
         shapes: of this rank's parameters, by name.
         config: of the whole model.
         parallel: the rank whose share is read.
-        show_progress: show a bar on stderr, if that is a terminal.
+        keep_mapped: whether tensors that need no change are views of the file. If not, only the embedding is, and
+            the memory of the others is freed with them: for a caller that copies them.
+        show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
 
     Raises:
-        ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says.
+        ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says; while they are
+            read, if one has NaN or infinite weights.
     """
     parameters = [_parameter(name, shape, checkpoint, config, parallel) for name, shape in unstack(shapes)]
     _require_match(checkpoint, parameters, config)
     checkpoint.expect(dict.fromkeys(name for parameter in parameters for name, _ in parameter.parts))
-    weights = _read_each(checkpoint, parameters, dtype, device)
-    if show_progress:
-        sizes = {one.name: 0 if one.is_tied_head else math.prod(one.shape) * dtype.itemsize for one in parameters}
-        weights = _with_progress(weights, sizes)
-    return weights
+    weights = _read_each(checkpoint, parameters, dtype, device, keep_mapped=keep_mapped)
+    return with_progress(weights, {one.name: one.num_bytes(dtype) for one in parameters}) if show_progress else weights
 
 
 def _parameter(
@@ -136,53 +145,76 @@ def _require_match(checkpoint: Checkpoint, parameters: Iterable[_Parameter], con
     if left := sorted(name for name in unused if not _DERIVED.search(name)):
         raise ModelLoadError(
             f"checkpoint '{checkpoint.path}' has {len(left)} tensors that a {config.architecture} does not, "
-            f"'{left[0]}' for one; its config.json does not describe it"
+            f"'{left[0]}' for one; its config.json does not describe it: download both again"
         )
 
 
 def _read_each(
-    checkpoint: Checkpoint, parameters: Sequence[_Parameter], dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    parameters: Sequence[_Parameter],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    keep_mapped: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(parameter: _Parameter) -> torch.Tensor | None:
+        if parameter.is_tied_head:
+            return None  # the embedding is yielded again
+        for name, _ in parameter.parts:
+            checkpoint.reached(name)
+        is_copied = not keep_mapped or ".experts." in parameter.name  # those are put into one tensor
+        is_kept = parameter.name == _EMBEDDING or not is_copied
+        weight = _assemble(checkpoint, parameter, dtype, device, is_kept=is_kept)
+        if not is_finite(weight):
+            raise _not_finite(checkpoint, parameter, dtype)
+        return weight
+
     is_tied = any(parameter.is_tied_head for parameter in parameters)
     embedding: torch.Tensor | None = None
-    for parameter in parameters:
-        if parameter.is_tied_head and embedding is not None:
-            yield parameter.name, embedding
-            continue
-        weight = _assemble(checkpoint, parameter, dtype, device)
+    for parameter, weight in read_ahead(parameters, read, lambda one: one.num_bytes(dtype)):
         if is_tied and parameter.name == _EMBEDDING:
             embedding = weight  # held for the head
+        if weight is None:
+            assert embedding is not None  # our models have it first
+            weight = embedding
         yield parameter.name, weight
-        del weight  # or the next one would be read while this one is still held
+        del weight  # or it would be held while the next one is waited for
 
 
-def _with_progress(
-    weights: Iterator[tuple[str, torch.Tensor]], sizes: dict[str, int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights and show how many of their bytes the caller has processed."""
-    from tqdm import tqdm
-
-    with tqdm(total=sum(sizes.values()), desc="Loading weights", unit="B", unit_scale=True, disable=None) as bar:
-        for name, weight in weights:
-            yield name, weight
-            del weight
-            bar.update(sizes[name])
-
-
-def _assemble(checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a parameter on the device: a view of the file if its bytes need no change, else a new tensor."""
-    if len(parameter.parts) == 1:
+def _assemble(
+    checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype, device: torch.device, *, is_kept: bool
+) -> torch.Tensor:
+    """Return a parameter on the device: a view of the file if it is kept and its bytes need no change, else a copy."""
+    if is_kept and len(parameter.parts) == 1 and device.type == "cpu":
         weight = checkpoint.read(*parameter.parts[0])
-        if list(weight.shape) == parameter.shape:
-            return weight.to(device=device, dtype=dtype)
+        if list(weight.shape) == parameter.shape and weight.dtype == dtype:
+            return weight
     weight = torch.empty(parameter.shape, dtype=dtype, device=device)
     filled = 0
     for (name, shard), order in zip(parameter.parts, parameter.orders, strict=True):
-        assert shard is not None  # fused and padded parameters are always sharded
-        part = weight[filled : filled + shard.stop - shard.start]
+        count = len(weight) if shard is None or shard.dim else shard.stop - shard.start
+        part = weight[filled : filled + count]
         checkpoint.read_into(part, name, shard)
         if order is not None:
             part.copy_(part.view(-1, len(order), *part.shape[1:])[:, order].flatten(0, 1))
-        filled += len(part)
+        filled += count
     weight[filled:].zero_()  # the last ranks' part of the vocabulary may be padded
     return weight
+
+
+def _not_finite(checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype) -> ModelLoadError:
+    """Return the error about a parameter that has become NaN or infinite, with the stored tensor that did it."""
+    for name, shard in parameter.parts:
+        stored = checkpoint.read(name, shard)
+        bad = (~stored.isfinite()).nonzero()
+        if len(bad):
+            first = stored[tuple(bad[0])].item()
+            return ModelLoadError(
+                f"'{name}' of '{checkpoint.file_of(name)}' has {len(bad)} weights that are no finite numbers, {first} "
+                f"at {bad[0].tolist()} for one; download the file again"
+            )
+    names = " and ".join(f"'{name}'" for name, _ in parameter.parts)
+    return ModelLoadError(
+        f"weights of {names} of '{checkpoint.path}' are too large for {str(dtype).removeprefix('torch.')}; set "
+        "dtype to bfloat16 or float32"
+    )

@@ -20,6 +20,7 @@ from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.linears import pack_linears
 from engine.models.checkpoint import open_checkpoint
+from engine.models.finite import is_finite
 
 __all__ = ["load_transformers_decoder"]
 
@@ -42,8 +43,8 @@ def load_transformers_decoder(
         show_progress: show a bar on stderr, if that is a terminal.
 
     Raises:
-        ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says, or if a layer
-            asks for attention that the paged cache does not serve.
+        ModelLoadError: if tensors are missing, unexpected, of another shape than the config says, or not finite, or if
+            a layer asks for attention that the paged cache does not serve.
     """
     started = perf_counter()
     with open_checkpoint(path):  # refuses pickled, missing and corrupt files
@@ -73,14 +74,25 @@ def _read(path: str | Path, config: TransformersConfig, dtype: torch.dtype) -> A
             ignore_mismatched_sizes=True,  # they are refused below, with their names
             output_loading_info=True,
         )
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, RuntimeError) as error:
-        raise ModelLoadError(f"checkpoint '{path}' could not be loaded: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # its modules compute with the values of config.json
+        problem = str(error).partition("\n")[0]
+        raise ModelLoadError(
+            f"checkpoint '{path}' could not be loaded: {type(error).__name__}: {problem}; download config.json and the "
+            "weights again, from one source"
+        ) from error
     # transformers would fill what is missing or has another shape with random numbers.
     for problem in ("mismatched_keys", "missing_keys", "unexpected_keys", "error_msgs"):
         if found := sorted(map(str, info[problem])):
             kind = problem.replace("_", " ")
             raise ModelLoadError(
-                f"checkpoint '{path}' does not fit its config.json: {len(found)} {kind}, {found[0]} for one"
+                f"checkpoint '{path}' does not fit its config.json: {len(found)} {kind}, {found[0]} for one; download "
+                "config.json and the weights again, from one source"
+            )
+    for name, weight in model.named_parameters():
+        if not is_finite(weight):
+            raise ModelLoadError(
+                f"'{name}' of '{path}' has weights that are no finite numbers in {str(dtype).removeprefix('torch.')}; "
+                "download the checkpoint again, or set dtype to bfloat16 or float32"
             )
     if type(model).__name__ != config.architecture:
         raise ModelLoadError(

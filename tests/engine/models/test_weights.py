@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import sys
 import weakref
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from engine.errors import ModelLoadError
+from engine.models import progress, read_ahead
 from engine.models import tensor_files as module
 from engine.models.checkpoint import Checkpoint, open_checkpoint
 from engine.models.config import ModelConfig, load_hf_config
@@ -128,23 +130,47 @@ def test_a_file_that_has_become_shorter_is_an_error(qwen3: SavedModel, tmp_path:
     path = shutil.copytree(qwen3.path, tmp_path / "checkpoint")
     with open_checkpoint(path) as checkpoint:
         os.truncate(path / "model.safetensors", 50_000)
-        with pytest.raises(ModelLoadError, match=r"could not be read: the file ends inside 'model\.layers"):
+        with pytest.raises(ModelLoadError, match=r"model\.layers\.1.* could not be read: .*has become shorter"):
             checkpoint.read_into(torch.empty(96, 48), "model.layers.1.mlp.up_proj.weight", Shard(0, 96, 0, 96))
 
 
-def test_a_weight_that_nobody_keeps_is_gone_before_the_next_one_is_read(qwen3: SavedModel) -> None:
+def test_a_weight_that_nobody_keeps_is_gone_before_the_next_one_is_read(
+    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "MAX_BYTES", 0)  # nothing is read before it is asked for
     last: weakref.ref[torch.Tensor] | None = None
+    num_read = 0
     with open_checkpoint(qwen3.path) as checkpoint:
-        reads = checkpoint.read
+        reads = checkpoint.read_into
 
-        def read(name: str, shard: Shard | None = None) -> torch.Tensor:
+        def read_into(out: torch.Tensor, name: str, shard: Shard | None = None) -> None:
+            nonlocal num_read
+            num_read += 1
             assert last is None or last() is None
-            return reads(name, shard)
+            reads(out, name, shard)
 
-        checkpoint.read = read  # type: ignore[method-assign]
+        checkpoint.read_into = read_into  # type: ignore[method-assign]
         for name, weight in weights_of(checkpoint, qwen3.path, torch.bfloat16):
-            last = weakref.ref(weight) if name != "embed_tokens.weight" else None
+            last = weakref.ref(weight) if name not in ("embed_tokens.weight", "lm_head.weight") else None
             del weight
+    assert num_read > 20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at Linux's map of the process")
+def test_for_a_caller_that_copies_only_the_embedding_is_mapped(qwen3: SavedModel) -> None:
+    config = ModelConfig.from_hf(load_hf_config(qwen3.path))
+    with open_checkpoint(qwen3.path) as checkpoint:
+        weights = read_weights(
+            checkpoint,
+            shapes_of(qwen3.path),
+            config,
+            TensorParallel(),
+            dtype=torch.float32,
+            device=CPU,
+            keep_mapped=False,
+        )
+        mapped = {name for name, weight in weights if mapped_file(weight).endswith("model.safetensors")}
+    assert mapped == {"embed_tokens.weight", "lm_head.weight"}
 
 
 def test_a_checkpoint_that_does_not_match_is_rejected_before_reading(qwen3: SavedModel, tmp_path: Path) -> None:
@@ -166,14 +192,14 @@ def test_the_next_tensors_are_requested_once_within_the_window(tmp_path: Path, m
     monkeypatch.setattr(module, "CHUNK", 128)
     monkeypatch.setattr(module, "WINDOW", 100)
     with TensorFiles() as ahead:
-        ahead.open(tmp_path / "weights.safetensors")
-        ahead.expect(["a", "c", "b"])
-        ahead.reached("a")
+        stored = ahead.open(tmp_path / "weights.safetensors")
+        ahead.expect(stored[name] for name in ("a", "c", "b"))
+        ahead.reached(stored["a"])
         assert [length for _, length in fetched] == [128]  # c, which fills the window; a is read right now
-        ahead.reached("c")
+        ahead.reached(stored["c"])
         assert [length for _, length in fetched] == [128, 10]
-        ahead.reached("b")
-        ahead.reached("a")  # nothing is left to fetch, and reading again does no harm
+        ahead.reached(stored["b"])
+        ahead.reached(stored["a"])  # nothing is left to fetch, and reading again does no harm
     end = (tmp_path / "weights.safetensors").stat().st_size
     assert sorted(fetched) == [(end - 138, 10), (end - 128, 128)]  # after a's bytes, up to the end of the file
 
@@ -227,3 +253,15 @@ def test_the_progress_bar_counts_each_byte_once_and_shows_on_a_terminal(
 
 def test_without_progress_there_is_no_bar(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bars_of(qwen3.path, False, monkeypatch) == []
+
+
+def test_a_long_load_without_a_terminal_is_logged(
+    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(progress, "LOG_INTERVAL_S", 0.0)
+    caplog.set_level("INFO")
+    bars_of(qwen3.path, True, monkeypatch)
+    lines = [line for line in caplog.messages if line.startswith("Loading weights:")]
+    assert len(lines) > 10
+    assert re.fullmatch(r"Loading weights: \d+\.\d of \d+\.\d GB \(\d+%\), about \d+ seconds to go", lines[0])

@@ -161,6 +161,15 @@ def test_a_tensor_of_another_shape_is_refused(checkpoint: Path) -> None:
         load(checkpoint)
 
 
+def test_a_weight_that_is_not_finite_is_named(checkpoint: Path) -> None:
+    file, name = checkpoint / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(file)
+    weights[name][-1, 0] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=rf"'{name}' of .* has weights that are no finite numbers in float32; "):
+        load(checkpoint)
+
+
 def test_pickled_weights_are_refused(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
     with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin is pickled"):

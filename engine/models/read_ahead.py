@@ -1,0 +1,54 @@
+"""read_ahead: reads tensors on several threads while the caller processes earlier ones, and yields them in order.
+
+One thread reads no faster than it copies; several also keep more requests at the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+__all__ = ["read_ahead"]
+
+MAX_THREADS = 4
+MAX_BYTES = 256 * 2**20  # read and not yet processed; a larger tensor is read alone
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def read_ahead(
+    items: Iterable[_Item], read: Callable[[_Item], _Result], num_bytes: Callable[[_Item], int]
+) -> Iterator[tuple[_Item, _Result]]:
+    """Yield each item and what ``read`` returns for it, in order. The first error that is reached ends it.
+
+    Args:
+        items: what to read.
+        read: is called in other threads, for several items at once.
+        num_bytes: the memory that the result of an item takes.
+    """
+    waiting: deque[tuple[_Item, Future[_Result]]] = deque()
+    ahead = 0
+    threads = min(MAX_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="pagoda-load") as pool:
+        try:
+            for item in items:
+                while waiting and ahead + num_bytes(item) > MAX_BYTES:
+                    ahead -= num_bytes(waiting[0][0])
+                    yield _next(waiting)
+                waiting.append((item, pool.submit(read, item)))
+                ahead += num_bytes(item)
+            while waiting:
+                yield _next(waiting)
+        finally:  # an error, or the caller wants no more
+            for _, future in waiting:
+                future.cancel()
+
+
+def _next(waiting: deque[tuple[_Item, Future[_Result]]]) -> tuple[_Item, _Result]:
+    """Remove the first item and return its result, which nothing here refers to any longer."""
+    item, future = waiting.popleft()
+    return item, future.result()
