@@ -52,6 +52,11 @@ class Checkpoint:
         """Return the file that holds a tensor."""
         return self._stored[name].path
 
+    @property
+    def num_elements(self) -> int:
+        """Numbers in all the tensors."""
+        return sum(math.prod(stored.shape) for stored in self._stored.values())
+
     def require(self, name: str, shape: list[int]) -> None:
         """Check a tensor's name, shape and dtype in the file's header; read nothing else.
 

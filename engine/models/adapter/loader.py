@@ -26,6 +26,8 @@ __all__ = ["load_transformers_decoder"]
 
 logger = logging.getLogger(__name__)
 
+MAX_RATIO = 2  # of a model's weights to those in its files, which may leave out tied ones
+
 
 def load_transformers_decoder(
     path: str | Path,
@@ -47,9 +49,10 @@ def load_transformers_decoder(
             a layer asks for attention that the paged cache does not serve.
     """
     started = perf_counter()
-    with open_checkpoint(path):  # refuses pickled, missing and corrupt files
-        pass
+    with open_checkpoint(path) as checkpoint:  # refuses pickled, missing and corrupt files
+        num_stored = checkpoint.num_elements
     register()
+    _require_about(path, num_stored)
     with _progress_bars(show_progress):
         model = _read(path, config, dtype)
     model = model.to(device).eval()
@@ -58,6 +61,29 @@ def load_transformers_decoder(
     logger.info("Computing %s with the modules of transformers", config.architecture)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
     return TransformersDecoder(model, config)
+
+
+def _require_about(path: str | Path, num_stored: int) -> None:
+    """Raise ModelLoadError if config.json describes a model that is much larger than its files.
+
+    transformers would allocate it and fill it with random numbers before its loader reports what does not fit. Names
+    and shapes cannot be compared here, because the loader converts both; the number of weights stays about the same.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
+
+    try:
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    except Exception:  # the loader fails in the same way, and reports it
+        return
+    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+    if sum(sizes.values()) > MAX_RATIO * num_stored:
+        name = max(sizes, key=sizes.__getitem__)
+        raise ModelLoadError(
+            f"config.json of '{path}' describes a model of {sum(sizes.values())} weights, {sizes[name]} of them in "
+            f"'{name}', but the files have {num_stored}; download config.json and the weights again, from one source"
+        )
 
 
 def _read(path: str | Path, config: TransformersConfig, dtype: torch.dtype) -> Any:

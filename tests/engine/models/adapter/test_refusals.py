@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,15 @@ def test_a_weight_that_is_not_finite_is_named(checkpoint: Path) -> None:
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(ModelLoadError, match=rf"'{name}' of .* has weights that are no finite numbers in float32; "):
         load(checkpoint)
+
+
+def test_a_config_of_a_much_larger_model_is_refused_before_that_is_allocated(checkpoint: Path) -> None:
+    edit_config(checkpoint, vocab_size=2**24)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    message = r"a model of \d+ weights, \d+ of them in 'model\.embed_tokens\.weight', but the files have \d+; "
+    with pytest.raises(ModelLoadError, match=message):
+        load(checkpoint)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
 
 
 def test_pickled_weights_are_refused(checkpoint: Path) -> None:
