@@ -1,81 +1,43 @@
-"""The demo model's tokenizer and chat template, and the training batches.
-
-The template writes tools, calls and results as Hermes 2 Pro and Qwen do: definitions between ``<tools>`` in the system
-message, a call as JSON between ``<tool_call>``, a result between ``<tool_response>`` in a user's turn.
-"""
+"""The demo model's tokenizer and chat template, and the training batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from demo.corpus import Message
-from demo.tool_talks import ToolTalk
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 VOCAB_SIZE = 3072
 CONTEXT_LENGTH = 2048
 IGNORED = -100  # the label of a token outside the loss
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # token ids and labels, both [conversations, longest]
 
-# ChatML. No system message is added without tools: the model is trained with and without one.
+# ChatML. No system message is added: the model is trained with and without one.
 CHAT_TEMPLATE = (
-    "{%- if tools %}"
-    "{{- '<|im_start|>system\n' }}"
-    "{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] + '\n\n' }}{%- endif %}"
-    "{{- 'Tools:\n<tools>\n' }}"
-    "{%- for tool in tools %}{{- tool['function'] | tojson + '\n' }}{%- endfor %}"
-    "{{- '</tools><|im_end|>\n' }}"
-    "{%- endif %}"
     "{%- for message in messages %}"
-    "{%- if message['role'] == 'tool' %}"
-    "{{- '\n' if not loop.first and loop.previtem['role'] == 'tool' else '<|im_start|>user\n' }}"
-    "{{- '<tool_response>\n' + message['content'] + '\n</tool_response>' }}"
-    "{%- if loop.last or loop.nextitem['role'] != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
-    "{%- elif not (tools and loop.first and message['role'] == 'system') %}"
-    "{{- '<|im_start|>' + message['role'] + '\n' }}"
-    "{%- if message['reasoning_content'] %}"
-    "{{- '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' }}"
-    "{%- endif %}"
-    "{{- message['content'] }}"
-    "{%- for call in message['tool_calls'] or [] %}"
-    "{%- if message['content'] or not loop.first %}{{- '\n' }}{%- endif %}"
-    "{%- set arguments = call['function']['arguments'] %}"
-    "{{- '<tool_call>\n{\"name\": ' + call['function']['name'] | tojson + ', \"arguments\": ' }}"
-    "{{- (arguments if arguments is string else arguments | tojson) + '}\n</tool_call>' }}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{%- endfor %}"
-    "{{- '<|im_end|>\n' }}"
-    "{%- endif %}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}"
-    "{{- '<|im_start|>assistant\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking %}{{- '<think>\n' }}{%- endif %}"
-    "{%- endif %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with the whole byte alphabet, so that any text round-trips.
-
-    Each digit is a token, as in Llama and Qwen: a model that copies ten tokens copies any number.
-    """
+    """A byte-level BPE tokenizer with the whole byte alphabet, so that any text round-trips."""
     bpe = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=[END_OF_TEXT, IM_START, IM_END, *MARKERS],
+        special_tokens=[END_OF_TEXT, IM_START, IM_END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    bpe.add_tokens([AddedToken(marker, normalized=False, special=False) for marker in MARKERS])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=IM_END,
@@ -92,19 +54,11 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         self._opening: list[int] = tokenizer.encode(f"{IM_START}assistant\n")
-        self._thinking: list[int] = tokenizer.encode("<think>\n")
         self._end: int = tokenizer.convert_tokens_to_ids(IM_END)
 
     def encode(self, chats: Sequence[list[Message]]) -> list[list[int]]:
         """Token ids of each rendered conversation."""
         texts = self._tokenizer.apply_chat_template(list(chats), tokenize=False)
-        encoded: list[list[int]] = self._tokenizer(texts).input_ids
-        return [ids[:CONTEXT_LENGTH] for ids in encoded]
-
-    def encode_tool_talks(self, talks: Sequence[ToolTalk]) -> list[list[int]]:
-        """Token ids of each rendered conversation with tools."""
-        render = self._tokenizer.apply_chat_template
-        texts = [render(talk.messages, tools=talk.tools or None, tokenize=False) for talk in talks]
         encoded: list[list[int]] = self._tokenizer(texts).input_ids
         return [ids[:CONTEXT_LENGTH] for ids in encoded]
 
@@ -129,14 +83,11 @@ class ChatEncoder:
         return ids, labels
 
     def _counted(self, ids: list[int]) -> list[bool]:
-        """True for the assistant's text and its end token; the marker before reasoning is the template's."""
+        """True for the assistant's text and its end token."""
         counted = [False] * len(ids)
         width = len(self._opening)
         for start in range(len(ids) - width):
             if ids[start : start + width] == self._opening:
-                begin = start + width
-                if ids[begin : begin + len(self._thinking)] == self._thinking:
-                    begin += len(self._thinking)
                 end = ids.index(self._end, start) if self._end in ids[start:] else len(ids) - 1
-                counted[begin : end + 1] = [True] * (end + 1 - begin)
+                counted[start + width : end + 1] = [True] * (end + 1 - start - width)
         return counted
