@@ -29,31 +29,20 @@ from transformers import (
 
 __all__ = ["SHAPES", "write_checkpoint"]
 
+_QWEN3_0_6B: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+_EXPERTS = {"moe_intermediate_size": 384, "num_experts": 80, "num_experts_per_tok": 8, "norm_topk_prob": True}
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-    },
-    "qwen3-moe-3b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "moe_intermediate_size": 384,
-        "num_experts": 80,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-    },
+    "qwen3-0.6b": _QWEN3_0_6B,
+    "qwen3-moe-3b": _QWEN3_0_6B | _EXPERTS,
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,

@@ -237,9 +237,7 @@ def _set_layer_weight(layer: PackedLayer, module: str, weight: torch.Tensor) -> 
     if module == "gate_up_proj":
         layer.set_gate_up_weight(weight)
     else:
-        linear = _linear(layer, module)
-        padding = linear.in_features - weight.shape[1]
-        linear.set_weight(nn.functional.pad(weight, (0, padding)) if padding else weight)
+        _linear(layer, module).set_weight(weight)
 
 
 def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Tensor) -> None:

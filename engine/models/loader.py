@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,14 +12,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from engine.errors import ConfigError, ModelLoadError
+from engine.errors import ConfigError
 from engine.models.checkpoint import open_checkpoint
 from engine.models.config import ModelConfig
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder import Decoder
 from engine.models.experts.layer import Experts
-from engine.models.finite import is_finite
 from engine.models.int8_linear import quantize_linears
 from engine.models.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
@@ -29,8 +28,6 @@ from kernels.cpu.linear import WeightKind
 __all__ = ["load_decoder"]
 
 logger = logging.getLogger(__name__)
-
-MAX_ROPE_BYTES = 4 * 2**30
 
 _KINDS = {torch.float32: WeightKind.FLOAT32, torch.bfloat16: WeightKind.BFLOAT16}
 
@@ -63,15 +60,11 @@ def load_decoder(
             long for a RoPE table.
     """
     config = ModelConfig.from_hf(hf_config)
-    rope = _checked_rope(
-        lambda: rope_tables(hf_config, config.rope, config.head_dim, max_model_len), config.head_dim, max_model_len
-    )
+    rope = rope_tables(hf_config, config.rope, config.head_dim, max_model_len)
     with torch.device("meta"), _Uninitialised():
         model = Decoder(config, rope, parallel)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    kind = WeightKind.INT8 if quantization == "int8" else _KINDS.get(dtype)
-    if not use_cpu_kernels or kind is None or not cpu_kernels_can_run(config, dtype, kind, device):
-        kind = None
+    kind = _packed_kind(config, dtype, device, quantization) if use_cpu_kernels else None
     if kind is None and quantization is not None and config.experts is not None:
         raise ConfigError(
             "is computed only by the C kernels on a CPU if a model has experts",
@@ -104,26 +97,12 @@ def load_decoder(
     return model.eval()
 
 
-def _checked_rope(compute: Callable[[], torch.Tensor], head_dim: int, max_model_len: int) -> torch.Tensor:
-    """Return the RoPE tables that ``compute`` returns, if the context and config.json allow one."""
-    if (num_bytes := 4 * head_dim * max_model_len) > MAX_ROPE_BYTES:
-        raise ConfigError(
-            f"takes {num_bytes / 1e9:.0f} GB for the angles of RoPE",
-            param="max_model_len",
-            value=max_model_len,
-            remedy=f"set {MAX_ROPE_BYTES // 4 // head_dim} or less",
-        )
-    try:
-        tables = compute()
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelLoadError(
-            f"the rope_parameters of config.json cannot be computed with: {error!r}; correct them"
-        ) from error
-    if not is_finite(tables):
-        raise ModelLoadError(
-            "the rope_parameters of config.json result in angles that are no finite numbers; correct them"
-        )
-    return tables
+def _packed_kind(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str | None
+) -> WeightKind | None:
+    """Return the type of the weights that the C kernels would pack; None if they cannot run the model."""
+    kind = WeightKind.INT8 if quantization == "int8" else _KINDS.get(dtype)
+    return kind if kind is not None and cpu_kernels_can_run(config, dtype, kind, device) else None
 
 
 def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

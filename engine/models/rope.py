@@ -10,23 +10,49 @@ from typing import Any
 
 import torch
 
+from engine.errors import ConfigError, ModelLoadError
+from engine.models.finite import is_finite
 from engine.models.rope_config import RopeConfig, rope_parameters
 
 __all__ = ["apply_rope", "rope_tables"]
+
+
+_MAX_BYTES = 4 * 2**30
 
 
 def rope_tables(hf_config: Any, rope: RopeConfig, head_dim: int, length: int) -> torch.Tensor:
     """Return the cosines and sines of positions 0 to ``length`` - 1, for each of ``rope``'s layer types.
 
     float32 [num_tables, length, 2, head_dim // 2], in the order of ``rope.element_order``.
+
+    Raises:
+        ConfigError: if the tables of so long a context take too much memory.
+        ModelLoadError: if the config's parameters cannot be computed with, or the angles are no finite numbers.
     """
+    bytes_per_token = 4 * head_dim * len(rope.layer_types)
+    if (num_bytes := bytes_per_token * length) > _MAX_BYTES:
+        raise ConfigError(
+            f"takes {num_bytes / 1e9:.0f} GB for the angles of RoPE",
+            param="max_model_len",
+            value=length,
+            remedy=f"set {_MAX_BYTES // bytes_per_token} or less",
+        )
     tables = torch.zeros(len(rope.layer_types), length, 2, head_dim // 2)
     tables[:, :, 0] = 1.0  # elements that are not rotated
-    for table, layer_type in zip(tables, rope.layer_types, strict=True):
-        frequencies, factor = _frequencies(hf_config, layer_type, rope.rotary_dim)
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-        rotated = table[:, :, : rope.rotary_dim // 2]
-        torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1, out=rotated)
+    try:
+        for table, layer_type in zip(tables, rope.layer_types, strict=True):
+            frequencies, factor = _frequencies(hf_config, layer_type, rope.rotary_dim)
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+            rotated = table[:, :, : rope.rotary_dim // 2]
+            torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1, out=rotated)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelLoadError(
+            f"the rope_parameters of config.json cannot be computed with: {error!r}; correct them"
+        ) from error
+    if not is_finite(tables):
+        raise ModelLoadError(
+            "the rope_parameters of config.json result in angles that are no finite numbers; correct them"
+        )
     return tables
 
 

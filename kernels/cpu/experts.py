@@ -6,15 +6,12 @@ import ctypes
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from kernels.cpu.bindings import CExperts, CWeight
 from kernels.cpu.library import require
-from kernels.cpu.linear import LANES, PackedLinear, WeightKind
+from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind
 
 __all__ = ["ExpertSizes", "PackedExperts", "experts"]
-
-_PANELS_AT_ONCE = 4  # the kernels read panels in fours, so each expert's outputs begin with one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +37,8 @@ class PackedExperts:
     def __init__(self, sizes: ExpertSizes, kind: WeightKind) -> None:
         self.sizes = sizes
         count, hidden = sizes.num_experts, sizes.hidden_size
-        self._inner = _padded(sizes.intermediate_size, LANES * _PANELS_AT_ONCE // 2)
-        self._hidden = _padded(hidden, LANES * _PANELS_AT_ONCE)
+        self._inner = _padded(sizes.intermediate_size, LANES * PANELS_AT_ONCE // 2)
+        self._hidden = _padded(hidden, LANES * PANELS_AT_ONCE)
         shared = _padded(sizes.shared_intermediate_size, LANES)
         self.router = PackedLinear(WeightKind.FLOAT32, hidden, count + (shared > 0))
         self.gate_up = PackedLinear(kind, hidden, count * 2 * self._inner)
@@ -87,7 +84,7 @@ class PackedExperts:
 
     def set_down_weight(self, expert: int, weight: torch.Tensor) -> None:
         """Set one expert's down, [hidden_size, intermediate_size]."""
-        self.down.set_weight(_widened(weight, self._inner), first_output=expert * self._hidden)
+        self.down.set_weight(weight, first_output=expert * self._hidden)
 
     def set_shared_gate_up_weight(self, weight: torch.Tensor) -> None:
         """Set the shared expert's gate and up, one below the other: [2 * shared_intermediate_size, hidden_size]."""
@@ -98,7 +95,7 @@ class PackedExperts:
     def set_shared_down_weight(self, weight: torch.Tensor) -> None:
         """Set the shared expert's down, [hidden_size, shared_intermediate_size]."""
         assert self.shared_down is not None
-        self.shared_down.set_weight(_widened(weight, self.shared_down.in_features))
+        self.shared_down.set_weight(weight)
 
 
 def experts(hidden: torch.Tensor, packed: PackedExperts, norm: torch.Tensor, eps: float) -> torch.Tensor:
@@ -121,9 +118,3 @@ def experts(hidden: torch.Tensor, packed: PackedExperts, norm: torch.Tensor, eps
 
 def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def _widened(weight: torch.Tensor, width: int) -> torch.Tensor:
-    """Return rows [n, any] with zeros up to ``width`` columns."""
-    padding = width - weight.shape[1]
-    return F.pad(weight, (0, padding)) if padding else weight

@@ -9,15 +9,16 @@ from __future__ import annotations
 from enum import IntEnum
 
 import torch
+from torch.nn import functional as F
 
 from kernels.cpu.bindings import CRows, CWeight, address
 from kernels.cpu.library import require
 from kernels.cpu.memory import huge_zeros
 
-__all__ = ["LANES", "PackedLinear", "WeightKind", "has_int8", "linear", "pack_rows", "words_per_row"]
+__all__ = ["LANES", "PANELS_AT_ONCE", "PackedLinear", "WeightKind", "has_int8", "linear", "pack_rows", "words_per_row"]
 
 LANES = 16  # outputs that the kernels compute together, a panel
-_PANELS_AT_ONCE = 4  # the kernels read panels in fours, so memory is allocated for whole fours
+PANELS_AT_ONCE = 4  # the kernels read panels in fours, so memory is allocated for whole fours
 _STORE = 0  # PAGODA_STORE: the output is overwritten
 
 
@@ -51,7 +52,7 @@ class PackedLinear:
 
     def __init__(self, kind: WeightKind, in_features: int, out_features: int, *, has_bias: bool = False) -> None:
         self.kind, self.in_features, self.out_features = kind, in_features, out_features
-        panels = -(-out_features // (LANES * _PANELS_AT_ONCE)) * _PANELS_AT_ONCE
+        panels = -(-out_features // (LANES * PANELS_AT_ONCE)) * PANELS_AT_ONCE
         num_words = words_per_row(kind, in_features)
         self._words = huge_zeros((panels * num_words * LANES,), torch.int32)  # unused lanes stay zero
         is_int8 = kind is WeightKind.INT8
@@ -76,6 +77,8 @@ class PackedLinear:
     def set_weight(self, weight: torch.Tensor, *, first_output: int = 0, every: int = 1, offset: int = 0) -> None:
         """Pack rows [n, in_features] of the weights, float32 or bfloat16 (others are converted).
 
+        Zeros follow shorter rows.
+
         Args:
             weight: the rows.
             first_output: which output the first of them is.
@@ -83,7 +86,10 @@ class PackedLinear:
                 can be interleaved.
             offset: see ``every``.
         """
-        assert weight.shape[1] == self.in_features
+        missing = self.in_features - weight.shape[1]
+        assert missing >= 0
+        if missing:
+            weight = F.pad(weight, (0, missing))
         if weight.dtype not in (torch.float32, torch.bfloat16):
             weight = weight.float()
         weight = weight.contiguous()
