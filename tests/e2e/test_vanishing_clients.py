@@ -16,6 +16,7 @@ import psutil
 from tests.e2e.conftest import Server
 
 CLIENTS, AT_ONCE = 500, 50
+ADDRESS = "127.0.8.1"  # of the clients here, by which their connections are told from those of other tests
 SECONDS = 15.0  # after which nothing may be left
 
 
@@ -29,7 +30,7 @@ def _request(number: int) -> bytes:
 
 async def _client(server: Server, number: int, rng: random.Random) -> str:
     """Send a request, read some events, and reset or close the connection; whole answers are not waited for."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, local_addr=(ADDRESS, 0))
     wanted, received, text = rng.choice([0, 1, 8]) if number % 5 else 0, 0, b""
     is_polite, seconds = rng.random() < 0.5, rng.random() * 0.5
     try:
@@ -63,7 +64,7 @@ class Usage:
         self._replicas = [psutil.Process(pid) for pid in replicas]
 
     def read(self) -> dict[str, float]:
-        """Return the requests and blocks of the engines, and the connections of clients to the proxies."""
+        """Return the requests and blocks of the engines, and the proxies' connections with the vanishing clients."""
         metric = self._server.metric
         return {
             "running": sum(metric("pagoda_num_requests_running").values()),
@@ -94,7 +95,7 @@ class Usage:
         for process in self._server.processes():
             with suppress(psutil.NoSuchProcess):  # the proxy is replaced now and then
                 established = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED]
-                count += sum(one.laddr.port == self._server.port for one in established)
+                count += sum((one.laddr.port, one.raddr.ip) == (self._server.port, ADDRESS) for one in established)
         return count
 
     async def until_nothing_is_used(self, *, but: Container[str] = ()) -> dict[str, float]:
