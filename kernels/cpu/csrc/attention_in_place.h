@@ -14,22 +14,26 @@
 SPECIALIZED void multiply_16_keys(const int kind, const int rows, const attention_work *work, const uint32_t *query,
                                   const char *keys, const char *values, const size_t *offsets,
                                   f32x16 products[][BLOCK_VECTORS]) {
-    f32x16 quads[4][4];
-    for (int quad = 0; quad < 4; quad++) {
-        const size_t *at = offsets + 4 * quad;
-        f32x16 sums[4][4] = {0};
-        for (int i = 0; i < 4; i++) fetch_ahead(values + at[i], work->head_bytes);
-        for (int word = 0; word < work->words; word += LANES) {
-            u32x16 words[4];
-            for (int i = 0; i < 4; i++) words[i] = load_some_words(kind, keys + at[i], word, work->words);
-            for (int row = 0; row < rows; row++) {
-                u32x16 q = u32x16_load(query + row * work->padded_words + word);
-                for (int i = 0; i < 4; i++) sums[row][i] = dot(kind, sums[row][i], q, words[i]);
+    const size_t word_bytes = is_paired(kind) ? sizeof(uint32_t) : element_size(kind);
+    f32x16 sums[4][4] = {0}; /* [row][i]: four lanes for each of the keys i, i + 4, i + 8 and i + 12 */
+    for (int word = 0; word < work->words; word += LANES) {
+#pragma GCC unroll 4 /* or the sums would not be in registers */
+        for (int i = 0; i < 4; i++) {
+            u32x16 words[4], columns[4];
+            for (int k = 0; k < 4; k++) {
+                size_t at = offsets[i + 4 * k];
+                fetch_ahead(values + at + (size_t)word * word_bytes, LANES * word_bytes);
+                words[k] = load_some_words(kind, keys + at, word, work->words);
             }
+            transpose_quarters(words, columns);
+            for (int row = 0; row < rows; row++)
+                for (int k = 0; k < 4; k++) {
+                    u32x16 q = repeat_4_words(query + row * work->padded_words + word + 4 * k);
+                    sums[row][i] = dot(kind, sums[row][i], q, columns[k]);
+                }
         }
-        for (int row = 0; row < rows; row++) quads[row][quad] = add_lanes_of_4(sums[row]);
     }
-    for (int row = 0; row < rows; row++) products[row][0] = join_sums(quads[row]);
+    for (int row = 0; row < rows; row++) products[row][0] = add_lanes_of_quarters(sums[row]);
 }
 
 /* The products of one KV head's rows with a tile of keys. */

@@ -24,12 +24,12 @@ SPECIALIZED void multiply_block(const int kind, const int rows, const int vector
     }
 }
 
-/* sums = the products of `rows` queries with `vectors` times 16 keys over every 16th word from `word` on. */
-SPECIALIZED void multiply_lane(const int kind, const int rows, const int vectors, const attention_work *work,
-                               const uint32_t *query, const uint32_t *keys, int word, f32x16 sums[][2]) {
+/* sums = the products of `rows` queries with `vectors` times 16 keys over every fourth word from `word` on. */
+SPECIALIZED void multiply_every_fourth(const int kind, const int rows, const int vectors, const attention_work *work,
+                                       const uint32_t *query, const uint32_t *keys, int word, f32x16 sums[][2]) {
     for (int row = 0; row < rows; row++)
         for (int v = 0; v < vectors; v++) sums[row][v] = (f32x16){0};
-    for (; word < work->words; word += LANES) {
+    for (; word < work->words; word += SUMS_OF_PRODUCT) {
         u32x16 columns[2];
         for (int v = 0; v < vectors; v++) columns[v] = u32x16_load(keys + word * KEYS_PER_TILE + v * LANES);
         for (int row = 0; row < rows; row++) {
@@ -39,27 +39,20 @@ SPECIALIZED void multiply_lane(const int kind, const int rows, const int vectors
     }
 }
 
-/* The products of a block of rows with 16 or 32 packed keys. They are added as multiply_16_keys does it, which has 16
- * words of a key in a vector: each lane's words first, then the lanes as a tree. */
-SPECIALIZED void multiply_keys(const int kind, const int rows, const int vectors, const attention_work *work,
-                               const uint32_t *query, const uint32_t *keys, f32x16 products[][BLOCK_VECTORS]) {
-    f32x16 quarters[4][ROWS_PER_BLOCK][2];
-    for (int quarter = 0; quarter < 4; quarter++) {
-        f32x16 pairs[2][ROWS_PER_BLOCK][2];
-        for (int pair = 0; pair < 2; pair++) {
-            f32x16 first[ROWS_PER_BLOCK][2], second[ROWS_PER_BLOCK][2];
-            multiply_lane(kind, rows, vectors, work, query, keys, 4 * quarter + pair, first);
-            multiply_lane(kind, rows, vectors, work, query, keys, 4 * quarter + pair + 2, second);
-            for (int row = 0; row < rows; row++)
-                for (int v = 0; v < vectors; v++) pairs[pair][row][v] = first[row][v] + second[row][v];
-        }
+/* The products of a block of rows with 1 or 2 vectors of packed keys, from vector `first` on: SUMS_OF_PRODUCT sums one
+ * after another. With 2 vectors those of a sum and of a product so far are in registers. */
+SPECIALIZED void multiply_keys(const int kind, const int rows, const int first, const int vectors,
+                               const attention_work *work, const uint32_t *query, f32x16 products[][BLOCK_VECTORS]) {
+    f32x16 added[ROWS_PER_BLOCK][2], sums[ROWS_PER_BLOCK][2];
+    const uint32_t *keys = work->keys + first * LANES;
+    multiply_every_fourth(kind, rows, vectors, work, query, keys, 0, added);
+    for (int word = 1; word < SUMS_OF_PRODUCT; word++) {
+        multiply_every_fourth(kind, rows, vectors, work, query, keys, word, sums);
         for (int row = 0; row < rows; row++)
-            for (int v = 0; v < vectors; v++) quarters[quarter][row][v] = pairs[0][row][v] + pairs[1][row][v];
+            for (int v = 0; v < vectors; v++) added[row][v] += sums[row][v];
     }
     for (int row = 0; row < rows; row++)
-        for (int v = 0; v < vectors; v++)
-            products[row][v] =
-                (quarters[0][row][v] + quarters[1][row][v]) + (quarters[2][row][v] + quarters[3][row][v]);
+        for (int v = 0; v < vectors; v++) products[row][first + v] = added[row][v];
 }
 
 /* Weighs the first `vectors` times 16 keys of the tile for a block of rows. */
@@ -68,11 +61,8 @@ SPECIALIZED void weigh_block(const int kind, const int rows, const int vectors, 
     f32x16 products[ROWS_PER_BLOCK][BLOCK_VECTORS];
     int index = head * work->padded_rows + row;
     const uint32_t *query = work->query + (size_t)index * (size_t)work->padded_words;
-    multiply_keys(kind, rows, vectors < 2 ? 1 : 2, work, query, work->keys, products);
-    if (vectors > 2) { /* two at a time, so that the sums of a lane and of a pair are in registers */
-        f32x16(*last)[BLOCK_VECTORS] = (f32x16(*)[BLOCK_VECTORS])&products[0][2];
-        multiply_keys(kind, rows, vectors - 2, work, query, work->keys + 2 * LANES, last);
-    }
+    multiply_keys(kind, rows, 0, vectors < 2 ? 1 : 2, work, query, products);
+    if (vectors > 2) multiply_keys(kind, rows, 2, vectors - 2, work, query, products);
     if (work->tanh_scale > 0) cap_products(products, rows, vectors, work->tanh_scale);
     for (int i = 0; i < rows; i++)
         work->factors[row + i] =

@@ -37,6 +37,10 @@ typedef double f64x8 __attribute__((vector_size(64)));
 typedef uint16_t u16x32 __attribute__((vector_size(64)));
 #endif
 
+/* Of a query and a key: each is over every fourth word, and they are added in order. One would be fastest where keys
+ * are packed; where they are read in place, a vector holds four adjacent words of each of four keys. */
+enum { SUMS_OF_PRODUCT = 4 };
+
 /* Whether a word is two bfloat16. */
 INLINE bool is_paired(const int kind) { return kind == BFLOAT16 && PAIRS_BFLOAT16; }
 
@@ -150,27 +154,47 @@ INLINE f32x16 exp2_of(f32x16 x) {
 #endif
 }
 
-/* Of four vectors: each quarter of the result holds, for each of them, the sum of that quarter's four lanes. The lanes
- * are added in the order of multiply_keys in attention_packed.h: (0 + 2) + (1 + 3), and then the quarters' sums
- * (first + second) + (third + fourth). */
-INLINE f32x16 add_lanes_of_4(const f32x16 *sums) {
-#define LOW(x, y) __builtin_shufflevector(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
-#define HIGH(x, y) __builtin_shufflevector(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
-    f64x8 ab = (f64x8)(LOW(sums[0], sums[1]) + HIGH(sums[0], sums[1]));
-    f64x8 cd = (f64x8)(LOW(sums[2], sums[3]) + HIGH(sums[2], sums[3]));
-#undef LOW
-#undef HIGH
-    return (f32x16)__builtin_shufflevector(ab, cd, 0, 8, 2, 10, 4, 12, 6, 14) +
-           (f32x16)__builtin_shufflevector(ab, cd, 1, 9, 3, 11, 5, 13, 7, 15);
+/* Four words, four times. */
+INLINE u32x16 repeat_4_words(const uint32_t *words) {
+#if defined(__AVX512F__)
+    return (u32x16)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)words));
+#else
+    u32x16 repeated;
+    for (int i = 0; i < 4; i++) memcpy((uint32_t *)&repeated + 4 * i, words, 4 * sizeof *words);
+    return repeated;
+#endif
 }
 
-/* The 16 sums of four results of add_lanes_of_4, in order. */
-INLINE f32x16 join_sums(const f32x16 *quads) {
+/* Transposes four rows of 16 words, in quarters: quarter i of columns[k] is quarter k of rows[i]. */
+INLINE void transpose_quarters(const u32x16 *rows, u32x16 *columns) {
+#define FIRST(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+#define LAST(x, y) __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
 #define EVEN(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
 #define ODD(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
-    f32x16 ab = EVEN(quads[0], quads[1]) + ODD(quads[0], quads[1]);
-    f32x16 cd = EVEN(quads[2], quads[3]) + ODD(quads[2], quads[3]);
-    return EVEN(ab, cd) + ODD(ab, cd);
+    u32x16 first_ab = FIRST(rows[0], rows[1]), first_cd = FIRST(rows[2], rows[3]);
+    u32x16 last_ab = LAST(rows[0], rows[1]), last_cd = LAST(rows[2], rows[3]);
+    columns[0] = EVEN(first_ab, first_cd);
+    columns[1] = ODD(first_ab, first_cd);
+    columns[2] = EVEN(last_ab, last_cd);
+    columns[3] = ODD(last_ab, last_cd);
+#undef FIRST
+#undef LAST
+#undef EVEN
+#undef ODD
+}
+
+/* Adds the four lanes of each quarter of four vectors, in order. Lane 4 * i + k of the result is the sum of quarter i
+ * of sums[k]. */
+INLINE f32x16 add_lanes_of_quarters(const f32x16 *sums) {
+#define LOW(x, y) (f64x8)__builtin_shufflevector(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HIGH(x, y) (f64x8)__builtin_shufflevector(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define EVEN(x, y) (f32x16)__builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14)
+#define ODD(x, y) (f32x16)__builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15)
+    f64x8 low_ab = LOW(sums[0], sums[1]), low_cd = LOW(sums[2], sums[3]);
+    f64x8 high_ab = HIGH(sums[0], sums[1]), high_cd = HIGH(sums[2], sums[3]);
+    return EVEN(low_ab, low_cd) + ODD(low_ab, low_cd) + EVEN(high_ab, high_cd) + ODD(high_ab, high_cd);
+#undef LOW
+#undef HIGH
 #undef EVEN
 #undef ODD
 }
