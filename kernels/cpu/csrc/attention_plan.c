@@ -182,11 +182,18 @@ static row_results add_items(attention_plan *plan, attention_item whole, int64_t
     return results;
 }
 
+/* How many KV heads an item of shared keys computes: all or one. Many rows that are to be divided are divided by heads,
+ * since spans of keys leave results to be merged. Few rows are limited by reading, and heads are adjacent. */
+static int32_t heads_of_shared_item(const attention_plan *plan, const attention_item *shared, int64_t cost_of_item) {
+    int64_t rows = rows_of(plan->call, shared);
+    if (rows * shared->num_heads * plan->call->head_dim > MOST_FLOATS_OF_SUMS) return 1;
+    return rows <= MOST_ROWS_IN_PLACE || cost_of(plan->call, shared) <= cost_of_item ? shared->num_heads : 1;
+}
+
 /* Adds the items of the keys that a run of units shares. */
 static row_results add_shared_items(attention_plan *plan, int32_t first, int64_t cost_of_item) {
     attention_item item = shared_item(plan, first);
-    int64_t floats = (int64_t)rows_of(plan->call, &item) * item.num_heads * plan->call->head_dim;
-    int32_t heads = floats <= MOST_FLOATS_OF_SUMS ? item.num_heads : 1, end_head = item.num_heads;
+    int32_t heads = heads_of_shared_item(plan, &item, cost_of_item), end_head = item.num_heads;
     row_results results = {0};
     item.num_heads = heads;
     for (item.first_head = 0; item.first_head < end_head; item.first_head += heads) {
