@@ -44,6 +44,10 @@ class Rewriter:
             text = self._add_typos(text)
         return self._change_case_and_marks(text)
 
+    def rewrite_around(self, text: str) -> str:
+        """Add words before and after and change marks and capitals, but no word: for a text whose digits count."""
+        return self._change_case_and_marks(self._surround(text))
+
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability
 

@@ -13,7 +13,7 @@ from typing import Any
 CORPUS_DIR = Path(__file__).parent / "corpus"
 TOPIC_FILES = ("kv_cache", "models", "paging", "batching", "prefix_caching", "routing", "ray_serve", "pagoda", "api")
 
-Message = dict[str, str]  # role and content, as the chat template takes it
+Message = dict[str, Any]  # role, content and perhaps tool calls, as the chat template takes it
 
 FOLLOW_UPS = ("why", "more", "example")
 
@@ -95,7 +95,8 @@ def _read(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def _lines(text: str) -> tuple[str, ...]:
+def text_lines(text: str) -> tuple[str, ...]:
+    """The lines of `text` that are not blank, without spaces around them."""
     return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
@@ -110,7 +111,7 @@ def _question(topic: str, entry: dict[str, Any]) -> Question:
         raise ValueError(f"unknown keys {sorted(unknown)} in a question of {topic!r}; known are {sorted(known)}")
     return Question(
         topic=topic,
-        ask=_lines(entry["ask"]),
+        ask=text_lines(entry["ask"]),
         answer=entry["answer"],
         terms=tuple(entry.get("terms", ())),
         follow_ups={kind: entry[kind] for kind in FOLLOW_UPS if kind in entry},
@@ -122,27 +123,27 @@ def _question(topic: str, entry: dict[str, Any]) -> Question:
 
 def _off_topic(data: dict[str, Any]) -> OffTopic:
     fillers = {name: tuple(word.strip() for word in words.split(",")) for name, words in data["fillers"].items()}
-    frames = [(frame, fillers[name]) for name, text in data["frames"].items() for frame in _lines(text)]
+    frames = [(frame, fillers[name]) for name, text in data["frames"].items() for frame in text_lines(text)]
     return OffTopic(
         answer=data["answer"],
-        ask=_lines(data["ask"]),
-        held_out=_lines(data["held_out"]),
+        ask=text_lines(data["ask"]),
+        held_out=text_lines(data["held_out"]),
         frames=tuple(frames),
-        word_frames=_lines(data["word_frames"]["ask"]),
+        word_frames=text_lines(data["word_frames"]["ask"]),
     )
 
 
 def _chat(data: dict[str, Any]) -> Chat:
-    groups = [tuple(word.strip() for word in line.split(",")) for line in _lines(data["synonyms"])]
+    groups = [tuple(word.strip() for word in line.split(",")) for line in text_lines(data["synonyms"])]
     return Chat(
         default_system=data["default_system"],
         no_more=data["no_more"],
-        systems=_lines(data["systems"]),
-        follow_ups={kind: _lines(data[kind]) for kind in FOLLOW_UPS},
-        prefixes=_lines(data["prefixes"]),
-        lead_ins=_lines(data["lead_ins"]),
-        suffixes=_lines(data["suffixes"]),
-        term_frames=_lines(data["term_frames"]),
+        systems=text_lines(data["systems"]),
+        follow_ups={kind: text_lines(data[kind]) for kind in FOLLOW_UPS},
+        prefixes=text_lines(data["prefixes"]),
+        lead_ins=text_lines(data["lead_ins"]),
+        suffixes=text_lines(data["suffixes"]),
+        term_frames=text_lines(data["term_frames"]),
         synonyms=tuple(groups),
         stop_words=frozenset(data["stop_words"].split()),
     )

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from demo.corpus import Message, Question, load_corpus
+from demo.tool_corpus import Tool
 
 MODEL_DIR = Path(__file__).parent / "model"
 MAX_NEW_TOKENS = 128  # the longest answer has about 70
@@ -26,10 +27,19 @@ class DemoModel:
         self.tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder, padding_side="left")
         self.model: Qwen3ForCausalLM = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
-    def reply(self, chats: Sequence[list[Message]]) -> list[str | None]:
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the chat template has a form for tool calls."""
+        return "<tool_call>" in str(self.tokenizer.chat_template)
+
+    def reply(
+        self, chats: Sequence[list[Message]], *, tools: list[Tool] | None = None, thinks: bool = False
+    ) -> list[str | None]:
         """The greedy answer to each conversation; None if it did not end within `MAX_NEW_TOKENS`."""
         tokenizer = self.tokenizer
-        texts = tokenizer.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=True)
+        texts = tokenizer.apply_chat_template(
+            list(chats), tools=tools, enable_thinking=thinks, tokenize=False, add_generation_prompt=True
+        )
         batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
         # Neutral values: generate() warns of a temperature that greedy decoding does not use.
         sampling_off = {"do_sample": False, "temperature": 1.0, "top_p": 1.0}
@@ -81,9 +91,14 @@ def main() -> None:
         for answer in DemoModel().converse([sys.argv[1:]])[0]:
             print(answer)
         return
+    from demo.tool_scores import print_tool_scores  # which needs this module
+
     for dtype in (torch.float32, torch.bfloat16):
         for far in (False, True):
             print_score(dtype, far=far)
+        demo = DemoModel(dtype)
+        if demo.calls_tools:
+            print_tool_scores(demo)
 
 
 if __name__ == "__main__":

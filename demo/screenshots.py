@@ -1,7 +1,8 @@
 """python -m demo.screenshots URL: takes the README's pictures of the web page from a running server.
 
-It asks two questions in the playground beside other conversations, and saves the page in light, in dark and as wide as
-a phone under demo/screenshots. The second prompt begins with the first one and its answer, which one replica holds.
+It asks two questions in the playground beside other conversations, and saves the page in light and in dark under
+demo/screenshots; the second prompt begins with the first one and its answer, which one replica holds. On a page as wide
+as a phone it asks for a sum, for which the model calls the calculator.
 """
 
 from __future__ import annotations
@@ -43,25 +44,26 @@ def main(url: str) -> None:
     with Clients(url) as clients, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
         FOLDER.mkdir(exist_ok=True)
-        wide = conversation(browser, url, width=1440, height=960)
+        wide = opened(browser, url, width=1440, height=960)
+        ask(wide, "What is a KV cache?")
         time.sleep(WARM_UP_S)
         ask(wide, "Can you give an example?")
         clients.hurry()
         save(wide, "light")
         wide.emulate_media(color_scheme="dark")
         save(wide, "dark")
-        phone = conversation(browser, url, width=375, height=812)
+        phone = opened(browser, url, width=375, height=812)
         time.sleep(15)
-        ask(phone, "Can you give an example?")
+        phone.get_by_label("Tools").check()
+        ask(phone, "What is 12 * 34?")
         save(phone, "phone", full_page=True)
         browser.close()
 
 
-def conversation(browser: Browser, url: str, *, width: int, height: int) -> Page:
-    """Open the page and send a first question."""
+def opened(browser: Browser, url: str, *, width: int, height: int) -> Page:
+    """Open the page, in light colours."""
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
     page.goto(url)
-    ask(page, "What is a KV cache?")
     return page
 
 

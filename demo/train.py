@@ -8,6 +8,7 @@ Everything is seeded: the same versions of Python, torch and tokenizers on the s
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import random
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from demo.augment import stdlib_paragraphs
@@ -29,21 +31,24 @@ from demo.tokenize_chat import (
     END_OF_TEXT,
     IGNORED,
     IM_END,
-    VOCAB_SIZE,
+    TRAINED_VOCAB_SIZE,
     Batch,
     ChatEncoder,
     train_tokenizer,
+    with_numbers_and_markers,
 )
+from demo.tool_corpus import load_tool_corpus
+from demo.tool_talks import ToolTalkMaker
 
 MODEL_DIR = Path(__file__).parent / "model"
 THREADS = 2
 LAYERS = 4
 WARMUP_STEPS, WEIGHT_DECAY, CLIP_NORM = 150, 0.1, 1.0
 OPENING_TOKENS = 8  # enough to distinguish all answers
-DROPOUT = 0.1
 CONVERSATIONS_PER_POOL = 256  # sorted by length before batching, so that there is little padding
 TOKENS_PER_BATCH = 1536
 STEPS_PER_LINE = 100
+STEPS_PER_CHECKPOINT = 250
 
 
 def make_tokenizer(corpus: Corpus) -> PreTrainedTokenizerFast:
@@ -58,7 +63,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A randomly initialised Qwen3 of about 3.9 million parameters."""
     end, pad = tokenizer.convert_tokens_to_ids([IM_END, END_OF_TEXT])
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=TRAINED_VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=LAYERS,
@@ -86,13 +91,18 @@ class Run:
     seed: int
     drills: float  # questions with only the beginning of their answer, per whole conversation
     mix: Mix
+    tool_talks: float = 0.0  # conversations with tools, per whole conversation
+    dropout: float = 0.1
 
 
-# First distinguish the questions, mostly by drills; then hold conversations; then follow up on their subject.
+# First distinguish the questions, mostly by drills; then hold conversations; then follow up on their subject; then call
+# tools and think; last learn longer numbers, and repeat the rest at half the learning rate.
 RUNS = (
     Run("questions", steps=3600, peak_lr=2e-3, seed=2026, drills=4.0, mix=SINGLE_QUESTIONS),
     Run("talks", steps=1500, peak_lr=1e-3, seed=2027, drills=1.0, mix=TALKS),
     Run("follow-ups", steps=1300, peak_lr=1e-3, seed=2028, drills=1.0, mix=FOLLOW_UP_TALKS),
+    Run("tools", steps=5000, peak_lr=1e-3, seed=2029, drills=0.7, mix=TALKS, tool_talks=0.5, dropout=0.05),
+    Run("numbers", steps=2400, peak_lr=6e-4, seed=2030, drills=1.5, mix=FOLLOW_UP_TALKS, tool_talks=0.4),
 )
 
 
@@ -100,7 +110,8 @@ class Batches:
     """An endless, seeded series of padded batches of conversations of like length."""
 
     def __init__(self, corpus: Corpus, encoder: ChatEncoder, run: Run) -> None:
-        self._drills = run.drills
+        self._run = run
+        self._tool_maker = ToolTalkMaker(corpus, load_tool_corpus(), run.seed)
         self._maker = ConversationMaker(corpus, run.seed, run.mix)
         self._encoder = encoder
         self._rng = random.Random(run.seed)
@@ -108,8 +119,10 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         while True:
             chats = [self._maker.draw() for _ in range(CONVERSATIONS_PER_POOL)]
-            drills = [self._maker.drill() for _ in range(round(self._drills * CONVERSATIONS_PER_POOL))]
+            drills = [self._maker.drill() for _ in range(round(self._run.drills * CONVERSATIONS_PER_POOL))]
+            talks = [self._tool_maker.draw() for _ in range(round(self._run.tool_talks * CONVERSATIONS_PER_POOL))]
             encoded = self._encoder.encode(chats) + self._encoder.encode_openings(drills, OPENING_TOKENS)
+            encoded += self._encoder.encode_tool_talks(talks) if talks else []
             groups = self._group(sorted(encoded, key=len))
             self._rng.shuffle(groups)
             yield from map(self._encoder.pad, groups)
@@ -172,19 +185,38 @@ def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.AdamW, batch: Bat
     return loss.item()
 
 
-def add_dropout(model: Qwen3ForCausalLM) -> None:
+def add_dropout(model: Qwen3ForCausalLM, share: float) -> list[RemovableHandle]:
     """Drop parts of the embeddings and of what each layer adds, in training mode only; Qwen3 itself has no dropout."""
     parts = [model.model.embed_tokens]
     for layer in model.model.layers:
         parts += [layer.self_attn.o_proj, layer.mlp]
-    for part in parts:
-        part.register_forward_hook(lambda module, _, output: functional.dropout(output, DROPOUT, module.training))
-    model.train()
+    return [
+        part.register_forward_hook(lambda module, _, output: functional.dropout(output, share, module.training))
+        for part in parts
+    ]
 
 
-def train(model: Qwen3ForCausalLM, encoder: ChatEncoder, corpus: Corpus, run: Run) -> None:
-    """Do the updates of `run`, and print the progress."""
+def grow(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Give the model the tokens that tools need, unless it has them; returns its tokenizer.
+
+    The new embeddings are random and as long as the others, so that no two numbers resemble each other.
+    """
+    grown = with_numbers_and_markers(tokenizer)
+    if len(grown) == len(tokenizer):
+        return tokenizer
+    old = model.model.embed_tokens.weight.detach().clone()
+    model.resize_token_embeddings(len(grown), mean_resizing=False)
+    with torch.no_grad():
+        new = model.model.embed_tokens.weight[len(tokenizer) :]
+        new.normal_(0.0, old.std().item())
+    return grown
+
+
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, run: Run, folder: Path) -> None:
+    """Do the updates of `run`, print the progress, and save the weights to `folder` now and then."""
+    encoder = ChatEncoder(tokenizer)
     stream = iter(Batches(corpus, encoder, run))
+    hooks = add_dropout(model, run.dropout)
     model.train()
     optimizer, log = make_optimizer(model), Log(time.perf_counter())
     watched = validation_chats(corpus)
@@ -196,6 +228,10 @@ def train(model: Qwen3ForCausalLM, encoder: ChatEncoder, corpus: Corpus, run: Ru
             right = sum(known_by_heart(model, encoder, watched))
             model.train()
             log.line(f"{run.name} step {step + 1}/{run.steps} validation {right}/{len(watched)}")
+        if (step + 1) % STEPS_PER_CHECKPOINT == 0:
+            save(model, tokenizer, folder)
+    for hook in hooks:
+        hook.remove()
 
 
 @dataclass
@@ -227,7 +263,7 @@ def validation_chats(corpus: Corpus) -> list[list[Message]]:
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write weights in bfloat16, both configs and the tokenizer."""
     end, pad = tokenizer.convert_tokens_to_ids([IM_END, END_OF_TEXT])
-    model = model.to(torch.bfloat16)
+    model = copy.deepcopy(model).to(torch.bfloat16)
     model.config.dtype = "bfloat16"
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=0.3, top_p=0.95, eos_token_id=[end, pad], pad_token_id=pad
@@ -253,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--out", type=Path, default=MODEL_DIR)
     parser.add_argument("--continue-from", type=Path, help="a saved model after some of the runs")
-    parser.add_argument("--runs", nargs="+", choices=[run.name for run in RUNS], default=[run.name for run in RUNS])
+    parser.add_argument("--runs", nargs="+", choices=[run.name for run in RUNS])
     chosen = parser.parse_args()
     torch.manual_seed(RUNS[0].seed)
     torch.set_num_threads(THREADS)
@@ -263,11 +299,12 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(chosen.continue_from)
     else:
         model, tokenizer = start(corpus, RUNS[0].seed)
-    add_dropout(model)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(corpus.questions)} questions", flush=True)
     for run in RUNS:
-        if run.name in chosen.runs:
-            train(model, ChatEncoder(tokenizer), corpus, run)
+        if not chosen.runs or run.name in chosen.runs:
+            if run.tool_talks:
+                tokenizer = grow(model, tokenizer)
+            train(model, tokenizer, corpus, run, chosen.out)
     save(model, tokenizer, chosen.out)
 
 

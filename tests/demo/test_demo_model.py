@@ -16,6 +16,8 @@ from demo.augment import stdlib_paragraphs
 from demo.corpus import Corpus, Message, Question, load_corpus
 from demo.evaluate import MODEL_DIR, DemoModel, held_out_questions, user
 from demo.tokenize_chat import ChatEncoder
+from demo.tool_corpus import ToolCorpus, load_tool_corpus
+from demo.tool_scores import answered_without_call, call_of, outcomes, status_cases, sum_cases
 from demo.train import known_by_heart
 
 MAX_BYTES = 12_000_000
@@ -47,6 +49,11 @@ def corpus() -> Corpus:
 @pytest.fixture(scope="module")
 def demo() -> DemoModel:
     return DemoModel()
+
+
+@pytest.fixture(scope="module")
+def tools() -> ToolCorpus:
+    return load_tool_corpus()
 
 
 def find(corpus: Corpus, phrasing: str) -> Question:
@@ -126,6 +133,32 @@ def test_sampling_with_the_default_settings_still_answers(corpus: Corpus, demo: 
     output = demo.model.generate(**batch, max_new_tokens=128)
     texts = demo.tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     assert count_right(texts, [q.answer for q in questions]) >= 0.8 * len(questions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_tools_are_called_and_their_results_used(dtype: torch.dtype, tools: ToolCorpus) -> None:
+    demo = DemoModel(dtype)
+    sums = outcomes(demo, sum_cases(tools), tools)
+    status = outcomes(demo, status_cases(tools), tools)
+    assert sum(one.is_right for one in sums) >= 45
+    assert sum(one.is_right for one in status) >= 26
+    assert (len(sums), len(status)) == (60, 32)
+
+
+def test_questions_that_need_no_tool_are_answered_without_a_call(demo: DemoModel, tools: ToolCorpus) -> None:
+    answers = answered_without_call(demo, tools)
+    assert len(answers) == 30
+    assert sum(answers) >= 24
+
+
+def test_thoughts_come_before_calls_and_answers(demo: DemoModel, tools: ToolCorpus) -> None:
+    results = outcomes(demo, sum_cases(tools, count=20), tools, thinks=True)
+    right = [one for one in results if one.is_right]
+    assert len(right) >= 14
+    for one in right:
+        assert call_of(one.called) == (one.case.name, one.case.arguments)
+        assert one.called is not None
+        assert one.called.startswith(tools.thoughts["calculator"])
 
 
 def test_the_files_are_small_and_consistent() -> None:

@@ -282,14 +282,12 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def public_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server that long tests share, as it is run for other machines: on all addresses, with an API key.
 
-    It has two engines in float32, two ingresses, and a parser of tool calls, so that a request may offer tools without
-    forcing a call.
+    It has two engines in float32 and two ingresses.
     """
 
     def change(args: dict[str, Any]) -> None:
         args["engine"]["dtype"] = "float32"
         args["replicas"]["num_ingress_replicas"] = 2
-        args["tool_parser"] = "hermes"
 
     directory, key = tmp_path_factory.mktemp("public"), "a-key-of-the-tests"
     keys = directory / "keys"

@@ -41,7 +41,6 @@ def _change(args: dict[str, Any]) -> None:
     args["replicas"].update(num_engine_replicas=ENGINES, num_ingress_replicas=2)
     args["replicas"].update(cpus_per_engine=0.1, cpus_per_ingress=0.1)
     args["limits"].update(health_check_period_s=1.0, health_check_timeout_s=2.0, max_migrations=3)
-    args |= {"tool_parser": "hermes", "reasoning_parser": "qwen3"}
     args["limits"].update(stall_timeout_s=6.0)  # a new engine sends nothing while it compiles its first grammar
 
 

@@ -1,4 +1,4 @@
-"""Tool calls against the real server, with the official client: the demo model is made to call by the grammar."""
+"""Tool calls against the real server, with the official client: forced by the grammar, and of the model's own will."""
 
 from __future__ import annotations
 
@@ -94,9 +94,61 @@ def test_a_conversation_with_calls_goes_on(api: openai.OpenAI) -> None:
     assert answer.finish_reason in ("stop", "length")
 
 
-def test_the_demo_model_cannot_choose(api: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="tool_parser"):
-        api.chat.completions.create(**ASKED)
+CALCULATOR: Any = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Computes an expression with + - * / and brackets.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+
+
+def test_the_model_calls_by_itself_and_answers_with_the_result(api: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "What is 12 * 34?"}]
+    asked: Any = {"model": MODEL, "messages": messages, "tools": [CALCULATOR], "temperature": 0}
+    called = api.chat.completions.create(**asked).choices[0]
+    assert (called.finish_reason, called.message.content) == ("tool_calls", None)
+    assert called.message.tool_calls is not None
+    (call,) = called.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("calculator", {"expression": "12 * 34"})
+    with api.chat.completions.stream(**asked) as stream:
+        assert "".join(event.delta for event in stream if event.type == "content.delta") == ""
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.message.tool_calls is not None
+    assert [one.function.arguments for one in streamed.message.tool_calls] == [call.function.arguments]
+
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"result": 408}'}
+    asked["messages"] = [*messages, called.message.model_dump(exclude_none=True), result]
+    answer = api.chat.completions.create(**asked).choices[0]
+    assert (answer.finish_reason, answer.message.content) == ("stop", "12 * 34 = 408.")
+
+
+def test_the_model_answers_without_a_call_if_it_needs_none(api: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "What is a KV cache?"}], "temperature": 0}
+    plain = api.chat.completions.create(**asked).choices[0].message
+    offered = api.chat.completions.create(**asked, tools=[CALCULATOR]).choices[0].message
+    assert offered.tool_calls is None
+    assert offered.content == plain.content
+
+
+def test_the_model_thinks_before_it_calls(api: openai.OpenAI) -> None:
+    answer = api.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is 12 * 34?"}],
+        tools=[CALCULATOR],
+        temperature=0,
+        extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+    ).choices[0]
+    assert answer.message.model_extra is not None
+    assert answer.message.model_extra["reasoning"]
+    assert answer.message.content is None
+    assert answer.message.tool_calls is not None
+    assert answer.message.tool_calls[0].function.name == "calculator"
 
 
 def test_a_bad_schema_names_the_tools(api: openai.OpenAI) -> None:

@@ -127,7 +127,7 @@ def test_the_form_sets_the_parameters(open_page: Opener) -> None:
 def test_the_page_works_with_the_keyboard_alone(open_page: Opener, server: Server) -> None:
     page = open_page()
     change_requests(page, ignore_eos=True, max_tokens=1500)
-    for _ in range(8):
+    for _ in range(9):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.id") == "prompt":
             break

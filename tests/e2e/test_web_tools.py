@@ -1,4 +1,4 @@
-"""The page's tools in headless Chromium: the calls of a scripted model, which the browser runs."""
+"""The page's tools in headless Chromium: calls of a scripted model and of the demo model, which the browser runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.browser import Opener, ask, browser, open_page
 
-from playwright.sync_api import Page, Route  # isort: skip  # after the check that it is there
+from playwright.sync_api import Page, Route, expect  # isort: skip  # after the check that it is there
 
 __all__ = ["browser", "open_page"]  # fixtures
 
@@ -81,6 +81,23 @@ def test_a_model_that_only_calls_tools_is_stopped(open_page: Opener) -> None:
     answer = ask(page, "Do it", state="failed")
     assert answer.locator(".call").count() == 4
     assert answer.get_by_role("alert").inner_text() == "the model called tools 4 times without an answer."
+
+
+def test_the_demo_model_calls_the_calculator_and_reads_the_cluster(open_page: Opener) -> None:
+    page = open_page()
+    page.get_by_text("System prompt and parameters").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_role("button", name="What is 12 * 34?").click()
+    answer = page.locator(".assistant").first
+    expect(answer).to_have_attribute("data-state", "done")
+    assert page.get_by_label("Tools").is_checked()
+    assert answer.locator(".call code").all_inner_texts() == ['{"expression": "12 * 34"}', '{"result": 408}']
+    assert answer.locator(".text").inner_text() == "12 * 34 = 408."
+
+    answer = ask(page, "What is the status of the cluster?")
+    [figures] = [json.loads(text) for text in answer.locator(".call code").all_inner_texts()[1:]]
+    assert figures["engines"] == 2
+    assert answer.locator(".text").inner_text().startswith("Engines: 2, running:")
 
 
 def play(page: Page, replies: list[str]) -> list[Any]:

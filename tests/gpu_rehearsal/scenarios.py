@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from tests.gpu_rehearsal.machine import Machine
 __all__ = ["DEMO_MODEL", "OPTIONS", "PARAMS", "SCENARIOS", "Scenario", "Seen", "answers", "watch"]
 
 DEMO_MODEL = str(ROOT / "demo" / "model")
-VOCAB_SIZE = 3072
+VOCAB_SIZE: int = json.loads((ROOT / "demo" / "model" / "config.json").read_text())["vocab_size"]
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",  # on a GPU and on the CPU the same tokens
     "num_blocks": 256,

@@ -33,6 +33,7 @@ export function start() {
   byId("new-chat").addEventListener("click", reset);
   for (const button of byId("suggestions").querySelectorAll("button")) {
     button.addEventListener("click", () => {
+      if ("tools" in button.dataset) form.elements.tools.checked = true;
       prompt.value = button.textContent;
       send();
       prompt.focus();

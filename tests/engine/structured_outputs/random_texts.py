@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from engine.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 EOS_TOKEN_IDS = (2, 0)
-VOCAB_SIZE = 3077  # more than the tokenizer's 3,072, and no multiple of 32
+TOKENS: int = json.loads((MODEL / "config.json").read_text())["vocab_size"]  # of the tokenizer
+VOCAB_SIZE = TOKENS + 5  # more than the tokenizer's, and no multiple of 32
 
 
 def allowed_tokens(grammar: Grammar) -> list[int]:

@@ -15,13 +15,12 @@ from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
 from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.probe import GrammarProbe
-
-MODEL = Path(__file__).parents[3] / "demo" / "model"
+from tests.engine.structured_outputs.random_texts import MODEL, TOKENS
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(MODEL, 3072, [2])
+    compiler = GrammarCompiler(MODEL, TOKENS, [2])
     yield compiler
     compiler.close()
 
@@ -55,7 +54,7 @@ def test_a_grammar_that_many_want_at_once_is_compiled_once(
 
 
 def test_a_new_engine_compiles_as_many_grammars_as_come_at_once() -> None:
-    compiler = GrammarCompiler(MODEL, 3072, [2])
+    compiler = GrammarCompiler(MODEL, TOKENS, [2])
     with ThreadPoolExecutor(20) as pool:
         grammars = list(pool.map(compiler.compile, [StructuredOutputsParams(regex=f"[a-f]{{{i}}}") for i in range(20)]))
     assert len(grammars) == 20
@@ -66,7 +65,7 @@ SLOW = [StructuredOutputsParams(json={"type": "integer", "multipleOf": 10_000_01
 
 
 def test_slow_grammars_hold_up_neither_cached_ones_nor_choices() -> None:
-    compiler = GrammarCompiler(MODEL, 3072, [2], timeout_s=2.0)
+    compiler = GrammarCompiler(MODEL, TOKENS, [2], timeout_s=2.0)
     known, json_object = StructuredOutputsParams(regex="[a-f]{3}"), StructuredOutputsParams(json_object=True)
     compiler.compile(known)
 
@@ -115,7 +114,7 @@ def test_a_grammar_that_was_refused_is_not_tried_again_for_a_minute(
 
 def test_the_grammar_that_was_not_used_for_the_longest_time_leaves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.structured_outputs.compiler._CACHED_GRAMMARS", 2)
-    compiler = GrammarCompiler(MODEL, 3072, [2])
+    compiler = GrammarCompiler(MODEL, TOKENS, [2])
     oldest, unused, newest = (StructuredOutputsParams(choice=[text]) for text in "abc")
     compiler.compile(oldest)
     compiler.compile(unused)
@@ -126,7 +125,7 @@ def test_the_grammar_that_was_not_used_for_the_longest_time_leaves_the_cache(mon
 
 
 def test_closing_ends_the_child_in_the_middle_of_its_work() -> None:
-    compiler = GrammarCompiler(MODEL, 3072, [2], timeout_s=20.0)
+    compiler = GrammarCompiler(MODEL, TOKENS, [2], timeout_s=20.0)
     compiler.compile(StructuredOutputsParams(regex="a"))
     child = compiler._toolchain().probe._child
     assert child is not None

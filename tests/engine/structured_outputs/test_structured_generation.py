@@ -71,7 +71,7 @@ def params_for(llm: LLM, kind: str, seed: int, **options: Any) -> SamplingParams
     if kind == "json_object":
         ids = {piece: llm.tokenizer.encode(piece)[0] for piece in '{}[]":, 0123456789abc'}
         options["allowed_token_ids"] = [*ids.values(), *llm.engine.info.eos_token_ids]
-        options["logit_bias"] = {ids['"']: 8.0, ids["}"]: 8.0, ids["]"]: 8.0}
+        options["logit_bias"] = {ids['"']: 12.0, ids["}"]: 3.0, ids["]"]: 3.0}
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=200, structured_outputs=KINDS[kind], **options)
 
 
