@@ -1,10 +1,12 @@
-"""The cost of scheduling: the time of one schedule + update with a model that computes nothing.
+"""What a step costs the host: schedule, plan, input tensors and update, with a model that computes nothing.
 
     python -m benchmarks.scheduler [--running 16 64 256 1024] [--num-blocks 100000] [--out results.json]
+    python -m benchmarks.scheduler --context 4096 --running 256 1024
 
-Sequences of random lengths decode; a finished one is replaced at once, so that the batch keeps its size and some
-steps mix decodes with a prefill, as on a busy server. The prefix cache is on and every full block is published.
-Block counts are compared at one batch size to show that the cost does not grow with the pool.
+Sequences decode; a finished one is replaced at once, so that the batch keeps its size and some steps mix decodes with a
+prefill, as on a busy server. Prompts have random lengths, or ``--context`` tokens. The prefix cache is on and every
+full block is published. Without ``--context``, block counts are compared at one batch size to show that the cost does
+not grow with the pool. One thread does everything; the tensors are made for a CPU.
 """
 
 from __future__ import annotations
@@ -16,31 +18,65 @@ import random
 import statistics
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.machine import describe
 from engine.kv.block_manager import BlockManager
+from engine.kv.block_tables import BlockTables
 from engine.prefix_hash import root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import SequenceGroup
+from engine.worker.step_planner import StepPlanner
 
 VOCAB_SIZE = 150_000
+PREFILL_TOKENS = 8192  # of a step, beside the decodes
+LONGEST_RANDOM = 512  # tokens of a prompt, or of an answer
+CPU = torch.device("cpu")
+
+
+class StepCost(NamedTuple):
+    """Seconds of one step on the host."""
+
+    schedule: float  # schedule and update
+    plan: float
+    inputs: float  # the plan's arrays as tensors
+
+    @property
+    def total(self) -> float:
+        """Seconds of all parts."""
+        return sum(self)
 
 
 class Load:
-    """A scheduler that always has ``num_running`` sequences to run."""
+    """A scheduler that always has ``num_running`` sequences to run.
 
-    def __init__(self, num_running: int, num_blocks: int, block_size: int, *, steady: bool) -> None:
+    Args:
+        num_running: sequences.
+        num_blocks: blocks in the pool.
+        block_size: tokens per block.
+        max_blocks: blocks of a sequence, at most.
+        context: tokens of each prompt; 0: random lengths.
+        steady: no sequence ends.
+    """
+
+    def __init__(
+        self, num_running: int, num_blocks: int, block_size: int, *, max_blocks: int, context: int, steady: bool
+    ) -> None:
         self._random = random.Random(0)
         self._blocks = BlockManager(num_blocks, block_size)
-        self.scheduler = Scheduler(self._blocks, max_num_seqs=num_running, max_num_batched_tokens=8192 + num_running)
+        self.scheduler = Scheduler(
+            self._blocks, max_num_seqs=num_running, max_num_batched_tokens=PREFILL_TOKENS + num_running
+        )
         self._num_arrived = 0
+        self._context = context
         self._steady = steady
+        self._planner = StepPlanner(block_size, num_running, max_blocks)
+        self._tables = BlockTables(num_running, max_blocks, CPU)
         self._tokens = [self._random.randrange(VOCAB_SIZE) for _ in range(num_running)]
         for _ in range(num_running):
             self._arrive(first=True)
@@ -52,8 +88,8 @@ class Load:
         return any(one.remaining_tokens > 1 for one in self.scheduler.running)
 
     def _arrive(self, *, first: bool) -> None:
-        length = self._random.randint(64, 512)
-        longest = 10**6 if self._steady else self._random.randint(16, 512) if first else self._random.randint(64, 512)
+        length = self._context or self._random.randint(64, LONGEST_RANDOM)
+        longest = 10**6 if self._steady else self._random.randint(16 if first else 64, LONGEST_RANDOM)
         group = SequenceGroup(
             EngineRequest(
                 str(self._num_arrived),
@@ -69,38 +105,55 @@ class Load:
         self._num_arrived += 1
         self.scheduler.add(group)
 
-    def step(self) -> float:
-        """Run one step and return the seconds that schedule and update took."""
+    def step(self) -> StepCost:
+        """Run one step and return its cost."""
         started = perf_counter()
         output = self.scheduler.schedule()
         scheduled = perf_counter()
+        plan = self._planner.plan(output)
+        planned = perf_counter()
+        plan.to_device(self._tables, self._blocks.block_size)
+        copied = perf_counter()
         sampled = SampledTokens(self._tokens[: len(output.sampling)])
         resumed = perf_counter()
         updated = self.scheduler.update(output, sampled)
-        seconds = perf_counter() - resumed + scheduled - started
+        schedule = perf_counter() - resumed + scheduled - started
         for sequence in updated:
             if sequence.is_finished:
                 self._arrive(first=False)
-        return seconds
+        return StepCost(schedule, planned - scheduled, copied - planned)
 
 
-def measure(num_running: int, num_blocks: int, block_size: int, num_steps: int, *, steady: bool) -> dict[str, Any]:
-    """Return the distribution of one step's cost in microseconds."""
-    load = Load(num_running, num_blocks, block_size, steady=steady)
+def measure(
+    num_running: int, num_blocks: int, block_size: int, num_steps: int, *, context: int, steady: bool
+) -> dict[str, Any]:
+    """Return the medians of a step's parts, and the distribution of their sum, in microseconds."""
+    prompt = context or LONGEST_RANDOM
+    # A steady sequence decodes while the other prompts are computed, and then in every step.
+    max_len = prompt + max(LONGEST_RANDOM, num_running * prompt // PREFILL_TOKENS + 2 * num_running + 2 * num_steps)
+    max_blocks = max_len // block_size + 1
+    if context:
+        num_blocks = max(num_blocks, num_running * max_blocks)
+    load = Load(num_running, num_blocks, block_size, max_blocks=max_blocks, context=context, steady=steady)
     gc.collect()
     gc.freeze()  # as Ray Serve does when a replica is ready
     for _ in range(num_steps // 10):
         load.step()
-    seconds = sorted(load.step() for _ in range(num_steps))
+    costs = [load.step() for _ in range(num_steps)]
+    gc.unfreeze()
+    totals = sorted(cost.total for cost in costs)
+    medians = {part: statistics.median(getattr(cost, part) for cost in costs) for part in StepCost._fields}
     return {
         "load": "steady decode" if steady else "arrivals and departures",
         "running": num_running,
+        "context": context or "random",
         "num_blocks": num_blocks,
         "block_size": block_size,
         "steps": num_steps,
-        "median_us": round(1e6 * statistics.median(seconds), 1),
-        "p99_us": round(1e6 * seconds[int(0.99 * num_steps)], 1),
-        "max_us": round(1e6 * seconds[-1], 1),
+        **{f"{part}_us": round(1e6 * seconds, 1) for part, seconds in medians.items()},
+        "median_us": round(1e6 * statistics.median(totals), 1),
+        "p99_us": round(1e6 * totals[int(0.99 * num_steps)], 1),
+        "max_us": round(1e6 * totals[-1], 1),
     }
 
 
@@ -108,21 +161,25 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print a table, and write JSON to ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--running", type=int, nargs="+", default=[16, 64, 256, 1024])
+    parser.add_argument("--context", type=int, default=0, help="tokens of each prompt (default: random, 64 to 512)")
     parser.add_argument("--num-blocks", type=int, default=100_000)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
     cases = [(running, args.num_blocks, steady) for steady in (True, False) for running in args.running]
-    cases += [(args.running[-1], args.num_blocks * factor, True) for factor in (2, 4)]
+    if not args.context:
+        cases += [(args.running[-1], args.num_blocks * factor, True) for factor in (2, 4)]
+    figures = ("schedule_us", "plan_us", "inputs_us", "median_us", "p99_us", "max_us")
     results = []
-    print(f"{'load':24} {'running':>8} {'blocks':>8} {'median us':>10} {'p99 us':>8} {'max us':>8}")
+    print(f"{'load':24} {'running':>8} {'blocks':>8}" + "".join(f"{figure:>12}" for figure in figures))
     for running, num_blocks, steady in cases:
-        one = measure(running, num_blocks, args.block_size, args.steps, steady=steady)
+        one = measure(running, num_blocks, args.block_size, args.steps, context=args.context, steady=steady)
         results.append(one)
-        print(f"{one['load']:24} {running:8} {num_blocks:8} {one['median_us']:10} {one['p99_us']:8} {one['max_us']:8}")
+        print(f"{one['load']:24} {running:8} {one['num_blocks']:8}" + "".join(f"{one[name]:12}" for name in figures))
     if args.out:
-        args.out.write_text(json.dumps({"machine": describe(torch.device("cpu")), "results": results}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"machine": describe(CPU), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

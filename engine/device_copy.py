@@ -7,9 +7,15 @@ pinned memory. Copies to the host are only started, and one ``wait_for_device`` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
 import torch
 
-__all__ = ["start_to_host", "to_device", "use_device", "wait_for_device"]
+__all__ = ["start_to_host", "to_device", "to_device_together", "use_device", "wait_for_device"]
+
+_WORD_BYTES = 8  # of the widest dtype that is copied together with others
 
 
 def use_device(device: torch.device) -> None:
@@ -26,6 +32,25 @@ def to_device(values: object, dtype: torch.dtype | None, device: torch.device) -
     on_host = torch.as_tensor(values, dtype=dtype)
     # torch keeps the pinned memory until the copy is done.
     return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+
+
+def to_device_together(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Return arrays as tensors on ``device``, copied there at once; each is one-dimensional and contiguous.
+
+    On a GPU the tensors are parts of one piece of memory, aligned to 8 bytes. On a CPU they share the arrays' memory.
+    """
+    on_host = [torch.from_numpy(array) for array in arrays]
+    if device.type != "cuda":
+        return on_host
+    sizes = [-(-array.nbytes // _WORD_BYTES) for array in arrays]
+    slab = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
+    words, start = slab.numpy(), 0
+    for array, size in zip(arrays, sizes, strict=True):
+        words[start : start + size].view(array.dtype)[: len(array)] = array
+        start += size
+    # torch keeps the pinned memory until the copy is done.
+    parts = torch.split(slab.to(device, non_blocking=True), sizes)
+    return [part.view(tensor.dtype)[: len(tensor)] for part, tensor in zip(parts, on_host, strict=True)]
 
 
 def start_to_host(tensor: torch.Tensor) -> torch.Tensor:

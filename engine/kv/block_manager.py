@@ -6,7 +6,9 @@ grows block by block, and gives every block back when it ends or is preempted.
 
 Forked sequences share all blocks. A sequence that writes into a shared block first gets a copy of it (copy-on-write).
 
-A decode calls the block manager only once per block: when it reaches ``Sequence.next_block_boundary``.
+A decode calls the block manager only once per block: when it reaches ``Sequence.next_block_boundary``. A block table is
+a list that grows at its end, until drafts give blocks back; every other change makes a new list. So the ranks keep the
+tables, and get what was appended (block_tables.py).
 
 Block tables and forks follow vLLM's PagedAttention (Kwon et al., 2023). This module knows ids and numbers only: no
 tensors, no scheduling policy.
@@ -128,10 +130,10 @@ class BlockManager:
         Returns:
             The block to copy and its destination, before the step writes, if the next slot is in a shared block.
         """
-        table, size = sequence.block_table, self.block_size
-        if not table:
+        if not sequence.block_table:
             sequence.cache_epoch = self.prefix_cache.epoch
         copy = None if sequence.is_single else self._unshare(sequence)
+        table, size = sequence.block_table, self.block_size
         while len(table) * size < num_tokens:
             table.append(self._take_block().block_id)
         if self.enable_prefix_caching:
@@ -207,7 +209,7 @@ class BlockManager:
             return None
         own = self._take_block()
         self.pool.release(shared)
-        sequence.block_table[index] = own.block_id
+        sequence.block_table = [*sequence.block_table[:index], own.block_id, *sequence.block_table[index + 1 :]]
         return shared.block_id, own.block_id
 
     # --- swapping -----------------------------------------------------------------------------------------------

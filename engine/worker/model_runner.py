@@ -25,7 +25,7 @@ from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import SequenceGroup
 from engine.worker.memory import host_blocks_for
-from engine.worker.step_plan import build_step_plan
+from engine.worker.step_planner import StepPlanner
 from engine.worker.step_timer import StepTimer
 from engine.worker.worker_pool import WorkerPool
 
@@ -63,6 +63,7 @@ class ModelRunner:
         try:
             self.generation_defaults = GenerationDefaults.load(config.model, worker.hf_config)
             self.num_blocks = self._allocate_blocks()
+            self._planner = StepPlanner(self.block_size, *worker.block_tables.shape)
         except BaseException:
             self.close()
             raise
@@ -96,7 +97,7 @@ class ModelRunner:
         self._timer.start()
         constrained = [index for index, sequence in enumerate(output.sampling) if sequence.grammar is not None]
         masks = self._start_masks([output.sampling[index].grammar for index in constrained]) if constrained else None
-        plan = build_step_plan(output, self.block_size)
+        plan = self._planner.plan(output)
         prompts = _PromptLogprobs(self.sampler, output, self.device) if len(plan.prompt_logit_indices) else None
         logits = self.workers.execute(plan, None if prompts is None else prompts.add)
         self._timer.forward_queued()

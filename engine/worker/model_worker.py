@@ -16,6 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.device_copy import use_device
 from engine.errors import ConfigError
+from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
 from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.decoder import TransformersDecoder
@@ -49,6 +50,7 @@ class ModelWorker:
     Attributes:
         model: the model, after ``load``.
         kv_cache: the KV cache, after ``allocate``.
+        block_tables: the block tables of the last plan's batch, after ``allocate``.
 
     Raises:
         ConfigError: if an option does not fit the model, the backend or the machine.
@@ -57,6 +59,7 @@ class ModelWorker:
 
     model: Decoder | CpuDecoder | TransformersDecoder
     kv_cache: KVCache
+    block_tables: BlockTables
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
         self.config = config
@@ -141,7 +144,7 @@ class ModelWorker:
     def execute(
         self, plan: StepPlan, on_prompt_logits: Callable[[torch.Tensor], None] | None = None
     ) -> torch.Tensor | None:
-        """Compute one step. Every rank must execute the same plan.
+        """Compute one step. Every rank must execute the same plans, and all of them in order.
 
         Args:
             on_prompt_logits: is called with the logits of the plan's ``prompt_logit_indices``, slice by slice, each
@@ -155,7 +158,7 @@ class ModelWorker:
         if not len(plan.token_ids):  # a step may only swap blocks
             return None
         self.kv_cache.expect(plan.slot_mapping)
-        model_input = plan.to_device(self.device)
+        model_input = plan.to_device(self.block_tables, self.block_size)
         hidden = self._forward(model_input, self.kv_cache)
         if len(plan.prompt_logit_indices):
             self._compute_prompt_logits(hidden, model_input.prompt_logit_indices, on_prompt_logits)
@@ -273,7 +276,7 @@ class ModelWorker:
         return blocks_that_fit(memory, self.bytes_per_block, max_useful)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV cache and the scratch memory of steps.
+        """Allocate the KV cache, its block tables and the scratch memory of steps.
 
         Args:
             num_blocks: size of the device pool; equal on every rank, because the ranks share the block tables.
@@ -282,6 +285,9 @@ class ModelWorker:
         if isinstance(self.model, CpuDecoder):
             self.model.reserve(min(self._num_preallocated_tokens, num_blocks * self.block_size))
         self.kv_cache = self._make_cache(num_blocks, num_host_blocks)
+        num_rows = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # sequences in a batch, at most
+        max_blocks = min(-(-self.max_model_len // self.block_size), num_blocks)
+        self.block_tables = BlockTables(num_rows, max_blocks, self.device)
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
         return KVCache(

@@ -2,7 +2,7 @@
 
 The hypothesis state machine and the seeded driver ``drive`` share ``RandomLoad``. It adds, aborts and ends requests,
 makes steps, and raises an AssertionError as soon as something is wrong: what the shadow runner, ``check_integrity``,
-``StepChecks`` or ``AnswerChecks`` find.
+``StepChecks``, ``PlanChecks`` or ``AnswerChecks`` find.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engine.request import EngineRequest
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence
 from tests.engine.answer_checks import NO_CHOICE, AnswerChecks, Expected
+from tests.engine.plan_checks import PlanChecks
 from tests.engine.random_requests import Arrival, random_arrival, random_options
 from tests.engine.shadow import ShadowProposer, check_integrity, make_engine
 from tests.engine.step_checks import StepChecks
@@ -42,6 +43,7 @@ class RandomLoad:
         self.requests: dict[str, Expected] = {}
         self.counts: Counter[str] = Counter()  # what has happened, and how often
         self._steps = StepChecks(self.engine, self.runner, self.counts, twins_share=twins_share)
+        self._plans = PlanChecks(self.engine)
         self._answers = AnswerChecks(self.runner, self.counts, may_drop=not twins_share)
         self._texts: deque[list[int]] = deque([[0]], maxlen=30)
         self._fail_next: int | None = None
@@ -155,6 +157,7 @@ class RandomLoad:
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Check what was scheduled, let the shadow runner compute it, and fail a sequence if one is to fail."""
         self._steps.check(output)
+        self._plans.check(output)
         sampled = self.runner.run(output, times)
         if self._fail_next is not None and output.sampling:
             position = self._fail_next % len(output.sampling)

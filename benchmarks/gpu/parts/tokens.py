@@ -10,14 +10,12 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from benchmarks.gpu.backends import block_size_for, has_dtype, usable_backends
 from benchmarks.gpu.engines import StepRecorder, generate, loaded
 from benchmarks.gpu.part_run import PartRun
 from benchmarks.gpu.token_model import MAX_TOKENS, Judge, Judgement, make_prompts, save_model
 from engine.llm import LLM
-from engine.worker.step_plan import StepPlan
+from engine.worker.step_plan import ModelInput
 from kernels.attention.base import AttentionBackend
 
 __all__ = ["FAULTS", "run"]
@@ -83,11 +81,16 @@ def _check_case(part: PartRun, name: str, llm: LLM, judge: Judge, prompts: list[
 
 
 def _check_fault(
-    part: PartRun, name: str, llm: LLM, judge: Judge, prompts: list[list[int]], plant: Callable[[StepPlan], StepPlan]
+    part: PartRun,
+    name: str,
+    llm: LLM,
+    judge: Judge,
+    prompts: list[list[int]],
+    plant: Callable[[ModelInput], ModelInput],
 ) -> None:
-    workers: Any = llm.engine.runner.workers  # type: ignore[attr-defined]
-    execute = workers.execute
-    workers.execute = lambda plan, *more, **named: execute(plant(plan), *more, **named)
+    worker: Any = llm.engine.runner.workers.local  # type: ignore[attr-defined]
+    forward = worker._forward
+    worker._forward = lambda step, *more: forward(plant(step), *more)
     outputs = generate(llm, prompts, [MAX_TOKENS] * len(prompts))
     judged: Judgement = judge.judge(prompts, [one.outputs[0].token_ids for one in outputs])
     part.record(name, {"above": judged.above, "not_first": judged.not_first})
@@ -95,23 +98,23 @@ def _check_fault(
         part.fault(f"{name}: only {judged.above:.1%} of the tokens are found wrong")
 
 
-def _decode_positions_off_by_one(plan: StepPlan) -> StepPlan:
+def _decode_positions_off_by_one(step: ModelInput) -> ModelInput:
     """Shift the decodes alone: a shift of all positions changes nothing with rotary embeddings."""
-    decodes = np.diff(plan.cu_seqlens_q) == 1
-    positions = plan.positions.copy()
-    positions[plan.cu_seqlens_q[:-1][decodes]] += 1
-    return replace(plan, positions=positions)
+    bounds = step.metadata.cu_seqlens_q.long()
+    positions = step.positions.clone()
+    positions[bounds[:-1][bounds.diff() == 1]] += 1
+    return replace(step, positions=positions)
 
 
-def _first_blocks_swapped(plan: StepPlan) -> StepPlan:
+def _first_blocks_swapped(step: ModelInput) -> ModelInput:
     """Let each sequence of a decode step read another one's first block."""
-    tables = plan.block_tables.copy()
-    if plan.max_query_len == 1:
-        tables[:, 0] = np.roll(tables[:, 0], 1)
-    return replace(plan, block_tables=tables)
+    tables = step.metadata.block_tables.clone()
+    if step.metadata.max_query_len == 1:
+        tables[:, 0] = tables[:, 0].roll(1)
+    return replace(step, metadata=replace(step.metadata, block_tables=tables))
 
 
-FAULTS: dict[str, Callable[[StepPlan], StepPlan]] = {
+FAULTS: dict[str, Callable[[ModelInput], ModelInput]] = {
     "positions of decodes are off by one": _decode_positions_off_by_one,
     "a KV block of another sequence": _first_blocks_swapped,
 }

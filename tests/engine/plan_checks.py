@@ -1,0 +1,83 @@
+"""PlanChecks: each step's plan, as a rank gets it, against the same batch packed anew from the sequences' lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.engine import Engine
+from engine.kv.block_tables import BlockTables
+from engine.scheduling.scheduler_output import SchedulerOutput
+from engine.worker.step_plan import ModelInput
+from engine.worker.step_planner import StepPlanner
+
+__all__ = ["PlanChecks", "packed"]
+
+
+class PlanChecks:
+    """Plans every step of one engine, and keeps the block tables of a rank that gets only the plans."""
+
+    def __init__(self, engine: Engine) -> None:
+        info = engine.info
+        max_blocks = min(-(-info.max_model_len // info.block_size), info.num_blocks)
+        shape = (engine.scheduler.max_num_running, max_blocks)
+        self._block_size = info.block_size
+        self._planner = StepPlanner(info.block_size, *shape)
+        self._tables = BlockTables(*shape, torch.device("cpu"))
+
+    def check(self, output: SchedulerOutput) -> None:
+        """Compare what a rank computes with what was scheduled."""
+        plan = self._planner.plan(output)
+        assert (plan.swap_out, plan.swap_in, plan.block_copies) == (
+            output.swap_out,
+            output.swap_in,
+            output.block_copies,
+        )
+        if output.sequences:
+            step, expected = plan.to_device(self._tables, self._block_size), packed(output, self._block_size)
+            for name, values in expected.items():
+                assert _values(step, name) == values, f"{name} of the plan is wrong"
+
+
+def packed(output: SchedulerOutput, block_size: int) -> dict[str, Any]:
+    """Return a batch's ModelInput and AttentionMetadata as lists, packed sequence by sequence."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    cu_seqlens = [0]
+    prompt_logit_indices: list[int] = []
+    draft_indices: list[int] = []
+    last_known: list[int] = []
+    for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
+        start, table, draft = sequence.num_computed_tokens, sequence.block_table, output.drafts.get(sequence, [])
+        first, end = len(token_ids), start + count
+        token_ids += (sequence.token_ids + draft)[start:end]
+        positions += range(start, end)
+        slots += [
+            table[i // block_size] * block_size + i % block_size if i >= sequence.num_matched_tokens else -1
+            for i in range(start, end)
+        ]
+        prompt_logit_indices += [first + i - start for i in sequence.group.prompt_logprob_positions(start, end)]
+        cu_seqlens.append(len(token_ids))
+        last_known.append(len(token_ids) - 1 - len(draft))
+        draft_indices += range(len(token_ids) - len(draft), len(token_ids))
+    seq_lens = [one.num_computed_tokens + n for one, n in zip(output.sequences, output.num_new_tokens, strict=True)]
+    width = -(-max(seq_lens) // block_size)
+    return {
+        "token_ids": token_ids,
+        "positions": positions,
+        "slot_mapping": slots,
+        "cu_seqlens_q": cu_seqlens,
+        "seq_lens": seq_lens,
+        "block_tables": [(one.block_table + [-1] * width)[:width] for one in output.sequences],
+        "logit_indices": [last_known[index] for index in output.logit_indices] + draft_indices,
+        "prompt_logit_indices": prompt_logit_indices,
+        "max_query_len": max(output.num_new_tokens),
+        "max_seq_len": max(seq_lens),
+    }
+
+
+def _values(step: ModelInput, name: str) -> Any:
+    value = getattr(step if hasattr(step, name) else step.metadata, name)
+    return value.tolist() if isinstance(value, torch.Tensor) else value
