@@ -21,7 +21,7 @@ import torch
 from benchmarks.machine import describe
 from kernels.attention.base import AttentionInputs
 from kernels.attention.cpu_backend import CpuBackend
-from kernels.attention_metadata import AttentionMetadata
+from kernels.attention_metadata import AttentionMetadata, leading_decodes
 from kernels.cpu.library import library, set_num_threads
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
@@ -102,6 +102,7 @@ def _make_inputs(lengths: list[tuple[int, int]]) -> AttentionInputs:
         cu_seqlens_q=bounds,
         seq_lens=torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32),
         block_tables=tables,
+        num_decodes=leading_decodes(query_len for query_len, _ in lengths),
         max_query_len=int(query_lens.max()),
         max_seq_len=max(seq_len for _, seq_len in lengths),
     )

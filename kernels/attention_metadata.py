@@ -3,25 +3,33 @@
 The layout is PagedAttention's (Kwon et al., 2023): a sequence's keys and values live in blocks that are anywhere in the
 cache, and its block table lists them in order.
 
-    query         [ a a a | b | c c ]         packed: sequence a computes 3 tokens, b 1, c 2
-    cu_seqlens_q  [ 0     3   4     6 ]
-    seq_lens      [ 3       9   40    ]       tokens of context, this step's included: the queries are the last ones
-    block_tables  [ 7 -1 -1 | 2 5 0 | ... ]   block_size tokens each, padded with -1
+    query         [ a | b b b | c c ]         packed: sequence a computes 1 token, b 3, c 2
+    cu_seqlens_q  [ 0   1       4    6 ]
+    seq_lens      [ 9     3       40   ]      tokens of context, this step's included: the queries are the last ones
+    block_tables  [ 2 5 0 | 7 -1 -1 | ... ]   block_size tokens each, padded with -1
+    num_decodes   1                           decodes come first
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
-__all__ = ["AttentionMetadata"]
+__all__ = ["AttentionMetadata", "leading_decodes"]
+
+
+def leading_decodes(query_lens: Iterable[int]) -> int:
+    """Return how many sequences at the start of a batch have one query: its ``num_decodes``."""
+    return sum(1 for _ in takewhile(lambda query_len: query_len == 1, query_lens))
 
 
 # Compared and hashed by identity, so that a backend can cache what it derives from one step's metadata.
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """One step's batch, the same for every layer: chunks of prefills and decodes in any order.
+    """One step's batch, the same for every layer: decodes, then chunks of prefills.
 
     A padding sequence, as CUDA graphs need them, has `seq_lens` 0, or a block table of -1 only. Its output is zero.
     Query rows after the last sequence belong to no sequence: a backend may return anything there.
@@ -34,6 +42,7 @@ class AttentionMetadata:
     cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1]
     seq_lens: torch.Tensor  # int32 [num_seqs]
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
+    num_decodes: int  # the first sequences, with exactly one query each; those after them may have any number
     max_query_len: int
     max_seq_len: int
 

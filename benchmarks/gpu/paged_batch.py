@@ -15,7 +15,7 @@ import torch
 
 from kernels.attention import reference
 from kernels.attention.base import AttentionInputs
-from kernels.attention_metadata import AttentionMetadata
+from kernels.attention_metadata import AttentionMetadata, leading_decodes
 
 __all__ = ["PADDING", "HeadShape", "Lengths", "chunked_reference", "make_inputs", "worst_error"]
 
@@ -78,6 +78,7 @@ def _metadata(lengths: Lengths, tables: torch.Tensor) -> AttentionMetadata:
         cu_seqlens_q=tensor([0, *accumulate(query_len for query_len, _ in lengths)]),
         seq_lens=tensor([seq_len for _, seq_len in lengths]),
         block_tables=tables,
+        num_decodes=leading_decodes(query_len for query_len, _ in lengths),
         max_query_len=max(query_len for query_len, _ in lengths),
         max_seq_len=max(seq_len for _, seq_len in lengths),
     )

@@ -42,7 +42,8 @@ class StepPlan:
     table_rows: npt.NDArray[np.int64]  # of each sequence: the row of BlockTables with its block table
     table_changes: TableChanges
     logit_indices: npt.NDArray[np.int64]  # into token_ids: of the sequences that sample, then of the draft tokens
-    prompt_logit_indices: npt.NDArray[np.int64]  # into token_ids: see ModelInput; in batch order
+    prompt_logit_indices: npt.NDArray[np.int64]  # into token_ids: see ModelInput; in the scheduler's order
+    num_decodes: int  # the first sequences compute one token each
     max_query_len: int
     max_seq_len: int
     # Copies of blocks, in this order, before the forward pass.
@@ -84,6 +85,7 @@ class StepPlan:
                 cu_seqlens_q=cu_seqlens_q,
                 seq_lens=seq_lens,
                 block_tables=block_tables.select(table_rows, -(-self.max_seq_len // block_size)),
+                num_decodes=self.num_decodes,
                 max_query_len=self.max_query_len,
                 max_seq_len=self.max_seq_len,
             ),

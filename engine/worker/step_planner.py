@@ -6,6 +6,8 @@ tables stay on the ranks, and only their changes are sent.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -33,91 +35,119 @@ class StepPlanner:
         self._tracker = TableTracker(num_rows, max_blocks)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """Pack the scheduled tokens of all sequences, in batch order."""
-        sequences = output.sequences
-        num_new = np.array(output.num_new_tokens, dtype=np.int64)
-        starts = np.array([sequence.num_computed_tokens for sequence in sequences], dtype=np.int64)
-        table_rows, changes = self._tracker.update([sequence.block_table for sequence in sequences])
-        cu_seqlens = np.zeros(len(sequences) + 1, dtype=np.int64)
-        np.cumsum(num_new, out=cu_seqlens[1:])
-        positions, slots = self._slots(sequences, starts, num_new, cu_seqlens, table_rows)
-        seq_lens = starts + num_new
-        logit_indices = cu_seqlens[1:] - 1
+        """Pack the scheduled tokens of all sequences: decodes first, otherwise in batch order."""
+        table_rows, changes = self._tracker.update([sequence.block_table for sequence in output.sequences])
         if output.drafts:
-            logit_indices = _logit_indices_with_drafts(output, cu_seqlens)
-            self._expect_rejected_drafts(output, seq_lens)
-        elif output.logit_indices != range(len(sequences)):
-            logit_indices = logit_indices[np.array(output.logit_indices, dtype=np.int64)]
+            self._expect_rejected_drafts(output)
+        batch = _Batch.of(output)
+        if batch.order is not None:
+            table_rows = table_rows[batch.order]
+        positions, slots = self._slots(batch, table_rows)
+        seq_lens = batch.starts + batch.num_new
         return StepPlan(
-            token_ids=np.array(_token_ids(output), dtype=np.int64),
+            token_ids=np.array(batch.token_ids(output), dtype=np.int64),
             positions=positions,
             slot_mapping=slots,
-            cu_seqlens_q=cu_seqlens.astype(np.int32),
+            cu_seqlens_q=batch.cu_seqlens.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
             table_rows=table_rows,
             table_changes=changes,
-            logit_indices=logit_indices,
-            prompt_logit_indices=_prompt_logit_indices(output, cu_seqlens),
+            logit_indices=_logit_indices(output, batch.ends),
+            prompt_logit_indices=_prompt_logit_indices(output, batch.ends),
+            num_decodes=batch.num_decodes,
             max_query_len=max(output.num_new_tokens, default=0),
-            max_seq_len=int(seq_lens.max(initial=0)),
+            max_seq_len=int(seq_lens.max()) if len(seq_lens) else 0,
             swap_out=output.swap_out,
             swap_in=output.swap_in,
             block_copies=output.block_copies,
         )
 
-    def _slots(
-        self, sequences: list[Sequence], starts: _Ids, num_new: _Ids, cu_seqlens: _Ids, table_rows: _Ids
-    ) -> tuple[_Ids, _Ids]:
+    def _slots(self, batch: _Batch, table_rows: _Ids) -> tuple[_Ids, _Ids]:
         """Return the position of each token in its sequence, and the slot of the KV cache that it is written to."""
+        positions, rows = batch.starts, table_rows
+        if batch.num_decodes < len(batch.sequences):
+            owners = np.repeat(np.arange(len(batch.sequences)), batch.num_new)  # index of each token's sequence
+            positions = np.arange(len(owners)) + (batch.starts - batch.cu_seqlens[:-1])[owners]
+            rows = table_rows[owners]
+        indices = positions // self._block_size
+        block_ids = self._tracker.array[rows, indices].astype(np.int64)
+        slots = positions + (block_ids - indices) * self._block_size
         # Tokens of the prefix match are not written again: their blocks may be shared.
-        num_matched = np.array([sequence.num_matched_tokens for sequence in sequences], dtype=np.int64)
-        positions, rows = starts, table_rows
-        num_tokens = int(cu_seqlens[-1])
-        if num_tokens > len(sequences):
-            owners = np.repeat(np.arange(len(sequences)), num_new)  # index of each token's sequence
-            positions = np.arange(num_tokens) + (starts - cu_seqlens[:-1])[owners]
-            rows, num_matched = table_rows[owners], num_matched[owners]
-        indices, offsets = np.divmod(positions, self._block_size)
-        slots = self._tracker.array[rows, indices].astype(np.int64) * self._block_size + offsets
-        slots[positions < num_matched] = -1
+        for index, sequence in enumerate(batch.sequences):
+            if (num_rewritten := sequence.num_matched_tokens - sequence.num_computed_tokens) > 0:
+                first = batch.cu_seqlens[index]
+                slots[first : first + num_rewritten] = -1
         return positions, slots
 
-    def _expect_rejected_drafts(self, output: SchedulerOutput, seq_lens: _Ids) -> None:
+    def _expect_rejected_drafts(self, output: SchedulerOutput) -> None:
         """Prepare for the blocks that hold only draft tokens, some of which are freed after the step."""
         for position, sequence in enumerate(output.sequences):
-            if draft := output.drafts.get(sequence):
-                num_tokens = int(seq_lens[position]) - len(draft)
-                self._tracker.expect_removal(position, -(-num_tokens // self._block_size))
+            if sequence in output.drafts:
+                self._tracker.expect_removal(position, -(-sequence.num_tokens // self._block_size))
 
 
-def _token_ids(output: SchedulerOutput) -> list[int]:
-    if len(output.sequences) == output.num_tokens:
-        return [sequence.token_ids[sequence.num_computed_tokens] for sequence in output.sequences]
-    token_ids: list[int] = []
-    for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
-        start = sequence.num_computed_tokens
-        token_ids += sequence.token_ids[start : start + count]
-        if output.drafts:
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The sequences of a step as they are packed."""
+
+    sequences: list[Sequence]
+    order: _Ids | None  # the index of each in the scheduler's order; None: the same
+    num_decodes: int
+    num_new: _Ids  # [num_seqs]
+    starts: _Ids  # [num_seqs]: the position of each one's first token
+    cu_seqlens: _Ids  # [num_seqs + 1]
+    ends: _Ids  # [num_seqs], in the scheduler's order: the index after each one's last token
+
+    @classmethod
+    def of(cls, output: SchedulerOutput) -> _Batch:
+        counts, sequences, order = output.num_new_tokens, output.sequences, None
+        num_decodes = counts.count(1)
+        num_new = np.array(counts, dtype=np.int64)
+        if max(counts[:num_decodes], default=1) > 1:
+            order = np.argsort(num_new > 1, kind="stable")
+            num_new, sequences = num_new[order], [sequences[index] for index in order.tolist()]
+        cu_seqlens = np.arange(len(counts) + 1)
+        if num_decodes < len(counts):
+            np.cumsum(num_new, out=cu_seqlens[1:])
+        starts = np.array([sequence.num_computed_tokens for sequence in sequences], dtype=np.int64)
+        ends = cu_seqlens[1:]
+        if order is not None:
+            ends = np.empty_like(ends)
+            ends[order] = cu_seqlens[1:]
+        return cls(sequences, order, num_decodes, num_new, starts, cu_seqlens, ends)
+
+    def token_ids(self, output: SchedulerOutput) -> list[int]:
+        token_ids = [
+            sequence.token_ids[sequence.num_computed_tokens] for sequence in self.sequences[: self.num_decodes]
+        ]
+        counts = self.num_new[self.num_decodes :].tolist()
+        for sequence, count in zip(self.sequences[self.num_decodes :], counts, strict=True):
+            start = sequence.num_computed_tokens
+            token_ids += sequence.token_ids[start : start + count]
             token_ids += output.drafts.get(sequence, ())
-    return token_ids
+        return token_ids
 
 
-def _prompt_logit_indices(output: SchedulerOutput, cu_seqlens: _Ids) -> _Ids:
+def _prompt_logit_indices(output: SchedulerOutput, ends: _Ids) -> _Ids:
     indices: list[int] = []
     wanted = [i for i, sequence in enumerate(output.sequences) if sequence.params.prompt_logprobs is not None]
     for i in wanted:
-        sequence, first_index = output.sequences[i], int(cu_seqlens[i])
+        sequence, count = output.sequences[i], output.num_new_tokens[i]
         start = sequence.num_computed_tokens
-        known = sequence.group.prompt_logprob_positions(start, start + output.num_new_tokens[i])
+        first_index = int(ends[i]) - count
+        known = sequence.group.prompt_logprob_positions(start, start + count)
         indices += [first_index + position - start for position in known]
     return np.array(indices, dtype=np.int64)
 
 
-def _logit_indices_with_drafts(output: SchedulerOutput, cu_seqlens: _Ids) -> _Ids:
+def _logit_indices(output: SchedulerOutput, ends: _Ids) -> _Ids:
     """Return the index of each sampling sequence's last known token, then those of the draft tokens, in batch order."""
-    ends = cu_seqlens[1:].tolist()
+    if not output.drafts:
+        is_whole_batch = output.logit_indices == range(len(ends))
+        return ends - 1 if is_whole_batch else ends[np.array(output.logit_indices, dtype=np.int64)] - 1
     lengths = [len(output.drafts.get(sequence, ())) for sequence in output.sequences]
-    indices = [ends[index] - 1 - lengths[index] for index in output.logit_indices]
-    for end, length in zip(ends, lengths, strict=True):
+    last_known = ends - 1 - np.array(lengths, dtype=np.int64)
+    indices = last_known[np.array(output.logit_indices, dtype=np.int64)].tolist()
+    for end, length in zip(ends.tolist(), lengths, strict=True):
         indices += range(end - length, end)
     return np.array(indices, dtype=np.int64)

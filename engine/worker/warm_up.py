@@ -11,7 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.worker.step_plan import ModelInput
-from kernels.attention_metadata import AttentionMetadata
+from kernels.attention_metadata import AttentionMetadata, leading_decodes
 
 __all__ = ["largest_step", "one_sequence"]
 
@@ -66,6 +66,7 @@ def _model_input(
             cu_seqlens_q=tensor([0, *accumulate(query_lens)]),
             seq_lens=tensor(seq_lens),
             block_tables=tensor([0] * -(-max(seq_lens) // block_size)).repeat(len(lengths), 1),
+            num_decodes=leading_decodes(query_lens),
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
         ),

@@ -1,13 +1,14 @@
 """Paged attention on a GPU without flash-attn: launches the Triton kernels on a step's tensors.
 
-Every launch parameter follows from shapes, max_query_len and max_seq_len, never from what a tensor holds, so a step
-can be captured in a CUDA graph and replayed with other lengths. triton_launch.py chooses the kernel and its tiles; the
-arithmetic is in triton_kernels.py.
+Every launch parameter follows from shapes, num_decodes, max_query_len and max_seq_len, never from what a tensor holds,
+so a step can be captured in a CUDA graph and replayed with other lengths. triton_launch.py chooses the kernel and its
+tiles; the arithmetic is in triton_kernels.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from triton import knobs
 from kernels.attention.base import AttentionBackend, AttentionInputs, StepLimits
 from kernels.attention.triton_kernels import mixed_kernel, reduce_splits_kernel, split_decode_kernel
 from kernels.attention.triton_launch import LaunchConfig, LayerShape, batches_of_every_launch, choose_launch
+from kernels.attention_metadata import AttentionMetadata
 
 _NUM_STAGES = 2  # the software pipeline's depth
 _MULTIPROCESSORS_INTERPRETED = 16  # what the interpreter pretends to have, so that tests see several splits
@@ -54,17 +56,16 @@ class TritonBackend(AttentionBackend):
         output = inputs.query.new_zeros(inputs.query.shape)
         if output.shape[0] == 0:
             return output
-        layer, metadata = _layer_shape(inputs), inputs.metadata
-        launch = choose_launch(
-            layer,
-            num_seqs=metadata.num_seqs,
-            max_query_len=metadata.max_query_len,
-            max_seq_len=metadata.max_seq_len,
-        )
-        if launch.num_splits > 1:
-            _launch_split_decode(output, inputs, layer, launch)
-        else:
-            _launch_mixed(output, inputs, layer, launch)
+        layer = _layer_shape(inputs)
+        # A launch for the decodes, which are split over their contexts, and one for prefills, whose tiles are larger.
+        for part in _parts(inputs.metadata, num_tokens=output.shape[0]):
+            launch = choose_launch(
+                layer, num_seqs=part.num_seqs, max_query_len=part.max_query_len, max_seq_len=part.max_seq_len
+            )
+            if launch.num_splits > 1:
+                _launch_split_decode(output, inputs, part, layer, launch)
+            else:
+                _launch_mixed(output, inputs, part, layer, launch)
         return output
 
     def warm_up_batches(self, limits: StepLimits) -> list[tuple[int, int]]:
@@ -80,6 +81,40 @@ class TritonBackend(AttentionBackend):
             for window in limits.sliding_windows
         }
         return batches_of_every_launch(layers, max_query_len=limits.max_query_len, max_seq_len=limits.max_seq_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Sequences of the batch that one launch computes: the decodes, or those after them."""
+
+    first_token: int  # index of their first query
+    end_token: int  # index after their last query, or after padding behind it
+    cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1], indices of the whole batch's queries
+    seq_lens: torch.Tensor  # int32 [num_seqs]
+    block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
+    max_query_len: int
+    max_seq_len: int
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+
+def _parts(metadata: AttentionMetadata, num_tokens: int) -> Iterator[_Part]:
+    """Yield the decodes and the other sequences; a batch often has sequences of one kind only."""
+    num_decodes, num_seqs = metadata.num_decodes, metadata.num_seqs
+    parts = ((0, num_decodes, num_decodes, 1), (num_decodes, num_seqs, num_tokens, metadata.max_query_len))
+    for start, end, end_token, max_query_len in parts:
+        if start < end:
+            yield _Part(
+                first_token=start,  # each sequence before has one query
+                end_token=end_token,
+                cu_seqlens_q=metadata.cu_seqlens_q[start : end + 1],
+                seq_lens=metadata.seq_lens[start:end],
+                block_tables=metadata.block_tables[start:end],
+                max_query_len=max_query_len,
+                max_seq_len=metadata.max_seq_len,
+            )
 
 
 def _layer_shape(inputs: AttentionInputs) -> LayerShape:
@@ -112,23 +147,27 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _launch_mixed(output: torch.Tensor, inputs: AttentionInputs, layer: LayerShape, launch: LaunchConfig) -> None:
-    query, key_cache, metadata = inputs.query, inputs.key_cache, inputs.metadata
-    max_tiles = query.shape[0] // (launch.rows // layer.group_size) + metadata.num_seqs
+def _launch_mixed(
+    output: torch.Tensor, inputs: AttentionInputs, part: _Part, layer: LayerShape, launch: LaunchConfig
+) -> None:
+    query, key_cache = inputs.query, inputs.key_cache
+    queries_per_tile = launch.rows // layer.group_size
+    max_tiles = part.end_token // queries_per_tile - part.first_token // queries_per_tile + part.num_seqs
     mixed_kernel[(max_tiles, inputs.num_kv_heads)](
         output,
         query,
         key_cache,
         inputs.value_cache,
-        metadata.cu_seqlens_q,
-        metadata.seq_lens,
-        metadata.block_tables,
+        part.cu_seqlens_q,
+        part.seq_lens,
+        part.block_tables,
         inputs.scale,
-        metadata.num_seqs,
+        part.first_token,
+        part.num_seqs,
         *query.stride()[:2],
         *output.stride()[:2],
         *key_cache.stride()[1:3],
-        metadata.block_tables.stride(0),
+        part.block_tables.stride(0),
         **_constants(inputs, layer),
         ROWS=launch.rows,
         num_warps=launch.num_warps,
@@ -137,37 +176,37 @@ def _launch_mixed(output: torch.Tensor, inputs: AttentionInputs, layer: LayerSha
 
 
 def _launch_split_decode(
-    output: torch.Tensor, inputs: AttentionInputs, layer: LayerShape, launch: LaunchConfig
+    output: torch.Tensor, inputs: AttentionInputs, part: _Part, layer: LayerShape, launch: LaunchConfig
 ) -> None:
-    query, key_cache, metadata = inputs.query, inputs.key_cache, inputs.metadata
+    query, key_cache = inputs.query, inputs.key_cache
     num_splits = launch.num_splits
-    split_shape = (metadata.num_seqs, inputs.num_heads, num_splits)
+    split_shape = (part.num_seqs, inputs.num_heads, num_splits)
     split_output = query.new_empty((*split_shape, inputs.head_dim), dtype=torch.float32)
     split_lse = query.new_empty(split_shape, dtype=torch.float32)
-    split_decode_kernel[(metadata.num_seqs, inputs.num_kv_heads, num_splits)](
+    split_decode_kernel[(part.num_seqs, inputs.num_kv_heads, num_splits)](
         split_output,
         split_lse,
         query,
         key_cache,
         inputs.value_cache,
-        metadata.cu_seqlens_q,
-        metadata.seq_lens,
-        metadata.block_tables,
+        part.cu_seqlens_q,
+        part.seq_lens,
+        part.block_tables,
         inputs.scale,
         *query.stride()[:2],
         *key_cache.stride()[1:3],
-        metadata.block_tables.stride(0),
+        part.block_tables.stride(0),
         **_constants(inputs, layer),
         ROWS=launch.rows,
         NUM_SPLITS=num_splits,
         num_warps=launch.num_warps,
         num_stages=_NUM_STAGES,
     )
-    reduce_splits_kernel[(metadata.num_seqs, inputs.num_heads)](
+    reduce_splits_kernel[(part.num_seqs, inputs.num_heads)](
         output,
         split_output,
         split_lse,
-        metadata.cu_seqlens_q,
+        part.cu_seqlens_q,
         *output.stride()[:2],
         HEAD_DIM=inputs.head_dim,
         DIM_PADDED=layer.dim_padded,

@@ -80,6 +80,7 @@ def _sequence_of_tile(tile, cu_seqlens_q, num_seqs, QUERIES_PER_TILE: tl.constex
 
     Sequence i is given the tiles from cu_seqlens_q[i] // QUERIES_PER_TILE + i on: enough for its queries whatever
     their number, so the grid follows from the number of tokens and sequences alone (as in vLLM's Triton attention).
+    `cu_seqlens_q` begins with a sequence of the launch, whose first query need not be the batch's first.
     """
     low = 0
     high = num_seqs
@@ -97,7 +98,7 @@ def _sequence_of_tile(tile, cu_seqlens_q, num_seqs, QUERIES_PER_TILE: tl.constex
 _METADATA = ["cu_seqlens_q", "seq_lens", "block_tables"]
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride"], do_not_specialize_on_alignment=_METADATA)
+@triton.jit(do_not_specialize=["first_token", "num_seqs", "table_stride"], do_not_specialize_on_alignment=_METADATA)
 def mixed_kernel(
     output,
     query,
@@ -107,6 +108,7 @@ def mixed_kernel(
     seq_lens,
     block_tables,
     scale,
+    first_token,  # index of the first sequence's first query: cu_seqlens_q[0]
     num_seqs,
     query_token_stride,
     query_head_stride,
@@ -128,7 +130,7 @@ def mixed_kernel(
     Long for its arguments: see the module.
     """
     QUERIES_PER_TILE: tl.constexpr = ROWS // GROUP_SIZE
-    tile = tl.program_id(0)
+    tile = first_token // QUERIES_PER_TILE + tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = _sequence_of_tile(tile, cu_seqlens_q, num_seqs, QUERIES_PER_TILE)
     first_row = tl.load(cu_seqlens_q + sequence)

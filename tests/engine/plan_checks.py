@@ -46,10 +46,14 @@ def packed(output: SchedulerOutput, block_size: int) -> dict[str, Any]:
     positions: list[int] = []
     slots: list[int] = []
     cu_seqlens = [0]
+    seq_lens: list[int] = []
     prompt_logit_indices: list[int] = []
     draft_indices: list[int] = []
-    last_known: list[int] = []
-    for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True):
+    # Decodes first, otherwise in the scheduler's order.
+    order = sorted(range(len(output.sequences)), key=lambda index: output.num_new_tokens[index] > 1)
+    bounds: dict[int, tuple[int, int]] = {}  # of each index of the output: its tokens, drafts excepted
+    for index in order:
+        sequence, count = output.sequences[index], output.num_new_tokens[index]
         start, table, draft = sequence.num_computed_tokens, sequence.block_table, output.drafts.get(sequence, [])
         first, end = len(token_ids), start + count
         token_ids += (sequence.token_ids + draft)[start:end]
@@ -58,11 +62,14 @@ def packed(output: SchedulerOutput, block_size: int) -> dict[str, Any]:
             table[i // block_size] * block_size + i % block_size if i >= sequence.num_matched_tokens else -1
             for i in range(start, end)
         ]
-        prompt_logit_indices += [first + i - start for i in sequence.group.prompt_logprob_positions(start, end)]
         cu_seqlens.append(len(token_ids))
-        last_known.append(len(token_ids) - 1 - len(draft))
-        draft_indices += range(len(token_ids) - len(draft), len(token_ids))
-    seq_lens = [one.num_computed_tokens + n for one, n in zip(output.sequences, output.num_new_tokens, strict=True)]
+        seq_lens.append(end)
+        bounds[index] = first, len(token_ids) - len(draft)
+    for index, sequence in enumerate(output.sequences):  # logits are in the scheduler's order
+        (first, last), start = bounds[index], sequence.num_computed_tokens
+        known = sequence.group.prompt_logprob_positions(start, start + output.num_new_tokens[index])
+        prompt_logit_indices += [first + i - start for i in known]
+        draft_indices += range(last, last + len(output.drafts.get(sequence, [])))
     width = -(-max(seq_lens) // block_size)
     return {
         "token_ids": token_ids,
@@ -70,9 +77,10 @@ def packed(output: SchedulerOutput, block_size: int) -> dict[str, Any]:
         "slot_mapping": slots,
         "cu_seqlens_q": cu_seqlens,
         "seq_lens": seq_lens,
-        "block_tables": [(one.block_table + [-1] * width)[:width] for one in output.sequences],
-        "logit_indices": [last_known[index] for index in output.logit_indices] + draft_indices,
+        "block_tables": [(output.sequences[index].block_table + [-1] * width)[:width] for index in order],
+        "logit_indices": [bounds[index][1] - 1 for index in output.logit_indices] + draft_indices,
         "prompt_logit_indices": prompt_logit_indices,
+        "num_decodes": output.num_new_tokens.count(1),
         "max_query_len": max(output.num_new_tokens),
         "max_seq_len": max(seq_lens),
     }

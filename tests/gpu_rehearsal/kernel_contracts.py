@@ -81,8 +81,18 @@ def store(call: Any, grid: tuple[int, ...]) -> Compute:
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
-def check_metadata(metadata: AttentionMetadata, num_tokens: int, num_blocks: int, block_size: int) -> None:
-    """Check a batch as AttentionMetadata documents it, the values of its tensors included."""
+def check_metadata(
+    metadata: AttentionMetadata, num_tokens: int, num_blocks: int, block_size: int, first_token: int = 0
+) -> None:
+    """Check a batch as AttentionMetadata documents it, the values of its tensors included.
+
+    Args:
+        metadata: the batch, or the part of it that a launch computes.
+        num_tokens: queries of the batch.
+        num_blocks: blocks of the cache.
+        block_size: tokens per block.
+        first_token: index of the first query of ``metadata``.
+    """
     num_seqs = metadata.num_seqs
     require_tensor("cu_seqlens_q", metadata.cu_seqlens_q, torch.int32, num_seqs + 1)
     require_tensor("seq_lens", metadata.seq_lens, torch.int32, num_seqs)
@@ -91,8 +101,12 @@ def check_metadata(metadata: AttentionMetadata, num_tokens: int, num_blocks: int
         require(getattr(metadata, name).stride(-1) == 1, f"{name} is not contiguous")
     bounds, seq_lens = plain(metadata.cu_seqlens_q).tolist(), plain(metadata.seq_lens).tolist()
     lengths = [end - start for start, end in pairwise(bounds)]
-    require(bounds[0] == 0 and bounds[-1] <= num_tokens, f"cu_seqlens_q {bounds} leaves the {num_tokens} queries")
+    require(
+        bounds[0] == first_token and bounds[-1] <= num_tokens, f"cu_seqlens_q {bounds} leaves the {num_tokens} queries"
+    )
     require(min(lengths) >= 0, f"cu_seqlens_q {bounds} descends")
+    decode_lengths = set(lengths[: metadata.num_decodes])
+    require(decode_lengths <= {1}, f"num_decodes is {metadata.num_decodes} of sequences with {lengths} queries")
     require(max(lengths) <= metadata.max_query_len, f"max_query_len {metadata.max_query_len} < {max(lengths)}")
     require(max(seq_lens) <= metadata.max_seq_len, f"max_seq_len {metadata.max_seq_len} < {max(seq_lens)}")
     tables = plain(metadata.block_tables)
@@ -110,12 +124,13 @@ def _metadata(call: Any) -> AttentionMetadata:
         cu_seqlens_q=call.cu_seqlens_q,
         seq_lens=call.seq_lens,
         block_tables=call.block_tables,
+        num_decodes=0,
         max_query_len=int(lengths.max()),
         max_seq_len=int(plain(call.seq_lens).max()),
     )
 
 
-def _check_attention(call: Any, grid: tuple[int, ...]) -> AttentionMetadata:
+def _check_attention(call: Any, grid: tuple[int, ...], first_token: int = 0) -> AttentionMetadata:
     """Check what both attention kernels take."""
     query, cache = call.query, call.key_cache
     num_tokens, num_heads, head_dim = query.shape
@@ -133,7 +148,7 @@ def _check_attention(call: Any, grid: tuple[int, ...]) -> AttentionMetadata:
     require(max(16, call.GROUP_SIZE) <= call.ROWS and call.TILE >= 16, "a tile is smaller than tl.dot takes")
     require(grid[1] == num_kv_heads, f"the grid {grid} does not have a program for each KV head")
     metadata = _metadata(call)
-    check_metadata(metadata, num_tokens, num_blocks, block_size)
+    check_metadata(metadata, num_tokens, num_blocks, block_size, first_token)
     return metadata
 
 
@@ -141,6 +156,7 @@ def _attended(call: Any, metadata: AttentionMetadata) -> torch.Tensor:
     batch = AttentionMetadata(
         **{name: plain(getattr(metadata, name)) for name in ("slot_mapping", "cu_seqlens_q", "seq_lens")},
         block_tables=plain(metadata.block_tables),
+        num_decodes=0,
         max_query_len=metadata.max_query_len,
         max_seq_len=metadata.max_seq_len,
     )
@@ -150,14 +166,16 @@ def _attended(call: Any, metadata: AttentionMetadata) -> torch.Tensor:
 
 def mixed(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.attention.triton_kernels.mixed_kernel."""
-    metadata = _check_attention(call, grid)
+    metadata = _check_attention(call, grid, call.first_token)
     _check_output(call)
     require(call.num_seqs == metadata.num_seqs, f"num_seqs {call.num_seqs} is not {metadata.num_seqs}")
     queries = call.ROWS // call.GROUP_SIZE
     bounds = plain(call.cu_seqlens_q).tolist()
     tiles = [start // queries + i - (start - end) // queries for i, (start, end) in enumerate(pairwise(bounds))]
-    require(max(tiles) <= grid[0], f"{grid[0]} tiles do not cover the queries, which need {max(tiles)}")
-    return lambda: plain(call.output).copy_(_attended(call, metadata))
+    needed = max(tiles) - call.first_token // queries
+    require(needed <= grid[0], f"{grid[0]} tiles do not cover the queries, which need {needed}")
+    own = slice(bounds[0], bounds[-1])
+    return lambda: plain(call.output)[own].copy_(_attended(call, metadata)[own])
 
 
 def split_decode(call: Any, grid: tuple[int, ...]) -> Compute:

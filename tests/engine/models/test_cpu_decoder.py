@@ -16,7 +16,7 @@ from engine.models.cpu_decoder import CpuDecoder
 from engine.models.decoder import Decoder, ForwardContext
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention.select import select_backend
-from kernels.attention_metadata import AttentionMetadata
+from kernels.attention_metadata import AttentionMetadata, leading_decodes
 from kernels.cpu.library import library, set_num_threads
 from kernels.cpu.linear import has_int8
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES, build_model, save_checkpoint
@@ -84,6 +84,7 @@ def logits_of_two_steps(model: Any, dtype: torch.dtype) -> torch.Tensor:
             cu_seqlens_q=counts.cumsum(0).int(),
             seq_lens=torch.tensor([start + count for _, start, count in parts]).int(),
             block_tables=tables[[which for which, _, _ in parts]].contiguous(),
+            num_decodes=leading_decodes(count for _, _, count in parts),
             max_query_len=max(count for _, _, count in parts),
             max_seq_len=max(start + count for _, start, count in parts),
         )

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.llm import LLM
+from engine.request import EngineRequest
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.worker.model_runner import ModelRunner
 from engine.worker.model_worker import PROMPT_LOGITS_AT_ONCE
+from engine.worker.step_plan import StepPlan
+from engine.worker.step_planner import StepPlanner
 from tests.engine.conftest import SavedModel
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
@@ -32,6 +37,53 @@ def test_a_step_without_tokens_still_copies_its_blocks(qwen3: SavedModel) -> Non
     assert runner.run(SchedulerOutput(swap_out=[(2, 1)]), StepTimes()).token_ids == []
     assert runner.run(SchedulerOutput(swap_in=[(1, 5)], block_copies=[(5, 6)]), StepTimes()).token_ids == []
     assert torch.equal(cache.gather([6], which="key"), before)
+
+
+def generate(engine: Engine, arrivals: dict[int, EngineRequest]) -> dict[str, tuple[list[int], list[int]]]:
+    """Add requests before the steps with these numbers; return each one's tokens and ranks of its prompt's tokens."""
+    found: dict[str, tuple[list[int], list[int]]] = {}
+    number = 0
+    while engine.has_unfinished or number <= max(arrivals):
+        if number in arrivals:
+            engine.add_request(arrivals[number])
+        for output in engine.step():
+            token_ids, ranks = found.setdefault(output.request_id, ([], []))
+            token_ids += output.token_ids
+            ranks += [next(iter(one.values())).rank for one in output.prompt_logprobs or () if one]
+        number += 1
+    return found
+
+
+def test_decodes_are_computed_before_a_prefill_of_higher_priority(
+    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's batch begins with the prefill; each sequence still gets its own logits."""
+    plans: list[tuple[list[int], list[int]]] = []
+    plan = StepPlanner.plan
+
+    def note(planner: StepPlanner, output: SchedulerOutput) -> StepPlan:
+        planned = plan(planner, output)
+        plans.append((output.num_new_tokens, np.diff(planned.cu_seqlens_q).tolist()))
+        assert np.diff(planned.cu_seqlens_q).tolist().count(1) == planned.num_decodes
+        return planned
+
+    monkeypatch.setattr(StepPlanner, "plan", note)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "skip_tokenizer_init": True}
+    requests = [
+        EngineRequest(
+            str(i),
+            list(range(3 + i, 3 + i + length)),
+            SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=0, logprobs=0),
+            priority=i,
+        )
+        for i, length in enumerate((5, 9, 40))
+    ]
+    llm = LLM(qwen3.path, max_num_batched_tokens=16, **options)
+    together = generate(llm.engine, dict(enumerate(requests)))
+    assert ([14, 1, 1], [1, 1, 14]) in plans
+    alone = LLM(qwen3.path, enable_prefix_caching=False, **options).engine
+    for request in requests:
+        assert generate(alone, {0: request}) == {request.request_id: together[request.request_id]}
 
 
 def watch_logits(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 
 from kernels.attention import reference
 from kernels.attention.base import AttentionBackend, AttentionInputs
-from kernels.attention_metadata import AttentionMetadata
+from kernels.attention_metadata import AttentionMetadata, leading_decodes
 
 TOLERANCES = {  # (absolute, relative), against the float64 reference of the same inputs
     torch.float32: (2e-5, 1e-5),
@@ -28,6 +28,7 @@ BATCHES = {  # (query_len, seq_len) of each sequence
     "decodes around a block's edge": [(1, 15), (1, 16), (1, 17), (1, 1), (1, 33)],
     "chunks after a prefix": [(5, 21), (16, 32), (2, 2)],
     "mixed": [(1, 40), (9, 9), (1, 3), (7, 30)],
+    "decodes, then chunks": [(1, 40), (1, 700), (1, 3), (9, 9), (70, 130), (1, 30)],
     "padded decodes": [(1, 20), (1, 5), PADDING, PADDING],
     "padded mixed": [(1, 20), PADDING, (4, 10), PADDING],
     "padding alone": [PADDING, PADDING],
@@ -141,6 +142,7 @@ def _metadata(
         cu_seqlens_q=bounds.to(device, torch.int32),
         seq_lens=torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
         block_tables=tables.to(device),
+        num_decodes=leading_decodes(query_len for query_len, _ in lengths),
         max_query_len=max(query_len for query_len, _ in lengths),
         max_seq_len=max(seq_len for _, seq_len in lengths),
     )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.c_kernel import paged_attention
-from kernels.attention_metadata import AttentionMetadata
+from kernels.attention_metadata import AttentionMetadata, leading_decodes
 from kernels.cpu.library import library, set_num_threads
 from tests.kernels.attention.paged_batches import Batch, Shape, make_batch
 
@@ -42,6 +42,7 @@ def attend(
         cu_seqlens_q=lengths.cumsum(0).int(),
         seq_lens=torch.tensor([end for _, _, end in chunks], dtype=torch.int32),
         block_tables=whole.metadata.block_tables[sequences],
+        num_decodes=leading_decodes(lengths[1:].tolist()),
         max_query_len=int(lengths.max()),
         max_seq_len=max(end for _, _, end in chunks),
     )

@@ -5,7 +5,7 @@ The interpreter multiplies bfloat16 wrongly, so bfloat16 is tested on a GPU only
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -79,6 +79,36 @@ def test_long_decodes_are_split_over_the_context(
 ) -> None:
     batch = make_batch(lengths, SMALL, device=kernel_device)
     assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1, 600])
+def test_long_decodes_beside_a_prefill_are_split_too(
+    backend: TritonBackend, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, sliding_window: int | None
+) -> None:
+    from kernels.attention import triton_backend
+
+    launched: list[tuple[str, int, int]] = []
+    for name in ("_launch_split_decode", "_launch_mixed"):
+        run: Any = getattr(triton_backend, name)
+
+        def record(output: Any, inputs: Any, part: Any, layer: Any, launch: Any, run: Any = run) -> None:
+            launched.append((run.__name__, part.num_seqs, launch.rows))
+            run(output, inputs, part, layer, launch)
+
+        monkeypatch.setattr(triton_backend, name, record)
+    lengths = [(1, 2100), (1, 600), PADDING, (1, 65), (70, 200), (3, 40), (1, 300)]
+    batch = make_batch(lengths, SMALL, device=kernel_device)
+    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+    if sliding_window != 1:
+        assert launched == [("_launch_split_decode", 4, 16), ("_launch_mixed", 3, 32)]
+
+
+def test_as_many_decodes_as_fill_tiles_before_a_prefill(backend: TritonBackend, kernel_device: torch.device) -> None:
+    """A prefill's tiles begin in the middle of a tile of the batch's queries, or at its start."""
+    for num_decodes in (15, 16, 17, 31, 32, 33):
+        lengths = [(1, 3 + i) for i in range(num_decodes)] + [(40, 41), (5, 5)]
+        batch = make_batch(lengths, SMALL, device=kernel_device)
+        assert_matches(batch.run(backend), batch.expected())
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 8, 9])

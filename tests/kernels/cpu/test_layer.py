@@ -98,6 +98,7 @@ class Step:
             cu_seqlens_q=torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
             seq_lens=torch.tensor([NUM_TOKENS], dtype=torch.int32),
             block_tables=table,
+            num_decodes=0,
             max_query_len=NUM_TOKENS,
             max_seq_len=NUM_TOKENS,
         )

@@ -11,7 +11,7 @@ from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.decoder import Decoder, ForwardContext
 from kernels.attention.cpu_backend import CpuBackend
-from kernels.attention_metadata import AttentionMetadata
+from kernels.attention_metadata import AttentionMetadata, leading_decodes
 
 BLOCK_SIZE = 4
 BLOCKS_EACH = 8
@@ -77,6 +77,7 @@ def _metadata(step: list[Chunk]) -> AttentionMetadata:
         cu_seqlens_q=torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
         seq_lens=torch.tensor([stop for _, _, stop in step], dtype=torch.int32),
         block_tables=torch.tensor([tables[index] for index, _, _ in step], dtype=torch.int32),
+        num_decodes=leading_decodes(counts),
         max_query_len=max(counts),
         max_seq_len=max(stop for _, _, stop in step),
     )
