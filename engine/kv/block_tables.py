@@ -67,6 +67,12 @@ class TableTracker:
         """Expect that a table of the last batch loses blocks: the ones after its first ``num_kept`` are sent again."""
         self._num_kept[self._rows[position]] = num_kept
 
+    def forget(self) -> None:
+        """Send every table anew from now on: the ranks may not have got the last changes."""
+        self._free_rows = list(range(len(self.array)))
+        self._tables, self._rows = [], np.empty(0, dtype=np.int64)
+        self._num_written[:] = self.array.shape[1]
+
     def _assign_rows(self, tables: list[list[int]]) -> None:
         """Give each new table the row of one that has left the batch."""
         held = dict(zip(map(id, self._tables), self._rows.tolist(), strict=True))

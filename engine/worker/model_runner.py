@@ -95,6 +95,15 @@ class ModelRunner:
             EngineDeadError: if a rank has died; no later step can run.
         """
         self._timer.start()
+        try:
+            sampled = self._compute(output)
+        except BaseException:  # an interrupted offline engine may continue
+            self._planner.forget_ranks()
+            raise
+        self._timer.stop(times)
+        return sampled
+
+    def _compute(self, output: SchedulerOutput) -> SampledTokens:
         constrained = [index for index, sequence in enumerate(output.sampling) if sequence.grammar is not None]
         masks = self._start_masks([output.sampling[index].grammar for index in constrained]) if constrained else None
         plan = self._planner.plan(output)
@@ -110,7 +119,6 @@ class ModelRunner:
         sampled = SampledTokens([]) if pending is None else pending.finish(self.workers.wait)
         if prompts is not None:
             sampled.prompt_logprobs = prompts.by_group()
-        self._timer.stop(times)
         return sampled
 
     def _start_masks(self, grammars: list[Any]) -> Future[torch.Tensor]:

@@ -62,6 +62,10 @@ class StepPlanner:
             block_copies=output.block_copies,
         )
 
+    def forget_ranks(self) -> None:
+        """Plan the next step for ranks that may not have executed the last plan, as after an error."""
+        self._tracker.forget()
+
     def _slots(self, batch: _Batch, table_rows: _Ids) -> tuple[_Ids, _Ids]:
         """Return the position of each token in its sequence, and the slot of the KV cache that it is written to."""
         positions, rows = batch.starts, table_rows

@@ -75,6 +75,18 @@ def test_blocks_of_rejected_drafts_are_sent_again() -> None:
     assert ranks.step(a) == 1  # it has lost none, which the tracker does not know
 
 
+def test_ranks_that_missed_a_step_get_all_tables_again() -> None:
+    ranks, a, b, c = Ranks(), [7, 8], [3], [4, 5, 6]
+    ranks.step(a, b, c)
+    b.append(2)
+    ranks.tracker.update([a, b])
+    ranks.tracker.update([a, b, [9]])
+    ranks.tracker.forget()
+    assert ranks.step(b, a) == 2 * WIDTH
+    assert ranks.step([6], a, b) == WIDTH
+    assert ranks.step([6, 1], a, b) == 2
+
+
 def test_a_table_longer_than_was_expected_is_not_written_over_the_next_row() -> None:
     with pytest.raises(AssertionError, match="6 blocks"):
         Ranks().step([1, 2, 3, 4, 5, 6])

@@ -86,6 +86,38 @@ def test_decodes_are_computed_before_a_prefill_of_higher_priority(
         assert generate(alone, {0: request}) == {request.request_id: together[request.request_id]}
 
 
+def test_a_step_that_was_interrupted_leaves_no_foreign_block_tables(
+    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of that step had the blocks that were appended, and its rank has not got them."""
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "block_size": 4}
+    engine = LLM(qwen3.path, skip_tokenizer_init=True, **options).engine
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    requests = {i: EngineRequest(str(i), list(range(9 + i, 20 + i)), params) for i in range(2)}
+    expected = generate(engine, requests)
+    worker: Any = engine.runner.workers.local  # type: ignore[attr-defined]
+    execute = worker.execute
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    found: dict[str, list[int]] = {"0": [], "1": []}
+    for request in requests.values():
+        engine.add_request(request)
+        for _ in range(7):
+            # Between the scheduler's and the worker's part, so that the same step is planned again.
+            output = engine.scheduler.schedule()
+            monkeypatch.setattr(worker, "execute", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.runner.run(output, StepTimes())
+            monkeypatch.setattr(worker, "execute", execute)
+            sampled = engine.runner.run(output, StepTimes())
+            for sequence in engine.scheduler.update(output, sampled):
+                found[sequence.request_id].append(sequence.token_ids[-1])
+    assert found["0"] == expected["0"][0][:14]
+    assert found["1"] == expected["1"][0][:7]
+
+
 def watch_logits(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by the number of rows whenever logits are computed."""
     sizes: list[int] = []
