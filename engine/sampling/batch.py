@@ -1,7 +1,8 @@
 """SamplingBatch: the parameters of the sequences that sample together, as columns on the device.
 
 The columns are a pure function of the sequences. While the same sequences sample step after step, the batch is kept and
-advanced by each sequence's new token; otherwise a new batch is built.
+advanced by each sequence's new token; otherwise a new batch is built, with filters of the last one where they keep the
+history of sequences.
 """
 
 from __future__ import annotations
@@ -55,16 +56,25 @@ class SamplingBatch:
         vocab_size: width of the logits.
         device: device of the logits.
         num_candidates: how many of the most likely tokens top-p tries before it sorts the vocabulary.
+        previous: the last batch, whose filters this one takes over; it must not be used any more.
     """
 
     def __init__(
-        self, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device, num_candidates: int
+        self,
+        sequences: Sequence_[Sequence],
+        vocab_size: int,
+        device: torch.device,
+        num_candidates: int,
+        previous: SamplingBatch | None = None,
     ) -> None:
         self._device = device
         self._sequences = list(sequences)
         self._constants = list(map(_constants, sequences))
         self._note_tokens(list(map(_token_ids, sequences)))
-        self.filters = build_filters(sequences, vocab_size, device)
+        if previous is None:
+            self.filters = build_filters(sequences, vocab_size, device)
+        else:
+            self.filters = build_filters(sequences, vocab_size, device, previous.filters, previous._known_tokens())
         self.choosers = build_choosers(sequences, vocab_size, device, num_candidates)
         # Sequences whose columns depend on their tokens, or on their number. Drafts add several tokens to others only.
         self._depends_on_tokens = np.array([not one.is_plain_greedy for one in sequences], dtype=bool)
@@ -117,6 +127,20 @@ class SamplingBatch:
         if self.beam_min_tokens is not None:
             self.beam_min_tokens.advance(new_ids)
         return True
+
+    def _known_tokens(self) -> dict[Sequence, int]:
+        """Return the sequences that still begin with the tokens they had in the last step, and how many these were.
+
+        As in ``advance``, the last of these tokens is compared, and the constants.
+        """
+        noted = zip(self._sequences, self._lengths.tolist(), self._last_ids, self._constants, strict=True)
+        return {
+            sequence: length
+            for sequence, length, last_id, constants in noted
+            if len(sequence.token_ids) >= length
+            and sequence.token_ids[length - 1] == last_id
+            and _constants(sequence) == constants
+        }
 
     def _has_grown_by_drafts(self, lengths: npt.NDArray[np.int64]) -> bool:
         """Whether all sequences have grown, and by several tokens only those whose columns do not depend on tokens."""

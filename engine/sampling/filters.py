@@ -2,13 +2,14 @@
 
 Each filter serves the sequences of a batch that use its parameter, and changes their logits. A batch has only the
 filters that some sequence uses. The state of a filter is a pure function of its sequences: it is built from them when
-the batch changes, and advanced by each new token otherwise.
+the batch changes, and advanced by each new token otherwise. What depends on whole histories is kept when the batch
+changes (token_rows.py).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from itertools import chain
 from typing import Self
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from engine.device_copy import to_device
+from engine.sampling.token_rows import TokenRows
 from engine.sequence import Sequence
 from engine.thinking_budget import ENDED, NOT_STARTED
 
@@ -57,6 +59,13 @@ class LogitFilter(ABC):
     @abstractmethod
     def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         """Return the filter for a batch; None if no sequence uses it."""
+
+    def serve(self, sequences: Sequence_[Sequence], known: Mapping[Sequence, int]) -> bool:
+        """Serve another batch, and keep what depends on the ``known`` tokens of sequences: see ``build_filters``.
+
+        False if no sequence uses the filter, or if ``build`` makes a new one as cheaply.
+        """
+        return False
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> None:
@@ -206,28 +215,30 @@ class RepetitionPenalty(LogitFilter):
 
     needs_history = True
 
-    def __init__(self, indices: torch.Tensor, penalties: torch.Tensor, seen: torch.Tensor) -> None:
-        self._indices = indices  # int64 [n]
-        self._penalties = penalties  # float32 [n, 1]
-        self._seen = seen  # bool [n, vocab_size]
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._seen = TokenRows(vocab_size, torch.bool, counts_prompt=True, device=device)
+        self._penalties = torch.empty(0, 1, device=device)  # float32 [n, 1]
 
     @classmethod
     def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
-        indices = [index for index, s in enumerate(sequences) if s.params.repetition_penalty != 1.0]
-        if not indices:
-            return None
-        seen = torch.zeros(len(indices), vocab_size, dtype=torch.bool, device=device)
-        _set(seen, _pairs([sequences[index].token_ids for index in indices], device), True)
-        penalties = [[sequences[index].params.repetition_penalty] for index in indices]
-        return cls(_ids(indices, device), to_device(penalties, torch.float32, device), seen)
+        built = cls(vocab_size, device)
+        return built if built.serve(sequences, {}) else None
+
+    def serve(self, sequences: Sequence_[Sequence], known: Mapping[Sequence, int]) -> bool:
+        served = [(index, s) for index, s in enumerate(sequences) if s.params.repetition_penalty != 1.0]
+        if served:
+            self._seen.serve(served, known)
+            penalties = [[one.params.repetition_penalty] for one in self._seen.sequences]
+            self._penalties = to_device(penalties, torch.float32, self._penalties.device)
+        return bool(served)
 
     def apply(self, logits: torch.Tensor) -> None:
-        picked = logits.index_select(0, self._indices)
+        picked = logits.index_select(0, self._seen.indices)
         penalised = torch.where(picked > 0, picked / self._penalties, picked * self._penalties)
-        logits.index_copy_(0, self._indices, torch.where(self._seen, penalised, picked))
+        logits.index_copy_(0, self._seen.indices, torch.where(self._seen.values, penalised, picked))
 
     def advance(self, token_ids: torch.Tensor) -> None:
-        self._seen.scatter_(1, token_ids[self._indices, None], True)
+        self._seen.advance(token_ids)
 
 
 class OutputPenalties(LogitFilter):
@@ -235,38 +246,37 @@ class OutputPenalties(LogitFilter):
 
     needs_history = True
 
-    def __init__(
-        self, indices: torch.Tensor, frequency: torch.Tensor, presence: torch.Tensor, counts: torch.Tensor
-    ) -> None:
-        self._indices = indices  # int64 [n]
-        self._frequency, self._presence = frequency, presence  # float32 [n, 1]
-        self._counts = counts  # int32 [n, vocab_size]
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._counts = TokenRows(vocab_size, torch.int32, counts_prompt=False, device=device)
+        self._frequency = self._presence = torch.empty(0, 1, device=device)  # float32 [n, 1]
 
     @classmethod
     def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
-        params = [s.params for s in sequences]
-        indices = [index for index, p in enumerate(params) if p.frequency_penalty != 0.0 or p.presence_penalty != 0.0]
-        if not indices:
-            return None
-        owners, token_ids = _pairs([sequences[index].output_token_ids for index in indices], device)
-        flat = torch.zeros(len(indices) * vocab_size, dtype=torch.int32, device=device)
-        flat.scatter_add_(0, owners * vocab_size + token_ids, torch.ones_like(owners, dtype=torch.int32))
-        return cls(
-            indices=_ids(indices, device),
-            frequency=to_device([[params[index].frequency_penalty] for index in indices], torch.float32, device),
-            presence=to_device([[params[index].presence_penalty] for index in indices], torch.float32, device),
-            counts=flat.view(len(indices), vocab_size),
-        )
+        built = cls(vocab_size, device)
+        return built if built.serve(sequences, {}) else None
+
+    def serve(self, sequences: Sequence_[Sequence], known: Mapping[Sequence, int]) -> bool:
+        served = [
+            (index, s)
+            for index, s in enumerate(sequences)
+            if s.params.frequency_penalty != 0.0 or s.params.presence_penalty != 0.0
+        ]
+        if served:
+            self._counts.serve(served, known)
+            params, device = [one.params for one in self._counts.sequences], self._frequency.device
+            self._frequency = to_device([[one.frequency_penalty] for one in params], torch.float32, device)
+            self._presence = to_device([[one.presence_penalty] for one in params], torch.float32, device)
+        return bool(served)
 
     def apply(self, logits: torch.Tensor) -> None:
-        picked = logits.index_select(0, self._indices)
-        picked -= self._frequency * self._counts
-        picked -= self._presence * (self._counts > 0)
-        logits.index_copy_(0, self._indices, picked)
+        counts = self._counts.values
+        picked = logits.index_select(0, self._counts.indices)
+        picked -= self._frequency * counts
+        picked -= self._presence * (counts > 0)
+        logits.index_copy_(0, self._counts.indices, picked)
 
     def advance(self, token_ids: torch.Tensor) -> None:
-        new = token_ids[self._indices, None]
-        self._counts.scatter_add_(1, new, torch.ones_like(new, dtype=torch.int32))
+        self._counts.advance(token_ids)
 
 
 class ThinkingLimit(LogitFilter):
@@ -313,18 +323,39 @@ class ThinkingLimit(LogitFilter):
 
 
 # In the order in which vLLM's V1 engine applies them; the end of reasoning overrides them all.
-_BUILDERS: tuple[Callable[[Sequence_[Sequence], int, torch.device], LogitFilter | None], ...] = (
-    AllowedTokens.build,
-    BadWords.build,
-    MinTokens.build,
-    LogitBias.build,
-    RepetitionPenalty.build,
-    OutputPenalties.build,
-    ThinkingLimit.build,
+_FILTERS: tuple[type[LogitFilter], ...] = (
+    AllowedTokens,
+    BadWords,
+    MinTokens,
+    LogitBias,
+    RepetitionPenalty,
+    OutputPenalties,
+    ThinkingLimit,
 )
 
 
-def build_filters(sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> list[LogitFilter]:
-    """Return the filters that a batch needs, in the order in which they apply."""
-    built: Iterable[LogitFilter | None] = (build(sequences, vocab_size, device) for build in _BUILDERS)
-    return [one for one in built if one is not None]
+def build_filters(
+    sequences: Sequence_[Sequence],
+    vocab_size: int,
+    device: torch.device,
+    previous: Iterable[LogitFilter] = (),
+    known: Mapping[Sequence, int] | None = None,
+) -> list[LogitFilter]:
+    """Return the filters that a batch needs, in the order in which they apply.
+
+    Args:
+        sequences: the batch.
+        vocab_size: width of the logits.
+        device: device of the logits.
+        previous: filters of the last batch, some of which serve this one; they must not be used otherwise any more.
+        known: the sequences of the last batch that went on as they were, and how many tokens they had in it.
+    """
+    by_type = {type(one): one for one in previous}
+    filters: list[LogitFilter] = []
+    for kind in _FILTERS:
+        one: LogitFilter | None = by_type.get(kind)
+        if one is None or not one.serve(sequences, known or {}):
+            one = kind.build(sequences, vocab_size, device)
+        if one is not None:
+            filters.append(one)
+    return filters

@@ -160,7 +160,7 @@ class Sampler:
     def _batch_of(self, sequences: Sequence_[Sequence]) -> SamplingBatch:
         batch, self._batch = self._batch, None  # not kept if building or advancing fails
         if batch is None or not batch.advance(sequences):
-            batch = SamplingBatch(sequences, self._vocab_size, self._device, self._num_candidates)
+            batch = SamplingBatch(sequences, self._vocab_size, self._device, self._num_candidates, batch)
         self._batch = batch
         return batch
 

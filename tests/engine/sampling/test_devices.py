@@ -10,10 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.sampling import batch as batch_module
-from engine.sampling import choosers, filters, ranking
+from engine.sampling import choosers, filters, ranking, token_rows
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.ranking import gather_listed, gather_logprobs
 from engine.sampling.sampler import NUM_CANDIDATES, Sampler
+from engine.sampling.token_rows import TokenRows
 from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence
 from engine.thinking_budget import ThinkingBudget
@@ -33,10 +34,11 @@ def _one_of_each() -> list[Sequence]:
 
 
 def _tensors_of(holder: object) -> list[torch.Tensor]:
-    """Return the tensors among the attributes of an object, and those in tuples there."""
+    """Return the tensors among the attributes of an object, and those in tuples and TokenRows there."""
     slots = getattr(type(holder), "__slots__", ())
     values = [getattr(holder, name) for name in slots] if slots else list(vars(holder).values())
     flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    flat += [tensor for one in flat if isinstance(one, TokenRows) for tensor in _tensors_of(one)]
     return [one for one in flat if isinstance(one, torch.Tensor)]
 
 
@@ -47,7 +49,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def to_device(values: object, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
         return torch.as_tensor(values, dtype=dtype).to(device)
 
-    for module in (batch_module, choosers, filters):
+    for module in (batch_module, choosers, filters, token_rows):
         monkeypatch.setattr(module, "to_device", to_device)
     monkeypatch.setattr(ranking, "start_to_host", lambda tensor: tensor)
     with FakeTensorMode():
