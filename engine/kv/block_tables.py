@@ -27,6 +27,9 @@ class TableChanges(NamedTuple):
     block_ids: npt.NDArray[np.int32]  # what to write there; -1 after the end of a table
 
 
+_NO_CHANGES = TableChanges(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32))
+
+
 class TableTracker:
     """Finds what has changed in the block tables since the last batch, without comparing their blocks.
 
@@ -49,28 +52,30 @@ class TableTracker:
         # The last batch. These references keep the lists alive, so that no new list has the same identity.
         self._tables: list[list[int]] = []
         self._rows = np.empty(0, dtype=np.int64)
+        self._lengths: list[int] | None = None  # of the last batch's tables; None if they may have to be sent again
 
     def update(self, tables: list[list[int]]) -> tuple[npt.NDArray[np.int64], TableChanges]:
         """Return the row of each table of a batch, int64 [num_seqs], and what the ranks must write before they read."""
         if len(tables) != len(self._tables) or not all(map(is_, tables, self._tables)):
             self._assign_rows(tables)
-        rows = self._rows
-        lengths = np.fromiter(map(len, tables), np.int64, len(tables))
+        rows, counts = self._rows, list(map(len, tables))
+        if counts == self._lengths:
+            return rows, _NO_CHANGES
+        self._lengths, lengths = counts, np.array(counts, dtype=np.int64)
         kept, written = self._num_kept[rows], self._num_written[rows]
         changed = np.flatnonzero((kept < lengths) | (written > lengths))
-        if not len(changed):
-            return rows, TableChanges(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32))
         self._num_kept[rows] = self._num_written[rows] = lengths
         return rows, self._write(tables, changed, kept[changed], np.maximum(lengths, written)[changed])
 
     def expect_removal(self, position: int, num_kept: int) -> None:
         """Expect that a table of the last batch loses blocks: the ones after its first ``num_kept`` are sent again."""
         self._num_kept[self._rows[position]] = num_kept
+        self._lengths = None
 
     def forget(self) -> None:
         """Send every table anew from now on: the ranks may not have got the last changes."""
         self._free_rows = list(range(len(self.array)))
-        self._tables, self._rows = [], np.empty(0, dtype=np.int64)
+        self._tables, self._rows, self._lengths = [], np.empty(0, dtype=np.int64), None
         self._num_written[:] = self.array.shape[1]
 
     def _assign_rows(self, tables: list[list[int]]) -> None:
@@ -82,7 +87,7 @@ class TableTracker:
             if row < 0:
                 rows[position] = row = self._free_rows.pop()
                 self._num_kept[row] = 0
-        self._tables, self._rows = tables, np.array(rows, dtype=np.int64)
+        self._tables, self._rows, self._lengths = tables, np.array(rows, dtype=np.int64), None
 
     def _write(
         self,

@@ -6,7 +6,7 @@ tables stay on the ranks, and only their changes are sent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -90,8 +90,7 @@ class StepPlanner:
                 self._tracker.expect_removal(position, -(-sequence.num_tokens // self._block_size))
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
+class _Batch(NamedTuple):
     """The sequences of a step as they are packed."""
 
     sequences: list[Sequence]
