@@ -17,45 +17,17 @@ from transformers import CONFIG_MAPPING
 
 from engine.errors import ModelLoadError
 from engine.models.config import GenerationDefaults, ModelConfig, load_hf_config
+from engine.models.families import ARCHITECTURES
 from engine.models.plain_config import plain_config
+from engine.models.plain_fields import FAMILIES
 from engine.models.rope import rope_tables
+from tests.engine.checkpoints import EXPERT_FAMILIES, build_model
 from tests.engine.conftest import SavedModel
+from tests.engine.models.dense_families import DENSE_FAMILIES, build_dense_model
+from tests.engine.models.published_configs import PUBLISHED, QWEN3
 
-# As the checkpoints of these models have it, so far as it matters.
-QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
-    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
-    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
-    "vocab_size": 151936,
-}  # fmt: skip
-QWEN2: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
-    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
-    "max_position_embeddings": 32768, "max_window_layers": 21, "model_type": "qwen2", "num_attention_heads": 14,
-    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
-    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.43.1",
-    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-    "intermediate_size": 14336, "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True, "vocab_size": 128256,
-}  # fmt: skip
-MISTRAL: dict[str, Any] = {
-    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
-    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "transformers_version": "4.34.0", "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
-PUBLISHED = [QWEN3, QWEN2, LLAMA, MISTRAL]
 EXTRA = {"rope_parameters", "dtype", "layer_types", "mlp_bias", "partial_rotary_factor", "auto_map", "num_labels"}
+EXTRA |= {"num_local_experts", "use_bidirectional_attention", "hidden_activation", "qkv_bias"}
 NAMES = sorted({name for raw in PUBLISHED for name in raw} | EXTRA)
 VALUES = st.one_of(
     st.none(),
@@ -65,11 +37,29 @@ VALUES = st.one_of(
     st.just([]),
     st.just(["full_attention"] * 28),
     st.just(["sliding_attention"] * 24),
+    st.just(["sliding_attention", "full_attention"] * 13),
     st.just({"rope_type": "default", "rope_theta": 10000.0}),
     st.just({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
     st.just({"rope_theta": 7}),
+    st.just({"rope_theta": 7, "partial_rotary_factor": 0.25}),
+    st.just({"full_attention": {"rope_theta": 7}, "sliding_attention": {"rope_theta": 9.0}}),
+    st.just({"full_attention": {"rope_theta": 7}}),
     st.just({}),
-    st.sampled_from(["silu", "gelu", "float16", "int8", "bfloat16", "llama", "qwen2", "qwen3", "mistral", "gemma", ""]),
+    st.sampled_from(
+        [
+            "silu",
+            "gelu",
+            "float16",
+            "int8",
+            "bfloat16",
+            "llama",
+            "qwen2",
+            "qwen3",
+            "mistral",
+            "gemma",
+            "gelu_pytorch_tanh",
+        ]
+    ),
 )
 
 
@@ -81,6 +71,11 @@ def understood(config: Any) -> Any:
         return str(error)
     rope = rope_tables(config, model.rope, model.head_dim, 3) if model.head_dim > 1 else None
     return model, None if rope is None else rope.tolist(), config.eos_token_id, config.vocab_size
+
+
+def test_every_family_of_our_own_decoder_is_known() -> None:
+    assert {family.architecture for family in FAMILIES.values()} == set(ARCHITECTURES)
+    assert {raw["model_type"] for raw in PUBLISHED} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("raw", PUBLISHED, ids=lambda raw: str(raw["model_type"]))
@@ -132,6 +127,18 @@ def test_what_transformers_saves_today_is_plain(qwen3: SavedModel) -> None:
     assert understood(config) == understood(qwen3.model.config)
     assert GenerationDefaults.load(qwen3.path, config).eos_token_ids == (2,)
     assert config.dtype is torch.float32
+
+
+SCALED = {"phi4-mini", "olmo3", "gemma3-4b", "smollm3-windows"}  # or with windows that a switch turns on
+
+
+@pytest.mark.parametrize("name", sorted({*DENSE_FAMILIES, *EXPERT_FAMILIES} - SCALED))
+def test_what_transformers_saves_today_of_any_family_is_plain(name: str) -> None:
+    model = build_dense_model(name) if name in DENSE_FAMILIES else build_model(name)
+    raw = json.loads(model.config.to_json_string())
+    plain = plain_config(raw | {"dtype": "float32"})
+    assert plain is not None
+    assert understood(plain) == understood(model.config)
 
 
 def test_an_engine_starts_without_what_it_does_not_need(qwen3: SavedModel) -> None:
