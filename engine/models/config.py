@@ -70,6 +70,20 @@ class ModelConfig(ModelShape):
     rope: RopeConfig
     experts: ExpertsShape | None = None  # None: every layer's feed-forward is dense
 
+    def __post_init__(self) -> None:
+        """Raise ModelLoadError if a model with experts has what only dense feed-forwards are computed with."""
+        if self.experts is None:
+            return
+        for name, value, computed in (
+            ("activation", self.activation, "silu"),
+            ("norms", self.norms, "before"),
+            ("residual_multiplier", self.residual_multiplier, 1.0),
+        ):
+            if value != computed:
+                raise ModelLoadError(
+                    f"'{self.architecture}' has experts and {name}={value}; only {computed} is supported with experts"
+                )
+
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer's feed-forward is experts."""
         return self.experts is not None and layer in self.experts.layers

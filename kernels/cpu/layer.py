@@ -104,11 +104,14 @@ class PackedLayer:
         [hidden_size]; of queries and keys [head_dim], or with ``norms_all_heads`` [num_heads * head_dim] and
         [num_kv_heads * head_dim].
         """
+        assert name != "mlp_output_norm" or self.experts is None, "experts have no output norm"
         self._norms[name] = weight.float().contiguous()  # the structure has its address only
         setattr(self.c_layer, name, self._norms[name].data_ptr())
 
     def set_experts(self, experts: PackedExperts) -> None:
         """Let experts compute the feed-forward; the layer's own ``intermediate_size`` is then usually 0."""
+        assert self.c_layer.activation == _ACTIVATIONS["silu"], "experts have SiLU"
+        assert self.c_layer.residual_multiplier == 1.0, "what experts compute is added as it is"
         self.experts = experts
         self.c_layer.experts = experts.address
 

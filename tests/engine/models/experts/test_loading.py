@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +78,27 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
         config.shard(2)
     unused = ModelConfig.from_hf(build_model("qwen3_moe", intermediate_size=33, mlp_only_layers=[]).config)
     assert unused.shard(2).experts is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"activation": "gelu_tanh"}, "activation=gelu_tanh; only silu"),
+        ({"norms": "around"}, "norms=around; only before"),
+        ({"residual_multiplier": 0.5}, r"residual_multiplier=0\.5; only 1\.0"),
+    ],
+)
+def test_what_experts_are_not_computed_with_is_refused(change: dict[str, Any], named: str) -> None:
+    config = ModelConfig.from_hf(build_model("qwen3_moe").config)
+    with pytest.raises(ModelLoadError, match=f"'Qwen3MoeForCausalLM' has experts and {named} is supported"):
+        replace(config, **change)
+    dense = replace(config, experts=None)
+    assert replace(dense, **change) != dense
+
+
+def test_a_config_of_experts_with_gelu_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="activation=gelu_tanh"):
+        ModelConfig.from_hf(build_model("mixtral", hidden_act="gelu_pytorch_tanh").config)
 
 
 def test_more_experts_per_token_than_there_are_is_refused(tmp_path: Path) -> None:
