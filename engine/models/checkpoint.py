@@ -52,6 +52,10 @@ class Checkpoint:
         """Return the file that holds a tensor."""
         return self._stored[name].path
 
+    def has_floats(self, name: str) -> bool:
+        """Return whether a tensor has floating-point numbers of a type that can be read."""
+        return self._stored[name].dtype in _DTYPES
+
     @property
     def num_elements(self) -> int:
         """Numbers in all the tensors."""
@@ -74,7 +78,7 @@ class Checkpoint:
                 f"'{name}' of '{stored.path}' has shape {list(stored.shape)}, but its config says {shape}; download "
                 "config.json and the file again, from one source"
             )
-        if stored.dtype not in _DTYPES:
+        if not self.has_floats(name):
             raise ModelLoadError(
                 f"'{name}' of '{stored.path}' has the dtype {stored.dtype}; give a checkpoint in bf16, fp16 or fp32"
             )

@@ -24,6 +24,7 @@ from engine.models.progress import with_progress
 from engine.models.read_ahead import read_ahead
 from engine.models.sharding import Shard, shard_of
 from engine.models.tensor_parallel import TensorParallel
+from engine.models.weight_errors import weights_not_finite
 
 __all__ = ["read_weights"]
 
@@ -166,7 +167,7 @@ def _read_each(
         is_kept = parameter.name == _EMBEDDING or not is_copied
         weight = _assemble(checkpoint, parameter, dtype, device, is_kept=is_kept)
         if not is_finite(weight):
-            raise _not_finite(checkpoint, parameter, dtype)
+            raise weights_not_finite(checkpoint, parameter.name, parameter.parts, dtype)
         return weight
 
     is_tied = any(parameter.is_tied_head for parameter in parameters)
@@ -200,21 +201,3 @@ def _assemble(
         filled += count
     weight[filled:].zero_()  # the last ranks' part of the vocabulary may be padded
     return weight
-
-
-def _not_finite(checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype) -> ModelLoadError:
-    """Return the error about a parameter that has become NaN or infinite, with the stored tensor that did it."""
-    for name, shard in parameter.parts:
-        stored = checkpoint.read(name, shard)
-        bad = (~stored.isfinite()).nonzero()
-        if len(bad):
-            first = stored[tuple(bad[0])].item()
-            return ModelLoadError(
-                f"'{name}' of '{checkpoint.file_of(name)}' has {len(bad)} weights that are no finite numbers, {first} "
-                f"at {bad[0].tolist()} for one; download the file again"
-            )
-    names = " and ".join(f"'{name}'" for name, _ in parameter.parts)
-    return ModelLoadError(
-        f"weights of {names} of '{checkpoint.path}' are too large for {str(dtype).removeprefix('torch.')}; set "
-        "dtype to bfloat16 or float32"
-    )

@@ -21,6 +21,7 @@ from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.linears import pack_linears
 from engine.models.checkpoint import open_checkpoint
 from engine.models.finite import is_finite
+from engine.models.weight_errors import weights_not_finite
 
 __all__ = ["load_transformers_decoder"]
 
@@ -116,10 +117,10 @@ def _read(path: str | Path, config: TransformersConfig, dtype: torch.dtype) -> A
             )
     for name, weight in model.named_parameters():
         if not is_finite(weight):
-            raise ModelLoadError(
-                f"'{name}' of '{path}' has weights that are no finite numbers in {str(dtype).removeprefix('torch.')}; "
-                "download the checkpoint again, or set dtype to bfloat16 or float32"
-            )
+            with open_checkpoint(
+                path
+            ) as checkpoint:  # the loader may have renamed and joined its tensors: any may be it
+                raise weights_not_finite(checkpoint, name, [(stored, None) for stored in checkpoint.names], dtype)
     if type(model).__name__ != config.architecture:
         raise ModelLoadError(
             f"config.json of '{path}' names the architecture '{config.architecture}', but its model_type is that of "

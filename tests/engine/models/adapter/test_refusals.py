@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -38,9 +39,9 @@ def shape_of(architecture: str, **options: Any) -> TransformersConfig:
     return TransformersConfig.from_hf(build_config(architecture, **options))
 
 
-def load(path: str | Path) -> TransformersDecoder:
+def load(path: str | Path, dtype: torch.dtype = torch.float32) -> TransformersDecoder:
     config = TransformersConfig.from_hf(load_hf_config(path))
-    return load_transformers_decoder(path, config, dtype=torch.float32, device=torch.device("cpu"))
+    return load_transformers_decoder(path, config, dtype=dtype, device=torch.device("cpu"))
 
 
 @pytest.fixture
@@ -167,8 +168,20 @@ def test_a_weight_that_is_not_finite_is_named(checkpoint: Path) -> None:
     weights = load_file(file)
     weights[name][-1, 0] = float("nan")
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(ModelLoadError, match=rf"'{name}' of .* has weights that are no finite numbers in float32; "):
+    at = [len(weights[name]) - 1, 0]
+    message = f"'{name}' of '{file}' has 1 weights (nan at {at} for one) that are no finite numbers; download the file"
+    with pytest.raises(ModelLoadError, match=re.escape(message)):
         load(checkpoint)
+
+
+def test_weights_beyond_the_range_of_the_dtype_are_named(checkpoint: Path) -> None:
+    file, name = checkpoint / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(file)
+    weights[name][0, 1] = -1e6
+    save_file(weights, file, {"format": "pt"})
+    message = f"'{name}' of '{file}' has 1 weights (-1000000.0 at [0, 1] for one) that are too large for float16; set"
+    with pytest.raises(ModelLoadError, match=re.escape(message)):
+        load(checkpoint, torch.float16)
 
 
 def test_a_config_of_a_much_larger_model_is_refused_before_that_is_allocated(checkpoint: Path) -> None:
