@@ -7,6 +7,7 @@ norms, rotations and sums, whatever the weights are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from time import perf_counter
 
@@ -17,7 +18,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import ForwardContext, VocabParallelEmbedding
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention import c_kernel
-from kernels.cpu.experts import ExpertSizes, PackedExperts
+from kernels.cpu.experts import ExpertSizes, PackedExperts, experts
 from kernels.cpu.gather import gather_rows
 from kernels.cpu.layer import LayerShape, NormName, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind, has_int8
@@ -27,6 +28,7 @@ from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, attent
 __all__ = ["CpuDecoder", "can_run"]
 
 _TIMES_MEASURED = 3
+_LAYERS_MEASURED = 4  # together, the experts of one token are larger than the processor's caches
 _MANY_TOKENS = 32  # with so many, computing takes longer than reading weights on any processor
 _MOST_FREE_TOKENS = 256
 
@@ -197,19 +199,39 @@ class CpuDecoder:
     def free_tokens(self) -> int:
         """Tokens that a step computes in about the time of one, because reading the weights takes longer.
 
-        Measured once, on the largest weights: small ones would come from the processor's caches.
+        Measured once, on the head, the largest weights that are not experts': small ones would come from the
+        processor's caches. Each further token needs further experts, whose weights are read as well, so some layers'
+        experts are measured too, with random tokens, which are spread over many.
         """
-        few, many = (self._seconds_of_logits(num_tokens) for num_tokens in (1, _MANY_TOKENS))
+        few, many = (self._seconds_of_weights(num_tokens) for num_tokens in (1, _MANY_TOKENS))
         return min(max(round(_MANY_TOKENS * few / many), 1), _MOST_FREE_TOKENS)
 
-    def _seconds_of_logits(self, num_tokens: int) -> float:
-        hidden = torch.ones(num_tokens, self.config.hidden_size)
-        times = []
-        for _ in range(_TIMES_MEASURED):
-            started = perf_counter()
-            self._compute_own_logits(hidden)
-            times.append(perf_counter() - started)
-        return min(times)  # disturbances only make it longer
+    def _seconds_of_weights(self, num_tokens: int) -> float:
+        """Return about how long the products with all weights take; without experts those with the head are enough."""
+        hidden = torch.randn(num_tokens, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        seconds = _fastest(lambda: self._compute_own_logits(hidden))
+        sparse = [layer.experts for layer in self.layers if layer.experts is not None]
+        if not sparse:
+            return seconds
+        num_dense_bytes = self.num_bytes - sum(one.num_bytes for one in sparse)
+        measured, norm = sparse[:_LAYERS_MEASURED], torch.ones(self.config.hidden_size)
+
+        def compute_experts() -> None:
+            for one in measured:
+                experts(hidden, one, norm, self.config.rms_norm_eps)
+
+        of_experts = _fastest(compute_experts) * len(sparse) / len(measured)
+        return seconds * num_dense_bytes / self.lm_head.num_bytes + of_experts
+
+
+def _fastest(compute: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of several runs, because disturbances only make them longer."""
+    times = []
+    for _ in range(_TIMES_MEASURED):
+        started = perf_counter()
+        compute()
+        times.append(perf_counter() - started)
+    return min(times)
 
 
 def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
