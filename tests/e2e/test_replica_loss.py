@@ -9,12 +9,13 @@ import signal
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import Server, running_server
 from tests.e2e.load import ask, new_client, questions
 
 BODY: dict[str, Any] = {
@@ -121,3 +122,20 @@ async def test_several_choices_with_logprobs_continue_unchanged(public_server: S
         assert after_loss.logprobs[index] == pytest.approx(expected.logprobs[index], abs=1e-3)
         assert set(expected.text[index]) <= set("abcdefghijklmnopqrstuvwxyz ")
     await _wait_for_both_replicas(public_server)
+
+
+@pytest.mark.long
+async def test_streams_of_a_model_on_transformers_modules_go_on(tmp_path: Path) -> None:
+    def change(args: dict[str, Any]) -> None:
+        args["engine"] |= {"dtype": "float32", "model_impl": "transformers"}
+
+    bodies = [BODY | {"prompt": f"Tell me story {i} about rivers", "max_tokens": 100 + 40 * i} for i in range(5)]
+    bodies.append(SEVERAL)
+    with running_server(tmp_path, change) as own:
+        async with httpx.AsyncClient(base_url=own.url, timeout=120) as client:
+            expected = [await _streamed(client, own, body, kill=False) for body in bodies]
+            moved = await asyncio.gather(*(_streamed(client, own, body, kill=body is bodies[0]) for body in bodies))
+        assert [one.text for one in moved] == [one.text for one in expected]
+        assert len({one.text[0] for one in moved}) == len(bodies)
+        assert sum(own.metric("pagoda_request_migrations_total").values()) >= 1
+        await _wait_for_both_replicas(own)
