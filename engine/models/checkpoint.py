@@ -61,6 +61,11 @@ class Checkpoint:
         """Numbers in all the tensors."""
         return sum(math.prod(stored.shape) for stored in self._stored.values())
 
+    @property
+    def largest_file_bytes(self) -> int:
+        """Size of the largest file."""
+        return max((stored.stop for stored in self._stored.values()), default=0)
+
     def require(self, name: str, shape: list[int]) -> None:
         """Check a tensor's name, shape and dtype in the file's header; read nothing else.
 

@@ -19,13 +19,13 @@ from engine.models.decoder import ForwardContext, VocabParallelEmbedding
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention import c_kernel
 from kernels.cpu.experts import ExpertSizes, PackedExperts, experts
-from kernels.cpu.gather import gather_rows
+from kernels.cpu.gather import gather_packed_rows, gather_rows
 from kernels.cpu.layer import LayerShape, NormName, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind, has_int8
 from kernels.cpu.scratch import Scratch
 from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, attention_half, logits, mlp_half
 
-__all__ = ["CpuDecoder", "can_run"]
+__all__ = ["CpuDecoder", "can_run", "head_is_embedding"]
 
 _TIMES_MEASURED = 3
 _LAYERS_MEASURED = 4  # together, the experts of one token are larger than the processor's caches
@@ -49,11 +49,16 @@ def can_run(config: ModelConfig, dtype: torch.dtype, kind: WeightKind, device: t
     return kind is not WeightKind.INT8 or has_int8()
 
 
+def head_is_embedding(config: ModelConfig, parallel: TensorParallel, kind: WeightKind) -> bool:
+    """Return whether the embedding is read from the head's packed weights, so that memory holds them once."""
+    return config.tie_word_embeddings and parallel.size == 1 and kind is not WeightKind.INT8
+
+
 class CpuDecoder:
     """A decoder-only language model on a CPU.
 
     Args:
-        embed_tokens: the embedding, whose weights are set later.
+        embed_tokens: the embedding, whose weights are set later; it is not used where ``head_is_embedding``.
         config: the whole model's shape.
         rope: cosines and sines of every position it may see, float32 [num_tables, length, 2, head_dim // 2].
         parallel: this rank and its group.
@@ -75,6 +80,7 @@ class CpuDecoder:
     ) -> None:
         self.embed_tokens = embed_tokens
         self.config, self.parallel = config, parallel
+        self._head_is_embedding = head_is_embedding(config, parallel, kind)
         self._embedding_multiplier = config.embedding_multiplier_in(dtype)
         own = config.shard(parallel.size)
         self.attention = own.attention
@@ -115,9 +121,12 @@ class CpuDecoder:
     def set_weight(self, name: str, weight: torch.Tensor) -> None:
         """Set one parameter, by its name in decoder.py's Decoder.
 
-        The packed layers copy it. The embedding keeps the tensor itself, which may be mapped from a file.
+        The packed layers copy it. The embedding keeps the tensor itself, which may be mapped from a file; where it is
+        read from the head, it is set as the head, and the head is not set.
         """
         match name.split("."):
+            case ["embed_tokens", "weight"] if self._head_is_embedding:
+                self.lm_head.set_weight(weight)
             case ["embed_tokens", "weight"]:
                 self.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
             case ["norm", "weight"]:
@@ -169,6 +178,8 @@ class CpuDecoder:
         return hidden
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._head_is_embedding:
+            return gather_packed_rows(self.lm_head, token_ids, self._embedding_multiplier)
         if self.parallel.size == 1:
             return gather_rows(self.embed_tokens.weight, token_ids, self._embedding_multiplier)
         hidden: torch.Tensor = self.embed_tokens(token_ids)  # which also sums over the ranks

@@ -15,14 +15,14 @@ from torch.overrides import TorchFunctionMode
 from engine.errors import ConfigError
 from engine.models.checkpoint import open_checkpoint
 from engine.models.config import ModelConfig
-from engine.models.cpu_decoder import CpuDecoder
+from engine.models.cpu_decoder import CpuDecoder, head_is_embedding
 from engine.models.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder import Decoder
 from engine.models.experts.layer import Experts
 from engine.models.int8_linear import quantize_linears
 from engine.models.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
-from engine.models.weights import read_weights
+from engine.models.weights import EMBEDDING, HEAD, read_weights
 from kernels.cpu.linear import WeightKind
 
 __all__ = ["load_decoder"]
@@ -72,6 +72,8 @@ def load_decoder(
             value=quantization,
             remedy="leave it out",
         )
+    if is_head := kind is not None and head_is_embedding(config, parallel, kind):
+        del shapes[HEAD]  # the embedding's weights are packed as the head's
     started = perf_counter()
     with open_checkpoint(path) as checkpoint:
         weights = read_weights(
@@ -81,7 +83,7 @@ def load_decoder(
             parallel,
             dtype=dtype,
             device=device,
-            keep_mapped=kind is None,
+            may_be_mapped=lambda name: kind is None or (name == EMBEDDING and not is_head),
             show_progress=show_progress,
         )
         if kind is not None:

@@ -21,7 +21,10 @@ _Result = TypeVar("_Result")
 
 
 def read_ahead(
-    items: Iterable[_Item], read: Callable[[_Item], _Result], num_bytes: Callable[[_Item], int]
+    items: Iterable[_Item],
+    read: Callable[[_Item], _Result],
+    num_bytes: Callable[[_Item], int],
+    max_bytes: int | None = None,
 ) -> Iterator[tuple[_Item, _Result]]:
     """Yield each item and what ``read`` returns for it, in order. The first error that is reached ends it.
 
@@ -29,14 +32,16 @@ def read_ahead(
         items: what to read.
         read: is called in other threads, for several items at once.
         num_bytes: the memory that the result of an item takes.
+        max_bytes: of all that is read and not yet processed, if it should be less than usual.
     """
     waiting: deque[tuple[_Item, Future[_Result]]] = deque()
     ahead = 0
+    limit = MAX_BYTES if max_bytes is None else min(MAX_BYTES, max_bytes)
     threads = min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="pagoda-load") as pool:
         try:
             for item in items:
-                while waiting and ahead + num_bytes(item) > MAX_BYTES:
+                while waiting and ahead + num_bytes(item) > limit:
                     ahead -= num_bytes(waiting[0][0])
                     yield _next(waiting)
                 waiting.append((item, pool.submit(read, item)))

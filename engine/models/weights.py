@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +25,14 @@ from engine.models.read_ahead import read_ahead
 from engine.models.sharding import Shard, shard_of
 from engine.models.tensor_parallel import TensorParallel
 from engine.models.weight_errors import weights_not_finite
+from kernels.cpu.memory import huge_zeros
 
-__all__ = ["read_weights"]
+__all__ = ["EMBEDDING", "HEAD", "read_weights"]
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
 _ROTATED = ("q_proj", "k_proj")
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class _Parameter:
     @property
     def is_tied_head(self) -> bool:
         """Whether it shares the embedding's tensor."""
-        return self.name == _HEAD and self.parts[0][0] != _HEAD
+        return self.name == HEAD and self.parts[0][0] != HEAD
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of memory that it takes."""
@@ -61,25 +62,25 @@ def read_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    keep_mapped: bool = True,
+    may_be_mapped: Callable[[str], bool] = lambda name: True,
     show_progress: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter's name and its tensor on the device, in the order of ``shapes``.
 
     Stacked experts come one by one, as ``unstack`` names them.
 
-    They are read on several threads, a little ahead of the caller. On the CPU, a tensor that is stored in this
-    ``dtype`` may be a view of the mapped file; writing to it changes a private copy. All others are filled from the
-    file in one pass. With tied embeddings the head is the same tensor as the embedding. All weights are checked to be
-    finite: one NaN makes every answer noise, without an error.
+    They are read on several threads, ahead of the caller by no more than the largest file has. On the CPU, a tensor
+    that is stored in this ``dtype`` may be a view of the mapped file; writing to it changes a private copy. All others
+    are filled from the file in one pass. With tied embeddings the head is the same tensor as the embedding. All weights
+    are checked to be finite: one NaN makes every answer noise, without an error.
 
     Args:
         checkpoint: must stay open while the weights are read.
         shapes: of this rank's parameters, by name.
         config: of the whole model.
         parallel: the rank whose share is read.
-        keep_mapped: whether tensors that need no change are views of the file. If not, only the embedding is, and
-            the memory of the others is freed with them: for a caller that copies them.
+        may_be_mapped: whether a parameter of this name may be a view of the file, if it needs no change. A caller that
+            copies it says no: then its memory is freed with it, and not with the last tensor of the file.
         show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
 
     Raises:
@@ -89,7 +90,7 @@ def read_weights(
     parameters = [_parameter(name, shape, checkpoint, config, parallel) for name, shape in unstack(shapes)]
     _require_match(checkpoint, parameters, config)
     checkpoint.expect(dict.fromkeys(name for parameter in parameters for name, _ in parameter.parts))
-    weights = _read_each(checkpoint, parameters, dtype, device, keep_mapped=keep_mapped)
+    weights = _read_each(checkpoint, parameters, dtype, device, may_be_mapped)
     return with_progress(weights, {one.name: one.num_bytes(dtype) for one in parameters}) if show_progress else weights
 
 
@@ -123,8 +124,8 @@ def _within_fused(shards: Sequence[Shard | None]) -> list[Shard | None]:
 
 def _stored_names(name: str, checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Return the checkpoint's names of our parameter ``name``: several where it is fused."""
-    if name == _HEAD:
-        return ["model." + _EMBEDDING if config.tie_word_embeddings else _HEAD]
+    if name == HEAD:
+        return ["model." + EMBEDDING if config.tie_word_embeddings else HEAD]
     *path, module, kind = name.split(".")
     if module in config.family.stored_norms:
         return [".".join(("model", *path, config.family.stored_norms[module], kind))]
@@ -142,7 +143,7 @@ def _require_match(checkpoint: Checkpoint, parameters: Iterable[_Parameter], con
             checkpoint.require(name, parameter.shape if shard is None else shard.stored_shape(parameter.shape))
             unused.discard(name)
     if config.tie_word_embeddings:
-        unused.discard(_HEAD)  # a copy that some checkpoints keep
+        unused.discard(HEAD)  # a copy that some checkpoints keep
     if left := sorted(name for name in unused if not _DERIVED.search(name)):
         raise ModelLoadError(
             f"checkpoint '{checkpoint.path}' has {len(left)} tensors that a {config.architecture} does not, "
@@ -155,25 +156,25 @@ def _read_each(
     parameters: Sequence[_Parameter],
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    keep_mapped: bool,
+    may_be_mapped: Callable[[str], bool],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     def read(parameter: _Parameter) -> torch.Tensor | None:
         if parameter.is_tied_head:
             return None  # the embedding is yielded again
         for name, _ in parameter.parts:
             checkpoint.reached(name)
-        is_copied = not keep_mapped or ".experts." in parameter.name  # those are put into one tensor
-        is_kept = parameter.name == _EMBEDDING or not is_copied
-        weight = _assemble(checkpoint, parameter, dtype, device, is_kept=is_kept)
+        is_mapped = may_be_mapped(parameter.name) and ".experts." not in parameter.name  # those are put into one tensor
+        weight = _assemble(checkpoint, parameter, dtype, device, may_be_mapped=is_mapped)
         if not is_finite(weight):
             raise weights_not_finite(checkpoint, parameter.name, parameter.parts, dtype)
         return weight
 
     is_tied = any(parameter.is_tied_head for parameter in parameters)
     embedding: torch.Tensor | None = None
-    for parameter, weight in read_ahead(parameters, read, lambda one: one.num_bytes(dtype)):
-        if is_tied and parameter.name == _EMBEDDING:
+    for parameter, weight in read_ahead(
+        parameters, read, lambda one: one.num_bytes(dtype), checkpoint.largest_file_bytes
+    ):
+        if is_tied and parameter.name == EMBEDDING:
             embedding = weight  # held for the head
         if weight is None:
             assert embedding is not None  # our models have it first
@@ -183,14 +184,14 @@ def _read_each(
 
 
 def _assemble(
-    checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype, device: torch.device, *, is_kept: bool
+    checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype, device: torch.device, *, may_be_mapped: bool
 ) -> torch.Tensor:
-    """Return a parameter on the device: a view of the file if it is kept and its bytes need no change, else a copy."""
-    if is_kept and len(parameter.parts) == 1 and device.type == "cpu":
+    """Return a parameter on the device: a view of the file if it may be and its bytes need no change, else a copy."""
+    if may_be_mapped and len(parameter.parts) == 1 and device.type == "cpu":
         weight = checkpoint.read(*parameter.parts[0])
         if list(weight.shape) == parameter.shape and weight.dtype == dtype:
             return weight
-    weight = torch.empty(parameter.shape, dtype=dtype, device=device)
+    weight = _new_tensor(parameter.shape, dtype, device)
     filled = 0
     for (name, shard), order in zip(parameter.parts, parameter.orders, strict=True):
         count = len(weight) if shard is None or shard.dim else shard.stop - shard.start
@@ -201,3 +202,8 @@ def _assemble(
         filled += count
     weight[filled:].zero_()  # the last ranks' part of the vocabulary may be padded
     return weight
+
+
+def _new_tensor(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor to fill, whose memory the system has again when it is freed: malloc would keep some of it."""
+    return huge_zeros(tuple(shape), dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)

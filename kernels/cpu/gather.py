@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.library import require
+from kernels.cpu.linear import PackedLinear, WeightKind
 
-__all__ = ["gather_rows"]
+__all__ = ["gather_packed_rows", "gather_rows"]
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor:
@@ -32,5 +33,32 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor, multiplier: float = 1.0
     if not require().pagoda_gather_rows(
         gathered.data_ptr(), table.data_ptr(), is_bf16, num_rows, rows.data_ptr(), len(rows), width, multiplier
     ):
-        raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} are wanted of a table of {num_rows}")
+        raise _missing(rows, num_rows)
     return gathered
+
+
+def gather_packed_rows(table: PackedLinear, rows: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor:
+    """Return rows of packed weights, float32 or bfloat16, times ``multiplier`` as float32 [len(rows), in_features].
+
+    So a head that shares its weights with the embedding serves as both.
+
+    Args:
+        table: whose outputs are the rows.
+        rows: int64, the rows' indices.
+
+    Raises:
+        IndexError: if the table lacks one of them.
+    """
+    assert table.kind is not WeightKind.INT8
+    assert rows.dtype == torch.int64
+    assert rows.is_contiguous()
+    gathered = torch.empty(len(rows), table.in_features)
+    if not require().pagoda_gather_packed_rows(
+        gathered.data_ptr(), table.c_weight, rows.data_ptr(), len(rows), multiplier
+    ):
+        raise _missing(rows, table.out_features)
+    return gathered
+
+
+def _missing(rows: torch.Tensor, num_rows: int) -> IndexError:
+    return IndexError(f"rows {int(rows.min())} to {int(rows.max())} are wanted of a table of {num_rows}")

@@ -36,6 +36,12 @@ def test_no_more_than_the_bound_is_held(monkeypatch: pytest.MonkeyPatch) -> None
     assert yielded == len(sizes)
 
 
+def test_a_caller_may_set_a_lower_bound() -> None:
+    started: list[int] = []
+    for index, _ in read_ahead(range(20), started.append, lambda _: 10, max_bytes=30):
+        assert len(started) - index <= 3
+
+
 def test_the_first_error_in_order_ends_it_and_its_threads() -> None:
     def read(item: int) -> int:
         if item >= 3:
