@@ -5,7 +5,8 @@
 
 Every measured run is a fresh process that loads the engine and runs each workload once. Engines alternate (A B C A B C
 ...), so that other load on the machine affects all of them alike; the median of the repeats counts. The limit is
-measured before the first run. A peer is given as the Python of its virtual environment and, if it cannot read our
+measured before the first run, unless ``--no-limit``: it is too high for a model with experts, of which a batch reads
+more than one token does. A peer is given as the Python of its virtual environment and, if it cannot read our
 checkpoint, the path of a converted one.
 """
 
@@ -22,10 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.engine_options import add_engine_arguments
 from benchmarks.limits.model_shape import ModelShape
 from benchmarks.limits.rates import Rates
 from benchmarks.limits.roofline import Roofline
+from benchmarks.machine import describe
 from benchmarks.workloads import SHAPES, Workload
 from benchmarks.workloads import load as load_workload
 
@@ -108,7 +112,7 @@ def compare(
 
 
 def summarize(
-    runs: dict[str, list[list[Result]]], workloads: list[Workload], roofline: Roofline
+    runs: dict[str, list[list[Result]]], workloads: list[Workload], roofline: Roofline | None
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the median rate, spread, share of the limit and our median over the engine's, by workload and engine."""
     summary: dict[str, dict[str, dict[str, Any]]] = {}
@@ -120,7 +124,7 @@ def summarize(
                 "output_tokens_per_s": median,
                 "lowest": min(rates[name]),
                 "highest": max(rates[name]),
-                "share_of_limit": round(roofline.share(workload, median), 3),
+                "share_of_limit": None if roofline is None else round(roofline.share(workload, median), 3),
                 "ours_over_this": round(medians[OURS] / median, 3) if OURS in medians else None,
                 "load_s": statistics.median(many[index]["load_s"] for many in runs[name]),
             }
@@ -136,12 +140,14 @@ def table(summary: dict[str, dict[str, dict[str, Any]]], limits: dict[str, float
     ]
     for workload, engines in summary.items():
         for name, one in engines.items():
+            share = "-" if one["share_of_limit"] is None else f"{100 * one['share_of_limit']:.1f}"
             ratio = "-" if one["ours_over_this"] is None else f"{one['ours_over_this']:.2f}"
             lines.append(
                 f"{workload:10} {name:12} {one['output_tokens_per_s']:8.1f} {one['lowest']:8.1f} {one['highest']:8.1f} "
-                f"{100 * one['share_of_limit']:8.1f} {ratio:>8} {one['load_s']:6.1f}"
+                f"{share:>8} {ratio:>8} {one['load_s']:6.1f}"
             )
-        lines.append(f"{workload:10} {'limit':12} {limits[workload]:8.1f}")
+        if workload in limits:
+            lines.append(f"{workload:10} {'limit':12} {limits[workload]:8.1f}")
     return "\n".join(lines)
 
 
@@ -152,6 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_engine_arguments(parser)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON[,MODEL]", help=" | ".join(PEERS))
     parser.add_argument("--int8", action="store_true", help="run Pagoda with int8 weights as well")
+    parser.add_argument("--no-limit", action="store_true", help="do not measure what the machine could do at most")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
@@ -163,17 +170,21 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory(prefix="pg-compare") as directory:
-        rates = _measured_rates(options.model, Path(directory) / "rates.json")
-        shape = ModelShape.from_checkpoint(options.model)
-        roofline = Roofline(shape, Rates.from_json(rates["rates"]), options.max_num_batched_tokens)
+        measured: Result = {"machine": describe(torch.device("cpu"))}
+        roofline = None
+        if not options.no_limit:
+            measured = _measured_rates(options.model, Path(directory) / "rates.json")
+            rates = Rates.from_json(measured["rates"])
+            roofline = Roofline(ModelShape.from_checkpoint(options.model), rates, options.max_num_batched_tokens)
         files = [str(_written(one, Path(directory))) for one in workloads]
         runs = compare(contestants, files, options.repeats)
     summary = summarize(runs, workloads, roofline)
-    limits = {one.name: roofline.limit(one) for one in workloads}
+    limits = {} if roofline is None else {one.name: roofline.limit(one) for one in workloads}
     print("\n" + table(summary, {name: limit.tokens_per_s for name, limit in limits.items()}))
     if options.out:
-        document = {"machine": rates["machine"], "model": Path(options.model).name, "repeats": options.repeats}
-        document |= {"rates": rates["rates"], "read_gb_s": rates["read_gb_s"], "summary": summary, "runs": runs}
+        document = {"machine": measured["machine"], "model": Path(options.model).name, "repeats": options.repeats}
+        document |= {name: measured[name] for name in ("rates", "read_gb_s") if name in measured}
+        document |= {"summary": summary, "runs": runs}
         document |= {"limits": {name: limit.to_json() for name, limit in limits.items()}}
         options.out.write_text(json.dumps(document, indent=1) + "\n")
 

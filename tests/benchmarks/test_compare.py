@@ -65,6 +65,14 @@ def test_the_table_has_a_line_for_each_engine_and_the_limit() -> None:
     assert lines[3].split() == ["a", "limit", "99.5"]
 
 
+def test_without_a_limit_the_table_has_none() -> None:
+    summary = summarize(compare([OURS], ["a", "b"], 1, FakeRuns({"pagoda": [12.0]})), WORKLOADS, None)
+    assert summary["a"]["pagoda"]["share_of_limit"] is None
+    lines = table(summary, {}).splitlines()
+    assert len(lines) == 1 + 2
+    assert lines[1].split() == ["a", "pagoda", "12.0", "12.0", "12.0", "-", "1.00", "1.0"]
+
+
 def test_results_are_found_in_the_output_of_an_engine() -> None:
     output = 'WARNING {x}\n{"a": 1}\n{"workload": "a", "output_tokens_per_s": 2.5, "load_s": 1}\nbye'
     assert parse_results(output) == [{"workload": "a", "output_tokens_per_s": 2.5, "load_s": 1}]
