@@ -92,7 +92,7 @@ class PlainFamily:
         architecture: the one that is plain with this model_type.
         windows: which layers slide: none ever, none unless ``use_sliding_window`` says so, all if the config has a
             window, or those that ``layer_types`` names.
-        full_attention_every: without ``layer_types``, every so manieth layer has full attention and the others slide.
+        full_attention_every: without ``layer_types``, one layer in so many has full attention, and the others slide.
         required: fields whose absence or null transformers replaces with a number of its own.
         defaults: what it takes where these are absent.
         rotated_part: the share of a head's elements that is rotated where the config does not say.
