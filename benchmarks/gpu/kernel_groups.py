@@ -17,11 +17,12 @@ __all__ = ["RANGE_PREFIX", "KernelTime", "busy_us", "group_of", "table"]
 RANGE_PREFIX = "step: "  # of ranges that name a group
 SAMPLING = "sampling"
 NAMES = {  # patterns in the names of kernels, the first that matches counts
+    "rotary": r"rotary|rope|rotate",
     "store_kvcache": r"store_kernel|store_kvcache",
     "attention": r"mixed_kernel|split_decode|reduce_splits|flash|fmha|attention",
     "linear": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk",
     "copies": r"memcpy|memset",
-    "rotary": r"rotary|rope",
+    "activation": r"gated_activation",
     "norm": r"norm|rms",
     SAMPLING: r"argmax|topk|sort|multinomial|sample|penalt",
 }

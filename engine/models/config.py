@@ -21,7 +21,7 @@ from engine.models.plain_config import plain_config
 from engine.models.rope_config import RopeConfig, check_longrope_length
 from engine.models.shape import AttentionShape, ModelShape
 from engine.sampling_params import SamplingParams
-from kernels.cpu.layer import Activation
+from kernels.layer_ops.base import Activation
 
 __all__ = ["GenerationDefaults", "ModelConfig", "load_hf_config"]
 

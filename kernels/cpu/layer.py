@@ -10,13 +10,13 @@ import torch
 from kernels.cpu.bindings import CLayer
 from kernels.cpu.experts import PackedExperts
 from kernels.cpu.linear import LANES, PackedLinear, WeightKind
+from kernels.layer_ops.base import Activation
 
-__all__ = ["Activation", "LayerShape", "NormName", "PackedLayer"]
+__all__ = ["LayerShape", "NormName", "PackedLayer"]
 
 NormName = Literal[
     "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm", "query_norm", "key_norm"
 ]
-Activation = Literal["silu", "gelu_tanh"]
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as in csrc/layer.h
 
 

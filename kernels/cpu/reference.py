@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from kernels.cpu.layer import Activation
 from kernels.cpu.linear import WeightKind
+from kernels.layer_ops.base import Activation
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind) -> torch.Tensor:

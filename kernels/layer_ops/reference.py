@@ -1,0 +1,64 @@
+"""What the operations of base.py must compute, in float64 and rounded once. Tests compare with it; it is slow.
+
+Only the residual stream is rounded before its norm, because the layers after it see it rounded too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernels import reference
+from kernels.layer_ops.base import Activation, Addend, LayerCache, Norm, Rotation
+
+__all__ = ["add_norm", "gated_activation", "rotate_and_store"]
+
+
+def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    if norm is None:
+        return x
+    mean_square = (x * x).mean(dim=-1, keepdim=True)
+    return x / (mean_square + norm.eps).sqrt() * (norm.weight.double() + norm.adds_one)
+
+
+def add_norm(residual: torch.Tensor, addend: Addend | None, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `LayerOps.add_norm`."""
+    total = residual
+    if addend is not None:
+        total = (residual.double() + addend.scale * _normed(addend.values.double(), addend.norm)).to(residual.dtype)
+    return total, _normed(total.double(), norm).to(residual.dtype)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor, query_norm: Norm | None, key_norm: Norm | None, rotation: Rotation | None, cache: LayerCache
+) -> torch.Tensor:
+    """Compute `LayerOps.rotate_and_store`."""
+    _, _, num_kv_heads, head_dim = cache.keys.shape
+    key_width = num_kv_heads * head_dim
+    query, key, value = torch.split(qkv, [qkv.shape[1] - 2 * key_width, key_width, key_width], dim=1)
+
+    def rotated(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        x = x.double()
+        if norm is not None and norm.weight.shape != (head_dim,):
+            x, norm = _normed(x, norm), None
+        x = _normed(x.view(x.shape[0], x.shape[1] // head_dim, head_dim), norm)
+        if rotation is not None:
+            cos, sin = rotation.table[rotation.positions].double().unsqueeze(2).unbind(1)
+            first, second = x.chunk(2, dim=-1)
+            x = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return x.to(qkv.dtype)
+
+    values = value.view(-1, num_kv_heads, head_dim)
+    reference.store_kvcache(rotated(key, key_norm), values, cache.keys, cache.values, cache.slot_mapping)
+    return rotated(query, query_norm)
+
+
+def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Compute `LayerOps.gated_activation`."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    if activation == "silu":
+        activated = gate * gate.sigmoid()
+    else:
+        activated = 0.5 * gate * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (gate + 0.044715 * gate**3)))
+    return (activated * up).to(gate_up.dtype)

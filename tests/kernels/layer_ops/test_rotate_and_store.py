@@ -1,0 +1,92 @@
+"""QK norm, RoPE and the cache write against the reference. Slots that are not written must keep their NaN."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernels.layer_ops import reference
+from kernels.layer_ops.base import LayerCache, LayerOps, Rotation
+from tests.kernels.layer_ops.tensors import TOLERANCES, Random, TestNorm, assert_close
+
+SLOTS = [9, -1, 4, 17, 0]
+LENGTH = 50  # of the table
+HEADS = {  # of queries, of keys and values, elements of a head
+    "Qwen3": (4, 2, 16),
+    "odd": (7, 1, 10),
+    "three KV heads": (6, 3, 80),
+    "one head": (1, 1, 2),
+}
+
+
+def _rotation(random: Random, num_tokens: int, head_dim: int) -> Rotation:
+    angles = torch.randn(LENGTH, head_dim // 2, generator=torch.Generator().manual_seed(1))
+    angles[:, head_dim // 3 :] = 0.0  # as in a partial RoPE
+    table = torch.stack((angles.cos(), angles.sin()), dim=1).to(random.device)
+    positions = torch.arange(num_tokens, device=random.device) * 13 % LENGTH
+    return Rotation(table, positions, random.dtype)
+
+
+def _cache(random: Random, num_kv_heads: int, head_dim: int, slots: list[int]) -> LayerCache:
+    keys, values = torch.full((2, 5, 4, num_kv_heads, head_dim), math.nan, dtype=random.dtype, device=random.device)
+    return LayerCache(keys, values, torch.tensor(slots, dtype=torch.int64, device=random.device))
+
+
+def _check(
+    ops: LayerOps,
+    qkv: torch.Tensor,
+    norms: tuple[TestNorm | None, TestNorm | None],
+    rotation: Rotation | None,
+    cache: LayerCache,
+) -> None:
+    expected_cache = LayerCache(cache.keys.clone(), cache.values.clone(), cache.slot_mapping)
+    got = ops.rotate_and_store(qkv, *norms, rotation, cache)
+    assert_close(got, reference.rotate_and_store(qkv, *norms, rotation, expected_cache))
+    assert_close(cache.keys, expected_cache.keys)
+    assert torch.equal(cache.values.nan_to_num(), expected_cache.values.nan_to_num())
+
+
+@pytest.mark.parametrize("norm", ["none", "head", "head, adds one", "projection"])
+@pytest.mark.parametrize("rotates", [True, False])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_every_norm_shape_and_dtype(
+    ops: LayerOps, norm: str, rotates: bool, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    random, (num_heads, num_kv_heads, head_dim) = Random(dtype, device), heads
+    qkv = random(len(SLOTS), (num_heads + 2 * num_kv_heads) * head_dim)
+    of_all_heads = norm == "projection"
+    widths = (num_heads * head_dim, num_kv_heads * head_dim) if of_all_heads else (head_dim, head_dim)
+    norms = [None if norm == "none" else random.norm(width, adds_one="one" in norm) for width in widths]
+    rotation = _rotation(random, len(SLOTS), head_dim) if rotates else None
+    _check(ops, qkv, (norms[0], norms[1]), rotation, _cache(random, num_kv_heads, head_dim, SLOTS))
+
+
+@pytest.mark.parametrize("slots", [[], [3], [-1, -1]])
+def test_nothing_one_token_and_padding(ops: LayerOps, slots: list[int], device: torch.device) -> None:
+    random = Random(torch.float32, device)
+    cache = _cache(random, 2, 8, slots)
+    _check(ops, random(len(slots), 64), (None, None), _rotation(random, len(slots), 8), cache)
+
+
+def test_rows_may_be_slices(ops: LayerOps, device: torch.device) -> None:
+    random = Random(torch.float32, device)
+    qkv = random(3, 90)[:, 5:69]
+    assert qkv.stride() == (90, 1)
+    _check(ops, qkv, (random.norm(8), random.norm(8)), _rotation(random, 3, 8), _cache(random, 2, 8, [3, -1, 6]))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_token_does_not_depend_on_the_others(ops: LayerOps, dtype: torch.dtype, device: torch.device) -> None:
+    random = Random(dtype, device)
+    qkv, norms, rotation = random(20, 96), (random.norm(12), random.norm(12)), _rotation(random, 20, 12)
+    cache = _cache(random, 2, 12, list(range(20)))
+    together = ops.rotate_and_store(qkv, *norms, rotation, cache)
+    for index in (0, 11, 19):
+        one = slice(index, index + 1)
+        its_cache = LayerCache(torch.zeros_like(cache.keys), torch.zeros_like(cache.keys), cache.slot_mapping[one])
+        its_rotation = Rotation(rotation.table, rotation.positions[one], dtype)
+        assert torch.equal(ops.rotate_and_store(qkv[one], *norms, its_rotation, its_cache)[0], together[index])
+        assert torch.equal(its_cache.keys.view(20, 2, 12)[index], cache.keys.view(20, 2, 12)[index])

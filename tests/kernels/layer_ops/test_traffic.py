@@ -1,0 +1,83 @@
+"""The bytes that each operation's kernel moves, beside those that any kernel must move.
+
+Necessary are: every operand read once and every result written once. What a kernel reads again (norm weights by every
+program, a row of logits for a draw) is small enough for the L2 cache, or is named in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kernels.layer_ops.base import Addend, LayerCache, Rotation
+from tests.kernels.layer_ops.tensors import Random
+
+if TYPE_CHECKING:
+    from tests.kernels.interpreted_memory import Traffic
+
+NUM_TOKENS = 128
+NUM_PROGRAMS = 16  # of add_norm: 8 tokens each, as those of a step of 8192 tokens on a GPU
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 256, 768, 8, 2, 32  # the proportions of an 8B model
+MOST = 1.1
+
+
+@pytest.fixture
+def traffic(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    if kernel_device.type != "cpu":
+        pytest.skip("only the interpreter shows addresses")
+    from tests.kernels.interpreted_memory import Traffic
+
+    monkeypatch.setattr("kernels.layer_ops.triton_ops._MAX_PROGRAMS", NUM_PROGRAMS)
+    return Traffic(monkeypatch)
+
+
+def _norms(random: Random, placement: str) -> int:
+    from kernels.layer_ops.triton_ops import TritonOps
+
+    residual, values = random(NUM_TOKENS, HIDDEN), random(NUM_TOKENS, HIDDEN)
+    addend_norm = random.norm(HIDDEN) if placement in ("after", "around") else None
+    norm = random.norm(HIDDEN) if placement in ("before", "around") else None
+    outputs = TritonOps().add_norm(residual, Addend(values, addend_norm), norm)
+    weights = [one.weight for one in (addend_norm, norm) if one is not None]
+    results = outputs if norm is not None else outputs[:1]
+    return sum(one.nbytes for one in (residual, values, *weights, *results))
+
+
+def _rotate_and_store(random: Random) -> int:
+    from kernels.layer_ops.triton_ops import TritonOps
+
+    qkv = random(NUM_TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    norms = random.norm(HEAD_DIM), random.norm(HEAD_DIM)
+    rotation = Rotation(torch.ones(NUM_TOKENS, 2, HEAD_DIM // 2), torch.arange(NUM_TOKENS), random.dtype)
+    keys, values = torch.zeros(2, NUM_TOKENS, 1, KV_HEADS, HEAD_DIM, dtype=random.dtype)
+    cache = LayerCache(keys, values, torch.arange(NUM_TOKENS))
+    query = TritonOps().rotate_and_store(qkv, *norms, rotation, cache)
+    operands = (qkv, norms[0].weight, norms[1].weight, rotation.table, rotation.positions, cache.slot_mapping)
+    return sum(one.nbytes for one in (*operands, query, keys, values))
+
+
+def _gated_activation(random: Random) -> int:
+    from kernels.layer_ops.triton_ops import TritonOps
+
+    gate_up = random(NUM_TOKENS, 2 * INNER)
+    return gate_up.nbytes + TritonOps().gated_activation(gate_up, "silu").nbytes
+
+
+OPERATIONS: dict[str, Callable[[Random], int]] = {
+    "add_norm, norms before": lambda random: _norms(random, "before"),
+    "add_norm, norms after": lambda random: _norms(random, "after"),
+    "add_norm, norms around": lambda random: _norms(random, "around"),
+    "rotate_and_store": _rotate_and_store,
+    "gated_activation": _gated_activation,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
+def test_bytes_moved(operation: Callable[[Random], int], traffic: Traffic) -> None:
+    necessary = operation(Random(torch.float16, torch.device("cpu")))
+    assert necessary <= traffic.distinct <= traffic.total
+    assert traffic.distinct <= MOST * necessary
+    assert traffic.total <= MOST * necessary, f"{traffic.total / necessary:.3f} of the necessary bytes"
