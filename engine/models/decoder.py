@@ -7,9 +7,8 @@ Tensor-parallel ranks compute the same tokens, each with its own heads, features
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -18,13 +17,11 @@ from torch.nn import functional as F
 from engine.kv.kv_cache import KVCache
 from engine.models.config import ModelConfig
 from engine.models.experts.layer import SparseMoeBlock
-from engine.models.rope import apply_rope
 from engine.models.sharding import vocab_range
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention.base import AttentionBackend, AttentionInputs
 from kernels.attention_metadata import AttentionMetadata
-from kernels.cpu.layer import Activation
-from kernels.store_kvcache import store_kvcache
+from kernels.layer_ops.base import Addend, LayerCache, LayerOps, Rotation
 
 __all__ = ["Decoder", "ForwardContext", "RowParallelLinear", "VocabParallelEmbedding"]
 
@@ -69,22 +66,17 @@ class VocabParallelEmbedding(nn.Embedding):
         return self.parallel.all_reduce(own)
 
 
-class AddOneRMSNorm(nn.RMSNorm):
-    """An RMSNorm that multiplies by 1 + its weight, in float32 (Gemma)."""
+class RMSNorm(nn.Module):
+    """The weights of an RMSNorm, which the layers' operations compute: see ``kernels.layer_ops.base.Norm``."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [..., width] to the same shape and dtype."""
-        normed = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
-        return (normed * (1.0 + self.weight.float())).type_as(x)
-
-
-def _norm(config: ModelConfig, width: int, *, exists: bool = True) -> nn.Module:
-    if not exists:
-        return nn.Identity()
-    return (AddOneRMSNorm if config.norms_add_one else nn.RMSNorm)(width, config.rms_norm_eps)
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps, self.adds_one = config.rms_norm_eps, config.norms_add_one
 
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the step's tokens, [num_tokens, 1, head_dim // 2]
+def _norm(config: ModelConfig, width: int, *, exists: bool = True) -> RMSNorm | None:
+    return RMSNorm(config, width) if exists else None
 
 
 class Attention(nn.Module):
@@ -93,35 +85,26 @@ class Attention(nn.Module):
     ``config`` here and below is a rank's own share, ``ModelConfig.shard``.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
-        self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.layer, self.ops = layer, ops
         self.sliding_window = config.sliding_windows[layer]
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
-        self.norms_each_head = config.qk_norm == "head"
-        self.sizes = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         qkv_heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv_proj = nn.Linear(config.hidden_size, qkv_heads * config.head_dim, bias=config.qkv_bias)
         self.o_proj = RowParallelLinear(
             config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias, parallel=parallel
         )
-        widths = (config.head_dim, config.head_dim) if self.norms_each_head else self.sizes[:2]
-        self.q_norm, self.k_norm = (_norm(config, width, exists=config.qk_norm != "none") for width in widths)
+        heads = (1, 1) if config.qk_norm == "head" else (config.num_heads, config.num_kv_heads)  # normalized together
+        exists = config.qk_norm != "none"
+        self.q_norm, self.k_norm = (_norm(config, n * config.head_dim, exists=exists) for n in heads)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation | None, context: ForwardContext) -> torch.Tensor:
         """Map ``hidden`` [num_tokens, hidden_size] to the same shape; first stores its keys and values."""
-        query, key, value = self.qkv_proj(hidden).split(self.sizes, dim=1)
-        if not self.norms_each_head:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (projected.unflatten(1, (-1, self.head_dim)) for projected in (query, key, value))
-        if self.norms_each_head:
-            query, key = self.q_norm(query), self.k_norm(key)
-        if rotation is not None:
-            query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
         key_cache, value_cache = context.kv_cache.layers[self.layer]
+        cache = LayerCache(key_cache, value_cache, context.metadata.slot_mapping)
         # All keys of the step are written before any is read: sequences of one step may share a block it fills.
-        store_kvcache(key, value, key_cache, value_cache, context.metadata.slot_mapping)
+        query = self.ops.rotate_and_store(self.qkv_proj(hidden), self.q_norm, self.k_norm, rotation, cache)
         inputs = AttentionInputs(
             query, key_cache, value_cache, context.metadata, self.scale, self.sliding_window, self.softcap
         )
@@ -130,18 +113,12 @@ class Attention(nn.Module):
         return output
 
 
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-
-
 class MLP(nn.Module):
     """Gated feed-forward: SwiGLU, or GeGLU with the approximation by tanh."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
-        self.activation = _ACTIVATIONS[config.activation]
+        self.ops, self.activation = ops, config.activation
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = RowParallelLinear(
             config.intermediate_size, config.hidden_size, bias=config.mlp_bias, parallel=parallel
@@ -149,48 +126,58 @@ class MLP(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to the same shape."""
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        output: torch.Tensor = self.down_proj(self.activation(gate) * up)
+        output: torch.Tensor = self.down_proj(self.ops.gated_activation(self.gate_up_proj(hidden), self.activation))
         return output
 
 
-def _feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+def _feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel, ops: LayerOps) -> nn.Module:
     """Return a layer's feed-forward: dense, or experts."""
     experts = config.experts
     if experts is None or not config.has_experts(layer):
-        return MLP(config, parallel)
+        return MLP(config, parallel, ops)
     inner = experts.shared_intermediate_size
-    shared = MLP(replace(config, intermediate_size=inner), parallel) if inner else None
+    shared = MLP(replace(config, intermediate_size=inner), parallel, ops) if inner else None
     return SparseMoeBlock(experts, config.hidden_size, parallel, shared)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each with norms before, after or around it and added to its input."""
+    """Attention and feed-forward, each with norms before, after or around it and added to its input.
 
-    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+    The next layer, or the last norm, adds what the feed-forward returns: the sum and the norm after it are one kernel.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
+        self.ops = ops
         width, has_input_norms, has_output_norms = config.hidden_size, config.norms != "after", config.norms != "before"
         self.rope_table = config.rope.tables[layer]
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = _norm(config, width, exists=has_input_norms)
-        self.self_attn = Attention(config, layer, parallel)
+        self.self_attn = Attention(config, layer, parallel, ops)
         self.attention_output_norm = _norm(config, width, exists=has_output_norms)
         self.post_attention_layernorm = _norm(config, width, exists=has_input_norms)  # before the feed-forward
-        self.mlp = _feed_forward(config, layer, parallel)
+        self.mlp = _feed_forward(config, layer, parallel, ops)
         self.mlp_output_norm = _norm(config, width, exists=has_output_norms)
 
-    def forward(self, hidden: torch.Tensor, rotations: Sequence[Rotation], context: ForwardContext) -> torch.Tensor:
-        """Map [num_tokens, hidden_size] to the same shape."""
+    def forward(
+        self, residual: torch.Tensor, addend: Addend | None, rotations: Sequence[Rotation], context: ForwardContext
+    ) -> tuple[torch.Tensor, Addend]:
+        """Compute the layer.
+
+        Args:
+            residual: [num_tokens, hidden_size].
+            addend: what the layer before adds to it.
+
+        Returns:
+            The residual stream after the attention, and what the feed-forward adds to it.
+        """
         rotation = None if self.rope_table is None else rotations[self.rope_table]
-        attended = self.self_attn(self.input_layernorm(hidden), rotation, context)
-        hidden = torch.add(hidden, self.attention_output_norm(attended), alpha=self.residual_multiplier)
-        computed = self.mlp(self.post_attention_layernorm(hidden))
-        return torch.add(hidden, self.mlp_output_norm(computed), alpha=self.residual_multiplier)
-
-
-def _rotation(table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-    cos, sin = table[positions].to(dtype).unsqueeze(2).unbind(1)
-    return cos, sin
+        residual, hidden = self.ops.add_norm(residual, addend, self.input_layernorm)
+        attended = Addend(
+            self.self_attn(hidden, rotation, context), self.attention_output_norm, self.residual_multiplier
+        )
+        residual, hidden = self.ops.add_norm(residual, attended, self.post_attention_layernorm)
+        return residual, Addend(self.mlp(hidden), self.mlp_output_norm, self.residual_multiplier)
 
 
 class Decoder(nn.Module):
@@ -200,20 +187,21 @@ class Decoder(nn.Module):
         config: the whole model's shape.
         rope: cosines and sines of every position it may see, float32 [num_tables, length, 2, head_dim // 2].
         parallel: this rank and its group.
+        ops: the layers' operations, on the device of the weights.
 
     Attributes:
         attention: the shape of this rank's attention layers.
     """
 
-    def __init__(self, config: ModelConfig, rope: torch.Tensor, parallel: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, rope: torch.Tensor, parallel: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
         self.config = config
-        self.parallel = parallel
+        self.parallel, self.ops = parallel, ops
         own = config.shard(parallel.size)
         self.attention = own.attention
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(DecoderLayer(own, layer, parallel) for layer in range(config.num_layers))
-        self.norm = _norm(config, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(own, layer, parallel, ops) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config, config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, self.embed_tokens.num_embeddings, bias=False)
         self.rope: torch.Tensor
         self.register_buffer("rope", rope, persistent=False)
@@ -229,11 +217,11 @@ class Decoder(nn.Module):
         multiplier = self.config.embedding_multiplier_in(hidden.dtype)
         if multiplier != 1.0:
             hidden = hidden * multiplier
-        rotations = [_rotation(table, positions, hidden.dtype) for table in self.rope]
+        rotations = [Rotation(table, positions, hidden.dtype) for table in self.rope]
+        addend: Addend | None = None
         for layer in self.layers:
-            hidden = layer(hidden, rotations, context)
-        output: torch.Tensor = self.norm(hidden)
-        return output
+            hidden, addend = layer(hidden, addend, rotations, context)
+        return self.ops.add_norm(hidden, addend, self.norm)[1]
 
     def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor | None:
         """Return float32 logits [len(token_indices), vocab_size] on rank 0, None elsewhere.

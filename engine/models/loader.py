@@ -24,6 +24,7 @@ from engine.models.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
 from engine.models.weights import EMBEDDING, HEAD, read_weights
 from kernels.cpu.linear import WeightKind
+from kernels.layer_ops.select import select_layer_ops
 
 __all__ = ["load_decoder"]
 
@@ -62,7 +63,7 @@ def load_decoder(
     config = ModelConfig.from_hf(hf_config)
     rope = rope_tables(hf_config, config.rope, config.head_dim, max_model_len)
     with torch.device("meta"), _Uninitialised():
-        model = Decoder(config, rope, parallel)
+        model = Decoder(config, rope, parallel, select_layer_ops(device))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     kind = _packed_kind(config, dtype, device, quantization) if use_cpu_kernels else None
     if kind is None and quantization is not None and config.experts is not None:

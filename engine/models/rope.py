@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021) with the scalings that checkpoints ask for.
 
-transformers computes the frequencies of scaled RoPE. This module tabulates cosines and sines for all positions once,
-and rotates queries and keys in the half-split layout of the Hugging Face checkpoints.
+transformers computes the frequencies of scaled RoPE. This module tabulates cosines and sines for all positions once;
+kernels rotate queries and keys with them, in the half-split layout of the Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.models.finite import is_finite
 from engine.models.rope_config import RopeConfig, rope_parameters
 
-__all__ = ["apply_rope", "rope_tables"]
+__all__ = ["rope_tables"]
 
 
 _MAX_BYTES = 4 * 2**30
@@ -70,9 +70,3 @@ def _frequencies(hf_config: Any, layer_type: str | None, rotary_dim: int) -> tup
     factor: float
     frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"), **options)
     return frequencies, factor
-
-
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate ``x`` [num_tokens, num_heads, head_dim] by ``cos`` and ``sin`` [num_tokens, 1, head_dim // 2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

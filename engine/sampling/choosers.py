@@ -57,7 +57,7 @@ class Chooser(ABC):
 
 def only_finite(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the token ids, changed in place to NO_TOKEN where the score is not finite."""
-    return token_ids.masked_fill_(~scores.isfinite(), NO_TOKEN)
+    return token_ids.masked_fill_(scores - scores != 0, NO_TOKEN)  # isfinite is four kernels on a GPU
 
 
 class Greedy(Chooser):

@@ -145,7 +145,7 @@ class SimulatedGpu(TorchDispatchMode):
         data_kwargs = {name: _mapped(_data, one) for name, one in kwargs.items()}
         if device.type == "cuda":
             self._note_waits(func, device, args, kwargs)
-            if not func.is_view:
+            if not func.is_view and packet not in _UNINITIALIZED:
                 self.machine.launch(device.index)
         try:
             result = func(*data_args, **data_kwargs)

@@ -1,4 +1,4 @@
-"""The contract of each Triton kernel: what a launch must pass, and what it computes.
+"""The contracts of the kernels of attention and the cache write: what a launch must pass, and what it computes.
 
 Each function here checks a launch and returns what computes its result. A launch that breaks its contract would read or
 write wrong memory on a GPU, mostly without an error.
@@ -17,10 +17,11 @@ from kernels.attention import reference as attention_reference
 from kernels.attention.base import AttentionInputs
 from kernels.attention_metadata import AttentionMetadata
 
-__all__ = ["CONTRACTS", "ContractError", "check_metadata", "plain"]
+__all__ = ["CONTRACTS", "Compute", "Contract", "ContractError", "check_metadata", "plain", "require", "require_tensor"]
 
 
 Compute = Callable[[], object]
+Contract = Callable[[Any, tuple[int, ...]], Compute]
 
 
 class ContractError(AssertionError):
@@ -225,7 +226,7 @@ def _check_output(call: Any) -> None:
         require_tensor("output", call.output, call.query.dtype, *call.query.shape)
 
 
-CONTRACTS: dict[str, Callable[[Any, tuple[int, ...]], Compute]] = {
+CONTRACTS: dict[str, Contract] = {
     "_store_kernel": store,
     "mixed_kernel": mixed,
     "split_decode_kernel": split_decode,

@@ -2,7 +2,7 @@
 
 Triton binds and specialises the arguments itself, so the keys are those of a GPU: compile-time constants, dtypes,
 integers that are 1 or multiples of 16, aligned pointers, options. Only the launch is replaced: ``kernel_contracts``
-checks the arguments and computes the result.
+and ``layer_contracts`` check the arguments and compute the result.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from tests.gpu_rehearsal import kernel_contracts, layer_contracts
 from tests.gpu_rehearsal.code_lines import caller_line
 from tests.gpu_rehearsal.device_tensor import DeviceTensor
-from tests.gpu_rehearsal.kernel_contracts import CONTRACTS, ContractError
+from tests.gpu_rehearsal.kernel_contracts import ContractError
 from tests.gpu_rehearsal.machine import Machine
 
 __all__ = ["Launches"]
 
 HOPPER = 90
+CONTRACTS = {**kernel_contracts.CONTRACTS, **layer_contracts.CONTRACTS}
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Launches:
         variants: each (kernel, key) that was launched, with the line of its first launch.
         counts: launches of each kernel.
         arguments: the integers that each kernel got, by "kernel.argument".
-        computes: whether launches compute their results; else they only check their arguments.
+        computes: whether attention and cache writes compute their results; else they only check their arguments.
         is_serving: the engine has said that it is ready: a variant that is new now is an error.
     """
 
@@ -78,6 +80,7 @@ class Launches:
         """Begin anew, as a new process does."""
         from kernels import store_kvcache_triton  # noqa: F401  (imported with Triton's driver replaced)
         from kernels.attention import triton_kernels  # noqa: F401
+        from kernels.layer_ops import triton_kernels as layer_kernels  # noqa: F401
 
         for name, module in list(sys.modules.items()):
             for kernel in vars(module).values() if name.startswith("kernels.") else ():
@@ -120,7 +123,7 @@ class Launches:
         try:
             with _disable_current_modes():
                 compute = CONTRACTS[name](SimpleNamespace(**bound.arguments), grid)
-                if self.computes:
+                if self.computes or name in layer_contracts.CONTRACTS:
                     compute()
         except ContractError as error:
             raise ContractError(f"{name}: {error}, launched at {caller_line()}") from error

@@ -81,7 +81,7 @@ def test_a_wrong_batch(
 def test_a_cpu_tensor_for_a_kernel(gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = "object.__setattr__(context.metadata, 'slot_mapping', torch.zeros(len(token_ids), dtype=torch.int64))"
     plant(monkeypatch, FORWARD, EMBEDDED, fault)
-    with pytest.raises(ValueError, match="slot_mapping of _store_kernel cannot be accessed from Triton"):
+    with pytest.raises(ValueError, match="slot_mapping of rotate_and_store_kernel cannot be accessed from Triton"):
         run(gpu)
 
 

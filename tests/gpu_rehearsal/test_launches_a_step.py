@@ -1,0 +1,54 @@
+"""Launches and waits of a decode step, in which launching would take most of the time of a small model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from engine.scheduling.scheduler_output import SchedulerOutput
+from tests.engine.checkpoints import build_model, save_checkpoint
+from tests.gpu_rehearsal.rehearsal import Rehearsal
+
+A_LAYER, A_STEP = 10, 20  # most launches of a layer, and of a step besides
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Models of one and of two layers."""
+    paths = []
+    for num_layers in (1, 2):
+        model = build_model(request.param, num_hidden_layers=num_layers)
+        paths.append(Path(save_checkpoint(model, tmp_path_factory.mktemp(request.param))))
+    return paths
+
+
+def launches_of_a_decode(gpu: Rehearsal, llm: LLM, num_seqs: int) -> int:
+    """Return the launches, copies included, of a greedy step that decodes as many sequences as the step before."""
+    counts: dict[tuple[int, ...], int] = {}
+    run = llm.engine.runner.run
+
+    def counted(output: SchedulerOutput, *args: object) -> object:
+        before = gpu.machine.num_launches
+        sampled = run(output, *args)
+        counts[tuple(output.num_new_tokens)] = gpu.machine.num_launches - before  # the last of its kind is kept
+        return sampled
+
+    llm.engine.runner.run = counted  # type: ignore[method-assign,assignment]
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [5, 6 + i, 7]} for i in range(num_seqs)], params, use_tqdm=False)
+    return counts[(1,) * num_seqs]
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_a_greedy_decode(checkpoints: list[Path], gpu: Rehearsal, num_seqs: int) -> None:
+    one, two = (
+        launches_of_a_decode(gpu, gpu.start(str(path), dtype="bfloat16", skip_tokenizer_init=True), num_seqs)
+        for path in checkpoints
+    )
+    assert two - one <= A_LAYER, f"a layer makes {two - one} launches"
+    assert one <= A_LAYER + A_STEP, f"a step of one layer makes {one} launches"
+    gpu.machine.check()

@@ -1,0 +1,38 @@
+"""Whole models of every dense family whose layers run in the Triton kernels, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.models import loader
+from engine.models.config import load_hf_config
+from engine.models.decoder import Decoder
+from engine.models.tensor_parallel import TensorParallel
+from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
+from tests.engine.models.dense_families import save_dense_model
+
+TOLERANCE = 1e-5  # of the largest logit of a sequence
+
+
+@pytest.mark.parametrize("name", ["smollm3", "phi3", "glm4", "olmo2", "olmo3", "gemma3"])
+def test_logits_equal_those_of_transformers(
+    name: str, kernel_device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel_device.type != "cpu":
+        pytest.skip("the model is computed on a CPU here, by interpreted kernels")
+    from kernels.layer_ops.triton_ops import TritonOps
+
+    model, path = save_dense_model(name, tmp_path)
+    monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
+    monkeypatch.setattr(loader, "select_layer_ops", lambda device: TritonOps())
+    options: dict[str, Any] = {"dtype": torch.float32, "device": kernel_device, "parallel": TensorParallel()}
+    decoder = loader.load_decoder(path, load_hf_config(path), max_model_len=64, **options)
+    assert isinstance(decoder, Decoder)
+    for tokens, computed in zip(make_sequences(), packed_logits(decoder, make_sequences()), strict=True):
+        with torch.inference_mode():
+            expected = model(tokens[None]).logits[0]
+        assert float((computed - expected).abs().max() / expected.abs().max()) < TOLERANCE
