@@ -1,20 +1,26 @@
 """Compile, without a GPU, every kernel that an engine's warm-up compiles.
 
-    python -m tests.kernels.compile_for_gpu 90 Qwen3-0.6B 8B
+    python -m tests.kernels.compile_for_gpu 90 attention Qwen3-0.6B 8B
+    python -m tests.kernels.compile_for_gpu 100 layers
 
-The arguments are a compute capability and models of HEADS. The interpreter accepts what the compiler refuses. Here the
+The arguments are a compute capability, and either ``attention`` and models of HEADS, or ``layers``: the kernels of all
+models of layer_ops_launches.py, and those that sample. The interpreter accepts what the compiler refuses. Here the
 backend runs as always, on a driver that claims to be a GPU, and each launch stops when its machine code is there.
-Prints a line for each variant: the kernel's name, the bytes of machine code, and the seconds that it took.
+Prints a line for each variant: the kernel's name, and how many registers of a thread, bytes of a thread's stack (which
+are spilled registers), and bytes of shared memory it takes.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
-from time import perf_counter
+import tempfile
 from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from engine.worker.warm_up import one_sequence
@@ -22,7 +28,9 @@ from kernels.attention import triton_backend, triton_kernels
 from kernels.attention.base import AttentionInputs, StepLimits
 from kernels.attention.triton_backend import TritonBackend
 from kernels.experts_triton import _grouped_linear_kernel, experts_triton
+from kernels.layer_ops import triton_kernels as layer_kernels
 from kernels.store_kvcache_triton import _store_kernel, store_kvcache_triton
+from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
 
 CPU = torch.device("cpu")
 HEADS = {"Qwen3-0.6B": (16, 8), "8B": (32, 8)}  # of queries, of keys and values
@@ -50,13 +58,23 @@ def _stop_before_launch(kernel: Any, compiled: set[str]) -> None:
     run = kernel.run
 
     def compile_only(*arguments: Any, warmup: bool, **options: Any) -> None:
-        started = perf_counter()
         variant = run(*arguments, warmup=True, **options)
         if variant.hash not in compiled:
             compiled.add(variant.hash)
-            print(kernel.__name__, len(variant.asm["cubin"]), round(perf_counter() - started, 2))
+            print(kernel.__name__, *_registers_and_stack(variant.asm["cubin"]), variant.metadata.shared)
 
     kernel.run = compile_only
+
+
+def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """Return the registers and the bytes of stack of a thread of machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
+    return int(registers), int(stack)
 
 
 def _run_warm_up(
@@ -83,18 +101,33 @@ def _run_experts(num_experts: int = 8, top_k: int = 2, hidden_size: int = 64) ->
         experts_triton(hidden, gate_up, gate_up[:, :hidden_size].contiguous(), ids.float(), ids)
 
 
-def main(capability: int, models: list[str]) -> None:
-    triton.runtime.driver.set_active(_Driver(capability))
+def _run_attention(models: list[str]) -> None:
     triton_backend._num_multiprocessors = lambda device: MULTIPROCESSORS  # type: ignore[assignment]
-    names = ("mixed_kernel", "split_decode_kernel", "reduce_splits_kernel")
-    compiled: set[str] = set()
-    for kernel in (*(getattr(triton_kernels, name) for name in names), _store_kernel, _grouped_linear_kernel):
-        _stop_before_launch(kernel, compiled)
     for model in models:
         _run_warm_up(*HEADS[model], None, max_query_len=2048, max_seq_len=40960)
         _run_experts()
         _run_warm_up(*HEADS[model], 600, max_query_len=1, max_seq_len=600)  # few: a window changes few lines
 
 
+def _run_layers() -> None:
+    for shape in MODELS.values():
+        run_layer_ops(shape)
+
+
+def main(capability: int, what: str, models: list[str]) -> None:
+    triton.runtime.driver.set_active(_Driver(capability))
+    compiled: set[str] = set()
+    for module in (triton_kernels, layer_kernels):
+        for name, kernel in vars(module).items():
+            if name.endswith("_kernel"):
+                _stop_before_launch(kernel, compiled)
+    for kernel in (_store_kernel, _grouped_linear_kernel):
+        _stop_before_launch(kernel, compiled)
+    if what == "attention":
+        _run_attention(models)
+    else:
+        _run_layers()
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

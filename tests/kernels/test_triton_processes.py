@@ -12,6 +12,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes of a program, by compute capability
 
 
 def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -37,13 +38,32 @@ def test_nothing_on_the_cpu_path_imports_triton_or_flash_attn() -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
-@pytest.mark.long
-def test_every_kernel_of_a_warm_up_compiles_for_a_gpu(tmp_path: Path) -> None:
+def _compile(cache: Path, *arguments: str) -> Counter[str]:
+    """Compile for a GPU in another process, check what each variant takes, and return the kernels' variants."""
     pytest.importorskip("triton")
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    result = _python("-m", "tests.kernels.compile_for_gpu", "90", "Qwen3-0.6B", **environment)
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    result = _python("-m", "tests.kernels.compile_for_gpu", *arguments, **environment)
     assert result.returncode == 0, result.stderr
-    compiled = Counter(line.split()[0] for line in result.stdout.splitlines())
+    variants = [line.split() for line in result.stdout.splitlines()]
+    for line, (_, registers, stack, shared) in zip(result.stdout.splitlines(), variants, strict=True):
+        assert 0 < int(registers) <= 255, line
+        assert int(stack) == 0, f"registers are spilled: {line}"
+        assert int(shared) <= SHARED_MEMORY[int(arguments[0])], line
+    return Counter(name for name, *_ in variants)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_every_kernel_of_a_decoder_layer_compiles_for_gpus(capability: int, tmp_path: Path) -> None:
+    compiled = _compile(tmp_path, str(capability), "layers")
+    assert set(compiled) == {"add_norm_kernel", "rotate_and_store_kernel", "gated_activation_kernel"}
+    assert compiled["rotate_and_store_kernel"] >= 11
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_every_kernel_of_a_warm_up_compiles_for_gpus(capability: int, tmp_path: Path) -> None:
+    compiled = _compile(tmp_path, str(capability), "attention", "Qwen3-0.6B")
     assert compiled == {  # tiles of 16 to 128 rows, and 2 to 32 splits; then one of each with a sliding window
         "mixed_kernel": 4 + 1,
         "split_decode_kernel": 5 + 1,
@@ -57,8 +77,7 @@ def test_every_kernel_of_a_warm_up_compiles_for_a_gpu(tmp_path: Path) -> None:
 def test_the_kernels_in_the_interpreter(kernels_need_own_process: bool) -> None:
     if not kernels_need_own_process:
         pytest.skip("the Triton tests ran in this process")
-    files = [
-        str(HERE / name) for name in ("attention/test_triton_backend.py", "test_experts.py", "test_store_kvcache.py")
-    ]
+    names = ("attention/test_triton_backend.py", "layer_ops", "test_experts.py", "test_store_kvcache.py")
+    files = [str(HERE / name) for name in names]
     result = _python("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout
