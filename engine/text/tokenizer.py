@@ -142,7 +142,9 @@ class Tokenizer:
             options = {"split_special_tokens": True} if split_special_tokens else {}
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, **options))
         self._rust.encode_special_tokens = split_special_tokens
-        return list(self._rust.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Unlike ``encode``, it releases the interpreter's lock, which a long text would hold for seconds.
+        (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each word, at the start of a text and, as in vLLM, after a space.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,17 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asked whether to run the code"))
     with pytest.raises(ModelLoadError, match="no tokenizer could be loaded"):
         Tokenizer(tmp_path)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    text = "the cache of a block and the block of a cache " * 5_000
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    encoding.start()
+    turns = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 5  # two if the thread holds the interpreter's lock
 
 
 def test_chat_is_rendered_with_control_tokens_of_the_template(tokenizer: Tokenizer) -> None:
