@@ -16,12 +16,16 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kernels import store_kvcache_triton
 from kernels.attention import triton_kernels
+from kernels.layer_ops import triton_kernels as layer_kernels
 
 KERNELS = (
     triton_kernels.mixed_kernel,
     triton_kernels.split_decode_kernel,
     triton_kernels.reduce_splits_kernel,
     store_kvcache_triton._store_kernel,
+    layer_kernels.add_norm_kernel,
+    layer_kernels.rotate_and_store_kernel,
+    layer_kernels.gated_activation_kernel,
 )
 
 

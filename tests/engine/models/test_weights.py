@@ -28,6 +28,7 @@ from engine.models.sharding import Shard, shard_of
 from engine.models.tensor_files import TensorFiles
 from engine.models.tensor_parallel import TensorParallel
 from engine.models.weights import read_weights
+from kernels.layer_ops.torch_ops import TorchOps
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.conftest import SavedModel
 
@@ -36,7 +37,7 @@ CPU = torch.device("cpu")
 
 def shapes_of(path: str) -> dict[str, torch.Size]:
     config = ModelConfig.from_hf(load_hf_config(path))
-    model = Decoder(config, torch.zeros(1), TensorParallel())
+    model = Decoder(config, torch.zeros(1), TensorParallel(), TorchOps())
     return {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 

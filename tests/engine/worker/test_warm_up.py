@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from engine.llm import LLM
-from engine.models import decoder
+from engine.models import loader
 from engine.sampling_params import SamplingParams
 from engine.worker.model_worker import ModelWorker
+from kernels.layer_ops.torch_ops import TorchOps
 from tests.engine.checkpoints import build_model, save_checkpoint
 
 if TYPE_CHECKING:
@@ -35,12 +36,28 @@ SMALL = {"hidden_size": 48, "intermediate_size": 8, "max_position_embeddings": 2
 def log(monkeypatch: pytest.MonkeyPatch) -> LaunchLog:
     pytest.importorskip("triton")  # imported here, not by collecting tests: see tests/kernels/conftest.py
     from kernels.attention import triton_backend
-    from kernels.store_kvcache_triton import store_kvcache_triton
+    from kernels.layer_ops.triton_ops import TritonOps
     from tests.kernels.launch_log import LaunchLog
 
     monkeypatch.setattr(triton_backend.TritonBackend, "why_unusable", lambda device: None)
     monkeypatch.setattr(triton_backend, "_num_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(decoder, "store_kvcache", store_kvcache_triton)
+
+    class LoggedOps(TorchOps):
+        """Computes with torch, since kernels are not run, and launches the kernels for the log."""
+
+        def add_norm(self, *args: Any) -> Any:
+            TritonOps().add_norm(*args)
+            return super().add_norm(*args)
+
+        def rotate_and_store(self, *args: Any) -> Any:
+            TritonOps().rotate_and_store(*args)
+            return super().rotate_and_store(*args)
+
+        def gated_activation(self, *args: Any) -> Any:
+            TritonOps().gated_activation(*args)
+            return super().gated_activation(*args)
+
+    monkeypatch.setattr(loader, "select_layer_ops", lambda device: LoggedOps())
     return LaunchLog(monkeypatch)
 
 

@@ -19,6 +19,7 @@ from engine.models.experts.layer import SparseMoeBlock
 from engine.models.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.models.weights import read_weights
+from kernels.layer_ops.torch_ops import TorchOps
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.conftest import SavedModel
 
@@ -35,7 +36,7 @@ class Rank(TensorParallel):
 def weights_of(path: str, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     config, parallel = ModelConfig.from_hf(load_hf_config(path)), Rank(rank, size)
     with torch.device("meta"):
-        model = Decoder(config, torch.zeros(1), parallel)
+        model = Decoder(config, torch.zeros(1), parallel, TorchOps())
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     with open_checkpoint(path) as checkpoint:
         return dict(read_weights(checkpoint, shapes, config, parallel, dtype=dtype, device=CPU))
