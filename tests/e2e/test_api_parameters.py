@@ -106,13 +106,13 @@ def test_logprobs_end_with_the_stop_string(client: httpx.Client) -> None:
 
 
 def test_what_steers_the_choice_of_tokens(client: httpx.Client) -> None:
-    (free,) = _choices(client, temperature=0, return_token_ids=True, max_tokens=40)
+    (free,) = _choices(client, temperature=0, return_token_ids=True, max_tokens=200)
     first = free["token_ids"][0]
     (biased,) = _choices(client, temperature=0, return_token_ids=True, logit_bias={str(first): -100})
     assert biased["token_ids"][0] != first
     (limited,) = _choices(client, temperature=0, return_token_ids=True, allowed_token_ids=[40, 41])
     assert set(limited["token_ids"]) <= {40, 41}
-    (varied,) = _choices(client, temperature=0, return_token_ids=True, frequency_penalty=2, max_tokens=40)
+    (varied,) = _choices(client, temperature=0, return_token_ids=True, frequency_penalty=2, max_tokens=200)
     assert len(set(varied["token_ids"])) > len(set(free["token_ids"]))
     word = free["text"].split()[1]
     (clean,) = _choices(client, temperature=0, bad_words=[word], max_tokens=40)
