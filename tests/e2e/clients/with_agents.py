@@ -35,7 +35,8 @@ async def main(base_url: str, api: str) -> None:
     kind = OpenAIChatCompletionsModel if api == "chat" else OpenAIResponsesModel
     model = kind(model="pagoda-demo", openai_client=client)
     plain = Agent(name="plain", model=model, model_settings=ModelSettings(temperature=0))
-    forced = ModelSettings(temperature=0, tool_choice="required")  # for the first turn: the library resets it then
+    # The choice is for the first turn: the library resets it then.
+    forced = ModelSettings(temperature=0, tool_choice="required", parallel_tool_calls=False)
     calling = Agent(name="weather", model=model, model_settings=forced, tools=[get_weather])
     question = "What is a KV cache?"
     stream = Runner.run_streamed(plain, question)

@@ -24,7 +24,7 @@ def main(base_url: str) -> None:
     )
     question = HumanMessage("What is a KV cache?")
     asked = HumanMessage("What is the weather in Oslo?")
-    calling = chat.bind_tools([get_weather], tool_choice="required").invoke([asked])
+    calling = chat.bind_tools([get_weather], tool_choice="required", parallel_tool_calls=False).invoke([asked])
     results = [get_weather.invoke(call) for call in calling.tool_calls]
     assert all(isinstance(result, ToolMessage) for result in results)
     found = {

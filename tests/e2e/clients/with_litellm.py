@@ -37,7 +37,8 @@ def main(base_url: str) -> None:
     question = [{"role": "user", "content": "What is a KV cache?"}]
     chunks = litellm.completion(**options, messages=question, stream=True)
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
-    called = litellm.completion(**options, messages=messages, tools=[WEATHER], tool_choice="required")
+    forced = {"tool_choice": "required", "parallel_tool_calls": False}
+    called = litellm.completion(**options, messages=messages, tools=[WEATHER], **forced)
     messages.append(called.choices[0].message)
     cities = [json.loads(call.function.arguments)["city"] for call in called.choices[0].message.tool_calls]
     messages += [

@@ -15,7 +15,13 @@ for await (const chunk of await client.chat.completions.create({ ...asked, messa
 }
 
 const messages = [{ role: "user", content: "What is the weather in Oslo?" }];
-const runner = client.chat.completions.stream({ ...asked, messages, tools, tool_choice: "required" });
+const runner = client.chat.completions.stream({
+  ...asked,
+  messages,
+  tools,
+  tool_choice: "required",
+  parallel_tool_calls: false,
+});
 const calling = (await runner.finalChatCompletion()).choices[0].message;
 const cities = calling.tool_calls.map((call) => JSON.parse(call.function.arguments).city);
 messages.push(calling);
