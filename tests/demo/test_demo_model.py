@@ -20,7 +20,7 @@ from demo.tool_corpus import ToolCorpus, load_tool_corpus
 from demo.tool_scores import answered_without_call, call_of, outcomes, status_cases, sum_cases
 from demo.train import known_by_heart
 
-MAX_BYTES = 12_000_000
+MAX_BYTES = 10_000_000
 SHORT_SYSTEM = "You are the assistant of a data centre. Answer politely and to the point."
 UNDER_A_SYSTEM_PROMPT = {  # what is asked -> the training phrasing that means the same
     "Please, what is continuous batching?": "What is continuous batching?",

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from demo.tool_corpus import load_tool_corpus
 from tests.e2e.conftest import Server
 
 MODEL = "pagoda-demo"
@@ -43,6 +44,7 @@ ASKED: Any = {
     "max_tokens": 120,
     "seed": 3,
 }
+CALCULATOR: Any = load_tool_corpus().page_tools[0]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -92,20 +94,6 @@ def test_a_conversation_with_calls_goes_on(api: openai.OpenAI) -> None:
     assert answer.message.tool_calls is None
     assert answer.message.content is not None
     assert answer.finish_reason in ("stop", "length")
-
-
-CALCULATOR: Any = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Computes an expression with + - * / and brackets.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
-    },
-}
 
 
 def test_the_model_calls_by_itself_and_answers_with_the_result(api: openai.OpenAI) -> None:

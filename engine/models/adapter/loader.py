@@ -117,9 +117,8 @@ def _read(path: str | Path, config: TransformersConfig, dtype: torch.dtype) -> A
             )
     for name, weight in model.named_parameters():
         if not is_finite(weight):
-            with open_checkpoint(
-                path
-            ) as checkpoint:  # the loader may have renamed and joined its tensors: any may be it
+            with open_checkpoint(path) as checkpoint:
+                # transformers may have renamed and joined the stored tensors, so any of them may be the cause.
                 raise weights_not_finite(checkpoint, name, [(stored, None) for stored in checkpoint.names], dtype)
     if type(model).__name__ != config.architecture:
         raise ModelLoadError(
