@@ -8,11 +8,28 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-__all__ = ["experts", "route"]
+__all__ = ["experts", "route", "routed_experts"]
+
+
+def routed_experts(
+    hidden: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    top_k: int,
+    *,
+    normalize: bool,
+) -> torch.Tensor:
+    """Return what ``experts`` computes with the weights and experts that ``route`` chooses."""
+    if hidden.device.type == "cpu":
+        return experts(hidden, gate_up, down, *route(logits, top_k, normalize=normalize))
+    from kernels.experts_triton import experts_triton
+
+    return experts_triton(hidden, logits, gate_up, down, top_k, normalize=normalize)
 
 
 def route(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``top_k`` most probable experts of each token, the most probable first.
+    """Return the ``top_k`` most probable experts of each token, the most probable first; of equal logits the first.
 
     Args:
         logits: [num_tokens, num_experts], of the router.
@@ -22,7 +39,8 @@ def route(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.T
     Returns:
         The probabilities, float32, and the experts' indices, int64; both [num_tokens, top_k].
     """
-    weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # topk may choose any of equal ones
+    weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, ids)
     return weights / weights.sum(dim=-1, keepdim=True) if normalize else weights, ids
 
 
@@ -31,6 +49,8 @@ def experts(
 ) -> torch.Tensor:
     """Return each token's weighted sum of its experts' SwiGLU, [num_tokens, hidden_size] in the dtype of ``hidden``.
 
+    Computed expert by expert, which waits for a GPU.
+
     Args:
         hidden: [num_tokens, hidden_size].
         gate_up: [num_experts, 2 * intermediate_size, hidden_size], the rows of the gate before those of up.
@@ -38,17 +58,6 @@ def experts(
         weights: float32 [num_tokens, top_k].
         ids: int64 [num_tokens, top_k], which experts.
     """
-    if hidden.device.type == "cpu":
-        return _one_by_one(hidden, gate_up, down, weights, ids)
-    from kernels.experts_triton import experts_triton
-
-    return experts_triton(hidden, gate_up, down, weights, ids)
-
-
-def _one_by_one(
-    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """Compute expert by expert."""
     top_k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # pairs of token and choice, by expert
     counts = ids.flatten().bincount(minlength=len(gate_up)).tolist()

@@ -29,10 +29,10 @@ def argmax_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def route(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `kernels.experts.route`; of equally probable experts the first ones are chosen."""
-    probabilities = logits.float().exp() / logits.float().exp().sum(dim=1, keepdim=True)
-    ordered, indices = probabilities.sort(dim=1, descending=True, stable=True)
-    weights, ids = ordered[:, :top_k], indices[:, :top_k]
+    """Compute `kernels.experts.route`; of equal logits the first ones are chosen."""
+    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    exponentials = logits.double().exp()
+    weights = (exponentials / exponentials.sum(dim=1, keepdim=True)).gather(1, ids).float()
     return weights / weights.sum(dim=1, keepdim=True) if normalize else weights, ids
 
 

@@ -67,4 +67,5 @@ def store_kvcache_triton(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK=triton.next_power_of_2(num_kv_heads * head_dim),
+        enable_fp_fusion=False,
     )

@@ -90,11 +90,13 @@ class AttentionBackend(ABC):
         name: its key in the table of registry.py.
         default_block_size: tokens.
         uses_cpu_kernels: whether the model's layers run in the C kernels of kernels/cpu too.
+        why_chosen: the reason that `select_backend` had, with why faster ones cannot run.
     """
 
     name: ClassVar[str]
     default_block_size: ClassVar[int]
     uses_cpu_kernels: ClassVar[bool] = False
+    why_chosen: str = ""
 
     @classmethod
     def why_unusable(cls, device: torch.device) -> str | None:

@@ -14,6 +14,7 @@ __all__ = ["BACKENDS", "BackendEntry"]
 
 HALF = ("bfloat16", "float16")
 ANY = ("float32", *HALF)
+_ALL = ("softcap", "sinks", "batch_invariant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class BackendEntry:
         class_name: the subclass of `AttentionBackend`.
         devices: types of devices, as torch names them.
         dtypes: of queries and cache, as torch names them.
-        options: of AttentionInputs that it computes besides the sliding window: `softcap`, `sinks`.
+        options: of AttentionInputs that it computes besides the sliding window: `softcap`, `sinks`; and
+            `batch_invariant`: what a sequence gets has the same bits whatever the rest of the batch.
     """
 
     module: str
@@ -36,7 +38,8 @@ class BackendEntry:
 
 
 BACKENDS: dict[str, BackendEntry] = {  # "auto" takes the first that can run, so the fastest of a device comes first
-    "cpu":        BackendEntry("cpu_backend",        "CpuBackend",       ("cpu",),  ANY,  options=("softcap", "sinks")),
-    "flash_attn": BackendEntry("flash_attn_backend", "FlashAttnBackend", ("cuda",), HALF, options=("softcap",)),
-    "triton":     BackendEntry("triton_backend",     "TritonBackend",    ("cuda",), ANY),
+    "cpu":          BackendEntry("cpu_backend",        "CpuBackend",        ("cpu",),  ANY,  options=_ALL),
+    "flash_attn_3": BackendEntry("flash.flash_attn_3", "FlashAttn3Backend", ("cuda",), HALF, options=("softcap",)),
+    "flash_attn":   BackendEntry("flash.flash_attn",   "FlashAttnBackend",  ("cuda",), HALF, options=("softcap",)),
+    "triton":       BackendEntry("triton.backend",     "TritonBackend",     ("cuda",), ANY,  options=_ALL),
 }  # fmt: skip

@@ -22,7 +22,7 @@ def select_backend(
 ) -> AttentionBackend:
     """Return the backend called `name`, or with "auto" the fastest that can compute `dtype` on `device`.
 
-    `options` are those of registry.py that the model needs.
+    `options` are those of registry.py that the model or the config needs.
 
     Raises ValueError for an unknown name, and for a backend that cannot run on this device, with this dtype or these
     options, or on this installation.
@@ -32,11 +32,13 @@ def select_backend(
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; choose {_listed(['auto', *BACKENDS])}")
     try:
-        return _create(name, device, dtype, options)
+        backend = _create(name, device, dtype, options)
     except _UnusableError as error:
         choices = _listed(["auto", *(other for other in _candidates(device, dtype, options) if other != name)])
         problem = f"attention backend {name!r} cannot run on device {str(device)!r}: {error}"
         raise ValueError(f"{problem}; use {choices}") from error
+    backend.why_chosen = "configured"
+    return backend
 
 
 class _UnusableError(Exception):
@@ -47,9 +49,12 @@ def _fastest_backend(device: torch.device, dtype: torch.dtype, options: frozense
     reasons = []
     for name in _candidates(device, dtype, options):
         try:
-            return _create(name, device, dtype, options)
+            backend = _create(name, device, dtype, options)
         except _UnusableError as error:
             reasons.append(f"{name}: {error}")
+            continue
+        backend.why_chosen = "; ".join([f"the fastest for {_dtype_name(dtype)} here", *reasons])
+        return backend
     details = "; ".join(reasons) or _remedy(device, options)
     wanted = " with ".join([_dtype_name(dtype), *sorted(options)])
     raise ValueError(f"no attention backend computes {wanted} on device {str(device)!r}; {details}")
@@ -82,7 +87,7 @@ def _create(name: str, device: torch.device, dtype: torch.dtype, options: frozen
         if _dtype_name(dtype) not in entry.dtypes:
             raise _UnusableError(f"it computes {_listed(entry.dtypes)}, not {_dtype_name(dtype)}")
         if missing := options - set(entry.options):
-            raise _UnusableError(f"it does not compute {_listed(sorted(missing))}, which the model needs")
+            raise _UnusableError(f"it does not compute {_listed(sorted(missing))}, which the model or the config needs")
         return backend_class()
     except ImportError as error:  # also raised by a wheel built against another torch: installed, yet unusable
         raise _UnusableError(f"a library that it needs cannot be imported ({error})") from error

@@ -17,6 +17,7 @@ __all__ = [
     "CAttentionCall",
     "CExperts",
     "CLayer",
+    "CLimits",
     "CRows",
     "CStep",
     "CWeight",
@@ -84,6 +85,12 @@ class CLayer(ctypes.Structure):
     )
 
 
+class CLimits(ctypes.Structure):
+    """``pagoda_limits``."""
+
+    _fields_ = _fields(_POINTER, "top_k", "top_p", "floors")
+
+
 class CStep(ctypes.Structure):
     """``pagoda_step``."""
 
@@ -121,7 +128,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_prefault_num_ready": (_INT64, (_POINTER,)),
     "pagoda_prefault_want": (None, (_POINTER, _INT64)),
     "pagoda_set_num_threads": (None, (ctypes.c_int,)),
-    "pagoda_top_k": (None, (*(_POINTER,) * 5, *(_INT64,) * 4)),
+    "pagoda_top_k": (None, (*(_POINTER,) * 3, *(_INT64,) * 4)),
+    "pagoda_truncated_draw": (None, (*(_POINTER,) * 5, ctypes.POINTER(CLimits), *(_INT64,) * 3)),
 }
 
 

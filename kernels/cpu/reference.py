@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from kernels.cpu.linear import WeightKind
 from kernels.layer_ops.base import Activation
+from kernels.sampling.exact_math import noisy_logits, scores_of
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind) -> torch.Tensor:
@@ -65,8 +66,8 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw(
-    logits: torch.Tensor, temperatures: torch.Tensor, floors: torch.Tensor | None, noise: torch.Tensor
+    logits: torch.Tensor, temperatures: torch.Tensor, floors: torch.Tensor | None, keys: torch.Tensor
 ) -> torch.Tensor:
-    """Return the noisy scores [rows, vocab_size] of which `kernels.cpu.sampling.draw` returns the largest."""
-    scores = (logits - logits.amax(dim=1, keepdim=True)) / temperatures
-    return (scores if floors is None else scores.masked_fill(scores < floors, -torch.inf)) + noise
+    """Return the noisy logits [rows, vocab_size] of which `kernels.cpu.sampling.draw` returns the largest."""
+    noisy = noisy_logits(logits, temperatures, keys)
+    return noisy if floors is None else noisy.masked_fill(scores_of(logits, temperatures) < floors, -torch.inf)

@@ -1,13 +1,17 @@
-"""Choosing tokens from logits in C (csrc/top_k.h, csrc/draw.h); callers check ``can_sample`` first."""
+"""Choosing tokens from logits in C (csrc/top_k.h, csrc/draw.h, csrc/truncated_draw.h).
+
+Callers check ``can_sample`` first.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from kernels.cpu.bindings import address
+from kernels.cpu.bindings import CLimits, address
 from kernels.cpu.library import library, require
+from kernels.sampling.base import Limits
 
-__all__ = ["can_sample", "draw", "top_candidates", "top_k"]
+__all__ = ["can_sample", "draw", "top_k", "truncated_draw"]
 
 
 def can_sample(rows: torch.Tensor) -> bool:
@@ -21,41 +25,12 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     Equal scores are ordered by index.
     """
-    highest, indices, _ = _top_k(scores, None, k)
-    return highest, indices
-
-
-def top_candidates(
-    logits: torch.Tensor, temperatures: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the k most likely tokens of each row of ``logits`` [rows, vocab_size] in order, without copying it.
-
-    Returns:
-        Their scores, (logit - the row's largest) / temperature, and their ids, both [rows, min(k, vocab_size)]; and the
-        logarithm of the sum of the exponentials of all scores of a row, [rows, 1].
-    """
-    return _top_k(logits, temperatures, k)
-
-
-def _top_k(
-    rows: torch.Tensor, temperatures: torch.Tensor | None, k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_rows, width = rows.shape
+    num_rows, width = scores.shape
     k = min(k, width)
-    scores, indices = torch.empty(num_rows, k), torch.empty(num_rows, k, dtype=torch.int64)
-    log_totals = torch.empty(num_rows, 1)
-    require().pagoda_top_k(
-        scores.data_ptr(),
-        indices.data_ptr(),
-        log_totals.data_ptr(),
-        rows.data_ptr(),
-        address(temperatures),
-        num_rows,
-        width,
-        rows.stride(0),
-        k,
-    )
-    return scores, indices, log_totals
+    highest, indices = torch.empty(num_rows, k), torch.empty(num_rows, k, dtype=torch.int64)
+    pointers = (one.data_ptr() for one in (highest, indices, scores))
+    require().pagoda_top_k(*pointers, num_rows, width, scores.stride(0), k)
+    return highest, indices
 
 
 def draw(
@@ -70,11 +45,11 @@ def draw(
         keys: int32 [rows, 2], of the noise.
 
     Returns:
-        The tokens' noisy scores, which are finite unless nothing can be drawn, and their ids, int64; both [rows].
+        The tokens' noisy logits, which are finite unless nothing can be drawn, and their ids, int64; both [rows].
     """
     num_rows, width = logits.shape
     values, tokens = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
-    assert keys.is_contiguous()
+    assert all(one is None or one.is_contiguous() for one in (temperatures, floors, keys))
     require().pagoda_draw(
         values.data_ptr(),
         tokens.data_ptr(),
@@ -82,6 +57,31 @@ def draw(
         temperatures.data_ptr(),
         address(floors),
         keys.data_ptr(),
+        num_rows,
+        width,
+        logits.stride(0),
+    )
+    return values, tokens
+
+
+def truncated_draw(
+    logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, limits: Limits
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token for each row of ``logits`` [rows, vocab_size], from those within the limits.
+
+    Arguments and results are those of ``draw``.
+    """
+    num_rows, width = logits.shape
+    values, tokens = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    columns = (limits.top_k, limits.top_p, limits.floors)
+    assert all(one.is_contiguous() for one in (temperatures, keys, *columns))
+    require().pagoda_truncated_draw(
+        values.data_ptr(),
+        tokens.data_ptr(),
+        logits.data_ptr(),
+        temperatures.data_ptr(),
+        keys.data_ptr(),
+        CLimits(*(one.data_ptr() for one in columns)),
         num_rows,
         width,
         logits.stride(0),

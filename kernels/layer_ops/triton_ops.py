@@ -51,7 +51,8 @@ class TritonOps(LayerOps):
             WIDTH=width,
             BLOCK=block,
             ADDS_ONE=a_norm is not None and a_norm.adds_one,
-            num_warps=_num_warps(block),
+            num_warps=_num_warps(block, 8),
+            enable_fp_fusion=True,
         )
         return total, normed
 
@@ -94,7 +95,8 @@ class TritonOps(LayerOps):
             HALF_PADDED=half_padded,
             NORMS_EACH_HEAD=query_norm is not None and query_norm.weight.shape[0] == head_dim,
             ADDS_ONE=query_norm is not None and query_norm.adds_one,
-            num_warps=_num_warps(2 * heads_padded * half_padded),
+            num_warps=_num_warps(2 * heads_padded * half_padded, 16),
+            enable_fp_fusion=True,
         )
         return query
 
@@ -110,11 +112,15 @@ class TritonOps(LayerOps):
                 WIDTH=width,
                 BLOCK=_ACTIVATION_BLOCK,
                 IS_GELU=activation == "gelu_tanh",
+                enable_fp_fusion=True,
             )
         return output
 
 
-def _num_warps(num_elements: int) -> int:
-    """Return the warps of a program that holds a row of so many elements: 16 a thread, or more of long rows."""
-    warps: int = triton.next_power_of_2(num_elements) // 512
+def _num_warps(num_elements: int, of_thread: int) -> int:
+    """Return the warps of a program that holds a row of so many elements, ``of_thread`` of them, or more of long rows.
+
+    With 16 for norms, ptxas would spill registers of some variants to fit more programs on a multiprocessor.
+    """
+    warps: int = triton.next_power_of_2(num_elements) // (32 * of_thread)
     return min(max(warps, 1), 16)

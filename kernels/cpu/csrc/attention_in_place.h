@@ -9,6 +9,9 @@
 
 #include "attention_item.h"
 
+#if PAGODA_HALF_REGISTERS
+#include "attention_avx2.h"
+#else
 /* products[row] = the products of 16 keys with each of `rows` (at most 4) rows. `values` is where the keys' values are,
  * to be prefetched. */
 SPECIALIZED void multiply_16_keys(const int kind, const int rows, const attention_work *work, const uint32_t *query,
@@ -35,6 +38,7 @@ SPECIALIZED void multiply_16_keys(const int kind, const int rows, const attentio
     }
     for (int row = 0; row < rows; row++) products[row][0] = add_lanes_of_quarters(sums[row]);
 }
+#endif
 
 /* The products of one KV head's rows with a tile of keys. */
 SPECIALIZED void multiply_tile(const int kind, const int rows, const attention_work *work, int head, int num_keys,
@@ -67,12 +71,13 @@ SPECIALIZED void weigh_rows(const int kind, const int vectors, attention_work *w
     }
 }
 
-/* Merges the weighted values of a tile into the sums of all rows, `vectors` times 16 dimensions from `dim` on. */
-SPECIALIZED void add_values(const int kind, const int rows, const int vectors, const attention_work *work, float *sums,
-                            int dim, const char *values, const size_t *offsets, const char *keys, const size_t *next,
-                            int num_keys) {
+#if !PAGODA_HALF_REGISTERS
+/* added[row] = the weighted values of a tile, `vectors` times 16 dimensions from `dim` on, for each of `rows` rows. The
+ * next tile's `keys` are prefetched. */
+SPECIALIZED void weigh_values(const int kind, const int rows, const int vectors, const uint32_t *weights, int dim,
+                              const char *values, const size_t *offsets, const char *keys, const size_t *next,
+                              int num_keys, f32x16 added[][BLOCK_VECTORS]) {
     const int per_word = keys_per_word(kind), words = (num_keys + per_word - 1) / per_word;
-    f32x16 added[MOST_ROWS_IN_PLACE][BLOCK_VECTORS] = {0}; /* a variable length would keep it out of registers */
     for (int word = 0; word < words; word++) {
         u32x16 columns[BLOCK_VECTORS];
         const size_t *at = offsets + word * per_word, *next_at = next + word * per_word;
@@ -81,10 +86,19 @@ SPECIALIZED void add_values(const int kind, const int rows, const int vectors, c
                         (size_t)(vectors * LANES) * element_size(kind));
         load_values(kind, vectors, columns, values + at[0], values + at[per_word - 1], dim);
         for (int row = 0; row < rows; row++) {
-            u32x16 weight = u32x16_set(work->weights[row * KEYS_PER_TILE + word]);
+            u32x16 weight = u32x16_set(weights[row * KEYS_PER_TILE + word]);
             for (int v = 0; v < vectors; v++) added[row][v] = dot(kind, added[row][v], weight, columns[v]);
         }
     }
+}
+#endif
+
+/* Merges the weighted values of a tile into the sums of all rows, `vectors` times 16 dimensions from `dim` on. */
+SPECIALIZED void add_values(const int kind, const int rows, const int vectors, const attention_work *work, float *sums,
+                            int dim, const char *values, const size_t *offsets, const char *keys, const size_t *next,
+                            int num_keys) {
+    f32x16 added[MOST_ROWS_IN_PLACE][BLOCK_VECTORS] = {0}; /* a variable length would keep it out of registers */
+    weigh_values(kind, rows, vectors, work->weights, dim, values, offsets, keys, next, num_keys, added);
     sums += dim;
     for (int row = 0; row < rows; row++, sums += work->call->head_dim)
         for (int v = 0; v < vectors; v++)

@@ -11,6 +11,26 @@
 
 enum { ROWS_PER_BLOCK = 6, ROWS_OF_REST = 2 };
 
+#if PAGODA_HALF_REGISTERS
+#include "attention_avx2.h"
+_Static_assert((int)ROWS_OF_COLUMNS == (int)ROWS_PER_BLOCK, "a block of rows has its sums in registers");
+
+SPECIALIZED void multiply_block(const int kind, const int rows, const int vectors, f32x16 sums[][BLOCK_VECTORS],
+                                const uint32_t *left, size_t left_stride, const uint32_t *right, int words) {
+    (void)kind;
+    add_block_of_columns(rows, vectors, sums[0], BLOCK_VECTORS, left, left_stride, 1, right, BLOCK_LANES, words);
+}
+
+SPECIALIZED void multiply_every_fourth(const int kind, const int rows, const int vectors, const attention_work *work,
+                                       const uint32_t *query, const uint32_t *keys, int word, f32x16 sums[][2]) {
+    (void)kind;
+    for (int row = 0; row < rows; row++)
+        for (int v = 0; v < vectors; v++) sums[row][v] = (f32x16){0};
+    add_block_of_columns(rows, vectors, sums[0], 2, query + word, (size_t)work->padded_words, SUMS_OF_PRODUCT,
+                         keys + word * KEYS_PER_TILE, SUMS_OF_PRODUCT * KEYS_PER_TILE,
+                         (work->words - word + SUMS_OF_PRODUCT - 1) / SUMS_OF_PRODUCT);
+}
+#else
 /* sums += left [rows, words] times right [words, 64], of which `vectors` times 16 columns count. */
 SPECIALIZED void multiply_block(const int kind, const int rows, const int vectors, f32x16 sums[][BLOCK_VECTORS],
                                 const uint32_t *left, size_t left_stride, const uint32_t *right, int words) {
@@ -38,6 +58,7 @@ SPECIALIZED void multiply_every_fourth(const int kind, const int rows, const int
         }
     }
 }
+#endif
 
 /* The products of a block of rows with 1 or 2 vectors of packed keys, from vector `first` on: SUMS_OF_PRODUCT sums one
  * after another. With 2 vectors those of a sum and of a product so far are in registers. */

@@ -129,8 +129,36 @@ INLINE void store_output(const int kind, char *row, int dim, f32x16 value) {
     else f32x16_store((float *)row + dim, value);
 }
 
+/* The coefficients of 2^x on [-1/2, 1/2], highest degree first: the polynomial of least relative error. */
+#define EXP2_COEFFICIENTS 1.3276472e-3f, 9.6755410e-3f, 0.055507131f, 0.24022120f, 0.69314694f, 1.0000001f
+
+#if PAGODA_HALF_REGISTERS
+/* exp2_of in one register. */
+INLINE __m256 exp2_of_half(__m256 x) {
+    const float coefficients[] = {EXP2_COEFFICIENTS};
+    x = _mm256_max_ps(_mm256_set1_ps(-200.0f), x);
+    const __m256 whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256 rest = _mm256_sub_ps(x, whole);
+    __m256 p = _mm256_set1_ps(coefficients[0]);
+    for (int i = 1; i < 6; i++) p = _mm256_fmadd_ps(p, rest, _mm256_set1_ps(coefficients[i]));
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+    const __m256 power = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+    const __m256 is_normal = _mm256_cmp_ps(whole, _mm256_set1_ps(-126.0f), _CMP_GT_OQ);
+    const __m256 value = _mm256_and_ps(is_normal, _mm256_mul_ps(p, power));
+    return _mm256_blendv_ps(value, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+}
+#endif
+
 /* 2^x for x < 127, to a float's precision; 0 for anything below -150, minus infinity included. */
 INLINE f32x16 exp2_of(f32x16 x) {
+#if PAGODA_HALF_REGISTERS
+    __m256 halves[2];
+    memcpy(halves, &x, sizeof x);
+    for (int i = 0; i < 2; i++) halves[i] = exp2_of_half(halves[i]);
+    memcpy(&x, halves, sizeof x);
+    return x;
+#else
+    const float coefficients[] = {EXP2_COEFFICIENTS};
     x = f32x16_max(f32x16_set(-200.0f), x); /* in this order a NaN stays one */
 #if defined(__AVX512F__)
     f32x16 whole = (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -138,19 +166,15 @@ INLINE f32x16 exp2_of(f32x16 x) {
     f32x16 whole = x + 12582912.0f - 12582912.0f; /* 1.5 * 2^23 rounds to an integer */
 #endif
     f32x16 rest = x - whole;
-    /* The polynomial of least relative error on [-1/2, 1/2]. */
-    f32x16 p = f32x16_set(1.3276472e-3f);
-    p = f32x16_fma(p, rest, f32x16_set(9.6755410e-3f));
-    p = f32x16_fma(p, rest, f32x16_set(0.055507131f));
-    p = f32x16_fma(p, rest, f32x16_set(0.24022120f));
-    p = f32x16_fma(p, rest, f32x16_set(0.69314694f));
-    p = f32x16_fma(p, rest, f32x16_set(1.0000001f));
+    f32x16 p = f32x16_set(coefficients[0]);
+    for (int i = 1; i < 6; i++) p = f32x16_fma(p, rest, f32x16_set(coefficients[i]));
 #if defined(__AVX512F__)
     return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
     i32x16 is_number = whole == whole, is_normal = whole > -126.0f;
     u32x16 exponent = (u32x16)__builtin_convertvector(f32x16_select(is_number, whole, (f32x16){0}), i32x16) + 127;
     return f32x16_select(is_number, (f32x16)(is_normal & (i32x16)(p * (f32x16)(exponent << 23))), x);
+#endif
 #endif
 }
 

@@ -6,6 +6,7 @@
 #include <stdbool.h>
 
 #include "integers.h"
+#include "maximum.h"
 #include "pack_rows.h"
 #include "scratch.h"
 #include "threads.h"
@@ -32,6 +33,7 @@ typedef struct {
     pagoda_linear_job *jobs;   /* [num_experts] */
     uint32_t *words;           /* packed rows: of the router's input, then of the experts' */
     float *row_scales;         /* [num_tokens * top_k] */
+    pagoda_rows packed;        /* every token's row, apart, as experts read it */
     float *wide;               /* [num_tokens * top_k, intermediate_size], or of the shared expert */
     float *results;            /* [num_tokens * top_k, hidden_size] */
     float *shared;             /* [num_tokens, hidden_size] */
@@ -68,6 +70,9 @@ static size_t divide_memory(batch *b, char *block) {
     b->jobs = take(block, &used, e->num_experts * (int64_t)sizeof *b->jobs);
     b->words = take(block, &used, num_words * 4);
     b->row_scales = take(block, &used, pairs * 4);
+    b->packed.num_rows = b->num_tokens;
+    b->packed.words = take(block, &used, tokens * pagoda_num_words(kind, (int32_t)width) * 4);
+    b->packed.scales = take(block, &used, tokens * 4);
     b->wide = take(block, &used, most(pairs * e->intermediate_size, tokens * shared_width) * 4);
     b->results = take(block, &used, pairs * width * 4);
     b->shared = take(block, &used, has_shared ? tokens * width * 4 : 0);
@@ -76,22 +81,29 @@ static size_t divide_memory(batch *b, char *block) {
 
 /* --- routing --------------------------------------------------------------------------------------------------- */
 
-/* Chooses the experts of one token: of equal logits the first. Its logits are overwritten. */
+/* Chooses the experts of one token: of equal logits the first. */
 static void choose_experts(void *args, int64_t token) {
     const batch *b = args;
-    const int32_t num_experts = b->experts->num_experts, top_k = b->experts->top_k;
-    float *logits = b->logits + token * b->num_logits, *weights = b->weights + token * top_k;
+    const int32_t top_k = b->experts->top_k;
+    const int64_t num_experts = b->experts->num_experts, padded = divide_up(num_experts, LANES) * LANES;
+    float *logits = pagoda_scratch(SCRATCH_ROW, (size_t)(2 * padded) * sizeof *logits), *exponentials = logits + padded;
+    float *weights = b->weights + token * top_k, chosen = 0;
     int32_t *ids = b->ids + token * top_k;
-    float largest = logits[0], total = 0, chosen = 0;
-    for (int32_t i = 1; i < num_experts; i++) largest = logits[i] > largest ? logits[i] : largest;
-    for (int32_t i = 0; i < num_experts; i++) total += expf(logits[i] - largest);
+    memcpy(logits, b->logits + token * b->num_logits, (size_t)num_experts * sizeof *logits);
+    for (int64_t i = num_experts; i < padded; i++) logits[i] = -INFINITY;
+    const float largest = largest_of_row(logits, padded);
+    f32x16 sums = {0};
+    for (int64_t i = 0; i < padded; i += LANES) {
+        f32x16 exponential = f32x16_exp(f32x16_load(logits + i) - largest);
+        f32x16_store(exponentials + i, exponential);
+        sums += exponential;
+    }
+    const float total = f32x16_sum(sums);
     for (int32_t choice = 0; choice < top_k; choice++) {
-        int32_t best = 0;
-        for (int32_t i = 1; i < num_experts; i++) best = logits[i] > logits[best] ? i : best;
-        ids[choice] = best;
-        weights[choice] = expf(logits[best] - largest) / total;
+        ids[choice] = first_index_of(logits, largest_of_row(logits, padded), padded);
+        weights[choice] = exponentials[ids[choice]] / total;
         chosen += weights[choice];
-        logits[best] = -INFINITY;
+        logits[ids[choice]] = -INFINITY;
     }
     if (b->experts->normalizes_weights)
         for (int32_t choice = 0; choice < top_k; choice++) weights[choice] /= chosen;
@@ -161,10 +173,10 @@ static void multiply(batch *b, float *output, int64_t width, const pagoda_weight
 static void compute_routed(batch *b) {
     const pagoda_experts *e = b->experts;
     const pagoda_rows rows = {b->words, b->row_scales, b->num_tokens * e->top_k};
-    pagoda_tiles gathered = {b->tiles, b->num_tiles, b->tokens}, in_order = {b->tiles, b->num_tiles, NULL};
-    pagoda_pack_tiles(&rows, &gathered, b->hidden, e->gate_up.kind, e->hidden_size, b->norm, b->eps);
+    const pagoda_tiles tiles = {b->tiles, b->num_tiles};
+    pagoda_gather_tiles(&rows, &tiles, b->tokens, &b->packed, e->gate_up.kind, e->hidden_size);
     multiply(b, b->wide, e->intermediate_size, &e->gate_up, 2 * (int64_t)e->intermediate_size, PAGODA_SILU_MUL);
-    pagoda_pack_tiles(&rows, &in_order, b->wide, e->down.kind, e->intermediate_size, NULL, 0);
+    pagoda_pack_tiles(&rows, &tiles, b->wide, e->down.kind, e->intermediate_size);
     multiply(b, b->results, e->hidden_size, &e->down, e->hidden_size, PAGODA_STORE);
 }
 
@@ -173,7 +185,7 @@ static void compute_shared(batch *b) {
     const pagoda_experts *e = b->experts;
     const int32_t width = e->shared_down.in_features;
     pagoda_rows rows = {b->words, b->row_scales, b->num_tokens};
-    pagoda_pack_rows(&rows, b->hidden, false, e->shared_gate_up.kind, e->hidden_size, b->norm, b->eps);
+    pagoda_gather_tiles(&rows, NULL, NULL, &b->packed, e->shared_gate_up.kind, e->hidden_size);
     pagoda_linear(b->wide, width, &rows, &e->shared_gate_up, PAGODA_SILU_MUL);
     pagoda_pack_rows(&rows, b->wide, false, e->shared_down.kind, width, NULL, 0);
     pagoda_linear(b->shared, e->hidden_size, &rows, &e->shared_down, PAGODA_STORE);
@@ -213,6 +225,7 @@ void pagoda_compute_experts(const pagoda_experts *experts, float *output, const 
         divide_memory(&b, pagoda_scratch(SCRATCH_EXPERTS, divide_memory(&b, NULL)));
         route(&b);
         sort_by_expert(&b);
+        pagoda_pack_rows_apart(&b.packed, b.hidden, experts->gate_up.kind, experts->hidden_size, norm, eps);
         compute_routed(&b);
         if (experts->shared_gate_up.words) compute_shared(&b);
         pagoda_for_each_row(b.num_tokens, b.num_tokens * (experts->top_k + 1) * width, combine, &b);

@@ -9,9 +9,9 @@
 enum {
     MAX_PANELS_AT_ONCE = 4,
     BYTES_PER_PART = 256 * 1024,
-    WORDS_IN_L1 = 128,
-    MOST_ROWS_PER_BLOCK = 256, /* every panel reads a block: a larger one would leave the cache. Measured on
-                                * Zen 4, where 128 and 512 are slower */
+    MOST_ROWS_PER_BLOCK = 256, /* every panel reads a block. On Zen 4, 128 to 512 rows are as fast */
+    MOST_GROUPS_PER_PART = 4,
+    MIN_PARTS_PER_THREAD = 2,
 };
 
 int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
@@ -22,67 +22,24 @@ int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
 
 /* --- the inner loops ------------------------------------------------------------------------------------------- */
 
-/* How many words ahead weights are fetched, to the second cache (the first would be full too early):
- * panels that are read together need less each. Measured on Zen 4. */
-#define WORDS_AHEAD(PANELS) ((PANELS) == 4 ? 16 : (PANELS) == 2 ? 64 : 128)
+/* Multiplies some rows of a tile with some panels. They are stored as [panels][row_step][16]; `row_step` is the number of
+ * rows of the tile. A part of a tile fetches one other panel to the second cache meanwhile. */
+typedef void (*tile_function)(void *sums, const uint32_t *rows, int64_t row_step, const uint32_t *weights,
+                              int64_t num_words, const uint32_t *fetched);
 
-/* Sums of ROWS rows with PANELS panels, as [PANELS][ROWS][16]: everything stays in registers until the end. The panels
- * lie `stride` words apart. With `goes_on` what `sums` holds is added to. */
-#define DEFINE_TILE(NAME, SUM, DOT, ROWS, PANELS)                                                                     \
-    static void NAME##_##ROWS##_##PANELS(void *sums, const uint32_t *rows, const uint32_t *weights,                   \
-                                         int64_t num_words, int64_t stride, bool goes_on) {                           \
-        SUM sum[PANELS][ROWS];                                                                                        \
-        _Pragma("GCC unroll 16") for (int p = 0; p < PANELS; p++)                                                     \
-            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) {                                                 \
-                if (goes_on) memcpy(&sum[p][r], (char *)sums + (p * ROWS + r) * sizeof(SUM), sizeof(SUM));            \
-                else sum[p][r] = (SUM){0};                                                                            \
-            }                                                                                                         \
-        for (int64_t k = 0; k < num_words; k++, rows += ROWS, weights += LANES) {                                     \
-            u32x16 weight[PANELS];                                                                                    \
-            _Pragma("GCC unroll 16") for (int p = 0; p < PANELS; p++) {                                               \
-                weight[p] = u32x16_load(weights + p * stride);                                                        \
-                __builtin_prefetch(weights + p * stride + WORDS_AHEAD(PANELS) * LANES, 0, 2);                          \
-            }                                                                                                         \
-            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++) {                                                 \
-                u32x16 row = u32x16_set(rows[r]);                                                                     \
-                _Pragma("GCC unroll 16") for (int p = 0; p < PANELS; p++) sum[p][r] = DOT(sum[p][r], row, weight[p]); \
-            }                                                                                                         \
-        }                                                                                                             \
-        _Pragma("GCC unroll 16") for (int p = 0; p < PANELS; p++)                                                     \
-            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                                   \
-                memcpy((char *)sums + (p * ROWS + r) * sizeof(SUM), &sum[p][r], sizeof(SUM));                         \
-    }
-
-#define DEFINE_TILES(NAME, SUM, DOT)                                                                                  \
-    DEFINE_TILE(NAME, SUM, DOT, 1, 4) DEFINE_TILE(NAME, SUM, DOT, 2, 4) DEFINE_TILE(NAME, SUM, DOT, 3, 4)             \
-    DEFINE_TILE(NAME, SUM, DOT, 4, 4) DEFINE_TILE(NAME, SUM, DOT, 5, 4) DEFINE_TILE(NAME, SUM, DOT, 6, 4)             \
-    DEFINE_TILE(NAME, SUM, DOT, 7, 2) DEFINE_TILE(NAME, SUM, DOT, 8, 2) DEFINE_TILE(NAME, SUM, DOT, 9, 2)             \
-    DEFINE_TILE(NAME, SUM, DOT, 10, 2) DEFINE_TILE(NAME, SUM, DOT, 11, 2) DEFINE_TILE(NAME, SUM, DOT, 12, 2)          \
-    DEFINE_TILE(NAME, SUM, DOT, 13, 2) DEFINE_TILE(NAME, SUM, DOT, 14, 2) DEFINE_TILE(NAME, SUM, DOT, 15, 1)          \
-    DEFINE_TILE(NAME, SUM, DOT, 16, 1)                                                                                \
-    static const tile_function NAME[ROWS_PER_TILE + 1] = {                                                            \
-        NULL,       NAME##_1_4,  NAME##_2_4,  NAME##_3_4,  NAME##_4_4,  NAME##_5_4,  NAME##_6_4,  NAME##_7_2,         \
-        NAME##_8_2, NAME##_9_2,  NAME##_10_2, NAME##_11_2, NAME##_12_2, NAME##_13_2, NAME##_14_2, NAME##_15_1,        \
-        NAME##_16_1};
-
-typedef void (*tile_function)(void *sums, const uint32_t *rows, const uint32_t *weights, int64_t num_words,
-                              int64_t stride, bool goes_on);
-
-DEFINE_TILES(f32_tiles, f32x16, pagoda_dot_f32)
-DEFINE_TILES(bf16_tiles, f32x16, pagoda_dot_bf16)
-#if PAGODA_HAS_INT8
-DEFINE_TILES(int8_tiles, i32x16, pagoda_dot_int8)
+#if PAGODA_HALF_REGISTERS
+#include "linear_tiles_avx2.h"
+#else
+#include "linear_tiles.h"
 #endif
 
-/* Panels whose sums with so many rows fit into the registers. */
-static int panels_at_once(int num_rows) { return num_rows <= 6 ? 4 : num_rows <= 14 ? 2 : 1; }
-
-/* The inner loop for so many rows. */
-static tile_function tile_for(int kind, int num_rows) {
+/* The inner loop for so many rows, a whole tile or part of one. */
+static tile_function tile_for(int kind, int num_rows, bool is_part) {
 #if PAGODA_HAS_INT8
-    if (kind == PAGODA_INT8) return int8_tiles[num_rows];
+    if (kind == PAGODA_INT8) return is_part ? int8_parts[num_rows] : int8_tiles[num_rows];
 #endif
-    return kind == PAGODA_BF16 ? bf16_tiles[num_rows] : f32_tiles[num_rows];
+    if (kind == PAGODA_BF16) return is_part ? bf16_parts[num_rows] : bf16_tiles[num_rows];
+    return is_part ? f32_parts[num_rows] : f32_tiles[num_rows];
 }
 
 /* --- from sums to outputs -------------------------------------------------------------------------------- */
@@ -154,26 +111,39 @@ static void finish(const linear_call *call, const float *sums, int64_t first_row
 
 /* --- the loops around them ------------------------------------------------------------------------------------- */
 
-/* Multiplies some adjacent panels with a range of rows. */
-static void multiply_panels(const linear_call *call, int64_t panel, int num_panels, int64_t row, int64_t end_row) {
+/* If there are several tiles, or rows for which the registers do not suffice, tiles are divided, so that every load of
+ * weights is used several times, and one of a row's word four times: with AVX-512, 5 and 6 rows have 2.4 products a
+ * load, and 16 rows and one panel only 0.94. The other parts of a tile find the weights in the second cache. Returns
+ * the number of parts. */
+static int divide_tile(bool is_divided, int64_t num_rows) {
+    return is_divided ? (int)divide_up(num_rows, MOST_ROWS_PER_PART) : 1;
+}
+
+/* Multiplies a group of MAX_PANELS_AT_ONCE panels with a range of rows. The next group is fetched meanwhile, panel by
+ * panel, since the group's first rows would wait for memory and the others would leave it idle. */
+static void multiply_group(const linear_call *call, int64_t panel, int64_t row, int64_t end_row) {
     _Alignas(64) float sums[MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES];
-    int64_t num_words = call->num_words;
-    /* Many rows: all panels use a piece that fits L1. Few rows: weights are read in one go. */
-    int64_t depth = call->rows->num_rows > ROWS_PER_TILE ? WORDS_IN_L1 : num_words;
-    for (; row < end_row; row += ROWS_PER_TILE) {
-        int64_t left = end_row - row;
-        int num_rows = left < ROWS_PER_TILE ? (int)left : ROWS_PER_TILE;
-        int step = panels_at_once(num_rows);
-        tile_function tile = tile_for(call->weight->kind, num_rows);
+    const int64_t num_words = call->num_words, panel_words = num_words * LANES;
+    const bool is_divided = call->rows->num_rows > MOST_ROWS_UNDIVIDED;
+    const uint32_t *words = call->weight->words + panel * panel_words;
+    const bool has_next = panel + MAX_PANELS_AT_ONCE < call->num_panels;
+    const int64_t last_rows = (end_row - row - 1) % ROWS_PER_TILE + 1;
+    const int64_t num_steps = (end_row - row - last_rows) / ROWS_PER_TILE * divide_tile(is_divided, ROWS_PER_TILE) +
+                              divide_tile(is_divided, last_rows);
+    for (int64_t step = 0; row < end_row; row += ROWS_PER_TILE) {
+        const int num_rows = (int)least(end_row - row, ROWS_PER_TILE), num_parts = divide_tile(is_divided, num_rows);
         const uint32_t *rows = call->rows->words + row * num_words;
-        const uint32_t *words = call->weight->words + panel * LANES * num_words;
-        for (int64_t k = 0; k < num_words; k += depth) {
-            int64_t count = num_words - k < depth ? num_words - k : depth;
-            for (int p = 0; p < num_panels; p += step)
-                tile(sums + p * num_rows * LANES, rows + k * num_rows, words + (p * num_words + k) * LANES, count,
-                     num_words * LANES, k > 0);
+        for (int part = 0; part < num_parts; part++, step++) {
+            const int first = num_rows * part / num_parts, count = num_rows * (part + 1) / num_parts - first;
+            const int64_t share = step * MAX_PANELS_AT_ONCE; /* in 1 / num_steps of a panel */
+            const bool fetches = has_next && share % num_steps < MAX_PANELS_AT_ONCE;
+            const uint32_t *fetched = fetches ? words + (MAX_PANELS_AT_ONCE + share / num_steps) * panel_words : words;
+            const tile_function tile = tile_for(call->weight->kind, count, is_divided);
+            for (int p = 0; p < MAX_PANELS_AT_ONCE; p += panels_at_once(count))
+                tile(sums + (p * num_rows + first) * LANES, rows + first, num_rows, words + p * panel_words, num_words,
+                     fetched);
         }
-        finish(call, sums, row, num_rows, panel, num_panels);
+        finish(call, sums, row, num_rows, panel, MAX_PANELS_AT_ONCE);
     }
 }
 
@@ -184,8 +154,7 @@ static void multiply_part(void *args, int64_t index) {
     int64_t end_row = least(row + call->rows_per_block, call->rows->num_rows);
     int64_t panel = index % call->parts_per_block * call->panels_per_part;
     int64_t end_panel = least(panel + call->panels_per_part, call->num_panels);
-    for (; panel < end_panel; panel += MAX_PANELS_AT_ONCE)
-        multiply_panels(call, panel, MAX_PANELS_AT_ONCE, row, end_row);
+    for (; panel < end_panel; panel += MAX_PANELS_AT_ONCE) multiply_group(call, panel, row, end_row);
 }
 
 /* Multiplies one part of one of several calls. */
@@ -193,6 +162,15 @@ static void multiply_part_of_group(void *args, int64_t index) {
     const linear_call *calls = args;
     while (index >= calls->first_part + calls->num_parts) calls++;
     multiply_part((void *)calls, index - calls->first_part);
+}
+
+/* Groups of panels per part. Few rows: by the bytes that are read. Many: several groups, whose weights a thread fetches
+ * for itself, if enough parts are left for every thread. */
+static int64_t groups_per_part(const linear_call *call, int64_t num_blocks) {
+    if (call->rows->num_rows <= ROWS_PER_TILE)
+        return most(1, BYTES_PER_PART / (MAX_PANELS_AT_ONCE * LANES * call->num_words * 4));
+    int64_t num_groups = num_blocks * divide_up(call->num_panels, MAX_PANELS_AT_ONCE);
+    return least(MOST_GROUPS_PER_PART, most(1, num_groups / (MIN_PARTS_PER_THREAD * pagoda_num_threads())));
 }
 
 /* Divides a linear layer into parts. */
@@ -203,11 +181,9 @@ static linear_call divide(float *output, int64_t stride, const pagoda_rows *rows
         .num_words = pagoda_num_words(weight->kind, weight->in_features),
         .num_panels = divide_up(weight->out_features, LANES),
     };
-    int64_t group_bytes = MAX_PANELS_AT_ONCE * LANES * call.num_words * 4;
-    int64_t groups = rows->num_rows > ROWS_PER_TILE ? 1 : BYTES_PER_PART / group_bytes; /* many rows: long parts */
-    call.panels_per_part = (groups < 1 ? 1 : groups) * MAX_PANELS_AT_ONCE;
-    call.parts_per_block = divide_up(call.num_panels, call.panels_per_part);
     int64_t blocks = divide_up(rows->num_rows, MOST_ROWS_PER_BLOCK);
+    call.panels_per_part = groups_per_part(&call, blocks) * MAX_PANELS_AT_ONCE;
+    call.parts_per_block = divide_up(call.num_panels, call.panels_per_part);
     call.rows_per_block = divide_up(divide_up(rows->num_rows, blocks), ROWS_PER_TILE) * ROWS_PER_TILE;
     call.num_parts = blocks * call.parts_per_block;
     return call;

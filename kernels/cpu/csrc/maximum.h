@@ -45,6 +45,17 @@ INLINE float largest_of_row(const float *row, int64_t width) {
     return largest;
 }
 
+/* Where a value is first in a row of whole vectors, or 0 if it is nowhere. */
+INLINE int32_t first_index_of(const float *row, float value, int64_t width) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        i32x16 is_equal = f32x16_load(row + i) == f32x16_set(value);
+        if (!any_of(is_equal)) continue;
+        for (int64_t lane = 0; lane < LANES; lane++)
+            if (is_equal[lane]) return (int32_t)(i + lane);
+    }
+    return 0;
+}
+
 /* The largest absolute value of a row of float32 or bfloat16, or NaN. */
 INLINE float largest_absolute_of_row(const void *row, bool is_bf16, int64_t width) {
     running_maximum maximum = maximum_from(0);

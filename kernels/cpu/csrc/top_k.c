@@ -3,119 +3,111 @@
 
 #include <stdlib.h>
 
-#include "maximum.h"
 #include "scratch.h"
 #include "threads.h"
 
-enum { BIN_BITS = 12, NUM_BINS = 1 << BIN_BITS };
+enum { BIN_BITS = 12, NUM_BINS = 1 << BIN_BITS, BLOCK = 16 * LANES };
 
 /* Arguments of pagoda_top_k. */
 typedef struct {
     float *scores;
     int64_t *indices;
-    float *log_totals;
-    const float *rows, *temperatures;
+    const float *rows;
     int64_t width, stride, k;
 } top_k_call;
 
-/* An integer for each float, in the order of the floats. */
-INLINE uint32_t ordered(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-/* The float of such an integer. */
-INLINE float unordered(uint32_t key) {
-    uint32_t bits = key & 0x80000000u ? key & 0x7fffffffu : ~key;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* Writes (row - largest) / temperature and returns the logarithm of the sum of its exponentials. */
-static float scale_row(float *scaled, const float *row, int64_t width, float temperature) {
-    float largest = largest_of_row(row, width);
-    f32x16 sum = {0};
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) {
-        f32x16 x = (f32x16_load(row + i) - largest) / temperature;
-        f32x16_store(scaled + i, x);
-        sum += f32x16_exp(x);
-    }
-    float total = f32x16_sum(sum);
-    for (; i < width; i++) {
-        scaled[i] = (row[i] - largest) / temperature;
-        total += expf(scaled[i]);
-    }
-    return logf(total);
-}
-
-/* The highest bin such that it and those above hold at least k keys. */
-static uint32_t lowest_bin(const float *row, int64_t width, int64_t k) {
+/* A key that at least k scores of a row reach, and few more. The row is divided into groups, a lane of 16 vectors each:
+ * if k of their largest scores reach a key, then k scores do. */
+static int32_t bound_of(int32_t *maxima, const float *row, int64_t width, int64_t k) {
+    const int64_t num_groups = width / BLOCK * LANES;
+    if (num_groups < k) return INT32_MIN;
     uint32_t counts[NUM_BINS] = {0};
-    for (int64_t i = 0; i < width; i++) counts[ordered(row[i]) >> (32 - BIN_BITS)]++;
-    uint32_t bin = NUM_BINS;
+    for (int64_t group = 0; group < num_groups; group += LANES, row += BLOCK) {
+        i32x16 largest = keys_of(f32x16_load(row));
+        for (int64_t i = LANES; i < BLOCK; i += LANES) {
+            i32x16 keys = keys_of(f32x16_load(row + i)), larger = keys > largest;
+            largest = (keys & larger) | (largest & ~larger);
+        }
+        memcpy(maxima + group, &largest, sizeof largest);
+    }
+    for (int64_t group = 0; group < num_groups; group++) counts[(maxima[group] >> (32 - BIN_BITS)) + NUM_BINS / 2]++;
+    int32_t bin = NUM_BINS;
     for (int64_t above = 0; above < k;) above += counts[--bin];
-    return bin;
+    return (bin - NUM_BINS / 2) * (1 << (32 - BIN_BITS));
 }
 
-/* Compares two keys for qsort. */
-static int highest_first(const void *a, const void *b) {
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return x < y ? 1 : x > y ? -1 : 0;
+/* Writes the scores from a bound on, by index, and returns how many. */
+static int64_t collect(ranked *found, const float *row, int64_t width, int32_t bound) {
+    int64_t count = 0, i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        i32x16 keys = keys_of(f32x16_load(row + i)), is_in = keys >= bound;
+        if (!any_of(is_in)) continue;
+        for (int lane = 0; lane < LANES; lane++) { /* each is written, and overwritten if it is not to stay */
+            found[count] = ranked_from(keys[lane], i + lane);
+            count -= is_in[lane];
+        }
+    }
+    for (; i < width; i++) {
+        int32_t key = key_of(row[i]);
+        if (key >= bound) found[count++] = ranked_from(key, i);
+    }
+    return count;
 }
 
-/* Moves the k highest of `keys` to its beginning, in any order (Hoare's FIND, 1961). */
-static void move_highest_first(uint64_t *keys, int64_t count, int64_t k) {
+int64_t pagoda_partition(ranked *items, int64_t low, int64_t high) {
+    const ranked pivot = items[low + (high - low) / 2];
+    int64_t i = low, j = high;
+    while (i <= j) {
+        while (items[i] > pivot) i++;
+        while (items[j] < pivot) j--;
+        if (i <= j) {
+            ranked swapped = items[i];
+            items[i++] = items[j];
+            items[j--] = swapped;
+        }
+    }
+    return i;
+}
+
+/* Moves the k highest items to the beginning, in any order (Hoare's FIND, 1961). */
+static void move_highest_first(ranked *items, int64_t count, int64_t k) {
     int64_t low = 0, high = count - 1;
     while (low < high) {
-        uint64_t pivot = keys[low + (high - low) / 2];
-        int64_t i = low, j = high;
-        while (i <= j) {
-            while (keys[i] > pivot) i++;
-            while (keys[j] < pivot) j--;
-            if (i <= j) {
-                uint64_t swapped = keys[i];
-                keys[i++] = keys[j];
-                keys[j--] = swapped;
-            }
-        }
-        if (k - 1 <= j) high = j;
-        else if (k - 1 >= i) low = i;
-        else return;
+        int64_t middle = pagoda_partition(items, low, high);
+        if (k <= middle) high = middle - 1;
+        else low = middle;
     }
+}
+
+int64_t pagoda_find_highest(ranked *found, const float *row, int64_t width, int64_t k, int32_t lowest) {
+    int32_t bound = bound_of((int32_t *)found, row, width, k);
+    int64_t count = collect(found, row, width, bound > lowest ? bound : lowest);
+    if (count <= k) return count;
+    move_highest_first(found, count, k);
+    return k;
+}
+
+/* Compares two items for qsort. */
+static int highest_first(const void *a, const void *b) {
+    ranked x = *(const ranked *)a, y = *(const ranked *)b;
+    return x < y ? 1 : x > y ? -1 : 0;
 }
 
 /* Finds the highest scores of one row. */
 static void find_top_k(void *args, int64_t index) {
     const top_k_call *call = args;
-    const int64_t width = call->width, k = call->k;
-    const float *row = call->rows + index * call->stride;
-    /* A key and its index in one integer, so that of equal keys the first is the highest. */
-    uint64_t *found = pagoda_scratch(SCRATCH_TOP_K, (size_t)width * (sizeof *found + sizeof(float)));
-    if (call->temperatures) {
-        float *scaled = (float *)(found + width);
-        call->log_totals[index] = scale_row(scaled, row, width, call->temperatures[index]);
-        row = scaled;
-    }
-    uint32_t lowest = lowest_bin(row, width, k) << (32 - BIN_BITS);
-    int64_t count = 0;
-    for (int64_t i = 0; i < width; i++) {
-        uint32_t key = ordered(row[i]);
-        found[count] = (uint64_t)key << 32 | (uint32_t)~i;
-        count += key >= lowest;
-    }
-    move_highest_first(found, count, k);
+    const int64_t k = call->k;
+    ranked *found = pagoda_scratch(SCRATCH_TOP_K, (size_t)call->width * sizeof *found);
+    pagoda_find_highest(found, call->rows + index * call->stride, call->width, k, INT32_MIN);
     qsort(found, (size_t)k, sizeof *found, highest_first);
     for (int64_t i = 0; i < k; i++) {
-        call->scores[index * k + i] = unordered((uint32_t)(found[i] >> 32));
-        call->indices[index * k + i] = (uint32_t)~found[i];
+        call->scores[index * k + i] = score_of(found[i]);
+        call->indices[index * k + i] = index_of(found[i]);
     }
 }
 
-void pagoda_top_k(float *scores, int64_t *indices, float *log_totals, const float *rows, const float *temperatures,
-                  int64_t num_rows, int64_t width, int64_t stride, int64_t k) {
-    top_k_call call = {scores, indices, log_totals, rows, temperatures, width, stride, k};
+void pagoda_top_k(float *scores, int64_t *indices, const float *rows, int64_t num_rows, int64_t width, int64_t stride,
+                  int64_t k) {
+    top_k_call call = {scores, indices, rows, width, stride, k};
     pagoda_parallel_for(num_rows, find_top_k, &call);
 }

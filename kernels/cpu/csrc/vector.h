@@ -17,6 +17,13 @@
 
 enum { LANES = 16 };
 
+/* Whether a register holds half of 16 lanes. GCC keeps wider vectors in memory, so the innermost loops are written twice. */
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+#define PAGODA_HALF_REGISTERS 1
+#else
+#define PAGODA_HALF_REGISTERS 0
+#endif
+
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
@@ -48,6 +55,14 @@ INLINE u32x16 u32x16_load(const void *from) {
 /* Lane by lane `a` where the mask (a comparison's result) is set, else `b`. */
 INLINE f32x16 f32x16_select(i32x16 mask, f32x16 a, f32x16 b) {
     return (f32x16)((mask & (i32x16)a) | (~mask & (i32x16)b));
+}
+
+/* Whether any lane of a mask is set. */
+INLINE bool any_of(i32x16 mask) {
+    uint64_t parts[8], any = 0;
+    memcpy(parts, &mask, sizeof mask);
+    for (int i = 0; i < 8; i++) any |= parts[i];
+    return any != 0;
 }
 
 /* Lane by lane the larger; `b` where either is a NaN. */

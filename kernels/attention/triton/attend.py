@@ -1,0 +1,116 @@
+"""The walk of a tile of queries over keys and values in the paged cache, shared by the attention kernels.
+
+Keys are walked in tiles of TILE positions, and each position's slot is found through the block table, so a tile may
+span several pages, or a page several tiles. Tiles begin at multiples of TILE whatever the range, so that a query adds
+up its keys in the same order in any batch. The softmax is FlashAttention-2's online one (Dao, 2023), in base 2. Query
+heads that share a KV head are packed into the rows of one tile, so that a key is loaded once for all of them:
+
+    row of a tile     0    1    2    3    4    5   ...       (GROUP_SIZE 2)
+    query, head       0,0  0,1  1,0  1,1  2,0  2,1 ...
+
+Nothing a masked lane points at is read: a block of -1, a slot after the context, a padded head dimension.
+"""
+
+# ruff: noqa: N803 - Triton's users write compile-time constants in capitals
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["METADATA", "add_sink", "attend_to_range", "first_key_of_window", "rows_anew"]
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+# What changes from step to step is not specialised on: a step must not wait for a compilation. A step's arrays may be
+# slices of one buffer, so their alignment changes too; the other tensors and strides are the same in every step.
+METADATA = ["cu_seqlens_q", "seq_lens", "block_tables"]
+
+
+@triton.jit
+def first_key_of_window(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """Return the start of the tile with the first key that the query at `position` sees; WINDOW 0 is none."""
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
+    return first_key
+
+
+@triton.jit
+def rows_anew(pointer, value, ROWS: tl.constexpr):
+    """Return the numbers of a tile's rows, of which the compiler does not know that it has computed with them before.
+
+    Else it would keep offsets and masks of the rows in registers, throughout the loop over keys, and spill others.
+    `pointer` points to `value`, and is read anew.
+    """
+    return tl.arange(0, ROWS) + (tl.load(pointer, volatile=True) - value)
+
+
+@triton.jit
+def _capped(scores, softcap):
+    """Return softcap * tanh(scores / softcap)."""
+    small = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2_E / softcap))  # at most 1
+    size = softcap * ((1.0 - small) / (1.0 + small))
+    return tl.where(scores < 0.0, -size, size)
+
+
+@triton.jit
+def add_sink(row_sum, row_max, sink):
+    """Add a sink's share to the sum of a softmax, whose unit is exp2(row_max); without keys it stays 0."""
+    return row_sum + tl.where(row_sum > 0.0, tl.exp2(sink * _LOG2_E - row_max), 0.0)
+
+
+@triton.jit
+def attend_to_range(
+    query,  # [ROWS, DIM_PADDED]
+    query_position,  # [ROWS]
+    first_key,
+    end_key,
+    key_head,  # pointers to this KV head of slot 0
+    value_head,
+    slot_stride,
+    block_table,  # pointer to this sequence's row
+    scale,
+    softcap,  # or None
+    WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Attend to the keys at positions [first_key, end_key); return the unnormalised sum, row maxima and row sums.
+
+    first_key is a multiple of TILE.
+    """
+    dim = tl.arange(0, DIM_PADDED)
+    row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([ROWS], dtype=tl.float32)
+    output = tl.zeros([ROWS, DIM_PADDED], dtype=tl.float32)
+    for start in range(first_key, end_key, TILE):
+        position = start + tl.arange(0, TILE)
+        block = tl.load(block_table + position // BLOCK_SIZE, mask=position < end_key, other=-1)
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        offset = slot[:, None] * slot_stride + dim[None, :]
+        mask = (block >= 0)[:, None] & (dim[None, :] < HEAD_DIM)
+        keys = tl.load(key_head + offset, mask=mask, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        scores = scores * (scale * _LOG2_E) if softcap is None else _capped(scores * scale, softcap) * _LOG2_E
+        distance = query_position[:, None] - position[None, :]
+        # A stored query sees no key from end_key on, nor a block that its window has freed. To check the blocks here
+        # would copy the table once more, in the scores' layout, whose pointers spill registers.
+        visible = distance >= 0
+        if WINDOW > 0:
+            visible = visible & (distance < WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
+        weights = tl.exp2(scores - finite_max[:, None])
+        rescale = tl.exp2(row_max - finite_max)
+        values = tl.load(value_head + offset, mask=mask, other=0.0)
+        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+        output = output * rescale[:, None]
+        output += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        row_max = new_max
+    return output, row_max, row_sum

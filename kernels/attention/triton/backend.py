@@ -1,0 +1,227 @@
+"""Paged attention on a GPU without flash-attn: launches the Triton kernels on a step's tensors.
+
+Every launch parameter follows from shapes, num_decodes and max_seq_len, never from what a tensor holds, so a step can
+be captured in a CUDA graph and replayed with other lengths. The arithmetic is in prefill.py and decode.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import ClassVar
+
+import torch
+from triton import knobs
+
+from kernels.attention.base import AttentionBackend, AttentionInputs, StepLimits
+from kernels.attention.step_cache import StepCache
+from kernels.attention.triton.decode import plan_splits_kernel, reduce_splits_kernel, split_decode_kernel
+from kernels.attention.triton.layer_shape import KEYS_PER_SPLIT, MAX_SPLITS, LayerShape, most_splits
+from kernels.attention.triton.prefill import prefill_kernel
+from kernels.attention_metadata import AttentionMetadata
+
+__all__ = ["TritonBackend"]
+
+_PREFILL_STAGES = 2  # the software pipeline's depth
+_DECODE_WARPS = 4
+_DECODE_STAGES = 5  # the least at which keys and values are loaded while the last ones are used
+# By bytes of an element. Else ptxas spills a register of some variants to fit more programs than shared memory does.
+_PTX_OPTIONS = {2: None, 4: "--register-usage-level 0"}
+_PLAN_LANES = 64  # sequences whose splits are listed at once
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+_MULTIPROCESSORS_INTERPRETED = 16  # what the interpreter pretends to have
+
+
+@dataclass(frozen=True, slots=True)
+class _SplitPlan:
+    """The splits of a step's decodes, for all layers with one window; see decode.py."""
+
+    first_item: torch.Tensor  # int32 [num_decodes + 1]
+    item_sequences: torch.Tensor  # int32 [items, at most]
+
+
+class TritonBackend(AttentionBackend):
+    """Any head_dim up to 256, any number of query heads a KV head, any block size that is a power of two."""
+
+    name: ClassVar[str] = "triton"
+    default_block_size: ClassVar[int] = 16
+
+    def __init__(self) -> None:
+        self._plans: StepCache[int | None, _SplitPlan] = StepCache()
+
+    @classmethod
+    def why_unusable(cls, device: torch.device) -> str | None:
+        if knobs.runtime.interpret:
+            return None
+        reason = super().why_unusable(device)
+        return reason and f"{reason}, or TRITON_INTERPRET=1 to test its kernels"
+
+    def check_block_size(self, block_size: int) -> None:
+        if block_size < 1 or block_size & (block_size - 1):
+            nearest = max(1, 1 << max(block_size, 1).bit_length() - 1)
+            raise ValueError(
+                f"block_size={block_size} is not a power of two, which the triton attention backend needs; "
+                f"use {nearest} or {2 * nearest}"
+            )
+
+    def forward(self, inputs: AttentionInputs) -> torch.Tensor:
+        assert inputs.key_cache.is_contiguous()
+        assert inputs.value_cache.is_contiguous()
+        assert inputs.sinks is None or inputs.sinks.is_contiguous()
+        if inputs.query.stride(-1) != 1:
+            inputs = replace(inputs, query=inputs.query.contiguous())
+        output = inputs.query.new_empty(inputs.query.shape)
+        metadata, layer = inputs.metadata, _layer_shape(inputs)
+        if metadata.num_decodes:
+            plan = self._plans.get(metadata, layer.sliding_window, lambda: _plan_splits(metadata, layer))
+            _launch_decodes(output, inputs, layer, plan)
+        if metadata.num_decodes < metadata.num_seqs:
+            _launch_prefills(output, inputs, layer)
+        return output
+
+    def warm_up_batches(self, limits: StepLimits) -> list[tuple[int, int]]:
+        longest = limits.max_seq_len  # so that its splits are added up too
+        # A chunk of one prompt token is no decode, so the kernel of chunks is needed whatever the largest chunk is.
+        return [(1, longest), (2, 2)] if longest > 1 else [(1, longest)]
+
+
+def _layer_shape(inputs: AttentionInputs) -> LayerShape:
+    return LayerShape(
+        group_size=inputs.group_size,
+        num_kv_heads=inputs.num_kv_heads,
+        head_dim=inputs.head_dim,
+        element_size=inputs.query.element_size(),
+        sliding_window=inputs.sliding_window,
+    )
+
+
+def _split_constants(layer: LayerShape) -> dict[str, int]:
+    """Return the compile-time arguments that divide a context."""
+    return {
+        "WINDOW": layer.sliding_window or 0,
+        "TILE": layer.keys_per_tile,
+        "KEYS_PER_SPLIT": KEYS_PER_SPLIT,
+        "MAX_SPLITS": MAX_SPLITS,
+    }
+
+
+def _tile_constants(inputs: AttentionInputs, layer: LayerShape) -> dict[str, int]:
+    """Return the compile-time arguments with which a program attends."""
+    return {
+        "GROUP_SIZE": layer.group_size,
+        "BLOCK_SIZE": inputs.block_size,
+        "HEAD_DIM": layer.head_dim,
+        "DIM_PADDED": layer.dim_padded,
+    }
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _MULTIPROCESSORS_INTERPRETED
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _plan_splits(metadata: AttentionMetadata, layer: LayerShape) -> _SplitPlan:
+    num_decodes = metadata.num_decodes
+    lengths = metadata.seq_lens
+    plan = _SplitPlan(
+        first_item=lengths.new_empty(num_decodes + 1),
+        item_sequences=lengths.new_empty(num_decodes * most_splits(layer, metadata.max_seq_len)),
+    )
+    plan_splits_kernel[(1,)](
+        plan.first_item,
+        plan.item_sequences,
+        lengths,
+        num_decodes,
+        **_split_constants(layer),
+        NUM_LANES=_PLAN_LANES,
+        enable_fp_fusion=False,
+    )
+    return plan
+
+
+def _launch_decodes(output: torch.Tensor, inputs: AttentionInputs, layer: LayerShape, plan: _SplitPlan) -> None:
+    query, key_cache, metadata = inputs.query, inputs.key_cache, inputs.metadata
+    most_items = plan.item_sequences.shape[0]
+    # Without a second split nothing is stored there.
+    num_stored = most_items if most_items > metadata.num_decodes else 0
+    split_output = query.new_empty((num_stored, inputs.num_heads, layer.head_dim), dtype=torch.float32)
+    split_lse = query.new_empty((num_stored, inputs.num_heads), dtype=torch.float32)
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(query.device)
+    split_decode_kernel[(min(most_items, max(1, programs // layer.num_kv_heads)), layer.num_kv_heads)](
+        output,
+        split_output,
+        split_lse,
+        plan.first_item,
+        plan.item_sequences,
+        query,
+        key_cache,
+        inputs.value_cache,
+        metadata.seq_lens,
+        metadata.block_tables,
+        inputs.sinks,
+        inputs.scale,
+        inputs.softcap,
+        metadata.num_decodes,
+        *query.stride()[:2],
+        *output.stride()[:2],
+        *key_cache.stride()[1:3],
+        metadata.block_tables.stride(0),
+        **_tile_constants(inputs, layer),
+        **_split_constants(layer),
+        ROWS=layer.decode_rows,
+        num_warps=_DECODE_WARPS,
+        num_stages=_DECODE_STAGES,
+        enable_fp_fusion=True,
+        ptx_options=_PTX_OPTIONS[layer.element_size],
+    )
+    if num_stored:
+        reduce_splits_kernel[(metadata.num_decodes, inputs.num_heads)](
+            output,
+            split_output,
+            split_lse,
+            plan.first_item,
+            inputs.sinks,
+            *output.stride()[:2],
+            HEAD_DIM=layer.head_dim,
+            DIM_PADDED=layer.dim_padded,
+            MAX_SPLITS=MAX_SPLITS,
+            enable_fp_fusion=True,
+        )
+
+
+def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: LayerShape) -> None:
+    """Compute the sequences after the decodes, each of which has one query."""
+    query, key_cache, metadata = inputs.query, inputs.key_cache, inputs.metadata
+    first = metadata.num_decodes
+    num_seqs = metadata.num_seqs - first
+    rows = layer.prefill_rows
+    queries_per_tile = rows // layer.group_size
+    max_tiles = query.shape[0] // queries_per_tile - first // queries_per_tile + num_seqs
+    prefill_kernel[(max_tiles, layer.num_kv_heads)](
+        output,
+        query,
+        key_cache,
+        inputs.value_cache,
+        metadata.cu_seqlens_q[first:],
+        metadata.seq_lens[first:],
+        metadata.block_tables[first:],
+        inputs.sinks,
+        inputs.scale,
+        inputs.softcap,
+        first,
+        num_seqs,
+        *query.stride()[:2],
+        *output.stride()[:2],
+        *key_cache.stride()[1:3],
+        metadata.block_tables.stride(0),
+        **_tile_constants(inputs, layer),
+        WINDOW=layer.sliding_window or 0,
+        TILE=layer.keys_per_tile,
+        ROWS=rows,
+        num_warps=layer.prefill_warps,
+        num_stages=_PREFILL_STAGES,
+        enable_fp_fusion=True,
+        ptx_options=_PTX_OPTIONS[layer.element_size],
+    )

@@ -1,0 +1,92 @@
+"""A linear layer in Triton whose results have the same bits in any batch, which cuBLAS' have not.
+
+cuBLAS chooses its kernel, and so the order of a sum, by the number of rows. Here the tile is the same for all, and a
+program adds up all inputs of its outputs in their order. The reference is torch's `linear`.
+"""
+
+# ruff: noqa: N803 - Triton's users write compile-time constants in capitals
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["linear_triton"]
+
+_BLOCK_ROWS, _BLOCK_OUTPUTS = 64, 64
+_BLOCK_INPUTS = {2: 64, 4: 16}  # by the bytes of an element; more of float32 would spill registers
+_NUM_STAGES = {2: 4, 4: 2}  # likewise
+
+
+# The number of rows changes from step to step, which must not wait for a compilation.
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
+    output,  # [num_rows, num_outputs], contiguous
+    rows,  # [num_rows, num_inputs]
+    weight,  # [num_outputs, num_inputs], contiguous
+    bias,  # [num_outputs]
+    num_rows,
+    num_outputs,
+    num_inputs,
+    row_stride,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr,
+):
+    """One program computes a tile of outputs. Neighbours share their weights, which the L2 cache then has."""
+    num_row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
+    row = tl.program_id(0) % num_row_tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = tl.program_id(0) // num_row_tiles * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)[None, :]
+    has_row, has_column = row < num_rows, column < num_outputs
+    inputs = tl.arange(0, BLOCK_INPUTS)
+    x_tile = rows + row.to(tl.int64) * row_stride + inputs[None, :]
+    w_tile = weight + column.to(tl.int64) * num_inputs + inputs[:, None]
+    sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), dtype=tl.float32)
+    for start in range(0, num_inputs, BLOCK_INPUTS):
+        is_input = inputs < num_inputs - start
+        x = tl.load(x_tile, mask=has_row & is_input[None, :], other=0.0)
+        w = tl.load(w_tile, mask=has_column & is_input[:, None], other=0.0)
+        sums = tl.dot(x, w, sums, input_precision="ieee")
+        x_tile += BLOCK_INPUTS
+        w_tile += BLOCK_INPUTS
+    if HAS_BIAS:
+        sums += tl.load(bias + column, mask=has_column, other=0.0).to(tl.float32)
+    result = sums.to(output.dtype.element_ty)
+    tl.store(output + row.to(tl.int64) * num_outputs + column, result, mask=has_row & has_column)
+
+
+def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``x`` [..., num_inputs] times ``weight`` [num_outputs, num_inputs], plus ``bias``, [..., num_outputs]."""
+    num_outputs, num_inputs = weight.shape
+    rows = x.reshape(-1, num_inputs)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    assert weight.is_contiguous()
+    output = rows.new_empty(len(rows), num_outputs)
+    grid = triton.cdiv(len(rows), _BLOCK_ROWS) * triton.cdiv(num_outputs, _BLOCK_OUTPUTS)
+    if grid:
+        linear_kernel[(grid,)](
+            output,
+            rows,
+            weight,
+            weight if bias is None else bias,
+            len(rows),
+            num_outputs,
+            num_inputs,
+            rows.stride(0),
+            HAS_BIAS=bias is not None,
+            BLOCK_ROWS=_BLOCK_ROWS,
+            BLOCK_OUTPUTS=_BLOCK_OUTPUTS,
+            BLOCK_INPUTS=_BLOCK_INPUTS[rows.element_size()],
+            num_warps=_num_warps(rows.element_size(), num_inputs),
+            num_stages=_NUM_STAGES[rows.element_size()],
+            enable_fp_fusion=True,
+        )
+    return output.view(*x.shape[:-1], num_outputs)
+
+
+def _num_warps(element_size: int, num_inputs: int) -> int:
+    """Return the warps of a program: 4, or 8 where 4 would spill registers, because each element has its address."""
+    return 8 if element_size == 2 and num_inputs % 16 else 4
