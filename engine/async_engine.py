@@ -171,7 +171,8 @@ class AsyncEngine:
         Raises:
             EngineDeadError: if the step loop has ended. The reader may get this error, too.
         """
-        self._inbox.put(lambda: self._queue(request, reader, tag, grammar))
+        arrived = monotonic()  # a step may run for long before the request is queued
+        self._inbox.put(lambda: self._queue(request, reader, tag, grammar, arrived))
         if self._why_dead is not None:  # the step thread may have emptied its inbox before
             raise EngineDeadError(self._why_dead)
 
@@ -288,7 +289,9 @@ class AsyncEngine:
                 logger.exception("a reader could not take its outputs; its requests are aborted")
                 self._abort_all(reader)
 
-    def _queue(self, request: EngineRequest, reader: OutputReader, tag: Any, grammar: Grammar | None) -> None:
+    def _queue(
+        self, request: EngineRequest, reader: OutputReader, tag: Any, grammar: Grammar | None, arrived: float
+    ) -> None:
         """Queue a request; what goes wrong fails its reader alone."""
         key = request.request_id
         if self._why_dead is not None:
@@ -296,7 +299,7 @@ class AsyncEngine:
             return
         self._readers[key] = (reader, tag)
         try:
-            self._engine.queue_request(request, grammar=grammar, on_rejected=self._fail)
+            self._engine.queue_request(request, grammar=grammar, on_rejected=self._fail, arrived=arrived)
         except OverloadedError as error:
             self._fail(key, error)
         except Exception as error:  # a bug of ours must not end the other requests

@@ -151,9 +151,11 @@ _ENGINE_RULES: dict[str, Rule] = {
     "kv_cache_memory": optional(memory_size),
     "gpu_memory_utilization": number(LEAST_FLOAT, 1.0, "in (0, 1]"),
     "enable_prefix_caching": flag,
+    "async_scheduling": optional(flag),
     "use_tqdm_on_load": flag,
     "skip_tokenizer_init": flag,
     "enforce_eager": flag,
+    "batch_invariant": flag,
     "tensor_parallel_size": integer(1),
     "swap_space_gib": number(0.0, MAX_FLOAT, "of at least 0"),
     "step_timeout_s": number(LEAST_FLOAT, MAX_FLOAT, "above 0"),
@@ -181,8 +183,8 @@ class EngineConfig:
         long_prefill_threshold: maximum tokens of one prompt computed in one step, so that other requests also progress;
             0 is no limit.
         max_decode_slowdown: how many times longer a step with decodes and prefills may take than its decodes alone,
-            about, unless more prompts can start than sequences decode; None, the default of ``LLM``, is no limit. It
-            is for CPUs, where a prompt token costs nearly as much time as a step of decodes, and has no effect on a
+            about, and more if more prompts can start than sequences decode; None, the default of ``LLM``, is no limit.
+            It is for CPUs, where a prompt token costs nearly as much time as a step of decodes, and has no effect on a
             GPU.
         max_queued_requests: maximum requests that wait in an AsyncEngine, in addition to those that have a slot in the
             next step. Another request is rejected, or it replaces a waiting request of lower priority. None is no
@@ -195,9 +197,16 @@ class EngineConfig:
             ranks take equal parts; None measures the free memory.
         gpu_memory_utilization: fraction of each GPU's memory that the engine may use.
         enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
+        async_scheduling: schedule each step while the one before is computed, so that a GPU does not wait for the
+            host. A request with a grammar, beams, penalties, long bad words, a thinking budget or draft tokens takes
+            part in every other step, or in every step if all do. None: on a GPU without tensor parallelism.
         use_tqdm_on_load: show progress while the weights load: a bar if stderr is a terminal, else lines in the log.
         skip_tokenizer_init: token ids in, token ids out; no tokenizer files are needed.
-        enforce_eager: never capture CUDA graphs. No graphs are captured so far, so it has no effect yet.
+        enforce_eager: never capture CUDA graphs, with which steps that only decode take less time on a GPU. It has no
+            effect on a CPU.
+        batch_invariant: give a request the same bits whatever else is computed: linear layers on a GPU take tiles of
+            one size, at some cost; those of experts always do. On a CPU the C kernels always do so, and the option only
+            makes sure of them.
         tensor_parallel_size: GPUs, or processes on a CPU, that share one model; all on this host.
         swap_space_gib: host memory in GiB for the blocks of preempted requests, for the whole engine. Requests that do
             not fit are computed again.
@@ -233,9 +242,11 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
     use_tqdm_on_load: bool = True
     skip_tokenizer_init: bool = False
     enforce_eager: bool = False
+    batch_invariant: bool = False
     tensor_parallel_size: int = 1
     swap_space_gib: float = 0.0
     served_model_name: str | None = None

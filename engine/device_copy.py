@@ -13,7 +13,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-__all__ = ["start_to_host", "to_device", "to_device_together", "use_device", "wait_for_device"]
+__all__ = ["host_words", "start_to_host", "to_device", "to_device_together", "use_device", "wait_for_device"]
 
 _WORD_BYTES = 8  # of the widest dtype that is copied together with others
 
@@ -34,6 +34,11 @@ def to_device(values: object, dtype: torch.dtype | None, device: torch.device) -
     return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
 
+def host_words(count: int, device: torch.device) -> torch.Tensor:
+    """Return memory to be copied to ``device``, int64 [count]; torch keeps it until the copy is done."""
+    return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
 def to_device_together(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """Return arrays as tensors on ``device``, copied there at once; each is one-dimensional and contiguous.
 
@@ -43,12 +48,11 @@ def to_device_together(arrays: Sequence[npt.NDArray[Any]], device: torch.device)
     if device.type != "cuda":
         return on_host
     sizes = [-(-array.nbytes // _WORD_BYTES) for array in arrays]
-    slab = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
+    slab = host_words(sum(sizes), device)
     words, start = slab.numpy(), 0
     for array, size in zip(arrays, sizes, strict=True):
         words[start : start + size].view(array.dtype)[: len(array)] = array
         start += size
-    # torch keeps the pinned memory until the copy is done.
     parts = torch.split(slab.to(device, non_blocking=True), sizes)
     return [part.view(tensor.dtype)[: len(tensor)] for part, tensor in zip(parts, on_host, strict=True)]
 
@@ -58,7 +62,9 @@ def start_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", non_blocking=True)  # torch allocates pinned memory for such a copy
 
 
-def wait_for_device(device: torch.device) -> None:
-    """Wait until ``device`` has done everything that this thread has queued on its current stream."""
-    if device.type == "cuda":
+def wait_for_device(device: torch.device, event: torch.cuda.Event | None = None) -> None:
+    """Wait until ``device`` has done all that this thread has queued on its current stream, or before an event."""
+    if event is not None:
+        event.synchronize()
+    elif device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from time import perf_counter
+from time import monotonic, perf_counter
+from typing import NamedTuple
 
 from engine.config import EngineConfig, EngineInfo
 from engine.errors import OverloadedError, RequestError
@@ -31,13 +32,13 @@ from engine.scheduling.prefill_backlog import PrefillBacklog
 from engine.scheduling.prefill_pace import PrefillPace
 from engine.scheduling.queue_limits import QueueLimits
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_output import StepTimes
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.scheduling.step_outputs import step_outputs
-from engine.sequence import SequenceGroup
+from engine.sequence import Sequence, SequenceGroup
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
 from engine.structured_outputs.service import GrammarService
-from engine.worker.runner import Runner
+from engine.worker.runner import Runner, StepInFlight
 
 __all__ = ["Engine"]
 
@@ -94,6 +95,8 @@ class Engine:
         self._groups: dict[str, SequenceGroup] = {}
         self._num_arrived = 0
         self._random = random.Random(config.seed)
+        self._overlaps_steps = _overlaps_steps(config, info)
+        self._in_flight: _Launched | None = None
 
     @classmethod
     def from_config(
@@ -118,8 +121,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
-        return self.scheduler.has_unfinished
+        """Whether any request waits or runs, or a step is in flight."""
+        return self.scheduler.has_unfinished or self._in_flight is not None
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -155,6 +158,7 @@ class Engine:
         *,
         grammar: Grammar | None = None,
         on_rejected: Callable[[str, OverloadedError], None] | None = None,
+        arrived: float | None = None,
     ) -> SequenceGroup:
         """Queue a request that ``check_request`` has accepted, under an id that is not in use.
 
@@ -163,6 +167,7 @@ class Engine:
             grammar: of its structured outputs, in the state after its output tokens.
             on_rejected: receives the id of each waiting request that is rejected to make room for this one, and the
                 error for its caller. If it is None, or the request is resumed, the limits of the queue do not apply.
+            arrived: when the request came, by the monotonic clock; now, if it is None.
 
         Raises:
             OverloadedError: if the queue is full and holds no request of lower priority.
@@ -174,7 +179,7 @@ class Engine:
             group = self._new_group_within_limits(request, grammar, on_rejected)
         self._num_arrived += 1
         self._groups[request.request_id] = group
-        self.observers.request_added(group)
+        self.observers.request_added(group, monotonic() if arrived is None else arrived)
         self.scheduler.add(group)
         return group
 
@@ -256,17 +261,58 @@ class Engine:
     # --- the step -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[EngineOutput]:
-        """Schedule, compute and sample one batch; return the sampled tokens of each answer."""
+        """Schedule, compute and sample one batch; return the sampled tokens of each answer.
+
+        With ``async_scheduling`` the batch is only launched, and the tokens are those of the batch that the last call
+        launched. After an exception all requests must be aborted.
+        """
+        try:
+            return self._step()
+        except BaseException:  # an interrupted offline engine may continue
+            self.block_manager.prefix_cache.reset()  # blocks are published before they are computed
+            raise
+
+    def _step(self) -> list[EngineOutput]:
         times = StepTimes()
         self.observers.step_started()
         started = perf_counter()
         output = self.scheduler.schedule()
         times.schedule = perf_counter() - started
         self.observers.step_scheduled(output)
+        if self._overlaps_steps:
+            return self._launch(output, times)
         if output.is_empty:
             return []
         sampled = self.runner.run(output, times)
-        updated = self.scheduler.update(output, sampled)
+        return self._finish_step(output, self.scheduler.update(output, sampled), times)
+
+    def _launch(self, output: SchedulerOutput, times: StepTimes) -> list[EngineOutput]:
+        """Launch a batch unless it is empty, then wait for the one in flight and return what that has sampled.
+
+            host    | schedule n+1, launch n+1 | wait for n, update with n |schedule n+2, launch n+2 | wait for n+1 ...
+            device  ... step n                            | step n+1                                      | step n+2
+
+        The scheduler counts n+1 as launched when n is collected, so it never has more than one step in flight.
+        """
+        previous, self._in_flight = self._in_flight, None  # none is in flight after an exception
+        launched = None if output.is_empty else _Launched(output, times, self.runner.start(output))
+        outputs = [] if previous is None else self._collect(previous, output)
+        if launched is not None:
+            self.scheduler.launch(output)
+            if output.lacks_blocks:
+                outputs += self._collect(launched)
+            else:
+                self._in_flight = launched
+        return outputs
+
+    def _collect(self, launched: _Launched, following: SchedulerOutput | None = None) -> list[EngineOutput]:
+        """Wait for a step in flight; return what it has sampled."""
+        output, times, in_flight = launched
+        sampled: SampledTokens = in_flight.finish(times)
+        return self._finish_step(output, self.scheduler.collect(output, sampled, following), times)
+
+    def _finish_step(self, output: SchedulerOutput, updated: list[Sequence], times: StepTimes) -> list[EngineOutput]:
+        """Remove the requests that have ended in a step; return its outputs."""
         self.observers.step_finished(output, updated, times)
         for sequence in updated:
             if sequence.is_finished and sequence.group.is_finished and sequence.request_id in self._groups:
@@ -297,6 +343,27 @@ class Engine:
     def load(self) -> EngineLoad:
         """Return how busy the engine is and how fast it computes, in constant time."""
         return self._meter.load()
+
+
+class _Launched(NamedTuple):
+    """A step in flight."""
+
+    output: SchedulerOutput
+    times: StepTimes
+    in_flight: StepInFlight
+
+
+def _overlaps_steps(config: EngineConfig, info: EngineInfo) -> bool:
+    """Whether a step is scheduled while the one before is computed. On a CPU both would take the same cores."""
+    if config.async_scheduling is None:
+        return info.device != "cpu" and config.tensor_parallel_size == 1
+    if config.async_scheduling and config.tensor_parallel_size > 1:
+        logger.warning(
+            "async_scheduling is off with tensor_parallel_size=%d: the other ranks do not have the sampled tokens",
+            config.tensor_parallel_size,
+        )
+        return False
+    return config.async_scheduling
 
 
 def _new_block_manager(config: EngineConfig, info: EngineInfo, *, record_events: bool) -> BlockManager:

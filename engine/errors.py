@@ -11,6 +11,7 @@ pickle, since they travel from a replica to the ingress.
     │       ├── PromptTooLongError
     │       └── OverloadedError  the same request may succeed later
     ├── ModelLoadError           a checkpoint that cannot be served
+    │   └── UnsupportedModelError  our own decoder does not compute it; another implementation may
     ├── KVCacheError             a block or layer that the KV cache does not have
     └── EngineDeadError          the step loop has ended
 """
@@ -32,6 +33,7 @@ __all__ = [
     "PagodaError",
     "PromptTooLongError",
     "RequestError",
+    "UnsupportedModelError",
     "listed",
     "shown",
 ]
@@ -123,6 +125,10 @@ class OverloadedError(RequestError):
 
 class ModelLoadError(PagodaError):
     """A checkpoint is missing, incomplete, unsafe or of an architecture that is not served."""
+
+
+class UnsupportedModelError(ModelLoadError):
+    """A config is right, but asks for something that our own decoder does not compute."""
 
 
 class KVCacheError(PagodaError, ValueError):

@@ -27,6 +27,7 @@ class EngineRequest:
         params: how to sample and when to stop.
         priority: higher is more important.
         cache_salt: requests share cached blocks only under equal salts.
+        client: who sent it; the waiting requests of several clients start in turns (engine/scheduling/client_turns.py).
         output_token_ids: tokens that a lost engine has already generated for this request. The answer goes on after
             them as if this engine had generated them: penalties, the grammar, the positions of seeded sampling,
             ``min_tokens`` and ``max_tokens`` count them too.
@@ -37,6 +38,7 @@ class EngineRequest:
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    client: str = ""
     output_token_ids: list[int] = field(default_factory=list)
 
     @property

@@ -326,6 +326,13 @@ class SamplingParams:
             and self.thinking_budget is None
         )
 
+    @cached_property
+    def needs_history(self) -> bool:
+        """Whether a token is chosen by which tokens come before it, besides the logits: penalties, for example."""
+        penalizes = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        has_long_words = any(len(word) > 1 for word in self.bad_words_token_ids or ())
+        return bool(penalizes or has_long_words or self.uses_beam_search or self.thinking_budget is not None)
+
     @property
     def uses_beam_search(self) -> bool:
         """Whether the request is a beam search."""

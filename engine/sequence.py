@@ -43,6 +43,7 @@ class Sequence:
 
     __slots__ = (
         "__weakref__",
+        "awaits_token",
         "block_hashes",
         "block_table",
         "cache_epoch",
@@ -61,6 +62,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_matched_tokens",
+        "num_pending",
         "num_prompt_tokens",
         "params",
         "seed",
@@ -93,6 +95,8 @@ class Sequence:
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache served when the sequence first ran
         self.num_computed_tokens = 0
         self.num_matched_tokens = 0  # leading tokens with K and V from the prefix cache, which are not written again
+        self.num_pending = 0  # 1 while the step that samples its next token is in flight, else 0
+        self.awaits_token = False  # it computes nothing until the host knows its pending token
         self.block_table: list[int] = []
         self.host_table: list[int] = []  # its blocks in the host pool while it is swapped
         self.block_hashes: list[int] = []  # of the leading full blocks, computed on demand
@@ -113,22 +117,22 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
-        return len(self.token_ids)
+        """Prompt and output tokens so far, with the pending one, which only the device knows yet."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        """Tokens generated so far, with the pending one."""
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def remaining_tokens(self) -> int:
         """Tokens that must be computed before the next one can be sampled; 1 in steady decoding."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens generated so far."""
+        """The tokens generated so far, as far as the host knows them."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -138,13 +142,18 @@ class Sequence:
         return params.is_plain_greedy and (not self.stop_token_ids or self.num_output_tokens >= params.min_tokens)
 
     @property
+    def needs_known_tokens(self) -> bool:
+        """Whether sampling its next token takes state that the host makes from all tokens before it."""
+        return self.grammar is not None or self.params.needs_history
+
+    @property
     def is_finished(self) -> bool:
         """Whether no further token will come."""
         return self.status is SequenceStatus.FINISHED
 
     @property
-    def priority_key(self) -> tuple[int, int, int]:
-        """Order of scheduling, the smallest first: highest priority, then earliest arrival, then index."""
+    def priority_key(self) -> tuple[int, int, int, int]:
+        """Order of scheduling, the smallest first: that of the request, then the index."""
         return (*self.group.priority_key, self.index)
 
     def block_hash(self, index: int, block_size: int) -> int:
@@ -205,6 +214,7 @@ class Sequence:
         """End the sequence; the caller lets the block manager free its blocks."""
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
+        self.num_pending, self.awaits_token = 0, False  # the pending token is dropped
 
 
 class SequenceGroup:
@@ -212,7 +222,7 @@ class SequenceGroup:
 
     Args:
         request: the prompt, its parameters, and the tokens that were generated on another replica.
-        arrival: position in the order of arrival, for first-come-first-served scheduling.
+        arrival: position in the order of arrival.
         root: root of the block hash chain.
         stop_token_ids: every id that ends a sequence (EOS ids of the model included, unless ignored).
         max_total_tokens: length at which a sequence ends with reason ``length``.
@@ -238,6 +248,7 @@ class SequenceGroup:
         "sequences",
         "stop_token_ids",
         "timing",
+        "turn",
     )
 
     def __init__(
@@ -254,6 +265,7 @@ class SequenceGroup:
         self.request = request
         self.params = params
         self.arrival = arrival
+        self.turn = 0  # see ClientTurns; 0 before it is queued
         self.root = root
         self.stop_token_ids = stop_token_ids
         self.max_total_tokens = max_total_tokens
@@ -290,9 +302,9 @@ class SequenceGroup:
         return self.request.cache_salt
 
     @property
-    def priority_key(self) -> tuple[int, int]:
-        """Order of scheduling, the smallest first: highest priority, then earliest arrival."""
-        return (-self.priority, self.arrival)
+    def priority_key(self) -> tuple[int, int, int]:
+        """Order of scheduling, the smallest first: highest priority, then earliest turn, then earliest arrival."""
+        return (-self.priority, self.turn, self.arrival)
 
     @property
     def has_started(self) -> bool:

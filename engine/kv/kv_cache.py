@@ -112,11 +112,6 @@ class KVCache:
         """Tokens that the device pool holds."""
         return self.num_blocks * self.block_size
 
-    @property
-    def tokens_per_gib(self) -> int:
-        """Tokens whose keys and values fit into one GiB."""
-        return 2**30 * self.block_size // self.bytes_per_block
-
     def expect(self, slot_mapping: npt.NDArray[np.int64]) -> None:
         """Prefault the blocks after those that the next step writes; returns at once."""
         if self._prefaulter is not None:

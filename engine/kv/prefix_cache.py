@@ -92,10 +92,11 @@ class PrefixCache:
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Publish the blocks that the sequence's first ``num_tokens`` tokens fill and that are not published yet.
 
-        A block stays unpublished if another used block is published with the same content.
+        A block stays unpublished if another used block is published with the same content, or if it holds a token that
+        only the device knows yet.
         """
         size, contents, hashes = self._block_size, sequence.content_ids, sequence.block_hashes
-        first, last = len(contents), num_tokens // size
+        first, last = len(contents), min(num_tokens, len(sequence.token_ids)) // size
         if first >= last or sequence.cache_epoch != self.epoch:
             return
         packed, width = pack_tokens(sequence.token_ids[first * size : last * size]), size * BYTES_PER_TOKEN

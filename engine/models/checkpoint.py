@@ -23,6 +23,7 @@ from engine.models.tensor_files import TensorFiles
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_CONVERTED_BYTES = 2**20  # read and converted at once: so many stay in a processor's cache
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -52,14 +53,17 @@ class Checkpoint:
         """Return the file that holds a tensor."""
         return self._stored[name].path
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return self._stored[name].shape
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype, which is a floating-point one."""
+        return _DTYPES[self._stored[name].dtype]
+
     def has_floats(self, name: str) -> bool:
         """Return whether a tensor has floating-point numbers of a type that can be read."""
         return self._stored[name].dtype in _DTYPES
-
-    @property
-    def num_elements(self) -> int:
-        """Numbers in all the tensors."""
-        return sum(math.prod(stored.shape) for stored in self._stored.values())
 
     @property
     def largest_file_bytes(self) -> int:
@@ -83,7 +87,12 @@ class Checkpoint:
                 f"'{name}' of '{stored.path}' has shape {list(stored.shape)}, but its config says {shape}; download "
                 "config.json and the file again, from one source"
             )
+        self.require_floats(name)
+
+    def require_floats(self, name: str) -> None:
+        """Raise ModelLoadError unless a tensor has floating-point numbers of a type that can be read."""
         if not self.has_floats(name):
+            stored = self._stored[name]
             raise ModelLoadError(
                 f"'{name}' of '{stored.path}' has the dtype {stored.dtype}; give a checkpoint in bf16, fp16 or fp32"
             )
@@ -113,23 +122,26 @@ class Checkpoint:
             ModelLoadError: if the file cannot be read to the end of the tensor.
         """
         dtype = _DTYPES[self._stored[name].dtype]
-        if shard is None:
-            first = 0
-        elif shard.dim == 0:
+        rows = out if out.dim() else out.view(1)
+        first, row_shape, columns = 0, rows.shape[1:], slice(None)
+        if shard is not None and shard.dim == 0:
             first = shard.index * shard.full + shard.start
-        else:
-            first = shard.index * out.shape[0]
-            if (count := shard.stop - shard.start) != shard.full:  # pieces of all rows
-                rows = torch.empty([out.shape[0], shard.full], dtype=dtype)
-                self._read_rows(rows, name, first)
-                out.copy_(rows.narrow(1, shard.start, count))
-                return
-        if out.device.type == "cpu" and out.dtype == dtype:
-            self._read_rows(out, name, first)
-        else:
-            rows = torch.empty(out.shape, dtype=dtype)
+        elif shard is not None:  # columns of all rows
+            first, row_shape, columns = (
+                shard.index * len(rows),
+                torch.Size([shard.full]),
+                slice(shard.start, shard.stop),
+            )
+        if out.device.type == "cpu" and out.dtype == dtype and row_shape == rows.shape[1:]:
             self._read_rows(rows, name, first)
-            out.copy_(rows)
+            return
+        num_rows = max(1, _CONVERTED_BYTES // (row_shape.numel() * dtype.itemsize or 1))
+        scratch = torch.empty([min(num_rows, len(rows)), *row_shape], dtype=dtype)
+        for start in range(0, len(rows), num_rows):
+            part = rows[start : start + num_rows]
+            read = scratch[: len(part)]
+            self._read_rows(read, name, first + start)
+            part.copy_(read if row_shape == part.shape[1:] else read[:, columns])
 
     def _read_rows(self, out: torch.Tensor, name: str, first: int) -> None:
         """Fill ``out``, contiguous, on the CPU and of the stored dtype, with rows of a tensor from ``first`` on."""

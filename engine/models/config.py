@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from engine.errors import ConfigError, ModelLoadError, RequestError
+from engine.errors import ConfigError, ModelLoadError, RequestError, UnsupportedModelError
 from engine.models.config_json import read_config_json, read_json
+from engine.models.config_limits import require_integer
 from engine.models.experts.shape import ExpertsShape
 from engine.models.families import ARCHITECTURES, Family, NormPlacement, QKNorm
 from engine.models.plain_config import plain_config
@@ -71,7 +72,7 @@ class ModelConfig(ModelShape):
     experts: ExpertsShape | None = None  # None: every layer's feed-forward is dense
 
     def __post_init__(self) -> None:
-        """Raise ModelLoadError if a model with experts has what only dense feed-forwards are computed with."""
+        """Raise UnsupportedModelError if a model with experts has what only dense feed-forwards are computed with."""
         if self.experts is None:
             return
         for name, value, computed in (
@@ -80,7 +81,7 @@ class ModelConfig(ModelShape):
             ("residual_multiplier", self.residual_multiplier, 1.0),
         ):
             if value != computed:
-                raise ModelLoadError(
+                raise UnsupportedModelError(
                     f"'{self.architecture}' has experts and {name}={value}; only {computed} is supported with experts"
                 )
 
@@ -102,7 +103,7 @@ class ModelConfig(ModelShape):
     def check_options(self, *, max_model_len: int, tensor_parallel_size: int, quantization: str | None) -> None:
         """Raise ConfigError if the ranks cannot share the model, or LongRoPE cannot serve the context."""
         self.shard(tensor_parallel_size)
-        check_longrope_length(self.rope.longrope_length, max_model_len)
+        check_longrope_length(self.longrope_length, max_model_len)
 
     def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
         """Return what embeddings of ``dtype`` are multiplied by."""
@@ -148,18 +149,28 @@ class ModelConfig(ModelShape):
         """Read a transformers config.
 
         Raises:
-            ModelLoadError: for an architecture, activation or RoPE type that the decoder does not compute.
+            UnsupportedModelError: for an architecture, activation or RoPE type that the decoder does not compute.
+            ModelLoadError: for values that no model has.
         """
         architecture = (getattr(config, "architectures", None) or ["none"])[0]
         family = ARCHITECTURES.get(architecture)
         if family is None:
-            raise ModelLoadError(
+            raise UnsupportedModelError(
                 f"architecture '{architecture}' is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
             )
         attention_bias = bool(getattr(config, "attention_bias", False))
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if head_dim < 2 or head_dim % 2:
+            raise ModelLoadError(
+                f"hidden_size={config.hidden_size} of num_attention_heads={config.num_attention_heads} is a head_dim "
+                f"of {head_dim}, which must be even; correct config.json"
+            )
         if getattr(config, "use_bidirectional_attention", None):
-            raise ModelLoadError("use_bidirectional_attention is not supported; only causal attention is")
+            raise UnsupportedModelError(
+                "use_bidirectional_attention is not supported, only causal attention; docs/models.md lists what is "
+                "served"
+            )
+        rope = RopeConfig.from_hf(config, family, head_dim)
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
@@ -167,7 +178,7 @@ class ModelConfig(ModelShape):
             intermediate_size=config.intermediate_size,
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
+            num_kv_heads=require_integer(config, "num_key_value_heads"),
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
             max_position_embeddings=config.max_position_embeddings,
@@ -181,17 +192,18 @@ class ModelConfig(ModelShape):
             norms=family.norms,
             norms_add_one=family.norms_add_one,
             sliding_windows=_sliding_windows(config),
-            experts=ExpertsShape.from_hf(config) if family.has_experts else None,
+            experts=ExpertsShape.from_hf(config, has_options=family.has_expert_options) if family.has_experts else None,
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
             **_factors(config, family, head_dim),
-            rope=RopeConfig.from_hf(config, family, head_dim),
+            rope=rope,
+            longrope_length=rope.longrope_length,
         )
 
 
 def _activation(config: Any, family: Family) -> Activation:
     name = getattr(config, family.activation_field)
     if name not in _ACTIVATIONS:
-        raise ModelLoadError(
+        raise UnsupportedModelError(
             f"{family.activation_field}='{name}' is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[name]
@@ -226,7 +238,7 @@ def _sliding_windows(config: Any) -> tuple[int | None, ...]:
         return (window,) * int(config.num_hidden_layers)
     if unknown := set(layer_types) - set(_LAYER_TYPES):
         supported = ", ".join(_LAYER_TYPES)
-        raise ModelLoadError(f"a layer of the type '{min(unknown)}' is not supported; supported: {supported}")
+        raise UnsupportedModelError(f"a layer of the type '{min(unknown)}' is not supported; supported: {supported}")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import ModelLoadError, shown
 
-__all__ = ["require_plausible"]
+__all__ = ["require_integer", "require_plausible"]
 
 _LARGEST = {  # several times those of the largest models
     "num_hidden_layers": 512,
@@ -23,11 +23,47 @@ _LARGEST = {  # several times those of the largest models
     "vocab_size": 2**24,
     "max_position_embeddings": 2**30,
     "num_labels": 2**24,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "n_routed_experts": 4096,
+    "moe_num_experts": 4096,
+    "num_experts_per_tok": 4096,
+    "moe_topk": 4096,
+    "moe_intermediate_size": 2**20,
+    "shared_expert_intermediate_size": 2**20,
+    "decoder_sparse_step": 2**20,
+    "n_group": 4096,
+    "topk_group": 4096,
+    # What GPT-2, DBRX and their like call the same things.
+    "n_layer": 512,
+    "n_layers": 512,
+    "n_head": 4096,
+    "n_heads": 4096,
+    "n_embd": 2**18,
+    "d_model": 2**18,
+    "n_inner": 2**20,
+    "ffn_dim": 2**20,
+    "n_positions": 2**30,
+    "max_seq_len": 2**30,
 }
+_MAY_BE_ZERO = {"num_experts", "num_local_experts", "shared_expert_intermediate_size"}  # then there are none
+_FACTORS = (  # of embeddings, scores, logits and the residual stream
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+    "routed_scaling_factor",
+)
+_SMALLEST_FACTOR, _LARGEST_FACTOR = 1e-6, 1e6
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings")
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "auto")
 _ROPE = ("rope_parameters", "rope_scaling")
-_LARGEST_ROPE = 1e30
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+_LARGEST_NUMBER = 1e30
 _POSITIVE = ("rope_theta", "factor")
 
 
@@ -46,12 +82,29 @@ def require_plausible(raw: dict[str, Any], path: object) -> None:
             )
 
 
+def require_integer(config: Any, name: str, smallest: int = 1) -> int:
+    """Return a field of a transformers config that the decoder computes with.
+
+    Raises:
+        ModelLoadError: if it is absent, null, or no integer from ``smallest`` on.
+    """
+    value = getattr(config, name, None)
+    if type(value) is not int or value < smallest:
+        raise ModelLoadError(f"{name}={shown(value)} is not an integer from {smallest}; correct config.json")
+    return value
+
+
 def _problems(raw: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield each wrong field with its value and what it should be. A field that is absent or null is right."""
     for name, largest in _LARGEST.items():
-        value = raw.get(name, 1)  # some families have a list, a number for each layer
-        if isinstance(value, bool | str | float) or (isinstance(value, int) and not 1 <= value <= largest):
-            yield name, value, f"an integer from 1 to {largest}"
+        value, smallest = raw.get(name), 0 if name in _MAY_BE_ZERO else 1  # or a list, a number for each layer
+        if isinstance(value, bool | str | float) or (isinstance(value, int) and not smallest <= value <= largest):
+            yield name, value, f"an integer from {smallest} to {largest}"
+    for name in _FACTORS:
+        value = raw.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and _SMALLEST_FACTOR <= value <= _LARGEST_FACTOR):  # or NaN
+            yield name, value, f"a number from {_SMALLEST_FACTOR} to {_LARGEST_FACTOR}"
     yield from _wrong_heads(raw)
     for name in _FLAGS:
         if not isinstance(raw.get(name), bool | None):
@@ -66,12 +119,13 @@ def _problems(raw: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     window = raw.get("sliding_window")
     if isinstance(window, int) and not 0 <= window < 2**31:
         yield "sliding_window", window, "a number of tokens"
-    eps = raw.get("rms_norm_eps", 1e-6)
-    if isinstance(eps, int | float) and not 0 <= eps < 1:  # also if it is NaN
-        yield "rms_norm_eps", eps, "a small number"
-    yield from _wrong_numbers("rope_theta", raw.get("rope_theta"))
-    for name in _ROPE:
-        yield from _wrong_numbers(name, raw.get(name))
+    for name in _EPSILONS:
+        eps = raw.get(name)
+        if isinstance(eps, int | float) and not 0 <= eps < 1:  # also if it is NaN
+            yield name, eps, "a small number"
+    for name, value in raw.items():
+        if name in _ROPE or isinstance(value, float) or name == "rope_theta":
+            yield from _wrong_numbers(name, value)
 
 
 def _wrong_heads(raw: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -92,7 +146,7 @@ def _wrong_numbers(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
             yield from _wrong_numbers(f"{name}[{index}]", inner)
     elif isinstance(value, int | float):
         must_be_positive = name.rpartition(".")[2] in _POSITIVE
-        if not abs(value) <= _LARGEST_ROPE:  # or NaN
+        if not abs(value) <= _LARGEST_NUMBER:  # or NaN
             yield name, value, "a finite number"
         elif must_be_positive and value <= 0:
             yield name, value, "a positive number"

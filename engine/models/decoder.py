@@ -136,7 +136,8 @@ def _feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel, ops
     if experts is None or not config.has_experts(layer):
         return MLP(config, parallel, ops)
     inner = experts.shared_intermediate_size
-    shared = MLP(replace(config, intermediate_size=inner), parallel, ops) if inner else None
+    alone = TensorParallel()  # the block sums over the ranks, once
+    shared = MLP(replace(config, intermediate_size=inner, mlp_bias=False), alone, ops) if inner else None
     return SparseMoeBlock(experts, config.hidden_size, parallel, shared)
 
 
@@ -233,7 +234,11 @@ class Decoder(nn.Module):
         logits = self.parallel.gather_columns(self.lm_head(hidden.index_select(0, token_indices)))
         if logits is None:
             return None
-        logits, softcap = logits[:, : self.config.vocab_size].float(), self.config.logits_softcap
+        logits, softcap = logits.float(), self.config.logits_softcap
         if self.config.logits_divisor != 1.0:
             logits = logits / self.config.logits_divisor
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        # Without the padding of the last rank's part. Before a conversion, it would leave one row another stride than
+        # several have, for which a GPU's kernels would be compiled anew.
+        return logits[:, : self.config.vocab_size]

@@ -46,6 +46,8 @@ class Family:
         has_rope_by_layer_type: the RoPE parameters are one set for each type of layer.
         rope_types: the kinds of RoPE that transformers computes as our tables have it.
         has_experts: feed-forwards may be mixtures of experts.
+        has_expert_options: the config says which layers have experts, how large they are, and whether their weights
+            are normalised. Without it all layers do, of intermediate_size, and they are.
     """
 
     qk_norm: QKNorm = "none"
@@ -67,6 +69,7 @@ class Family:
     has_rope_by_layer_type: bool = False
     rope_types: tuple[str, ...] = _ROPE_TYPES
     has_experts: bool = False
+    has_expert_options: bool = True
 
 
 ARCHITECTURES = {
@@ -76,7 +79,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": Family(),
     "Qwen3MoeForCausalLM": Family(qk_norm="head", qkv_bias=None, output_bias=None, has_experts=True),
     "Qwen2MoeForCausalLM": Family(qkv_bias=True, has_experts=True),
-    "MixtralForCausalLM": Family(has_experts=True),
+    "MixtralForCausalLM": Family(has_experts=True, has_expert_options=False),
     "SmolLM3ForCausalLM": Family(qkv_bias=None, output_bias=None, has_unrotated_layers=True),
     "Phi3ForCausalLM": Family(
         fused=frozenset({"qkv_proj", "gate_up_proj"}), rotates_partially=True, rope_types=("default", "longrope")

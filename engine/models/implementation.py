@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
 from typing import Any
 
-from engine.errors import ModelLoadError
+from engine.errors import UnsupportedModelError
 from engine.models.adapter.config import TransformersConfig
 from engine.models.config import ModelConfig
 from engine.models.families import ARCHITECTURES
 from engine.models.shape import ModelShape
 
 __all__ = ["read_shape"]
+
+logger = logging.getLogger(__name__)
 
 
 def read_shape(hf_config: Any, model_impl: str) -> ModelShape:
@@ -26,7 +28,11 @@ def read_shape(hf_config: Any, model_impl: str) -> ModelShape:
     architecture = (getattr(hf_config, "architectures", None) or ["none"])[0]
     if model_impl == "pagoda":
         return ModelConfig.from_hf(hf_config)
+    reason: str | None = None
     if model_impl == "auto" and architecture in ARCHITECTURES:
-        with suppress(ModelLoadError):  # an activation or a RoPE that only transformers' modules compute
+        try:
             return ModelConfig.from_hf(hf_config)
-    return TransformersConfig.from_hf(hf_config)
+        except UnsupportedModelError as error:  # an activation or a RoPE that only transformers' modules compute
+            reason = str(error)
+            logger.info("Our own decoder does not compute %s with this config.json: %s", architecture, reason)
+    return TransformersConfig.from_hf(hf_config, reason)

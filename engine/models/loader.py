@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from engine.errors import ConfigError
+from engine.models.batch_invariant import check_batch_invariant, make_batch_invariant
 from engine.models.checkpoint import open_checkpoint
 from engine.models.config import ModelConfig
 from engine.models.cpu_decoder import CpuDecoder, head_is_embedding
@@ -42,6 +43,7 @@ def load_decoder(
     max_model_len: int,
     parallel: TensorParallel,
     quantization: str | None = None,
+    batch_invariant: bool = False,
     use_cpu_kernels: bool = True,
     show_progress: bool = False,
 ) -> Decoder | CpuDecoder:
@@ -49,6 +51,7 @@ def load_decoder(
 
     Args:
         quantization: ``int8`` quantizes the weights of linear layers while loading.
+        batch_invariant: whether a token's logits must have the same bits in any batch.
         use_cpu_kernels: whether the C kernels may compute the model, attention included; compiles them if need be.
         show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
 
@@ -57,8 +60,8 @@ def load_decoder(
 
     Raises:
         ModelLoadError: if tensors are missing, unexpected, of another shape than the config says, or not finite.
-        ConfigError: if the ranks cannot share the model evenly, experts cannot be quantized here, or the context is too
-            long for a RoPE table.
+        ConfigError: if the ranks cannot share the model evenly, experts cannot be quantized here, the model cannot be
+            batch-invariant here, or the context is too long for a RoPE table.
     """
     config = ModelConfig.from_hf(hf_config)
     rope = rope_tables(hf_config, config.rope, config.head_dim, max_model_len)
@@ -75,6 +78,8 @@ def load_decoder(
         )
     if is_head := kind is not None and head_is_embedding(config, parallel, kind):
         del shapes[HEAD]  # the embedding's weights are packed as the head's
+    if kind is None and batch_invariant:
+        check_batch_invariant(device, parallel.size)
     started = perf_counter()
     with open_checkpoint(path) as checkpoint:
         weights = read_weights(
@@ -96,6 +101,8 @@ def load_decoder(
         _fill(model, weights)
     if quantization == "int8":
         quantize_linears(model)
+    if batch_invariant:
+        make_batch_invariant(model)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
     return model.eval()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ def read_ahead(
     read: Callable[[_Item], _Result],
     num_bytes: Callable[[_Item], int],
     max_bytes: int | None = None,
-) -> Iterator[tuple[_Item, _Result]]:
+) -> Generator[tuple[_Item, _Result], None, None]:
     """Yield each item and what ``read`` returns for it, in order. The first error that is reached ends it.
 
     Args:

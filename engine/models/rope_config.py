@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import ConfigError, ModelLoadError
+from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError, shown
 from engine.models.families import Family
 
-__all__ = ["RopeConfig", "check_longrope_length", "rope_parameters"]
+__all__ = ["RopeConfig", "check_longrope_length", "longrope_length", "rope_parameters"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ class RopeConfig:
         """Read a transformers config.
 
         Raises:
-            ModelLoadError: for RoPE that the decoder does not compute.
+            UnsupportedModelError: for RoPE that the decoder does not compute.
+            ModelLoadError: for values that no model has.
         """
         layer_types, tables = _tables(config, family)
         sets = [rope_parameters(config, layer_type) for layer_type in layer_types]
@@ -42,23 +43,23 @@ class RopeConfig:
             rope_type = str(parameters.get("rope_type", "default"))
             if rope_type not in family.rope_types:
                 supported = ", ".join(family.rope_types)
-                raise ModelLoadError(f"rope_type='{rope_type}' is not supported; supported: {supported}")
+                raise UnsupportedModelError(f"rope_type='{rope_type}' is not supported; supported: {supported}")
         fraction = sets[0].get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
         if not family.rotates_partially and fraction not in (None, 1.0):
-            raise ModelLoadError("partial_rotary_factor is not supported; only RoPE over the whole head is")
-        rotary_dim = head_dim if fraction is None else int(head_dim * fraction)
+            raise UnsupportedModelError("partial_rotary_factor is not supported; only RoPE over the whole head is")
+        part = 1.0 if fraction is None else fraction
+        rotary_dim = int(head_dim * part) if isinstance(part, int | float) else 0
         if family.rotates_partially and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
             raise ModelLoadError(
-                f"partial_rotary_factor={fraction} rotates {rotary_dim} of a head's {head_dim} elements, which must be "
-                "an even number of them; correct config.json"
+                f"partial_rotary_factor={shown(fraction)} rotates {rotary_dim} of a head's {head_dim} elements, which "
+                "must be an even number of them; correct config.json"
             )
-        is_longrope = sets[0].get("rope_type") == "longrope"
         return cls(
             layer_types=layer_types,
             tables=tables,
             rotary_dim=rotary_dim,
             rotates_neighbours=family.rotates_neighbours,
-            longrope_length=int(sets[0]["original_max_position_embeddings"]) if is_longrope else None,
+            longrope_length=longrope_length(sets[0]),
         )
 
     def element_order(self, head_dim: int) -> list[int] | None:
@@ -84,6 +85,23 @@ def rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
     return parameters if layer_type is None else parameters[layer_type]
 
 
+def longrope_length(parameters: dict[str, Any]) -> int | None:
+    """Return up to how many positions LongRoPE uses its factors for short contexts; None for RoPE of another kind.
+
+    Raises:
+        ModelLoadError: if the parameters have no such number.
+    """
+    if parameters.get("rope_type") != "longrope":
+        return None
+    length = parameters.get("original_max_position_embeddings")
+    if type(length) is not int or length < 1:
+        raise ModelLoadError(
+            f"original_max_position_embeddings={shown(length)} is not an integer from 1, and LongRoPE needs it; "
+            "correct config.json"
+        )
+    return length
+
+
 def check_longrope_length(longrope_length: int | None, max_model_len: int) -> None:
     """Raise ConfigError if contexts may be longer than LongRoPE's factors for short contexts are for.
 
@@ -103,6 +121,12 @@ def _tables(config: Any, family: Family) -> tuple[tuple[str | None, ...], tuple[
     if family.has_rope_by_layer_type:
         layer_types = sorted(set(config.layer_types))
         return tuple(layer_types), tuple(layer_types.index(kind) for kind in config.layer_types)
-    if family.has_unrotated_layers:
-        return (None,), tuple(0 if rotates else None for rotates in config.no_rope_layers[: config.num_hidden_layers])
-    return (None,), (0,) * config.num_hidden_layers
+    count: int = config.num_hidden_layers
+    if not family.has_unrotated_layers:
+        return (None,), (0,) * count
+    rotated = config.no_rope_layers
+    if not isinstance(rotated, list) or len(rotated) < count or any(type(one) is not int for one in rotated):
+        raise ModelLoadError(
+            f"no_rope_layers={shown(rotated)} has no number for each of {count} layers; correct config.json"
+        )
+    return (None,), tuple(0 if one else None for one in rotated[:count])

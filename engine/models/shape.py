@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 
+from engine.models.config_json import context_length
+
 __all__ = ["AttentionShape", "ModelShape"]
+
+LONGROPE = "beyond them LongRoPE chooses its factors by the longest request of a batch, so one would change the others"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +38,7 @@ class ModelShape(ABC):
 
     Attributes:
         attention_options: what the layers need of an attention backend: see ``kernels.attention.registry``.
+        longrope_length: positions up to which LongRoPE uses its factors for short contexts; None without LongRoPE.
     """
 
     architecture: str
@@ -38,6 +46,19 @@ class ModelShape(ABC):
     max_position_embeddings: int
     dtype: torch.dtype
     attention_options: frozenset[str] = frozenset()
+    longrope_length: int | None = None
+
+    def context_length(self, requested: int | None) -> int:
+        """Return the context length in tokens: ``requested`` or, if that is None, all positions that can be served.
+
+        Raises:
+            ConfigError: more is requested than the model has positions.
+        """
+        longest, served = self.max_position_embeddings, self.longrope_length
+        if requested is None and served is not None and served < longest:
+            logger.warning("Contexts of up to %d of %d positions are served: %s", served, longest, LONGROPE)
+            return served
+        return context_length(requested, longest)
 
     @abstractmethod
     def check_options(self, *, max_model_len: int, tensor_parallel_size: int, quantization: str | None) -> None:

@@ -20,12 +20,12 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.config import ModelConfig
 from engine.models.experts.weights import expert_parts, stored_block, unstack
 from engine.models.finite import is_finite
+from engine.models.own_memory import own_memory
 from engine.models.progress import with_progress
 from engine.models.read_ahead import read_ahead
 from engine.models.sharding import Shard, shard_of
 from engine.models.tensor_parallel import TensorParallel
 from engine.models.weight_errors import weights_not_finite
-from kernels.cpu.memory import huge_zeros
 
 __all__ = ["EMBEDDING", "HEAD", "read_weights"]
 
@@ -87,8 +87,8 @@ def read_weights(
         ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says; while they are
             read, if one has NaN or infinite weights.
     """
-    parameters = [_parameter(name, shape, checkpoint, config, parallel) for name, shape in unstack(shapes)]
-    _require_match(checkpoint, parameters, config)
+    wanted = (_parameter(name, shape, checkpoint, config, parallel) for name, shape in unstack(shapes))
+    parameters = _require_match(checkpoint, wanted, config)
     checkpoint.expect(dict.fromkeys(name for parameter in parameters for name, _ in parameter.parts))
     weights = _read_each(checkpoint, parameters, dtype, device, may_be_mapped)
     return with_progress(weights, {one.name: one.num_bytes(dtype) for one in parameters}) if show_progress else weights
@@ -135,10 +135,14 @@ def _stored_names(name: str, checkpoint: Checkpoint, config: ModelConfig) -> lis
     return [stored_block(name, checkpoint)]
 
 
-def _require_match(checkpoint: Checkpoint, parameters: Iterable[_Parameter], config: ModelConfig) -> None:
-    """Raise ModelLoadError unless the checkpoint has exactly the tensors that the parameters need."""
-    unused = set(checkpoint.names)
-    for parameter in parameters:
+def _require_match(checkpoint: Checkpoint, wanted: Iterable[_Parameter], config: ModelConfig) -> list[_Parameter]:
+    """Return the parameters; raise ModelLoadError unless the checkpoint has exactly the tensors that they need.
+
+    Each is checked before the next is taken: a config may say that there are many more experts than are stored.
+    """
+    unused, parameters = set(checkpoint.names), []
+    for parameter in wanted:
+        parameters.append(parameter)
         for name, shard in parameter.parts:
             checkpoint.require(name, parameter.shape if shard is None else shard.stored_shape(parameter.shape))
             unused.discard(name)
@@ -149,6 +153,7 @@ def _require_match(checkpoint: Checkpoint, parameters: Iterable[_Parameter], con
             f"checkpoint '{checkpoint.path}' has {len(left)} tensors that a {config.architecture} does not, "
             f"'{left[0]}' for one; its config.json does not describe it: download both again"
         )
+    return parameters
 
 
 def _read_each(
@@ -205,5 +210,4 @@ def _assemble(
 
 
 def _new_tensor(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor to fill, whose memory the system has again when it is freed: malloc would keep some of it."""
-    return huge_zeros(tuple(shape), dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
+    return own_memory(tuple(shape), dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)

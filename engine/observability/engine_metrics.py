@@ -90,8 +90,8 @@ class EngineMetrics(EngineObserver):
         is_overload = isinstance(error, OverloadedError)
         self._sink.increment(REQUESTS_REJECTED, reason=error.param or ("overloaded" if is_overload else "invalid"))
 
-    def request_added(self, group: SequenceGroup) -> None:
-        self._times[group.request_id] = _RequestTimes(arrived=monotonic())
+    def request_added(self, group: SequenceGroup, arrived: float) -> None:
+        self._times[group.request_id] = _RequestTimes(arrived=arrived)
 
     def step_scheduled(self, output: SchedulerOutput) -> None:
         now = monotonic()

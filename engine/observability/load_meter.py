@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from time import perf_counter
 
@@ -56,7 +57,10 @@ class LoadMeter(EngineObserver):
         self._block_manager = block_manager
         self._backlog = backlog
         self._clock = clock
-        self._started = 0.0
+        self._started = self._finished = 0.0  # the last call of Engine.step, and the last step that was finished
+        self._launched: deque[tuple[SchedulerOutput, float]] = (
+            deque()
+        )  # the steps not finished, and when each was begun
         self._weighted_tokens = 0.0
         self._weighted_seconds = 0.0
 
@@ -90,7 +94,7 @@ class LoadMeter(EngineObserver):
             num_used_blocks=counts.used,
         )
 
-    def request_added(self, group: SequenceGroup) -> None:
+    def request_added(self, group: SequenceGroup, arrived: float) -> None:
         self.num_changes += 1
         self._backlog.add_group(group)
 
@@ -98,6 +102,8 @@ class LoadMeter(EngineObserver):
         self._started = self._clock()
 
     def step_scheduled(self, output: SchedulerOutput) -> None:
+        if not output.is_empty:
+            self._launched.append((output, self._started))
         for group in output.preempted:
             self._backlog.add_group(group)
         for group in output.admitted:
@@ -106,7 +112,13 @@ class LoadMeter(EngineObserver):
     def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
         self._backlog.advance()
         self.num_steps += 1
-        self._measure(output.num_tokens - output.num_draft_tokens, len(output.sequences))
+        launched = None
+        while launched is not output:  # steps before it have failed
+            launched, started = self._launched.popleft()
+        # A step that was launched while another one was in flight begins when that one is finished.
+        now, begun = self._clock(), max(started, self._finished)
+        self._finished = now
+        self._measure(output.num_tokens - output.num_draft_tokens, len(output.sequences), now - begun)
 
     def sequence_ended(self, sequence: Sequence) -> None:
         self._backlog.remove_sequence(sequence)
@@ -115,9 +127,8 @@ class LoadMeter(EngineObserver):
         self.num_changes += 1
         self._backlog.remove_group(group)
 
-    def _measure(self, num_tokens: int, num_sequences: int) -> None:
-        """Add the time since ``step_started`` to a mean; ``num_tokens`` were computed, draft tokens excluded."""
-        seconds = self._clock() - self._started
+    def _measure(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
+        """Add the time of a step to a mean; ``num_tokens`` were computed, draft tokens excluded."""
         num_prefill_tokens = num_tokens - num_sequences  # the last token of each sequence costs as much as a decode
         if seconds <= 0 or not num_sequences:
             return

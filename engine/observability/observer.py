@@ -24,8 +24,8 @@ class EngineObserver:
     def request_rejected(self, error: RequestError) -> None:
         """A request was rejected before it entered the queue. Any thread may call this."""
 
-    def request_added(self, group: SequenceGroup) -> None:
-        """A request is about to enter the queue."""
+    def request_added(self, group: SequenceGroup, arrived: float) -> None:
+        """A request is about to enter the queue. It has arrived at a time of the monotonic clock."""
 
     def step_started(self) -> None:
         """A step begins; the scheduler runs next."""
@@ -68,9 +68,9 @@ class EngineObservers(EngineObserver):
         for observer in self.members:
             observer.request_rejected(error)
 
-    def request_added(self, group: SequenceGroup) -> None:
+    def request_added(self, group: SequenceGroup, arrived: float) -> None:
         for observer in self.members:
-            observer.request_added(group)
+            observer.request_added(group, arrived)
 
     def step_started(self) -> None:
         for observer in self.members:

@@ -8,6 +8,7 @@ history of sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
+from copy import copy
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
@@ -24,7 +25,14 @@ from engine.sequence import Sequence
 __all__ = ["ListedTokens", "SamplingBatch"]
 
 _token_ids = attrgetter("token_ids")
+_num_pending = attrgetter("num_pending")
 _constants = attrgetter("params", "seed", "num_prompt_tokens", "stop_token_ids")
+
+
+def _lengths(sequences: Sequence_[Sequence]) -> npt.NDArray[np.int64]:
+    """Return the number of tokens of each sequence, with the pending one."""
+    known = np.fromiter((len(one.token_ids) for one in sequences), np.int64, len(sequences))
+    return known + np.fromiter(map(_num_pending, sequences), np.int64, len(sequences))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,7 @@ class SamplingBatch:
         sequences: one for each index of the logits.
         vocab_size: width of the logits.
         device: device of the logits.
-        num_candidates: how many of the most likely tokens top-p tries before it sorts the vocabulary.
+        num_candidates: how many of the most likely tokens top-p tries before it sorts the vocabulary; torch only.
         previous: the last batch, whose filters this one takes over; it must not be used any more.
     """
 
@@ -70,7 +78,7 @@ class SamplingBatch:
         self._device = device
         self._sequences = list(sequences)
         self._constants = list(map(_constants, sequences))
-        self._note_tokens(list(map(_token_ids, sequences)))
+        self._note_tokens(list(map(_token_ids, sequences)), _lengths(sequences))
         if previous is None:
             self.filters = build_filters(sequences, vocab_size, device)
         else:
@@ -90,13 +98,13 @@ class SamplingBatch:
         self.beam_indices_on_device = to_device(self.beam_indices, torch.int64, device)
         self.beam_min_tokens = MinTokens.build(beams, vocab_size, device)
 
-    def choose_sorted(self, logits: torch.Tensor, undecided: Sequence_[int]) -> torch.Tensor:
-        """Choose the tokens of sequences that ``TruncatedDraw.choose`` left undecided; see ``choose_sorted`` there."""
-        chooser = next(one for one in self.choosers if isinstance(one, TruncatedDraw))
-        return chooser.choose_sorted(logits, undecided)
+    def truncated_draw(self) -> TruncatedDraw | None:
+        """Return the chooser that may leave sequences undecided, as it is in this step; None if the batch has none."""
+        truncated = (one for one in self.choosers if isinstance(one, TruncatedDraw) and one.may_be_undecided)
+        return next(map(copy, truncated), None)
 
-    def _note_tokens(self, token_ids: list[list[int]]) -> None:
-        self._lengths = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
+    def _note_tokens(self, token_ids: list[list[int]], lengths: npt.NDArray[np.int64]) -> None:
+        self._lengths = lengths
         self._last_ids = list(map(itemgetter(-1), token_ids))
 
     def advance(self, sequences: Sequence_[Sequence]) -> bool:
@@ -107,18 +115,20 @@ class SamplingBatch:
         The new token is read from the sequence, so it can be another one than was sampled. The tokens before it are
         compared by their number and, where a filter depends on them, by the last one. If earlier tokens of a sequence
         are rewritten in place, the caller must call ``Sampler.reset``.
+
+        A pending token counts. No filter needs to know which one it is: the scheduler leaves a sequence whose filters
+        need its history out of the batch while its last token is pending.
         """
         if list(sequences) != self._sequences:  # by identity: they are kept alive here
             return False
-        token_ids = list(map(_token_ids, sequences))
-        lengths = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
+        token_ids, lengths = list(map(_token_ids, sequences)), _lengths(sequences)
         if list(map(_constants, sequences)) != self._constants:
             return False
         if not np.array_equal(lengths, self._lengths + 1) and not self._has_grown_by_drafts(lengths):
             return False
-        if self._needs_history and not self._continues(token_ids):
+        if self._needs_history and (any(map(_num_pending, sequences)) or not self._continues(token_ids)):
             return False
-        self._note_tokens(token_ids)
+        self._note_tokens(token_ids, lengths)
         new_ids = to_device(self._last_ids if self._needs_history else [], torch.int64, self._device)
         for one in self.filters:
             one.advance(new_ids)

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.device_copy import to_device
-from engine.sampling.noise import as_uint64, gumbel_noise, noise_keys
+from engine.sampling.noise import as_uint64, noise_keys
 from engine.sampling.ranking import top_tokens
 from engine.sequence import Sequence
 from kernels.argmax import argmax_rows
 from kernels.cpu import sampling as cpu_sampling
+from kernels.sampling.base import NO_TOKEN, Limits, SamplingOps
+from kernels.sampling.exact_math import noisy_logits, scores_of, total_weights, weights_of
+from kernels.sampling.select import select_sampling_ops
 
 __all__ = ["NO_TOKEN", "UNDECIDED", "Chooser", "Draw", "Greedy", "TruncatedDraw", "build_choosers", "only_finite"]
 
-# What stands for a token id:
-NO_TOKEN = -1  # the logits hold a NaN or infinity, or every token is forbidden
-UNDECIDED = -2  # the candidates do not suffice: see TruncatedDraw
+UNDECIDED = -2  # stands for a token id like NO_TOKEN: the candidates do not suffice; see TruncatedDraw
 
 
 class Chooser(ABC):
@@ -38,17 +40,24 @@ class Chooser(ABC):
     def __init__(self, indices: Sequence_[int], sequences: Sequence_[Sequence], device: torch.device) -> None:
         # int64 [n]; None for the whole batch
         self._indices = None if len(indices) == len(sequences) else to_device(indices, torch.int64, device)
+        self._ops = select_sampling_ops(device.type)
 
     def advance(self) -> None:  # noqa: B027  (a greedy choice does not depend on the position)
         """Advance by one step: every sequence has one more token."""
 
     def choose(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write the chosen tokens to ``tokens``, int64 [batch_size], or NO_TOKEN or UNDECIDED; change no logits."""
-        if self._indices is None:
+        if self._ops is not None:
+            self._choose_by(self._ops, logits, tokens)
+        elif self._indices is None:
             tokens.copy_(only_finite(*self._choose(logits)))
         else:
             picked = logits.index_select(0, self._indices)
             tokens.index_copy_(0, self._indices, only_finite(*self._choose(picked)))
+
+    @abstractmethod
+    def _choose_by(self, ops: SamplingOps, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Let the kernels of a GPU write the chosen tokens; none is left UNDECIDED."""
 
     @abstractmethod
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,19 +72,22 @@ def only_finite(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 class Greedy(Chooser):
     """The most likely token."""
 
+    def _choose_by(self, ops: SamplingOps, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        ops.argmax(tokens, logits, self._indices)
+
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return argmax_rows(logits)
 
 
 class Draw(Chooser):
-    """A draw from all tokens, or from those that min_p keeps."""
+    """A draw from all tokens; without the kernels of a GPU, also from those that min_p keeps."""
 
     def __init__(self, indices: Sequence_[int], sequences: Sequence_[Sequence], device: torch.device) -> None:
         super().__init__(indices, sequences, device)
         self._device = device
         served = [sequences[index] for index in indices]
         self._temperature = to_device([[s.params.temperature] for s in served], torch.float32, device)
-        # Off is -inf. The most likely token has the scaled logit 0.
+        # Off is -inf. The most likely token has the score 0.
         min_p = np.array([[s.params.min_p] for s in served], dtype=np.float32)
         with np.errstate(divide="ignore"):
             self._floor = to_device(np.log(min_p), torch.float32, device) if min_p.any() else None
@@ -83,30 +95,44 @@ class Draw(Chooser):
         self._positions = np.array([s.num_tokens for s in served], dtype=np.uint64)
 
     def advance(self) -> None:
-        self._positions += np.uint64(1)
+        self._positions = self._positions + np.uint64(1)  # not in place: a step in flight may have a copy of this
 
     def _keys(self) -> torch.Tensor:
         return to_device(noise_keys(self._seeds, self._positions), torch.int32, self._device)
 
-    def _scale(self, logits: torch.Tensor) -> torch.Tensor:
-        # Relative to the highest logit, or a tiny temperature would make several logits infinite.
-        return (logits - logits.amax(dim=1, keepdim=True)).div_(self._temperature)
+    def _choose_by(self, ops: SamplingOps, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        assert self._floor is None, "min_p is TruncatedDraw's on a GPU"
+        ops.draw(tokens, logits, self._indices, self._temperature, self._keys())
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = self._keys()
         if cpu_sampling.can_sample(logits):
-            return cpu_sampling.draw(logits, self._temperature, self._floor, self._keys())
-        return self._draw(self._scale(logits), self._floor, self._keys())
+            return cpu_sampling.draw(logits, self._temperature, self._floor, keys)
+        noisy = noisy_logits(logits, self._temperature, keys)
+        if self._floor is not None:
+            scores = scores_of(logits, self._temperature)
+            # Without a finite score no token can be chosen.
+            noisy = noisy.masked_fill_(scores < self._floor, -torch.inf) + scores.amax(dim=1, keepdim=True)
+        return argmax_rows(noisy)
 
-    @staticmethod
-    def _draw(
-        scaled: torch.Tensor, floor: torch.Tensor | None, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if floor is not None:
-            scaled = scaled.masked_fill_(scaled < floor, -torch.inf)
-        token_ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)
-        noisy = gumbel_noise(keys, token_ids).add_(scaled)
-        chosen = noisy.argmax(dim=1)
-        return noisy.gather(1, chosen[:, None]).squeeze(1), chosen
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The k most likely tokens of each row of logits, in order; of equal scores the smaller id comes first.
+
+    Attributes:
+        scores: (logit - the row's largest) / temperature, float32 [num_rows, k]; NaN if the largest is not finite.
+        token_ids: int64 [num_rows, k].
+        weights: e^score, as ``exact_math.weights_of`` returns it, float64 [num_rows, k].
+        noisy: logit + temperature * Gumbel noise, float32 [num_rows, k].
+        totals: of the weights of all tokens of the row, by ``exact_math.total_weights``, float64 [num_rows, 1].
+    """
+
+    scores: torch.Tensor
+    token_ids: torch.Tensor
+    weights: torch.Tensor
+    noisy: torch.Tensor
+    totals: torch.Tensor
 
 
 class TruncatedDraw(Draw):
@@ -114,11 +140,14 @@ class TruncatedDraw(Draw):
 
     Top-k keeps the k most likely tokens. Top-p then keeps the fewest of these whose renormalised probabilities sum to
     at least p. Min-p keeps tokens that are at least min_p times as likely as the most likely one, which is always kept.
-    Of equally likely tokens the smaller id counts as the more likely one.
+    Of equally likely tokens the smaller id counts as the more likely one. Probabilities are rounded to whole units
+    whose sums are exact (``weights_of``), so that all devices keep the same tokens.
 
-    These are few tokens nearly always, so ``choose`` looks at ``num_candidates`` of them. Where the candidates'
-    probabilities do not reach p, it leaves the sequence UNDECIDED, because only the device knows it at that time. Once
-    the host knows it too, ``choose_sorted`` sorts the whole vocabulary for those sequences.
+    A GPU's kernels find them by bisection (kernels/sampling/triton_truncation.py), and a CPU's among the most likely
+    ones (kernels/cpu/csrc/truncated_draw.c). In torch, since they are few tokens nearly always, ``choose`` looks at
+    ``num_candidates`` of them. Where the candidates' probabilities do not reach p, it leaves the sequence UNDECIDED,
+    because only the device knows it at that time. Once the host knows it too, ``choose_sorted`` sorts the whole
+    vocabulary for those sequences.
     """
 
     def __init__(
@@ -131,36 +160,31 @@ class TruncatedDraw(Draw):
     ) -> None:
         super().__init__(indices, sequences, device)
         self._num_candidates = num_candidates
+        self._vocab_size = vocab_size
         self._served = list(indices)
         params = [sequences[index].params for index in indices]
         top_k = [[p.top_k if 0 < p.top_k < vocab_size else vocab_size] for p in params]
-        self._top_k = to_device(top_k, torch.int64, device)
-        # Off is infinite: the rounded sum of all mass may reach 1 before the last token.
-        self._top_p = to_device([[p.top_p if p.top_p < 1.0 else np.inf] for p in params], torch.float32, device)
+        top_p = [[p.top_p if p.top_p < 1.0 else np.inf] for p in params]
+        floors = torch.full_like(self._temperature, -torch.inf) if self._floor is None else self._floor
+        self._limits = Limits(to_device(top_k, torch.int64, device), to_device(top_p, torch.float32, device), floors)
+
+    @property
+    def may_be_undecided(self) -> bool:
+        """Whether ``choose`` may leave a sequence UNDECIDED.
+
+        Torch may and C does not; which of them computes is not known before the logits are.
+        """
+        return self._ops is None
+
+    def _choose_by(self, ops: SamplingOps, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        ops.truncated_draw(tokens, logits, self._indices, self._temperature, self._keys(), self._limits)
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores, token_ids, log_totals = self._candidates(logits)
-        num_candidates = scores.shape[1]
-        ranks = torch.arange(num_candidates, device=scores.device)
-        # The probability of each candidate: among the tokens that top-k keeps if all these are candidates, else among
-        # the whole vocabulary.
-        scores.masked_fill_(ranks >= self._top_k, -torch.inf)
-        has_all_top_k = self._top_k <= num_candidates
-        mass = torch.where(has_all_top_k, scores.softmax(dim=1), (scores - log_totals).exp()).cumsum(dim=1)
-        _cut(scores, mass, self._top_p)
-        if self._floor is not None:
-            scores.masked_fill_(scores < self._floor, -torch.inf)
-        values, index = gumbel_noise(self._keys(), token_ids.int()).add_(scores).max(dim=1, keepdim=True)
-        is_decided = has_all_top_k | (mass[:, -1:] >= self._top_p)
-        chosen = token_ids.gather(1, index).masked_fill_(~is_decided, UNDECIDED)
-        return values.squeeze(1), chosen.squeeze(1)
-
-    def _candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the scaled logits and ids of the most likely tokens, and the logsumexp of all logits, [n, 1]."""
+        keys = self._keys()
         if cpu_sampling.can_sample(logits):
-            return cpu_sampling.top_candidates(logits, self._temperature, self._num_candidates)
-        scaled = self._scale(logits)
-        return *top_tokens(scaled, self._num_candidates), scaled.logsumexp(dim=1, keepdim=True)
+            return cpu_sampling.truncated_draw(logits, self._temperature, keys, self._limits)
+        candidates = self._candidates(logits, self._temperature, keys, self._num_candidates)
+        return self._choose_from(candidates, self._limits)
 
     def choose_sorted(self, logits: torch.Tensor, undecided: Sequence_[int]) -> torch.Tensor:
         """Choose the tokens of the sequences that ``choose`` left undecided in this step.
@@ -174,17 +198,33 @@ class TruncatedDraw(Draw):
         """
         own = to_device(np.searchsorted(self._served, undecided), torch.int64, self._device)
         logits = logits[to_device(undecided, torch.int64, self._device)]
-        scaled = (logits - logits.amax(dim=1, keepdim=True)).div_(self._temperature[own])
-        ordered, order = scaled.sort(dim=1, descending=True, stable=True)
-        ordered.masked_fill_(torch.arange(scaled.shape[1], device=scaled.device) >= self._top_k[own], -torch.inf)
-        _cut(ordered, ordered.softmax(dim=1).cumsum(dim=1), self._top_p[own])
-        kept = torch.empty_like(ordered).scatter_(1, order, ordered)
-        return only_finite(*self._draw(kept, None if self._floor is None else self._floor[own], self._keys()[own]))
+        candidates = self._candidates(logits, self._temperature[own], self._keys()[own], self._vocab_size)
+        limits = Limits(self._limits.top_k[own], self._limits.top_p[own], self._limits.floors[own])
+        return only_finite(*self._choose_from(candidates, limits))
 
+    @staticmethod
+    def _candidates(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, count: int) -> _Candidates:
+        scores = scores_of(logits, temperature)
+        highest, token_ids = top_tokens(scores, count)
+        noisy = noisy_logits(logits.gather(1, token_ids), temperature, keys, token_ids.int())
+        return _Candidates(highest, token_ids, weights_of(highest), noisy, total_weights(logits, temperature))
 
-def _cut(ordered: torch.Tensor, mass: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Exclude in place the tokens after the top_p of ``mass``, the running sum of the tokens' probabilities."""
-    ordered[:, 1:].masked_fill_(mass[:, :-1] >= top_p, -torch.inf)
+    def _choose_from(self, candidates: _Candidates, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose among the candidates of each sequence."""
+        top_k, scores, num_candidates = limits.top_k, candidates.scores, candidates.scores.shape[1]
+        is_kept = torch.arange(num_candidates, device=scores.device) < top_k
+        mass = (candidates.weights * is_kept).cumsum(dim=1)
+        has_all_top_k, is_whole = top_k <= num_candidates, top_k >= self._vocab_size
+        # Top-p is a share of what top-k keeps, which may be the whole vocabulary.
+        enough = limits.top_p.double() * torch.where(is_whole, candidates.totals, mass[:, -1:])
+        is_kept[:, 1:] &= mass[:, :-1] < enough
+        is_kept &= scores >= limits.floors
+        noisy = candidates.noisy.masked_fill(~is_kept, -torch.inf)
+        values, index = noisy.max(dim=1, keepdim=True)
+        is_decided = has_all_top_k | (is_whole & (mass[:, -1:] >= enough))
+        chosen = candidates.token_ids.gather(1, index).masked_fill_(~is_decided, UNDECIDED)
+        # Without a finite score no token can be chosen.
+        return (values + scores[:, :1]).squeeze(1), chosen.squeeze(1)
 
 
 def build_choosers(
@@ -192,13 +232,14 @@ def build_choosers(
 ) -> list[Chooser]:
     """Return choosers that serve every sequence of a batch but beams, which the beam search extends."""
     greedy, plain, truncated = [], [], []
+    min_p_truncates = select_sampling_ops(device.type) is not None  # C and torch draw as fast with min_p
     for index, sequence in enumerate(sequences):
         params = sequence.params
         if params.uses_beam_search:
             continue
         if params.is_greedy:
             greedy.append(index)
-        elif params.top_p < 1.0 or 0 < params.top_k < vocab_size:
+        elif params.top_p < 1.0 or 0 < params.top_k < vocab_size or (params.min_p > 0.0 and min_p_truncates):
             truncated.append(index)
         else:
             plain.append(index)

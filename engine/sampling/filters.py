@@ -15,12 +15,16 @@ from itertools import chain
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.device_copy import to_device
 from engine.sampling.token_rows import TokenRows
 from engine.sequence import Sequence
+from engine.structured_outputs.bitmask import forbidden_tokens
 from engine.thinking_budget import ENDED, NOT_STARTED
+from kernels.sampling.base import ANY_TOKEN
+from kernels.sampling.select import select_sampling_ops
 
 __all__ = ["LogitFilter", "MinTokens", "build_filters"]
 
@@ -37,17 +41,21 @@ def _add(logits: torch.Tensor, indices: torch.Tensor, token_ids: torch.Tensor, a
     logits.index_put_((indices, token_ids), logits[indices, token_ids] + amounts)
 
 
+def _bitmask(allowed: Sequence_[Sequence_[int]], vocab_size: int) -> npt.NDArray[np.int32]:
+    """Return a bitmask of each list of token ids, as ``fill_bitmask`` does of grammars."""
+    words = np.empty((len(allowed), -(-vocab_size // 32)), dtype=np.int32)
+    for row, token_ids in zip(words, allowed, strict=True):
+        is_allowed = np.zeros(32 * len(row), dtype=bool)
+        is_allowed[np.fromiter(token_ids, np.int64, len(token_ids))] = True
+        row[:] = np.packbits(is_allowed, bitorder="little").view(np.int32)
+    return words
+
+
 def _pairs(token_ids: Sequence_[Sequence_[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return for each of the concatenated token ids which list it comes from, and the ids, both int64."""
     lengths = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
     flat = np.fromiter(chain.from_iterable(token_ids), np.int64, int(lengths.sum()))
     return _ids(np.repeat(np.arange(len(token_ids)), lengths), device), _ids(flat, device)
-
-
-def _set(flags: torch.Tensor, pairs: tuple[torch.Tensor, torch.Tensor], value: bool) -> None:
-    """Set bool ``flags`` [n, vocab_size] at these pairs of indices."""
-    # flags[pairs] = value would copy the value from the host and wait for it.
-    flags.index_put_(pairs, flags.new_full((), value))
 
 
 class LogitFilter(ABC):
@@ -78,23 +86,27 @@ class LogitFilter(ABC):
 class AllowedTokens(LogitFilter):
     """allowed_token_ids: forbids every other token."""
 
-    def __init__(self, indices: torch.Tensor, forbidden: torch.Tensor) -> None:
+    def __init__(self, indices: torch.Tensor, bitmask: torch.Tensor, vocab_size: int) -> None:
         self._indices = indices  # int64 [n]
-        self._forbidden = forbidden  # bool [n, vocab_size]
+        self._ops = select_sampling_ops(indices.device.type)
+        self._bitmask = bitmask  # int32 [n, ceil(vocab_size / 32)]
+        # bool [n, vocab_size], for torch: unpacked once
+        self._forbidden = forbidden_tokens(bitmask, vocab_size) if self._ops is None else None
 
     @classmethod
     def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         indices = [index for index, s in enumerate(sequences) if s.params.allowed_token_ids is not None]
         if not indices:
             return None
-        forbidden = torch.ones(len(indices), vocab_size, dtype=torch.bool, device=device)
-        allowed = _pairs([sequences[index].params.allowed_token_ids or () for index in indices], device)
-        _set(forbidden, allowed, False)
-        return cls(_ids(indices, device), forbidden)
+        bitmask = _bitmask([sequences[index].params.allowed_token_ids or () for index in indices], vocab_size)
+        return cls(_ids(indices, device), to_device(bitmask, torch.int32, device), vocab_size)
 
     def apply(self, logits: torch.Tensor) -> None:
-        picked = logits.index_select(0, self._indices).masked_fill_(self._forbidden, -torch.inf)
-        logits.index_copy_(0, self._indices, picked)
+        if self._forbidden is not None:
+            picked = logits.index_select(0, self._indices).masked_fill_(self._forbidden, -torch.inf)
+            logits.index_copy_(0, self._indices, picked)
+        elif self._ops is not None:
+            self._ops.apply_bitmask(logits, self._indices, self._bitmask)
 
 
 class BadWords(LogitFilter):
@@ -103,7 +115,7 @@ class BadWords(LogitFilter):
     As in transformers, those may be in the prompt.
     """
 
-    _ANY, _NONE = -1, -2  # matches every token; is no token
+    _NONE = -2  # is no token
 
     def __init__(
         self,
@@ -113,13 +125,15 @@ class BadWords(LogitFilter):
         targets: torch.Tensor,
         pairs: tuple[torch.Tensor, torch.Tensor],
         tails: torch.Tensor,
+        last_tokens: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         self._indices = indices  # int64 [n]: indices of the batch
-        self._words = words  # int64 [num_words, longest - 1]: all but the last token, padded with _ANY on the left
+        self._words = words  # int64 [num_words, longest - 1]: all but the last token, padded with ANY_TOKEN on the left
         self._owners = owners  # int64 [num_words]: index into _indices
         self._targets = targets  # int64 [num_words]: index into _pairs of the word's last token
         self._pairs = pairs  # both int64 [num_pairs]: index of the batch and token id; words may share one
         self._tails = tails  # int64 [n, longest - 1]: last tokens, padded with _NONE on the left
+        self._last_tokens = last_tokens  # both int64 [num_words]: the same as the pairs, of each word
         self.needs_history = words.shape[1] > 0  # words of one token never change
 
     @classmethod
@@ -136,15 +150,20 @@ class BadWords(LogitFilter):
         pairs = {pair: number for number, pair in enumerate(dict.fromkeys(last_tokens))}
         return cls(
             indices=_ids(indices, device),
-            words=_ids([[cls._ANY] * (width + 1 - len(word)) + list(word[:-1]) for _, word in words], device),
+            words=_ids([[ANY_TOKEN] * (width + 1 - len(word)) + list(word[:-1]) for _, word in words], device),
             owners=_ids([owner for owner, _ in words], device),
             targets=_ids([pairs[pair] for pair in last_tokens], device),
             pairs=(_ids([index for index, _ in pairs], device), _ids([token_id for _, token_id in pairs], device)),
             tails=_ids([[cls._NONE] * (width - len(tail)) + tail for tail in tails], device),
+            last_tokens=(_ids([i for i, _ in last_tokens], device), _ids([token for _, token in last_tokens], device)),
         )
 
     def apply(self, logits: torch.Tensor) -> None:
-        equal = (self._words == self._tails[self._owners]) | (self._words == self._ANY)
+        ops = select_sampling_ops(logits.device.type)
+        if ops is not None:
+            ops.forbid_words(logits, *self._last_tokens, self._words, self._owners, self._tails)
+            return
+        equal = (self._words == self._tails[self._owners]) | (self._words == ANY_TOKEN)
         penalty = torch.zeros(len(equal), device=logits.device).masked_fill_(equal.all(dim=1), -torch.inf)
         # Added up, because two words may have the same last token and only one of them may match.
         _add(
@@ -180,7 +199,12 @@ class MinTokens(LogitFilter):
         return cls(_ids(indices, device)[owners], token_ids, counts[owners], most)
 
     def apply(self, logits: torch.Tensor) -> None:
-        if self._most_missing > 0:
+        ops = select_sampling_ops(logits.device.type)
+        if self._most_missing <= 0:
+            return
+        if ops is not None:
+            ops.forbid_tokens(logits, self._indices, self._token_ids, self._missing)
+        else:
             penalty = torch.zeros(len(self._indices), device=logits.device)
             penalty.masked_fill_(self._missing > 0, -torch.inf)
             _add(logits, self._indices, self._token_ids, penalty)
@@ -207,7 +231,9 @@ class LogitBias(LogitFilter):
         return cls(indices, token_ids, to_device(values, torch.float32, device))
 
     def apply(self, logits: torch.Tensor) -> None:
-        _add(logits, self._indices, self._token_ids, self._biases)
+        ops = select_sampling_ops(logits.device.type)
+        add = _add if ops is None else ops.add_biases
+        add(logits, self._indices, self._token_ids, self._biases)
 
 
 class RepetitionPenalty(LogitFilter):
@@ -233,6 +259,10 @@ class RepetitionPenalty(LogitFilter):
         return bool(served)
 
     def apply(self, logits: torch.Tensor) -> None:
+        ops = select_sampling_ops(logits.device.type)
+        if ops is not None:
+            ops.penalise_repetition(logits, self._seen.indices, self._seen.values, self._penalties)
+            return
         picked = logits.index_select(0, self._seen.indices)
         penalised = torch.where(picked > 0, picked / self._penalties, picked * self._penalties)
         logits.index_copy_(0, self._seen.indices, torch.where(self._seen.values, penalised, picked))
@@ -269,7 +299,10 @@ class OutputPenalties(LogitFilter):
         return bool(served)
 
     def apply(self, logits: torch.Tensor) -> None:
-        counts = self._counts.values
+        counts, ops = self._counts.values, select_sampling_ops(logits.device.type)
+        if ops is not None:
+            ops.penalise_counts(logits, self._counts.indices, counts, self._frequency, self._presence)
+            return
         picked = logits.index_select(0, self._counts.indices)
         picked -= self._frequency * counts
         picked -= self._presence * (counts > 0)

@@ -1,8 +1,9 @@
-"""Gumbel noise as a pure function of (seed, position, token), which makes sampling reproducible.
+"""The keys of Gumbel noise, which is a pure function of (seed, position, token): it makes sampling reproducible.
 
-The Gumbel-max trick (Gumbel, 1954): add standard Gumbel noise to the logits, and the argmax is a draw from their
-softmax. The noise of token v is a hash of the sequence's seed, the position of the next token, and v. There is no
-generator with a state, so the same seed gives the same tokens in any batch, after a preemption, and on another replica.
+The Gumbel-max trick (Gumbel, 1954): add standard Gumbel noise, times the temperature, to the logits, and the argmax is
+a draw from the softmax of the logits divided by the temperature. The noise of token v is a hash of the sequence's seed,
+the position of the next token, and v: ``gumbel_noise`` in kernels/sampling/exact_math.py. There is no generator with a
+state, so the same seed gives the same tokens in any batch, after a preemption, and on another replica.
 
 In another batch the logits differ in their last bits. That changes a draw only if two noisy logits are equally close;
 inverting a cumulative sum would move all its boundaries.
@@ -14,9 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-__all__ = ["as_uint64", "gumbel_noise", "noise_keys"]
+__all__ = ["as_uint64", "noise_keys"]
 
 
 def as_uint64(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
@@ -35,26 +35,3 @@ def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64])
             z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             z = z ^ (z >> np.uint64(31))
     return z.view(np.int32).reshape(-1, 2)
-
-
-def _as_int32(constant: int) -> int:
-    return constant - 2**32 if constant >= 2**31 else constant
-
-
-def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise, float32 [n, tokens], from int32 ``keys`` [n, 2].
-
-    ``token_ids`` is int32, [tokens] or [n, tokens]. Each number comes from MurmurHash3's 32-bit finaliser, keyed
-    before and within; products wrap.
-    """
-    x = token_ids * _as_int32(0x9E3779B1)
-    x = x + keys[:, :1]
-    x ^= (x >> 16) & 0xFFFF  # the mask makes the shift a logical one
-    x *= _as_int32(0x85EBCA6B)
-    x += keys[:, 1:]
-    x ^= (x >> 13) & 0x7FFFF
-    x *= _as_int32(0xC2B2AE35)
-    x ^= (x >> 16) & 0xFFFF
-    # 23 bits plus a half: exact in float32, and never 0 or 1.
-    uniform = ((x >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_().log_().neg_()

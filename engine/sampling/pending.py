@@ -29,9 +29,10 @@ class PendingTokens:
     """The chosen tokens, their log-probabilities and the beams' candidates, not yet read by the host.
 
     Args:
-        batch: the parameters; it must not advance before ``finish``.
-        logits: float32 [batch_size, vocab_size], from which the tokens were chosen; not to change before ``finish``.
-        tokens: int64 [batch_size], as the choosers wrote them.
+        batch: the parameters. It may advance before ``finish``, to the next step.
+        logits: float32 [batch_size, vocab_size], from which the tokens were chosen. Kept if a token may be undecided,
+            and then not to change before ``finish``.
+        tokens: int64 [batch_size], as the choosers wrote them: ``on_device``.
         raw_logprobs: the model's own log-probabilities of the batch's ``logprob_indices``, [n, vocab_size].
         beams: the scores and ids of the most likely tokens of the batch's ``beam_indices``, both [num_beams, k].
     """
@@ -45,9 +46,12 @@ class PendingTokens:
         beams: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
         self._batch = batch
-        self._logits = logits
+        self._truncated_draw = batch.truncated_draw()
+        # Elsewhere the memory is free for the next step, which may start before this one is finished.
+        self._logits = None if self._truncated_draw is None else logits
+        self._raw_logprobs = None if self._truncated_draw is None else raw_logprobs
+        self.on_device = tokens
         self._tokens = start_to_host(tokens)
-        self._raw_logprobs = raw_logprobs
         self._logprobs = None
         if raw_logprobs is not None:
             own = tokens[batch.logprob_indices_on_device].clamp_(min=0)  # without a token, any one's
@@ -70,12 +74,15 @@ class PendingTokens:
             logprobs = None
         else:
             logprobs = dict(zip(self._batch.logprob_indices, self._logprobs.to_lists(), strict=True))
-        if min(token_ids) == UNDECIDED:
-            self._decide(token_ids, logprobs or {}, wait)
+        undecided = [index for index, token_id in enumerate(token_ids) if token_id == UNDECIDED]
+        if undecided:
+            self._decide(undecided, token_ids, logprobs or {}, wait)
         if logprobs is not None:
             self._add_listed(logprobs)
         in_order = None if logprobs is None else [logprobs.get(index) for index in range(len(token_ids))]
-        return _without_failed(token_ids, in_order, self._beam_candidates())
+        sampled = _without_failed(token_ids, in_order, self._beam_candidates())
+        sampled.chosen_late = undecided
+        return sampled
 
     def _add_listed(self, logprobs: dict[int, TokenLogprobs]) -> None:
         """Add the tokens of ``logprob_token_ids``."""
@@ -83,10 +90,17 @@ class PendingTokens:
             for position, found in zip(self._batch.listed.indices, self._listed.to_lists(), strict=True):
                 logprobs[self._batch.logprob_indices[position]].update(found)
 
-    def _decide(self, token_ids: list[int], logprobs: dict[int, TokenLogprobs], wait: Callable[[], None]) -> None:
+    def _decide(
+        self,
+        undecided: list[int],
+        token_ids: list[int],
+        logprobs: dict[int, TokenLogprobs],
+        wait: Callable[[], None],
+    ) -> None:
         """Choose the tokens that were left undecided; replace them in ``token_ids``, and their ``logprobs``."""
-        undecided = [index for index, token_id in enumerate(token_ids) if token_id == UNDECIDED]
-        tokens = self._batch.choose_sorted(self._logits, undecided)
+        assert self._truncated_draw is not None
+        assert self._logits is not None
+        tokens = self._truncated_draw.choose_sorted(self._logits, undecided)
         on_host, ranked = start_to_host(tokens), None
         with_logprobs = [index for index in undecided if index in logprobs]
         if with_logprobs and self._raw_logprobs is not None:

@@ -23,6 +23,7 @@ from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence, SequenceGroup
 from engine.structured_outputs.bitmask import apply_bitmask
 from kernels.argmax import argmax_rows
+from kernels.sampling.select import select_sampling_ops
 
 __all__ = ["NO_TOKEN", "Sampler"]
 
@@ -35,13 +36,14 @@ class Sampler:
     Args:
         vocab_size: width of the logits.
         device: device of the logits.
-        num_candidates: how many of the most likely tokens top-p tries before it sorts the vocabulary.
+        num_candidates: how many of the most likely tokens top-p tries before it sorts the vocabulary; torch only.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, *, num_candidates: int = NUM_CANDIDATES) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._num_candidates = num_candidates
+        self._ops = select_sampling_ops(device.type)
         self._batch: SamplingBatch | None = None
 
     def reset(self) -> None:
@@ -116,16 +118,25 @@ class Sampler:
         Returns:
             int64 [n] on the host, to be read after ``wait_for_device``.
         """
-        return start_to_host(only_finite(*argmax_rows(logits)))
+        if self._ops is None:
+            return start_to_host(only_finite(*argmax_rows(logits)))
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        self._ops.argmax(tokens, logits, None)
+        return start_to_host(tokens)
 
     def warm_up_prompt_logprobs(self, logits: torch.Tensor) -> None:
         """Compute as many log-probabilities from ``logits`` [n, vocab_size] as requests can ask for."""
         token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         self.prompt_logprobs(logits, token_ids, [MAX_LOGPROBS] * len(logits))
 
+    def warm_up_kernels(self, logits: torch.Tensor) -> None:
+        """Compile the kernels of a GPU, for logits [n, vocab_size] as steps have them."""
+        if self._ops is not None:
+            self._ops.warm_up(logits)
+
     def warm_up(self, num_sequences: int) -> None:
         """Sample ``num_sequences`` sequences once, with every parameter that takes memory."""
-        # Equal logits, and more allowed tokens than top-p has candidates, so that it sorts the vocabulary.
+        # Equal logits, and more allowed tokens than top-p has candidates: a CPU then sorts the vocabulary.
         logits = torch.zeros(num_sequences, self._vocab_size, device=self._device)
         params = SamplingParams(
             temperature=0.5,

@@ -1,7 +1,7 @@
 """Admission: which waiting requests start in a step.
 
-They start in order of priority and arrival, while tokens, slots and blocks last. A request starts only if the pool has
-room for all its known tokens. With room for its first chunk alone, it would soon be preempted again.
+They start in order of priority, turn and arrival, while tokens, slots and blocks last. A request starts only if the
+pool has room for all its known tokens. With room for its first chunk alone, it would soon be preempted again.
 """
 
 from __future__ import annotations

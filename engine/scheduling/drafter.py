@@ -84,7 +84,7 @@ class Drafter:
             was_finished = sequence.is_finished
             num_accepted = 0 if was_finished else _append_accepted(sequence, draft, sampled.after_drafts[sequence])
             output.num_accepted[sequence] = num_accepted
-            sequence.num_computed_tokens -= len(draft) - num_accepted
+            sequence.num_computed_tokens += num_accepted
             self._blocks.free_draft_blocks(sequence)
             if sequence.is_finished and not was_finished:
                 ended.append(sequence)

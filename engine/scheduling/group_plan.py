@@ -27,7 +27,7 @@ def plan_group(members: list[Sequence], max_chunk: int, block_manager: BlockMana
     """
     prefill = next((one for one in members if not _can_decode(one)), None)
     if prefill is None:
-        return [Growth(one, one.num_tokens) for one in members]
+        return [Growth(one, one.num_computed_tokens if one.awaits_token else one.num_tokens) for one in members]
     others_can_decode = all(one is prefill or _can_decode(one) for one in members)
     is_search = prefill.group.beams is not None
     match = None if prefill.block_table else block_manager.match_prefix(prefill)
@@ -40,7 +40,7 @@ def plan_group(members: list[Sequence], max_chunk: int, block_manager: BlockMana
         if one is prefill:
             growths.append(Growth(one, end, match))
         else:
-            decodes = _can_decode(one) and not others_wait
+            decodes = _can_decode(one) and not others_wait and not one.awaits_token
             growths.append(Growth(one, one.num_computed_tokens + decodes))
     return growths
 

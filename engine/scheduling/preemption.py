@@ -1,7 +1,7 @@
 """Preemption: which running request returns to the waiting queue when blocks run out, and what becomes of its blocks.
 
-The request of the lowest priority, then the latest arrival, is preempted first. Its blocks are swapped to the host pool
-if they all fit there. Otherwise they are freed, and its tokens are computed again; full blocks stay in the prefix cache
+The request of the lowest priority, then the latest turn, is preempted first. Its blocks are swapped to the host pool if
+they all fit there. Otherwise they are freed, and its tokens are computed again; full blocks stay in the prefix cache
 until they are evicted.
 """
 

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 __all__ = ["PrefillPace"]
 
+# Prefill tokens of a step beside decodes when many prompts wait: at least so many, as a step of a small model costs as
+# much as ten tokens besides, and so many times free_tokens, of whose time reading the weights takes a twelfth.
+_CROWD_TOKENS, _CROWD_STEP = 128, 12
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillPace:
@@ -28,14 +32,16 @@ class PrefillPace:
     free_tokens: int
     slowdown: float
 
-    def step_tokens(self, num_decodes: int, num_prefills: int) -> int | None:
-        """Return the most tokens of a step, decodes included; None for no limit.
+    def step_tokens(self, num_decodes: int, num_prefills: int) -> int:
+        """Return the most tokens of a step, decodes included.
 
         Args:
             num_decodes: sequences that decode, at least one.
-            num_prefills: requests whose prompts are computed or could start. If they outnumber the decodes, there is
-                no limit: it would delay the many prompts several times as long as it saves for the few decodes.
+            num_prefills: requests whose prompts are computed or could start. If they outnumber the decodes, a limit by
+                ``slowdown`` would delay the many prompts several times as long as it saves for the few decodes. So a
+                step is only so short that a request that comes meanwhile need not wait long for it.
         """
+        paced = int(self.slowdown * max(self.free_tokens, num_decodes))
         if num_prefills > num_decodes:
-            return None
-        return int(self.slowdown * max(self.free_tokens, num_decodes))
+            return max(paced, num_decodes + max(_CROWD_TOKENS, _CROWD_STEP * self.free_tokens))
+        return paced

@@ -2,8 +2,9 @@
 
 The queue is limited by its number of requests and by their prompt tokens that are not computed yet. A request that
 exceeds a limit is rejected, unless rejecting waiting requests of lower priority makes room for it. The lowest priority
-and then the latest arrival is rejected first. A request that has started, here or on another replica, is never rejected
-to make room, and a resumed request is not checked against the limits: the client may already have seen its tokens.
+and then the last one to start is rejected first. A request that has started, here or on another replica, is never
+rejected to make room, and a resumed request is not checked against the limits: the client may already have seen its
+tokens.
 
 This module knows the queue and its backlog. It knows no threads and no clock.
 """

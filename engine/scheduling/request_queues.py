@@ -1,7 +1,7 @@
 """RequestQueues: the waiting queue and the running batch of one engine.
 
-Both are ordered by (priority, arrival). The sequences of a request run, are preempted and resume together. A running
-request has one slot of the batch for each of its sequences, also for those that fork later.
+Both are ordered by (priority, turn, arrival). The sequences of a request run, are preempted and resume together. A
+running request has one slot of the batch for each of its sequences, also for those that fork later.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import insort
 
 from engine.kv.block_manager import BlockManager
+from engine.scheduling.client_turns import ClientTurns
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 __all__ = ["RequestQueues"]
@@ -28,6 +29,7 @@ class RequestQueues:
         self.waiting: list[SequenceGroup] = []  # the request that starts next is the last element
         self.running: list[Sequence] = []  # highest priority first; the sequences of a group are adjacent
         self.num_swapped = 0  # waiting groups whose blocks are in the host pool
+        self._turns = ClientTurns()
         self.num_used_slots = 0  # of the running groups, their future forks included
         self.may_have_groups = False  # whether groups of several sequences may be running
 
@@ -38,13 +40,15 @@ class RequestQueues:
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group that is new or was preempted."""
-        insort(self.waiting, group, key=lambda other: (other.priority, -other.arrival))
+        self._turns.join(group)
+        insort(self.waiting, group, key=lambda other: (other.priority, -other.turn, -other.arrival))
         self.num_swapped += group.status is SequenceStatus.SWAPPED
 
     def start(self, group: SequenceGroup) -> int:
         """Move the next waiting group to the batch; return the index of its first sequence there."""
         assert self.waiting[-1] is group
         self.waiting.pop()
+        self._turns.leave(group, starts=True)
         self.num_swapped -= group.status is SequenceStatus.SWAPPED
         index = len(self.running)
         while index and self.running[index - 1].group.priority_key > group.priority_key:
@@ -92,6 +96,7 @@ class RequestQueues:
         group = sequence.group
         if len(group.unfinished) == 1:
             self.waiting.remove(group)
+            self._turns.leave(group, starts=False)
             self.num_swapped -= sequence.status is SequenceStatus.SWAPPED
         elif group.is_forked and group.beams is None:
             group.num_slots -= 1

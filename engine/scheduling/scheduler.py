@@ -1,13 +1,21 @@
 """Scheduler: which sequences compute how many tokens in the next step, and which are preempted when blocks run out.
 
-Requests are ordered by (priority, arrival). Running ones are scheduled first, then waiting ones as far as the token
-budget, the slots of the batch and the blocks allow. At most ``min(max_num_seqs, max_num_batched_tokens)`` sequences run
-at once. Every step reserves one token for each of them, and prefill chunks get the rest of the budget in order of
-priority. So neither a long prompt nor many decodes starve the others. When a running sequence needs a block
-and none is free, the request of the lowest priority is preempted (preemption.py).
+Requests are ordered by (priority, turn, arrival); the turns of one client are in the order of their arrival. Running
+ones are scheduled first, then waiting ones as far as the token budget, the slots of the batch and the blocks allow. At
+most ``min(max_num_seqs, max_num_batched_tokens)`` sequences run at once. Every step reserves one token for each of
+them, and prefill chunks get the rest of the budget in order of priority. So neither a long prompt nor many decodes
+starve the others. When a running sequence needs a block and none is free, the request of the lowest priority is
+preempted (preemption.py).
 
 The sequences of a request run, are preempted and resume together. After a recomputation they start one after the other
 (group_plan.py). Draft tokens may use the tokens and blocks that are left at the end (drafter.py).
+
+A step may be scheduled while the one before is in flight: launched, and its sampled tokens not known. ``launch`` counts
+what a step computes, and each token that it samples as pending; the next step computes the pending tokens, which the
+device has. A sequence that the host must know the token of first, or whose last token it is, waits for it. Whatever
+ends while a step is in flight is freed at once: the device works in the order of the launches, so a later step cannot
+overwrite blocks that this one reads. ``collect`` drops what the step samples for it. No request is preempted while a
+step is in flight: a sequence without a block waits until the step is collected, which may free blocks.
 
 Continuous batching is Orca's (Yu et al., 2022), chunked prefill Sarathi-Serve's (Agrawal et al., 2024). This module
 knows no tensors and no clock.
@@ -70,6 +78,9 @@ class Scheduler:
         self._preemption = Preemption(self.queues)
         self._admission = Admission(self.queues)
         self._needs_scheduling: list[Sequence] = []  # see _sequences_to_schedule
+        self._has_idle = False  # whether running sequences were left out of the last step
+        self._in_flight = False  # whether a step was launched and is not collected
+        self._any_awaits_token = False
 
     @property
     def has_unfinished(self) -> bool:
@@ -93,12 +104,12 @@ class Scheduler:
         self.queues.add(group)
 
     def abort(self, group: SequenceGroup, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request between two steps and free its blocks."""
+        """End a request, no step being scheduled, and free its blocks."""
         for sequence in group.unfinished:
             self.end_sequence(sequence, reason)
 
     def end_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence between two steps; its request continues if it has others."""
+        """End one sequence, no step being scheduled; its request continues if it has others."""
         if sequence.status is SequenceStatus.RUNNING:
             self.queues.end_running(sequence)
         else:
@@ -112,24 +123,73 @@ class Scheduler:
         """Choose the next step's batch and allocate its blocks; empty if nothing is unfinished."""
         max_tokens = self._max_step_tokens()
         step = StepBuilder(self.queues, max_tokens, self._chunk_limit)
+        if self._any_awaits_token:
+            for index, sequence in enumerate(self.running):
+                if sequence.awaits_token:
+                    step.leave_idle(index)
         self._schedule_running(step)
-        blocks_ran_out = bool(step.output.preempted)
+        blocks_ran_out = bool(step.output.preempted) or step.output.lacks_blocks
         if self.waiting and not blocks_ran_out:
             self._admission.start_waiting(step, self.max_num_batched_tokens - max_tokens)
         if self.drafter is not None and not blocks_ran_out:
             self.drafter.add_drafts(step)
-        return step.build()
+        output = step.build()
+        self._has_idle = len(output.sequences) < len(self.running)
+        return output
 
     def update(self, output: SchedulerOutput, sampled: SampledTokens) -> list[Sequence]:
-        """Update the sequences and queues after a step was computed.
+        """Update the sequences and queues after a step that was computed while no other one was in flight.
 
         Returns:
             The sequences that sampled a token or ended without one; the blocks of those that ended are freed. The first
             sequence of a beam search represents all its beams.
         """
         self._advance_computed(output)
-        for fork in output.forks:
-            self.queues.add_fork(fork.group.sequences[0], fork)
+        return self._apply(output, sampled)[0]
+
+    def launch(self, output: SchedulerOutput) -> None:
+        """Update the sequences and queues for a step in flight; the one before must have been collected."""
+        self._advance_computed(output)
+        self._in_flight = True
+        for sequence in output.sampling:
+            if sequence not in output.cancelled:
+                sequence.num_pending = 1
+                if self._must_know_token(sequence):
+                    sequence.awaits_token = self._any_awaits_token = True
+
+    def collect(
+        self, output: SchedulerOutput, sampled: SampledTokens, following: SchedulerOutput | None = None
+    ) -> list[Sequence]:
+        """Update the sequences and queues when the tokens of a step in flight are known.
+
+        Args:
+            output: the step.
+            sampled: its tokens.
+            following: the step that was scheduled meanwhile, and is to be launched.
+
+        Returns:
+            As ``update``.
+        """
+        self._in_flight = self._any_awaits_token = False
+        for sequence in output.sampling:
+            sequence.num_pending, sequence.awaits_token = 0, False
+        _drop_wasted(output, sampled)
+        chosen_late = [output.sampling[position] for position in sampled.chosen_late]
+        updated, ended = self._apply(output, sampled)
+        if following is not None:
+            following.cancelled.update(ended, chosen_late)
+        return updated
+
+    def _must_know_token(self, sequence: Sequence) -> bool:
+        """Whether the next step must not compute a sequence's pending token: it is the last, or the host needs it."""
+        return (
+            sequence.num_tokens >= sequence.max_total_tokens
+            or sequence.needs_known_tokens
+            or (self.drafter is not None and sequence.is_plain_greedy)
+        )
+
+    def _apply(self, output: SchedulerOutput, sampled: SampledTokens) -> tuple[list[Sequence], list[Sequence]]:
+        """Append what a step has sampled; return the sequences with a new token or an end, and those that ended."""
         if sampled.failed and sampled.beams:
             fail_searches(output.sampling, sampled)
         ended = apply_sampled(output.sampling, sampled)
@@ -141,7 +201,7 @@ class Scheduler:
         if sampled.beams:
             updated = advance_searches(output.sampling, sampled.beams, self.queues)
         self._forget_ended()
-        return updated + output.dropped if output.dropped else updated
+        return (updated + output.dropped if output.dropped else updated), ended
 
     # --- running sequences --------------------------------------------------------------------------------------
 
@@ -155,26 +215,41 @@ class Scheduler:
             return budget
         could_start = min(len(self.waiting), self.num_free_slots)
         paced = self._pace.step_tokens(num_decodes, num_running - num_decodes + could_start)
-        return budget if paced is None else min(budget, max(paced, self.queues.num_used_slots + 1))
+        return min(budget, max(paced, self.queues.num_used_slots + 1))
 
     def _schedule_running(self, step: StepBuilder) -> None:
         """Schedule the running sequences, the highest priority first.
 
         Most decode within their last block. They need nothing here: StepBuilder has reserved one token for each.
         """
-        blocks, planned = self.block_manager, None
+        planned = None
         for sequence in self._sequences_to_schedule():
             group = sequence.group
             if group is planned or sequence.status is not SequenceStatus.RUNNING:  # ended or preempted meanwhile
                 continue
-            num_tokens = len(sequence.token_ids)
+            num_tokens = sequence.num_tokens
             if sequence.is_single and num_tokens == sequence.num_computed_tokens + 1:
-                num_lacking = int(num_tokens > len(sequence.block_table) * blocks.block_size)
-                if not num_lacking or self._preemption.make_room(num_lacking, group, step):
-                    blocks.allocate(sequence, num_tokens)
+                if not sequence.awaits_token:
+                    self._schedule_decode(sequence, step)
             else:
                 planned = group
                 self._schedule_group(sequence, step)
+
+    def _schedule_decode(self, sequence: Sequence, step: StepBuilder) -> None:
+        """Allocate the block of a sequence's last token if it is the first in it, unless the sequence is preempted."""
+        blocks, num_tokens = self.block_manager, sequence.num_tokens
+        num_lacking = int(num_tokens > len(sequence.block_table) * blocks.block_size)
+        if self._in_flight and num_lacking > blocks.num_free_blocks:
+            self._wait_for_blocks([sequence], step)
+        elif not num_lacking or self._preemption.make_room(num_lacking, sequence.group, step):
+            blocks.allocate(sequence, num_tokens)
+
+    def _wait_for_blocks(self, members: list[Sequence], step: StepBuilder) -> None:
+        """Leave the sequences of a group out of a step, because only the end of the step in flight can make room."""
+        first = self.running.index(members[0])
+        for index in range(first, first + len(members)):
+            step.leave_idle(index)
+        step.output.lacks_blocks = True
 
     def _schedule_group(self, first: Sequence, step: StepBuilder) -> None:
         """Schedule the sequences of the group whose first sequence is ``first``, unless the group is preempted.
@@ -185,6 +260,9 @@ class Scheduler:
         members = [first] if first.is_single else [one for one in self.running if one.group is group]
         growths = plan_group(members, step.max_chunk(), blocks)
         while blocks.num_blocks_to_grow(growths) > blocks.num_free_blocks:
+            if self._in_flight:
+                self._wait_for_blocks(members, step)
+                return
             if not self._preemption.preempt_for(group, step):
                 return
             growths = plan_group(members, step.max_chunk(), blocks)
@@ -194,20 +272,26 @@ class Scheduler:
         """Return the running sequences that need blocks or a plan, the highest priority first.
 
         ``_advance_computed`` collects them. With groups of several sequences the list is rebuilt, because forks and
-        beams change the batch too.
+        beams change the batch too, and so it is after a step that left sequences out.
         """
-        if self.queues.may_have_groups:
+        if self.queues.may_have_groups or self._has_idle:
             self._needs_scheduling = [one for one in self.running if one.num_computed_tokens >= one.next_block_boundary]
             self.queues.may_have_groups = any(not one.is_single for one in self.running)
         return self._needs_scheduling
 
     def _advance_computed(self, output: SchedulerOutput) -> None:
-        """Count the tokens of a step as computed, and collect the sequences that need scheduling in the next one."""
+        """Count the tokens of a step as computed, but draft tokens; collect who needs scheduling in the next step."""
         self._needs_scheduling = needs_scheduling = []
         for sequence, num_new in zip(output.sequences, output.num_new_tokens, strict=True):
+            if sequence in output.cancelled:
+                continue
             sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + num_new
             if num_computed >= sequence.next_block_boundary:
                 needs_scheduling.append(sequence)
+        for sequence, draft in output.drafts.items():
+            sequence.num_computed_tokens -= len(draft)
+        for fork in output.forks:
+            self.queues.add_fork(fork.group.sequences[0], fork)
 
     def _forget_ended(self) -> None:
         """Release references to ended requests, which would stay in memory while the engine is idle."""
@@ -215,3 +299,16 @@ class Scheduler:
             self._needs_scheduling = []
         if not self.waiting:
             self._admission.forget()
+
+
+def _drop_wasted(output: SchedulerOutput, sampled: SampledTokens) -> None:
+    """Drop what a step has sampled for sequences that had ended, or that it had given a wrong token."""
+    kept = [
+        position
+        for position, sequence in enumerate(output.sampling)
+        if not (sequence.is_finished or sequence in output.cancelled)
+    ]
+    output.num_wasted = len(output.sampling) - len(kept)
+    if output.num_wasted:
+        output.sampling = [output.sampling[position] for position in kept]
+        sampled.keep(kept)

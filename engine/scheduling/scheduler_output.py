@@ -34,6 +34,10 @@ class SchedulerOutput:
     admitted: list[SequenceGroup] = field(default_factory=list)  # started in this step
     preempted: list[SequenceGroup] = field(default_factory=list)
     dropped: list[Sequence] = field(default_factory=list)  # ended, since the pool cannot hold all answers of a request
+    lacks_blocks: bool = False  # a sequence waits for blocks: no step may be in flight when the next one is scheduled
+    # Those in the batch whose last token, now known, is not as the step assumed: it has ended them, or is another one.
+    cancelled: set[Sequence] = field(default_factory=set)
+    num_wasted: int = 0  # tokens that were sampled for sequences that had ended or were cancelled; set after the step
 
     @property
     def is_empty(self) -> bool:
@@ -62,6 +66,17 @@ class SampledTokens:
     prompt_logprobs: list[tuple[SequenceGroup, list[TokenLogprobs]]] = field(default_factory=list)
     # The most likely token after each draft token; shorter where the logits give none.
     after_drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    chosen_late: list[int] = field(default_factory=list)  # positions whose token the host chose after the step
+
+    def keep(self, positions: list[int]) -> None:
+        """Keep what these positions sampled, ascending, and drop all else."""
+        new = {position: index for index, position in enumerate(positions)}
+        self.token_ids = [self.token_ids[position] for position in positions]
+        if self.logprobs is not None:
+            self.logprobs = [self.logprobs[position] for position in positions]
+        self.beams = {new[position]: one for position, one in self.beams.items() if position in new}
+        self.failed = {new[position]: reason for position, reason in self.failed.items() if position in new}
+        self.chosen_late = [new[position] for position in self.chosen_late if position in new]
 
 
 @dataclass(slots=True)

@@ -96,6 +96,11 @@ class StepBuilder:
         self.num_new_tokens[index] += len(draft)
         self.token_budget -= len(draft)
 
+    def leave_idle(self, index: int) -> None:
+        """Let the sequence at this index of the batch compute nothing."""
+        self.num_new_tokens[index] = 0
+        self.not_sampling.add(index)
+
     def remove_preempted(self, group: SequenceGroup) -> None:
         """Remove a group that has left the running batch, where it was the last one."""
         del self.num_new_tokens[len(self.running) :]
@@ -111,7 +116,7 @@ class StepBuilder:
         for index in indices:
             sequence = self.running[index]
             num_tokens = max(sequence.num_tokens, sequence.num_computed_tokens + self.num_new_tokens[index] + 1)
-            needed += self._blocks.num_blocks_for(num_tokens) - len(sequence.block_table)
+            needed += max(0, self._blocks.num_blocks_for(num_tokens) - len(sequence.block_table))
         return needed
 
     def build(self) -> SchedulerOutput:
@@ -153,7 +158,7 @@ class StepBuilder:
         output.sampling, output.logit_indices = sampling, logit_indices
 
     def _leave_out_idle(self) -> None:
-        """Remove the sequences that compute nothing in this step, because they wait for others of their group."""
+        """Remove the sequences that compute nothing: they wait for others of their group, for a token or a block."""
         pairs = [pair for pair in zip(self.running, self.num_new_tokens, strict=True) if pair[1]]
         self.output.sequences = [sequence for sequence, _ in pairs]
         self.output.num_new_tokens = [num_new for _, num_new in pairs]

@@ -16,8 +16,9 @@ import torch
 
 from engine.device_copy import to_device, use_device
 from engine.structured_outputs.grammar import Grammar, fill_masks
+from kernels.sampling.select import select_sampling_ops
 
-__all__ = ["MaskBuilder", "apply_bitmask", "fill_bitmask"]
+__all__ = ["MaskBuilder", "apply_bitmask", "fill_bitmask", "forbidden_tokens"]
 
 
 def fill_bitmask(grammars: Sequence[Grammar], *, pinned: bool = False) -> torch.Tensor:
@@ -30,6 +31,14 @@ def fill_bitmask(grammars: Sequence[Grammar], *, pinned: bool = False) -> torch.
     bitmask = torch.empty((len(grammars), width), dtype=torch.int32, pin_memory=pinned)
     fill_masks(grammars, bitmask.numpy())
     return bitmask
+
+
+def forbidden_tokens(bitmask: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return which tokens an int32 bitmask [n, ceil(vocab_size / 32)] does not allow, bool [n, vocab_size]."""
+    # As bytes in order, since torch supports only little-endian machines.
+    octets = bitmask.view(torch.uint8)
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=bitmask.device)
+    return ((octets[:, :, None] & bits) == 0).flatten(1)[:, :vocab_size]
 
 
 def apply_bitmask(logits: torch.Tensor, indices: Sequence[int], bitmask: torch.Tensor) -> None:
@@ -46,10 +55,13 @@ def apply_bitmask(logits: torch.Tensor, indices: Sequence[int], bitmask: torch.T
     assert bitmask.dtype == torch.int32
     if not indices:
         return
-    # As bytes in order, since torch supports only little-endian machines.
-    octets = bitmask.to(logits.device, non_blocking=True).view(torch.uint8)
-    bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
-    forbidden = ((octets[:, :, None] & bits) == 0).flatten(1)[:, :vocab_size]  # [len(indices), vocab_size]
+    bitmask = bitmask.to(logits.device, non_blocking=True)
+    ops = select_sampling_ops(logits.device.type)
+    if ops is not None:
+        is_whole_batch = list(indices) == list(range(len(logits)))
+        ops.apply_bitmask(logits, None if is_whole_batch else to_device(indices, torch.int64, logits.device), bitmask)
+        return
+    forbidden = forbidden_tokens(bitmask, vocab_size)
     first, end = indices[0], indices[0] + len(indices)
     if list(indices) == list(range(first, end)):
         logits[first:end].masked_fill_(forbidden, -torch.inf)  # in place

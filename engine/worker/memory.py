@@ -94,13 +94,14 @@ def _configured_bytes(config: EngineConfig) -> int:
     return config.kv_cache_memory // config.tensor_parallel_size
 
 
-def gpu_memory_for_cache(config: EngineConfig, device: torch.device, useful: int) -> int:
+def gpu_memory_for_cache(config: EngineConfig, device: torch.device, useful: int, graphs: int = 0) -> int:
     """Return the bytes for the KV pool: ``kv_cache_memory``, or what ``gpu_memory_utilization`` leaves.
 
     Torch must have recorded the peak memory of the warm-up's largest step on ``device``.
 
     Args:
         useful: bytes of the largest pool that the engine can use.
+        graphs: bytes that CUDA graphs will take; they are captured after the pool is allocated.
 
     Raises:
         ConfigError: if ``kv_cache_memory`` is more than the GPU has free, beside what a step needs.
@@ -109,7 +110,7 @@ def gpu_memory_for_cache(config: EngineConfig, device: torch.device, useful: int
     statistics = torch.cuda.memory_stats(device)
     weights, reserved = statistics["allocated_bytes.all.current"], torch.cuda.memory_reserved(device)
     peak_activations = statistics["allocated_bytes.all.peak"] - weights
-    available = int(free + reserved - weights - peak_activations)
+    available = int(free + reserved - weights - peak_activations - graphs)
     if config.kv_cache_memory is not None:
         wanted = min(_configured_bytes(config), useful)
         if wanted > available:
@@ -119,12 +120,13 @@ def gpu_memory_for_cache(config: EngineConfig, device: torch.device, useful: int
             )
         return wanted
     used_by_other_processes = total - free - reserved
-    left = int(total * config.gpu_memory_utilization) - used_by_other_processes - weights - peak_activations
+    left = int(total * config.gpu_memory_utilization) - used_by_other_processes - weights - peak_activations - graphs
     logger.info(
-        "GPU memory: %.2f GiB in all, %.2f weights, %.2f activations, %.2f for the KV cache",
+        "GPU memory: %.2f GiB in all, %.2f weights, %.2f activations, %.2f CUDA graphs, %.2f for the KV cache",
         total / 2**30,
         weights / 2**30,
         peak_activations / 2**30,
+        graphs / 2**30,
         left / 2**30,
     )
     return int(min(left, available))

@@ -58,7 +58,7 @@ class ModelRunner:
         self.max_model_len, self.block_size = worker.max_model_len, worker.block_size
         self.free_tokens = worker.free_tokens
         self.sampler = Sampler(self.model_config.vocab_size, self.device)
-        self._timer = StepTimer(self.device)
+        self._sampled: torch.Tensor | None = None  # what the last started step samples, on the device
         self._mask_builder: MaskBuilder | None = None
         try:
             self.generation_defaults = GenerationDefaults.load(config.model, worker.hf_config)
@@ -87,39 +87,49 @@ class ModelRunner:
             free_tokens=self.free_tokens,
         )
 
-    @torch.inference_mode()
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Compute the batch and sample for each of ``output.sampling``; the phases' seconds go to ``times``.
 
         Raises:
             EngineDeadError: if a rank has died; no later step can run.
         """
-        self._timer.start()
+        return self._start(output).finish(times)
+
+    def start(self, output: SchedulerOutput) -> _StepInFlight:
+        """Queue the batch on the device, and the sampling for each of ``output.sampling``; a CPU computes them now.
+
+        The tokens of the batch may be pending: those that the step started before this one samples.
+
+        Raises:
+            EngineDeadError: if a rank has died; no later step can run.
+        """
+        return self._start(output, keep_logits=self.device.type == "cpu")
+
+    @torch.inference_mode()
+    def _start(self, output: SchedulerOutput, *, keep_logits: bool = False) -> _StepInFlight:
+        """Begin a step. Its logits are valid until the next one begins, or until it is finished if they are kept."""
         try:
-            sampled = self._compute(output)
+            return self._queue(output, keep_logits)
         except BaseException:  # an interrupted offline engine may continue
             self._planner.forget_ranks()
             raise
-        self._timer.stop(times)
-        return sampled
 
-    def _compute(self, output: SchedulerOutput) -> SampledTokens:
+    def _queue(self, output: SchedulerOutput, keep_logits: bool) -> _StepInFlight:
+        timer = StepTimer(self.device)
         constrained = [index for index, sequence in enumerate(output.sampling) if sequence.grammar is not None]
         masks = self._start_masks([output.sampling[index].grammar for index in constrained]) if constrained else None
         plan = self._planner.plan(output)
         prompts = _PromptLogprobs(self.sampler, output, self.device) if len(plan.prompt_logit_indices) else None
-        logits = self.workers.execute(plan, None if prompts is None else prompts.add)
-        self._timer.forward_queued()
-        pending = None
+        logits = self.workers.execute(plan, None if prompts is None else prompts.add, self._sampled)
+        timer.forward_queued()
+        pending = self._sampled = None
         if logits is not None:
+            logits = logits.clone() if keep_logits else logits
             grammar = (constrained, masks.result()) if masks is not None else None
             pending = _PendingSample(self.sampler, logits, output, grammar)
-        # The only wait of a step. One that samples nothing waits too, or the next step would pay its time.
-        self.workers.wait()
-        sampled = SampledTokens([]) if pending is None else pending.finish(self.workers.wait)
-        if prompts is not None:
-            sampled.prompt_logprobs = prompts.by_group()
-        return sampled
+            self._sampled = pending.on_device
+        timer.step_queued()
+        return _StepInFlight(self.workers, timer, pending, prompts)
 
     def _start_masks(self, grammars: list[Any]) -> Future[torch.Tensor]:
         """Start to compute the masks of the next tokens, in parallel with the forward pass."""
@@ -148,6 +158,7 @@ class ModelRunner:
         bytes_per_block = self.workers.local.bytes_per_block * self.config.tensor_parallel_size
         self.num_host_blocks = host_blocks_for(self.config.swap_space_gib, bytes_per_block)
         self.workers.call("allocate", num_blocks, self.num_host_blocks)
+        self.workers.call("capture_graphs")
         return num_blocks
 
     def _log_capacity(self) -> None:
@@ -173,6 +184,40 @@ class ModelRunner:
             )
 
 
+class _StepInFlight:
+    """A step that is queued on the device.
+
+    Args:
+        workers: the workers, which may have been given further steps.
+        timer: clocks the step.
+        pending: what is sampled; None if nothing is.
+        prompts: log-probabilities of prompt tokens; None if none are wanted.
+    """
+
+    def __init__(
+        self, workers: WorkerPool, timer: StepTimer, pending: _PendingSample | None, prompts: _PromptLogprobs | None
+    ) -> None:
+        self._workers = workers
+        self._timer = timer
+        self._pending = pending
+        self._prompts = prompts
+
+    def finish(self, times: StepTimes) -> SampledTokens:
+        """Wait for the step, and return what it has sampled; the phases' seconds go to ``times``.
+
+        Raises:
+            EngineDeadError: if a rank has died; no later step can run.
+        """
+        # The only wait of a step. One that samples nothing waits too, or the next step would pay its time.
+        self._workers.wait(self._timer.end)
+        self._timer.step_done()
+        sampled = SampledTokens([]) if self._pending is None else self._pending.finish(self._workers.wait)
+        if self._prompts is not None:
+            sampled.prompt_logprobs = self._prompts.by_group()
+        self._timer.stop(times)
+        return sampled
+
+
 class _PendingSample:
     """One step's tokens, and the most likely tokens after its drafts, while the device computes them.
 
@@ -191,6 +236,7 @@ class _PendingSample:
         self._drafts = output.drafts
         self._after_drafts = sampler.argmax_tokens(logits[num_sampled:]) if output.drafts else None
         self._tokens = sampler.start(logits[:num_sampled], output.sampling, grammar)
+        self.on_device = self._tokens.on_device  # int64 [num_sampled]
 
     def finish(self, wait: Callable[[], None]) -> SampledTokens:
         """Return what was sampled; the device must be done. See ``PendingTokens.finish``."""

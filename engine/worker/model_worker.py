@@ -22,7 +22,6 @@ from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.config import load_hf_config
-from engine.models.config_json import context_length
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.decoder import Decoder, ForwardContext
 from engine.models.implementation import read_shape
@@ -30,11 +29,15 @@ from engine.models.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.sampling.sampler import Sampler
 from engine.worker.device import resolve_device, set_rank_threads
+from engine.worker.graphs.decode_graphs import DecodeGraphs
+from engine.worker.graphs.device import CudaGraphDevice
 from engine.worker.memory import blocks_that_fit, gpu_memory_for_cache, host_memory_for_cache
 from engine.worker.step_plan import ModelInput, StepPlan
 from engine.worker.warm_up import largest_step, one_sequence
 from kernels.attention.base import StepLimits
 from kernels.attention.select import select_backend
+from kernels.attention_metadata import AttentionMetadata
+from kernels.pending_tokens import take_pending_tokens
 
 __all__ = ["ModelWorker"]
 
@@ -72,7 +75,14 @@ class ModelWorker:
             raise ConfigError(
                 f"quantization={config.quantization!r} is for CPUs, and the device is {self.device}; leave it out"
             )
-        self.max_model_len = context_length(config.max_model_len, self.model_config.max_position_embeddings)
+        if config.batch_invariant and isinstance(self.model_config, TransformersConfig):
+            raise ConfigError(
+                "needs our own decoder, and this model is computed by transformers' modules",
+                param="batch_invariant",
+                value=True,
+                remedy="leave it out",
+            )
+        self.max_model_len = self.model_config.context_length(config.max_model_len)
         self.model_config.check_options(
             max_model_len=self.max_model_len,
             tensor_parallel_size=config.tensor_parallel_size,
@@ -80,6 +90,8 @@ class ModelWorker:
         )
         try:
             options = self.model_config.attention_options
+            if config.batch_invariant:
+                options |= {"batch_invariant"}
             self.backend = select_backend(self.device, self.dtype, config.attention_backend, options)
             self.block_size = config.block_size or self.backend.default_block_size
             self.backend.check_block_size(self.block_size)
@@ -87,12 +99,15 @@ class ModelWorker:
             raise ConfigError(str(error)) from error
         if rank == 0:
             logger.info(
-                "Using %s attention backend on %s, with blocks of %d tokens",
+                "Using %s attention backend on %s, with blocks of %d tokens (%s)",
                 self.backend.name,
                 self.device,
                 self.block_size,
+                self.backend.why_chosen,
             )
         self.parallel = TensorParallel()
+        self._graphs: DecodeGraphs | None = None
+        self._graph_bytes = 0
 
     def load(self, rendezvous: str) -> None:
         """Join the other ranks at the file ``rendezvous`` and load this rank's shard of the weights.
@@ -125,6 +140,7 @@ class ModelWorker:
             max_model_len=self.max_model_len,
             parallel=self.parallel,
             quantization=self.config.quantization,
+            batch_invariant=self.config.batch_invariant,
             use_cpu_kernels=self.backend.uses_cpu_kernels,
             show_progress=show_progress,
         )
@@ -142,13 +158,17 @@ class ModelWorker:
 
     @torch.inference_mode()
     def execute(
-        self, plan: StepPlan, on_prompt_logits: Callable[[torch.Tensor], None] | None = None
+        self,
+        plan: StepPlan,
+        on_prompt_logits: Callable[[torch.Tensor], None] | None = None,
+        sampled: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Compute one step. Every rank must execute the same plans, and all of them in order.
 
         Args:
             on_prompt_logits: is called with the logits of the plan's ``prompt_logit_indices``, slice by slice, each
                 [n, vocab_size], before this method returns; on rank 0 only.
+            sampled: what the last step sampled, on the device; the plan may take token ids from it.
 
         Returns:
             On rank 0 the logits [num_logits, vocab_size] of the plan's ``logit_indices``; None if there are none.
@@ -158,7 +178,13 @@ class ModelWorker:
         if not len(plan.token_ids):  # a step may only swap blocks
             return None
         self.kv_cache.expect(plan.slot_mapping)
+        if self._graphs is not None and (graph := self._graphs.find(plan)) is not None:
+            logit_indices = graph.inputs.load(plan)
+            plan.take_sampled(graph.inputs.token_ids, sampled)
+            hidden = graph.replay()
+            return self.model.compute_logits(hidden, logit_indices) if len(logit_indices) else None
         model_input = plan.to_device(self.block_tables, self.block_size)
+        plan.take_sampled(model_input.token_ids, sampled)
         hidden = self._forward(model_input, self.kv_cache)
         if len(plan.prompt_logit_indices):
             self._compute_prompt_logits(hidden, model_input.prompt_logit_indices, on_prompt_logits)
@@ -212,11 +238,15 @@ class ModelWorker:
         use_device(self.device)
         if self.device.type == "cuda":
             self._run_largest_step()
+            token_ids = torch.full((1,), -1, device=self.device)
+            take_pending_tokens(token_ids, torch.zeros_like(token_ids))
         if batches:
             cache = self._make_cache(1)
             for query_len, seq_len in batches:
                 step = one_sequence(query_len, seq_len, block_size=self.block_size, device=self.device)
                 self._forward(step, cache)
+        if self.uses_graphs:
+            self._graph_bytes = self._make_graphs(self._make_cache(1), self._make_tables()).capture()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             if self.rank == 0:
@@ -238,10 +268,59 @@ class ModelWorker:
         hidden = self._forward(model_input, self._make_cache(1))
         self._compute_prompt_logits(hidden, model_input.prompt_logit_indices, sampler.warm_up_prompt_logprobs)
         if (logits := self.model.compute_logits(hidden, model_input.logit_indices)) is not None:
+            sampler.warm_up_kernels(logits)
             after_drafts = logits[num_sampled:].clone()  # stays in memory while the other logits are sampled from
             del logits
             sampler.warm_up(num_sampled)
             del after_drafts
+
+    # --- CUDA graphs --------------------------------------------------------------------------------------------
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether steps that only decode are replayed from CUDA graphs."""
+        return self.device.type == "cuda" and self.why_eager is None
+
+    @property
+    def why_eager(self) -> str | None:
+        """Why decodes are computed without CUDA graphs; None if they have them, or if the device is a CPU."""
+        if self.device.type == "cpu":
+            return None
+        if self.config.enforce_eager:
+            return "enforce_eager is set"
+        if self.config.tensor_parallel_size > 1:
+            return "their capture with the collectives of tensor-parallel ranks has not been tested"
+        if not isinstance(self.model, Decoder):
+            return "the modules of transformers may wait for the GPU"
+        return None
+
+    def capture_graphs(self) -> None:
+        """Capture the graphs of decodes, with the KV cache and block tables that ``allocate`` has made.
+
+        A graph holds the addresses of the cache, and the cache takes all memory that is left. So ``warm_up`` captures
+        all graphs once with a cache of one block, to see what they take, and leaves that out of the cache.
+        """
+        use_device(self.device)
+        if self.uses_graphs:
+            started = perf_counter()
+            self._graphs = self._make_graphs(self.kv_cache, self.block_tables)
+            num_bytes = self._graphs.capture()
+            logger.info(
+                "Capturing CUDA graphs of %d batch sizes, up to %d, took %.2f seconds and %.2f GiB",
+                len(self._graphs.sizes),
+                self._graphs.sizes[-1],
+                perf_counter() - started,
+                num_bytes / 2**30,
+            )
+        elif self.why_eager is not None and self.rank == 0:
+            logger.info("Decodes run without CUDA graphs: %s", self.why_eager)
+
+    def _make_graphs(self, kv_cache: KVCache, block_tables: BlockTables) -> DecodeGraphs:
+        def forward(token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+            hidden: torch.Tensor = self.model(token_ids, positions, ForwardContext(self.backend, metadata, kv_cache))
+            return hidden
+
+        return DecodeGraphs(CudaGraphDevice(self.device), forward, block_tables, self.block_size)
 
     # --- memory -------------------------------------------------------------------------------------------------
 
@@ -272,7 +351,8 @@ class ModelWorker:
         if self.device.type == "cpu":
             memory = host_memory_for_cache(self.config)
         else:
-            memory = gpu_memory_for_cache(self.config, self.device, max_useful * self.bytes_per_block)
+            useful = max_useful * self.bytes_per_block
+            memory = gpu_memory_for_cache(self.config, self.device, useful, self._graph_bytes)
         return blocks_that_fit(memory, self.bytes_per_block, max_useful)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -285,9 +365,13 @@ class ModelWorker:
         if isinstance(self.model, CpuDecoder):
             self.model.reserve(min(self._num_preallocated_tokens, num_blocks * self.block_size))
         self.kv_cache = self._make_cache(num_blocks, num_host_blocks)
+        self.block_tables = self._make_tables(num_blocks)
+
+    def _make_tables(self, num_blocks: int | None = None) -> BlockTables:
+        """Return tables for a pool of ``num_blocks``; None: of any size."""
         num_rows = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # sequences in a batch, at most
-        max_blocks = min(-(-self.max_model_len // self.block_size), num_blocks)
-        self.block_tables = BlockTables(num_rows, max_blocks, self.device)
+        max_blocks = -(-self.max_model_len // self.block_size)
+        return BlockTables(num_rows, min(max_blocks, num_blocks or max_blocks), self.device)
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
         return KVCache(

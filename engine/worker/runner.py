@@ -7,7 +7,25 @@ from typing import Protocol
 from engine.config import EngineInfo
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 
-__all__ = ["Runner"]
+__all__ = ["ComputedStep", "Runner", "StepInFlight"]
+
+
+class StepInFlight(Protocol):
+    """A batch that was handed to the device, and whose tokens are not known yet."""
+
+    def finish(self, times: StepTimes) -> SampledTokens:
+        """Wait until the batch is computed; return the tokens of its ``sampling``. The times go to ``times``."""
+
+
+class ComputedStep:
+    """A step that a runner without a device has computed at once."""
+
+    def __init__(self, sampled: SampledTokens) -> None:
+        self._sampled = sampled
+
+    def finish(self, times: StepTimes) -> SampledTokens:
+        """Return what was sampled."""
+        return self._sampled
 
 
 class Runner(Protocol):
@@ -16,6 +34,12 @@ class Runner(Protocol):
     @property
     def info(self) -> EngineInfo:
         """The model and the sizes that the engine schedules for."""
+
+    def start(self, output: SchedulerOutput) -> StepInFlight:
+        """Begin to compute a batch, after all that were started before; wait for none of them.
+
+        Where a sequence has a pending token, the batch computes what the one started before samples for it.
+        """
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Compute a batch and return the tokens of ``output.sampling``."""

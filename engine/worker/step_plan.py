@@ -12,6 +12,7 @@ from engine.device_copy import to_device_together
 from engine.kv.block_manager import BlockPair
 from engine.kv.block_tables import BlockTables, TableChanges
 from kernels.attention_metadata import AttentionMetadata
+from kernels.pending_tokens import take_pending_tokens
 
 __all__ = ["ModelInput", "StepPlan"]
 
@@ -34,7 +35,9 @@ class StepPlan:
     Block tables are not part of it: the ranks have them, and get what has changed.
     """
 
+    # Negative for a decode whose token only the device knows: ~i is the one of index i that the last step sampled.
     token_ids: npt.NDArray[np.int64]
+    num_pending: int  # negative ones among them
     positions: npt.NDArray[np.int64]
     slot_mapping: npt.NDArray[np.int64]
     cu_seqlens_q: npt.NDArray[np.int32]
@@ -43,7 +46,7 @@ class StepPlan:
     table_changes: TableChanges
     logit_indices: npt.NDArray[np.int64]  # into token_ids: of the sequences that sample, then of the draft tokens
     prompt_logit_indices: npt.NDArray[np.int64]  # into token_ids: see ModelInput; in the scheduler's order
-    num_decodes: int  # the first sequences compute one token each
+    num_decodes: int  # the first sequences compute one token each, none of them a prompt's
     max_query_len: int
     max_seq_len: int
     # Copies of blocks, in this order, before the forward pass.
@@ -92,3 +95,14 @@ class StepPlan:
             logit_indices=logit_indices,
             prompt_logit_indices=prompt_logit_indices,
         )
+
+    def take_sampled(self, token_ids: torch.Tensor, sampled: torch.Tensor | None) -> None:
+        """Write into the plan's ``token_ids`` on the device those that only the device knows.
+
+        Args:
+            token_ids: int64 [num_tokens], or more.
+            sampled: int64 [n]: what the last step sampled, negative where that is no token; None if it sampled none.
+        """
+        if self.num_pending:
+            assert sampled is not None, "the plan takes tokens of a last step that has sampled none"
+            take_pending_tokens(token_ids[: self.num_decodes], sampled)

@@ -33,6 +33,7 @@ class StepPlanner:
     def __init__(self, block_size: int, num_rows: int, max_blocks: int) -> None:
         self._block_size = block_size
         self._tracker = TableTracker(num_rows, max_blocks)
+        self._last_sampling: list[Sequence] = []  # the sequences that sample in the last planned step
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """Pack the scheduled tokens of all sequences: decodes first, otherwise in batch order."""
@@ -44,8 +45,11 @@ class StepPlanner:
             table_rows = table_rows[batch.order]
         positions, slots = self._slots(batch, table_rows)
         seq_lens = batch.starts + batch.num_new
+        token_ids, num_pending = batch.token_ids(output, self._last_sampling)
+        self._last_sampling = output.sampling
         return StepPlan(
-            token_ids=np.array(batch.token_ids(output), dtype=np.int64),
+            token_ids=np.array(token_ids, dtype=np.int64),
+            num_pending=num_pending,
             positions=positions,
             slot_mapping=slots,
             cu_seqlens_q=batch.cu_seqlens.astype(np.int32),
@@ -65,6 +69,7 @@ class StepPlanner:
     def forget_ranks(self) -> None:
         """Plan the next step for ranks that may not have executed the last plan, as after an error."""
         self._tracker.forget()
+        self._last_sampling = []
 
     def _slots(self, batch: _Batch, table_rows: _Ids) -> tuple[_Ids, _Ids]:
         """Return the position of each token in its sequence, and the slot of the KV cache that it is written to."""
@@ -104,31 +109,47 @@ class _Batch(NamedTuple):
     @classmethod
     def of(cls, output: SchedulerOutput) -> _Batch:
         counts, sequences, order = output.num_new_tokens, output.sequences, None
-        num_decodes = counts.count(1)
         num_new = np.array(counts, dtype=np.int64)
-        if max(counts[:num_decodes], default=1) > 1:
-            order = np.argsort(num_new > 1, kind="stable")
-            num_new, sequences = num_new[order], [sequences[index] for index in order.tolist()]
+        starts = np.array([sequence.num_computed_tokens for sequence in sequences], dtype=np.int64)
+        prompt_lens = np.array([sequence.num_prompt_tokens for sequence in sequences], dtype=np.int64)
+        # A chunk of one prompt token is no decode: the kernels of decodes add in another order than those of chunks,
+        # and where a prompt's chunks end depends on what else the steps compute.
+        is_decode = (num_new == 1) & (starts >= prompt_lens)
+        num_decodes = int(is_decode.sum())
+        if not is_decode[:num_decodes].all():
+            order = np.argsort(~is_decode, kind="stable")
+            num_new, starts, sequences = num_new[order], starts[order], [sequences[index] for index in order.tolist()]
         cu_seqlens = np.arange(len(counts) + 1)
         if num_decodes < len(counts):
             np.cumsum(num_new, out=cu_seqlens[1:])
-        starts = np.array([sequence.num_computed_tokens for sequence in sequences], dtype=np.int64)
         ends = cu_seqlens[1:]
         if order is not None:
             ends = np.empty_like(ends)
             ends[order] = cu_seqlens[1:]
         return cls(sequences, order, num_decodes, num_new, starts, cu_seqlens, ends)
 
-    def token_ids(self, output: SchedulerOutput) -> list[int]:
-        token_ids = [
-            sequence.token_ids[sequence.num_computed_tokens] for sequence in self.sequences[: self.num_decodes]
-        ]
+    def token_ids(self, output: SchedulerOutput, last_sampling: list[Sequence]) -> tuple[list[int], int]:
+        """Return StepPlan's token ids and the number of pending ones, given what sampled in the last step."""
+        decodes = self.sequences[: self.num_decodes]
+        num_pending = sum(sequence.num_pending for sequence in decodes)
+        if num_pending:
+            token_ids = _pending_ids(decodes, last_sampling)
+        else:
+            token_ids = [sequence.token_ids[sequence.num_computed_tokens] for sequence in decodes]
         counts = self.num_new[self.num_decodes :].tolist()
         for sequence, count in zip(self.sequences[self.num_decodes :], counts, strict=True):
             start = sequence.num_computed_tokens
             token_ids += sequence.token_ids[start : start + count]
             token_ids += output.drafts.get(sequence, ())
-        return token_ids
+        return token_ids, num_pending
+
+
+def _pending_ids(decodes: list[Sequence], last_sampling: list[Sequence]) -> list[int]:
+    """Return the token id of each decode, or ~index if it is the pending one of that index in the last step."""
+    if decodes == last_sampling and all(sequence.num_pending for sequence in decodes):  # nearly always
+        return list(range(-1, -1 - len(decodes), -1))
+    index_of = {sequence: index for index, sequence in enumerate(last_sampling)}
+    return [~index_of[one] if one.num_pending else one.token_ids[one.num_computed_tokens] for one in decodes]
 
 
 def _prompt_logit_indices(output: SchedulerOutput, ends: _Ids) -> _Ids:

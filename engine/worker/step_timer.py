@@ -12,38 +12,52 @@ __all__ = ["StepTimer"]
 
 
 class StepTimer:
-    """Clocks one step after another.
+    """Clocks one step, from its making on.
 
-    A GPU has hardly begun when the host has queued its forward pass, so events in its queue note when the pass starts
-    and ends. They are read when the step is over and the GPU done, which costs no wait.
+    A GPU has hardly begun when the host has queued a step, and may still compute the one before. So events in its queue
+    note when the step starts, and when its forward pass and its sampling end. They are read when the step is over,
+    which costs no wait.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            self._events = _timing_event(), _timing_event()
-
-    def start(self) -> None:
-        """Start the clock of a step. The device must have nothing left to do."""
+        self._events = [_timing_event() for _ in range(3)] if device.type == "cuda" else None
         self._started = perf_counter()
-        if self._events is not None:
-            self._events[0].record(torch.cuda.current_stream(self._device))
+        self._record(0)
+
+    @property
+    def end(self) -> torch.cuda.Event | None:
+        """The event at the end of the step; None on a CPU, which has computed it by then."""
+        return None if self._events is None else self._events[2]
 
     def forward_queued(self) -> None:
         """Note the end of the forward pass, which the device may not have reached yet."""
         self._forward_queued = perf_counter()
-        if self._events is not None:
-            self._events[1].record(torch.cuda.current_stream(self._device))
+        self._record(1)
+
+    def step_queued(self) -> None:
+        """Note the end of the step, copies to the host included."""
+        self._step_queued = perf_counter()
+        self._record(2)
+
+    def step_done(self) -> None:
+        """Note that the host has waited for the end of the step."""
+        self._step_done = perf_counter()
 
     def stop(self, times: StepTimes) -> None:
-        """Write the step's times; the device must be done with it. What is not the forward pass is sampling."""
-        seconds = perf_counter() - self._started
+        """Write the step's times. What the host has done since ``step_done`` belongs to the sampling."""
         if self._events is None:
             times.forward = self._forward_queued - self._started
+            times.sample = self._step_queued - self._forward_queued
         else:
-            times.forward = self._events[0].elapsed_time(self._events[1]) / 1e3
-        times.sample = max(seconds - times.forward, 0.0)
+            started, forward_done, done = self._events
+            times.forward = started.elapsed_time(forward_done) / 1e3
+            times.sample = forward_done.elapsed_time(done) / 1e3
+        times.sample += perf_counter() - self._step_done
+
+    def _record(self, index: int) -> None:
+        if self._events is not None:
+            self._events[index].record(torch.cuda.current_stream(self._device))
 
 
 def _timing_event() -> torch.cuda.Event:

@@ -43,31 +43,39 @@ class WorkerPool:
             return [run(*args), *self._ranks.receive()]
 
     def execute(
-        self, plan: StepPlan, on_prompt_logits: Callable[[torch.Tensor], None] | None = None
+        self,
+        plan: StepPlan,
+        on_prompt_logits: Callable[[torch.Tensor], None] | None = None,
+        sampled: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Compute one step on every rank; return rank 0's logits as ``ModelWorker.execute`` does.
+
+        Only a single rank can be given ``sampled``.
 
         Raises:
             EngineDeadError: if a rank has died.
         """
         if self._ranks is None:
-            return self.local.execute(plan, on_prompt_logits)
+            return self.local.execute(plan, on_prompt_logits, sampled)
         with self._ranks.together():
             self._ranks.send(("execute", (plan,), False))  # no reply: the collectives show that all ranks compute it
             return self.local.execute(plan, on_prompt_logits)
 
-    def wait(self) -> None:
+    def wait(self, event: torch.cuda.Event | None = None) -> None:
         """Wait until rank 0's device has done all that this thread has queued: only then are its results there.
+
+        Args:
+            event: wait only for what was queued before it.
 
         Raises:
             EngineDeadError: if a rank has died. With GPUs ``execute`` returns before they compute, and collectives that
                 are aborted by a death leave garbage.
         """
         if self._ranks is None:
-            wait_for_device(self.local.device)
+            wait_for_device(self.local.device, event)
             return
         with self._ranks.together():
-            wait_for_device(self.local.device)
+            wait_for_device(self.local.device, event)
             self._ranks.check_health()
 
     def check_health(self) -> None:

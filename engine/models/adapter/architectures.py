@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.errors import ModelLoadError
 
-__all__ = ["PROVEN", "REFUSED", "WITH_SINKS", "require_proven"]
+__all__ = ["ALIASES", "CONDITIONAL", "NOT_TEXT_ONLY", "PROVEN", "REFUSED", "UNKNOWN", "WITH_SINKS", "require_proven"]
 
 PROVEN = frozenset(
     {
@@ -18,6 +18,8 @@ PROVEN = frozenset(
         "AriaTextForCausalLM",
         "BeamForCausalLM",
         "BioGptForCausalLM",
+        "BitNetForCausalLM",
+        "CTRLLMHeadModel",
         "Cohere2ForCausalLM",
         "Cohere2MoeForCausalLM",
         "CohereForCausalLM",
@@ -88,6 +90,9 @@ PROVEN = frozenset(
     }
 )
 
+# Names in published checkpoints of what transformers calls otherwise.
+ALIASES = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
+
 # Architectures whose attention layers have sinks.
 WITH_SINKS = frozenset({"FlintForCausalLM", "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM"})
 
@@ -112,6 +117,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "GraniteMoeHybridForCausalLM",
         "JambaForCausalLM",
         "KimiLinearForCausalLM",
+        "LaraMiniForCausalLM",
         "Mamba2ForCausalLM",
         "MambaForCausalLM",
         "MiniMaxForCausalLM",
@@ -126,7 +132,15 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "ZambaForCausalLM",
         "xLSTMForCausalLM",
     ),
-    _CONVOLUTIONAL: ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm3ForCausalLM", "ZayaForCausalLM"),
+    _CONVOLUTIONAL: (
+        "Inkling2ForCausalLM",
+        "Inkling2LoopForCausalLM",
+        "InklingForCausalLM",
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "Lfm3ForCausalLM",
+        "ZayaForCausalLM",
+    ),
     _LATENT: (
         "AXK1ForCausalLM",
         "DeepseekV2ForCausalLM",
@@ -134,50 +148,96 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "Glm4MoeLiteForCausalLM",
         "LongcatFlashForCausalLM",
         "MiniCPM3ForCausalLM",
+        "Mistral4ForCausalLM",
         "YoutuForCausalLM",
     ),
     _INDEXED: (
         "AXK2ForCausalLM",
         "DeepseekV32ForCausalLM",
         "DeepseekV4ForCausalLM",
+        "Dots3NoteForCausalLM",
         "GlmMoeDsaForCausalLM",
         "HYV4ForCausalLM",
         "MiniMaxM3VLForCausalLM",
         "Qwen4ExpForCausalLM",
     ),
+    "it drafts tokens for another model": ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
+    "it generates blocks of tokens by diffusion": ("DiffusionGemmaForBlockDiffusion",),
+    "its tokens are bytes, which an encoder of its own joins to patches": ("BltForCausalLM",),
+    "it may give logits for fewer tokens than it reads": ("Apertus1p5TextForCausalLM",),
+    "each of its layers runs several times a token, with keys and values of its own each time": ("DoryForCausalLM",),
     _SHARED_KV: ("Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
     _CHUNKED: ("Llama4ForCausalLM",),
     _ENCODER: (
         "BartForCausalLM",
+        "BertGenerationDecoder",
         "BertLMHeadModel",
+        "BigBirdForCausalLM",
+        "BigBirdPegasusForCausalLM",
         "BlenderbotForCausalLM",
+        "BlenderbotSmallForCausalLM",
+        "CamembertForCausalLM",
+        "Data2VecTextForCausalLM",
+        "ElectraForCausalLM",
+        "EncoderDecoderModel",
+        "ErnieForCausalLM",
         "MBartForCausalLM",
         "MarianForCausalLM",
+        "MarianMTModel",
+        "MegatronBertForCausalLM",
+        "MvpForCausalLM",
+        "PLBartForCausalLM",
         "PegasusForCausalLM",
+        "ProphetNetForCausalLM",
+        "RemBertForCausalLM",
+        "RoCBertForCausalLM",
+        "RoFormerForCausalLM",
         "RobertaForCausalLM",
+        "RobertaPreLayerNormForCausalLM",
+        "SeamlessM4TForTextToText",
+        "SeamlessM4Tv2ForTextToText",
         "T5ForConditionalGeneration",
+        "TrOCRForCausalLM",
+        "VisionEncoderDecoderModel",
         "WhisperForCausalLM",
         "WhisperForConditionalGeneration",
         "XLMRobertaForCausalLM",
+        "XLMRobertaXLForCausalLM",
+        "XLMWithLMHeadModel",
+        "XmodForCausalLM",
     ),
     _ALIBI: ("BloomForCausalLM", "MptForCausalLM"),
     _OWN_ATTENTION: (
         "CodeGenForCausalLM",
+        "CpmAntForCausalLM",
         "FalconForCausalLM",
         "GPTJForCausalLM",
         "GPTNeoForCausalLM",
         "GPTNeoXJapaneseForCausalLM",
+        "OpenAIGPTLMHeadModel",
+        "ReformerModelWithLMHead",
         "XGLMForCausalLM",
+        "XLNetLMHeadModel",
     ),
     _OWN_MASK: ("DogeForCausalLM",),
     "its keys and values have heads of different sizes, which the KV cache does not hold": ("MiMoV2FlashForCausalLM",),
     _MULTIMODAL: (
+        "CohereCompassForCausalLM",
+        "Emu3ForCausalLM",
+        "EvollaForProteinText2Text",
         "FuyuForCausalLM",
         "Gemma3ForConditionalGeneration",
         "Gemma3nForConditionalGeneration",
         "Gemma4ForConditionalGeneration",
+        "GitForCausalLM",
+        "IdeficsForVisionText2Text",
         "Llama4ForConditionalGeneration",
+        "MllamaForCausalLM",
         "MllamaForConditionalGeneration",
+        "MoshiForCausalLM",
+        "MusicgenForCausalLM",
+        "MusicgenMelodyForCausalLM",
+        "NemotronH_Omni_Reasoning_V3",
         "Mistral3ForConditionalGeneration",
         "Phi4MultimodalForCausalLM",
         "Qwen2VLForConditionalGeneration",
@@ -189,9 +249,15 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
 
 REFUSED: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() for name in names}
 
+CONDITIONAL = "ForConditionalGeneration"  # how the names of encoder-decoders and of models of images or sound end
+NOT_TEXT_ONLY = "it is an encoder-decoder, or also takes images or sound; only decoders of text are supported"
+UNKNOWN = "no test has compared it with transformers; docs/models.md lists what is served"
 
-def require_proven(architecture: str) -> None:
-    """Raise ModelLoadError, with the reason, unless the adapter serves an architecture."""
-    if architecture not in PROVEN:
-        unknown = "no test has compared it with transformers; docs/models.md lists what is served"
-        raise ModelLoadError(f"architecture '{architecture}' is not supported: {REFUSED.get(architecture, unknown)}")
+
+def require_proven(architecture: str) -> str:
+    """Return transformers' name of an architecture; raise ModelLoadError, with the reason, unless it is served."""
+    name = ALIASES.get(architecture, architecture)
+    if name not in PROVEN:
+        reason = REFUSED.get(name, NOT_TEXT_ONLY if name.endswith(CONDITIONAL) else UNKNOWN)
+        raise ModelLoadError(f"architecture '{architecture}' is not supported: {reason}")
+    return name

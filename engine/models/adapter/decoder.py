@@ -52,18 +52,22 @@ class TransformersDecoder:
         self.attention = self._measure()
 
     def _measure(self) -> AttentionShape:
-        """Compute a few tokens, to see what the attention layers ask for."""
+        """Compute a few tokens and their logits, to see that it can be done and what the attention layers ask for."""
         probe = _Probe()
         tokens = torch.arange(_PROBE_TOKENS, device=self._model.device)
         try:
             with torch.inference_mode(), attention_by(probe):
-                self._hidden_states(tokens, tokens)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise ModelLoadError(
-                f"'{self.config.architecture}' cannot be served with this config.json: its modules could not compute a "
-                f"few tokens: {error}"
-            ) from error
+                logits = self.compute_logits(self._hidden_states(tokens, tokens), tokens)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise self._not_servable(f"its modules could not compute a few tokens: {error}") from error
+        if logits.isnan().any(dim=1).all():  # one token may be of those that were never trained
+            raise self._not_servable("the logits of a few tokens are no numbers")
         return probe.shape(self.config)
+
+    def _not_servable(self, problem: str) -> ModelLoadError:
+        return ModelLoadError(
+            f"'{self.config.architecture}' cannot be served with this config.json: {problem}; correct it"
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -99,7 +103,7 @@ class TransformersDecoder:
         """
         with self._given.hidden_states(hidden.index_select(0, token_indices)[None]):
             logits: torch.Tensor = self._model(input_ids=token_indices[None], use_cache=False).logits[0]
-        return logits[:, : self.config.vocab_size].float()
+        return logits.float()[:, : self.config.vocab_size]  # in this order: see Decoder.compute_logits
 
 
 def _backbone(model: Any) -> Any:
@@ -175,7 +179,7 @@ class _PagedLayers:
 
 
 class _Probe:
-    """Notes what the attention layers ask for, and answers zeros."""
+    """Notes what the attention layers ask for; answers zeros, and NaN to a token whose query or key is not finite."""
 
     checks_masks = True
 
@@ -184,7 +188,9 @@ class _Probe:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self._calls.append(call)
-        return call.query.new_zeros((*call.query.shape[:2], call.value.shape[2]))
+        zeros = 0 * (call.query.float().sum((1, 2)) + call.key.float().sum((1, 2)))
+        answers: torch.Tensor = zeros[:, None, None].expand(*call.query.shape[:2], call.value.shape[2])
+        return answers.to(call.query.dtype)
 
     def shape(self, config: TransformersConfig) -> AttentionShape:
         """Return the shape of all layers.

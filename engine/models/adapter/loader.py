@@ -6,10 +6,13 @@ Checkpoints differ from transformers' modules in names and in how experts are st
 from __future__ import annotations
 
 import logging
+import math
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from time import perf_counter
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -18,16 +21,17 @@ from engine.errors import ModelLoadError
 from engine.models.adapter.attention import NAME, register
 from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.decoder import TransformersDecoder
+from engine.models.adapter.fit import loading_in_order, require_fit
 from engine.models.adapter.linears import pack_linears
-from engine.models.checkpoint import open_checkpoint
+from engine.models.checkpoint import Checkpoint, open_checkpoint
 from engine.models.finite import is_finite
+from engine.models.own_memory import own_memory
+from engine.models.read_ahead import read_ahead
 from engine.models.weight_errors import weights_not_finite
 
 __all__ = ["load_transformers_decoder"]
 
 logger = logging.getLogger(__name__)
-
-MAX_RATIO = 2  # of a model's weights to those in its files, which may leave out tied ones
 
 
 def load_transformers_decoder(
@@ -43,19 +47,21 @@ def load_transformers_decoder(
 
     Args:
         use_cpu_kernels: whether the C kernels may compute the linear layers; compiles them if need be.
-        show_progress: show a bar on stderr, if that is a terminal.
+        show_progress: show a bar on stderr if that is a terminal.
 
     Raises:
         ModelLoadError: if tensors are missing, unexpected, of another shape than the config says, or not finite, or if
             a layer asks for attention that the paged cache does not serve.
     """
+    from transformers import AutoConfig  # slow to import
+
     started = perf_counter()
-    with open_checkpoint(path) as checkpoint:  # refuses pickled, missing and corrupt files
-        num_stored = checkpoint.num_elements
     register()
-    _require_about(path, num_stored)
-    with _progress_bars(show_progress):
-        model = _read(path, config, dtype)
+    with open_checkpoint(path) as checkpoint, _as_load_errors(path):  # refuses pickled, missing and corrupt files
+        hf_config = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        model_class, names = _check(checkpoint, hf_config, config.architecture, dtype)
+        with _progress_bars(show_progress and sys.stderr.isatty()):
+            model = _read(checkpoint, names, hf_config, model_class, dtype)
     model = model.to(device).eval()
     if use_cpu_kernels:
         pack_linears(model)
@@ -64,68 +70,92 @@ def load_transformers_decoder(
     return TransformersDecoder(model, config)
 
 
-def _require_about(path: str | Path, num_stored: int) -> None:
-    """Raise ModelLoadError if config.json describes a model that is much larger than its files.
+def _check(checkpoint: Checkpoint, hf_config: Any, architecture: str, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """Return the class of the model and the tensors to read, in order; read only the headers of the files.
 
-    transformers would allocate it and fill it with random numbers before its loader reports what does not fit. Names
-    and shapes cannot be compared here, because the loader converts both; the number of weights stays about the same.
+    Raises:
+        ModelLoadError: if the tensors do not fit the config, or the config is of another architecture.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
-
-    try:
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
-    except Exception:  # the loader fails in the same way, and reports it
-        return
-    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
-    if sum(sizes.values()) > MAX_RATIO * num_stored:
-        name = max(sizes, key=sizes.__getitem__)
-        raise ModelLoadError(
-            f"config.json of '{path}' describes a model of {sum(sizes.values())} weights, {sizes[name]} of them in "
-            f"'{name}', but the files have {num_stored}; download config.json and the weights again, from one source"
-        )
-
-
-def _read(path: str | Path, config: TransformersConfig, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM  # slow to import
 
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            str(path),
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
+        )
+    if type(model).__name__ != architecture:
+        raise ModelLoadError(
+            f"config.json of '{checkpoint.path}' names the architecture '{architecture}', but its model_type is that "
+            f"of '{type(model).__name__}'; correct it"
+        )
+    with _progress_bars(False):
+        return type(model), require_fit(model, checkpoint, dtype)
+
+
+def _read(checkpoint: Checkpoint, names: list[str], hf_config: Any, model_class: Any, dtype: torch.dtype) -> Any:
+    """Return the model with its weights, in memory of their own.
+
+    A view of a mapped file would hold the file's pages in memory as long as any other tensor of it lives.
+
+    Args:
+        names: of the tensors that transformers' loader takes, in order.
+
+    Raises:
+        ModelLoadError: if a weight is not finite.
+    """
+
+    def read(name: str) -> torch.Tensor:
+        checkpoint.reached(name)
+        weight = own_memory(checkpoint.shape_of(name), checkpoint.dtype_of(name))
+        checkpoint.read_into(weight, name)
+        return weight
+
+    def num_bytes(name: str) -> int:
+        return math.prod(checkpoint.shape_of(name)) * checkpoint.dtype_of(name).itemsize
+
+    checkpoint.expect(names)
+    with closing(read_ahead(names, read, num_bytes, checkpoint.largest_file_bytes)) as weights, loading_in_order():
+        model, info = model_class.from_pretrained(
+            None,
+            config=hf_config,
+            state_dict={name: _LazyTensor(name, weights) for name in checkpoint.names},
             dtype=dtype,
             attn_implementation=NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are refused below, with their names
             output_loading_info=True,
         )
-    except Exception as error:  # its modules compute with the values of config.json
+    # transformers fills what is missing or has another shape with random numbers; _check has refused all of that.
+    assert not any(info[kind] for kind in ("mismatched_keys", "missing_keys", "unexpected_keys", "error_msgs")), info
+    for name, weight in model.named_parameters():
+        if not is_finite(weight):
+            # transformers may have renamed and joined the stored tensors, so any of them may be the cause.
+            raise weights_not_finite(checkpoint, name, [(stored, None) for stored in checkpoint.names], dtype)
+    return model
+
+
+@contextmanager
+def _as_load_errors(path: str | Path) -> Iterator[None]:
+    """Turn the errors of transformers, whose modules compute with the values of config.json, into ModelLoadError."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:
         problem = str(error).partition("\n")[0]
         raise ModelLoadError(
             f"checkpoint '{path}' could not be loaded: {type(error).__name__}: {problem}; download config.json and the "
             "weights again, from one source"
         ) from error
-    # transformers would fill what is missing or has another shape with random numbers.
-    for problem in ("mismatched_keys", "missing_keys", "unexpected_keys", "error_msgs"):
-        if found := sorted(map(str, info[problem])):
-            kind = problem.replace("_", " ")
-            raise ModelLoadError(
-                f"checkpoint '{path}' does not fit its config.json: {len(found)} {kind}, {found[0]} for one; download "
-                "config.json and the weights again, from one source"
-            )
-    for name, weight in model.named_parameters():
-        if not is_finite(weight):
-            with open_checkpoint(path) as checkpoint:
-                # transformers may have renamed and joined the stored tensors, so any of them may be the cause.
-                raise weights_not_finite(checkpoint, name, [(stored, None) for stored in checkpoint.names], dtype)
-    if type(model).__name__ != config.architecture:
-        raise ModelLoadError(
-            f"config.json of '{path}' names the architecture '{config.architecture}', but its model_type is that of "
-            f"'{type(model).__name__}'; correct it"
-        )
-    return model
+
+
+class _LazyTensor:
+    """A stored tensor, which is taken from those that are read ahead when transformers' loader needs it."""
+
+    def __init__(self, name: str, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._name, self._weights = name, weights
+
+    def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
+        name, weight = next(self._weights)
+        assert name == self._name
+        return weight
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""SparseMoeBlock: a feed-forward of which each token uses a few experts, computed by torch's operators.
+"""SparseMoeBlock: a feed-forward of which each token uses a few experts, computed by torch's operators or in Triton.
 
 Tensor-parallel ranks hold a part of the features of every expert, so all route alike, and one sum joins their outputs.
 """
@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.models.experts.shape import ExpertsShape
 from engine.models.tensor_parallel import TensorParallel
-from kernels.experts import experts, route
+from kernels.experts import routed_experts
 
 __all__ = ["Experts", "SparseMoeBlock"]
 
@@ -40,7 +40,7 @@ class SparseMoeBlock(nn.Module):
         shape: of a rank's share.
         hidden_size: of the residual stream.
         parallel: the rank and its group.
-        shared_expert: a dense feed-forward that sums over the ranks itself.
+        shared_expert: a dense feed-forward, of the rank's share, that does not sum over the ranks.
     """
 
     def __init__(
@@ -56,9 +56,14 @@ class SparseMoeBlock(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to the same shape."""
-        weights, ids = route(self.gate(hidden), self.experts_per_token, normalize=self.normalizes_weights)
-        routed = experts(hidden, self.experts.gate_up_proj, self.experts.down_proj, weights, ids)
-        output = self.parallel.all_reduce(routed)
+        output = routed_experts(
+            hidden,
+            self.gate(hidden),
+            self.experts.gate_up_proj,
+            self.experts.down_proj,
+            self.experts_per_token,
+            normalize=self.normalizes_weights,
+        )
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             output = output + torch.sigmoid(self.shared_expert_gate(hidden)) * self.shared_expert(hidden)
-        return output
+        return self.parallel.all_reduce(output)

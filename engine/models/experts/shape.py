@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.errors import ConfigError, ModelLoadError
+from engine.errors import ConfigError, ModelLoadError, shown
+from engine.models.config_limits import require_integer
 
 __all__ = ["ExpertsShape"]
 
@@ -31,32 +32,35 @@ class ExpertsShape:
     layers: frozenset[int]
 
     @classmethod
-    def from_hf(cls, config: Any) -> ExpertsShape | None:
+    def from_hf(cls, config: Any, *, has_options: bool) -> ExpertsShape | None:
         """Read a transformers config of Qwen2-MoE, Qwen3-MoE or Mixtral; None if no layer has experts.
 
+        Args:
+            config: of transformers, which maps Mixtral's num_local_experts to num_experts.
+            has_options: see ``Family.has_expert_options``.
+
         Raises:
-            ModelLoadError: if a token needs more experts than a layer has, or none.
+            ModelLoadError: if a token needs more experts than a layer has, or none, or a size is no integer.
         """
-        num_experts = int(config.num_experts)  # transformers maps Mixtral's num_local_experts to it
-        step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
-        layers = frozenset(
-            layer
-            for layer in range(config.num_hidden_layers)
-            if num_experts > 0 and layer not in dense and (layer + 1) % step == 0
-        )
-        if not layers:
+        num_experts = require_integer(config, "num_experts", smallest=0)
+        layers = _sparse_layers(config) if has_options else frozenset(range(config.num_hidden_layers))
+        if not layers or not num_experts:
             return None
-        if not 0 < config.num_experts_per_tok <= num_experts:
+        experts_per_token = require_integer(config, "num_experts_per_tok")
+        if experts_per_token > num_experts:
             raise ModelLoadError(
-                f"num_experts_per_tok={config.num_experts_per_tok} is not between 1 and the {num_experts} experts of a "
+                f"num_experts_per_tok={experts_per_token} is not between 1 and the {num_experts} experts of a "
                 "layer; correct config.json"
             )
+        has_shared_expert = has_options and hasattr(config, "shared_expert_intermediate_size")
         return cls(
             num_experts=num_experts,
-            experts_per_token=config.num_experts_per_tok,
-            intermediate_size=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-            normalizes_weights=bool(getattr(config, "norm_topk_prob", True)),  # Mixtral always does
-            shared_intermediate_size=getattr(config, "shared_expert_intermediate_size", 0),
+            experts_per_token=experts_per_token,
+            intermediate_size=require_integer(config, "moe_intermediate_size" if has_options else "intermediate_size"),
+            normalizes_weights=not has_options or bool(config.norm_topk_prob),
+            shared_intermediate_size=(
+                require_integer(config, "shared_expert_intermediate_size", smallest=0) if has_shared_expert else 0
+            ),
             layers=layers,
         )
 
@@ -77,3 +81,13 @@ class ExpertsShape:
             intermediate_size=self.intermediate_size // size,
             shared_intermediate_size=self.shared_intermediate_size // size,
         )
+
+
+def _sparse_layers(config: Any) -> frozenset[int]:
+    """Return the indices of the layers that have experts in Qwen's models."""
+    step, dense = require_integer(config, "decoder_sparse_step"), getattr(config, "mlp_only_layers", None) or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise ModelLoadError(f"mlp_only_layers={shown(dense)} is not a list of layers; correct config.json")
+    return frozenset(
+        layer for layer in range(config.num_hidden_layers) if layer not in dense and (layer + 1) % step == 0
+    )

@@ -1,0 +1,134 @@
+"""require_fit: whether a checkpoint has the tensors that transformers' modules need, found before anything is read.
+
+transformers renames, joins and splits stored tensors in ways of each architecture's own. So its loader itself is run,
+on tensors without memory: what it finds missing, unexpected or of another shape does not fit.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import EllipsisType
+from typing import Any
+
+import torch
+
+from engine.errors import ModelLoadError
+from engine.models.checkpoint import Checkpoint
+
+__all__ = ["loading_in_order", "require_fit"]
+
+_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[str]:
+    """Check the names, shapes and dtypes in the files' headers; return the tensors that will be read, in order.
+
+    Args:
+        model: of transformers, on the meta device; it is of no further use.
+        checkpoint: is open.
+        dtype: that the weights will have.
+
+    Raises:
+        ModelLoadError: if tensors are missing, unexpected, or of another shape or dtype.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping  # slow to import
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    config = LoadStateDictConfig(
+        device_map={"": "meta"},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        weight_mapping=get_model_conversion_mapping(model),
+    )
+    order: list[str] = []
+    headers = {name: _Header(checkpoint, name, order) for name in checkpoint.names}
+    with loading_in_order(), _without_garbage_collection():
+        found, _ = convert_and_load_state_dict_in_model(model, headers, config)
+    model._adjust_missing_and_unexpected_keys(found)
+    ties: dict[str, str] = model.all_tied_weights_keys
+    stored_as_tied = {source for tied, source in ties.items() if tied not in found.missing_keys}
+    for name in order:
+        checkpoint.require_floats(name)
+    _refuse(checkpoint, dict.fromkeys(found.missing_keys - ties.keys() - stored_as_tied, "is missing"))
+    _refuse(checkpoint, dict.fromkeys(found.unexpected_keys, "is unexpected"))
+    shapes = {name: (list(stored), list(needed)) for name, stored, needed in found.mismatched_keys}
+    _refuse(checkpoint, {name: f"has shape {one[0]} instead of {one[1]}" for name, one in shapes.items()})
+    _refuse(checkpoint, dict.fromkeys(found.conversion_errors, "cannot be joined from the stored tensors"))
+    return order
+
+
+@contextmanager
+def loading_in_order() -> Iterator[None]:
+    """Let transformers' loader take each tensor when it needs it, not all of them ahead on its threads.
+
+    It copies the converter of each stored tensor, and needs the first copy of each parameter: for thousands of experts
+    the copies take most of its time, so unused ones are given to it again.
+    """
+    from transformers import core_model_loading  # slow to import
+
+    before = os.environ.get(_IN_ORDER)
+    os.environ[_IN_ORDER] = "1"
+    core_model_loading.deepcopy = _Copies()
+    try:
+        yield
+    finally:
+        core_model_loading.deepcopy = copy.deepcopy
+        del os.environ[_IN_ORDER]
+        if before is not None:
+            os.environ[_IN_ORDER] = before
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Put off the collector, which would walk through the objects of all stored tensors again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Copies:
+    """Deep copies of converters of transformers; a copy that has collected no tensor was not kept, and is reused."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Any, Any]] = {}  # by the converter's id: the converter, which must live, and a copy
+
+    def __call__(self, converter: Any) -> Any:
+        _, last = self._last.get(id(converter), (None, None))
+        if last is None or last.collected_tensors or last.layer_targets:
+            last = copy.deepcopy(converter)
+            self._last[id(converter)] = converter, last
+        return last
+
+
+def _refuse(checkpoint: Checkpoint, problems: dict[str, str]) -> None:
+    """Raise ModelLoadError if there are problems, by the name of the tensor as transformers names it."""
+    if problems:
+        name = min(problems)
+        where = f" of '{checkpoint.file_of(name)}'" if name in checkpoint else ""
+        others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise ModelLoadError(
+            f"checkpoint '{checkpoint.path}' does not fit its config.json: '{name}'{where} {problems[name]}{others}; "
+            "download config.json and the weights again, from one source"
+        )
+
+
+class _Header:
+    """A tensor without memory, with the shape and dtype of a stored one. It notes when it is taken."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, order: list[str]) -> None:
+        self._name, self._order = name, order
+        self._shape = checkpoint.shape_of(name)
+        self._dtype = checkpoint.dtype_of(name) if checkpoint.has_floats(name) else torch.float32
+
+    def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
+        self._order.append(self._name)
+        return torch.empty(self._shape, dtype=self._dtype, device="meta")
