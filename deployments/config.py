@@ -6,6 +6,7 @@ imports neither Ray nor torch: the launcher checks a file with it before it star
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import reprlib
 from collections.abc import Iterable
@@ -75,6 +76,8 @@ class LimitOptions(_Options):
     max_connections: int = Field(default=_PROXY.max_connections, ge=1)
     max_connections_per_address: int = Field(default=_PROXY.max_connections_per_address, ge=0)  # 0: no limit
     header_timeout_s: float = Field(default=_PROXY.header_timeout_s, ge=1.0, allow_inf_nan=False)
+    keep_alive_timeout_s: float = Field(default=_PROXY.keep_alive_timeout_s, ge=1.0, allow_inf_nan=False)
+    send_timeout_s: float = Field(default=_PROXY.send_timeout_s, ge=1.0, allow_inf_nan=False)
     body_timeout_s: float = Field(default=10.0, ge=1.0, allow_inf_nan=False)
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     max_prompts_per_request: int = Field(default=1024, ge=1)
@@ -93,7 +96,7 @@ class LimitOptions(_Options):
     @property
     def proxy(self) -> ProxyLimits:
         """Those that HAProxy keeps."""
-        return ProxyLimits(self.max_connections, self.max_connections_per_address, self.header_timeout_s)
+        return ProxyLimits(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ProxyLimits)})
 
 
 class RouterOptions(_Options):

@@ -1,8 +1,11 @@
-"""How the ingress's HTTP server accepts connections: many in one turn of its event loop.
+"""How the ingress's HTTP server takes a burst: it accepts many connections in a turn, and starts few requests.
 
 libuv, the library under uvloop, accepts one connection a turn (since its version 1.45). A burst then waits in the
 kernel for thousands of turns, while the streams that have been accepted fill each turn with their tokens. Health checks
 wait with it, HAProxy's own included, and it takes an ingress that does not answer them for dead.
+
+Requests start in turns because Serve does a quarter of a request's work before our application sees it. If it did that
+for all requests that have arrived, the first of them would reach an engine only after the last one was begun.
 """
 
 from __future__ import annotations
@@ -14,16 +17,22 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["CONNECTIONS_PER_TURN", "accept_many"]
+from deployments.api.turns import CLIENT_HEADER, REQUESTS_PER_TURN, Turns
 
-CONNECTIONS_PER_TURN = 64  # to start a request takes half a millisecond of a core
+__all__ = ["CONNECTIONS_PER_TURN", "StartInTurns", "accept_many"]
+
+CONNECTIONS_PER_TURN = 64
+_CLIENT_HEADER = CLIENT_HEADER.encode()
 
 Startup = Callable[[uvicorn.Server, list[socket.socket] | None], Awaitable[None]]
 
 
 def accept_many(per_turn: int = CONNECTIONS_PER_TURN) -> None:
     """Let every HTTP server that this process starts from now on accept so many connections a turn.
+
+    Its requests start in turns.
 
     Ray Serve makes the server of an ingress, with one listening socket. Here the server gets duplicates of it, which
     share the queue of connections; the event loop looks at each of them once a turn. asyncio's own event loop accepts
@@ -36,6 +45,22 @@ def accept_many(per_turn: int = CONNECTIONS_PER_TURN) -> None:
     async def start(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
         if sockets and not isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
             sockets = [*sockets, *(one.dup() for one in sockets for _ in range(per_turn - 1))]
+        server.config.loaded_app = StartInTurns(server.config.loaded_app)
         await original(server, sockets)
 
     uvicorn.Server.startup = start  # type: ignore[method-assign, assignment]
+
+
+class StartInTurns:
+    """An ASGI application whose POST requests start in turns; the others, health checks too, start at once."""
+
+    def __init__(self, app: ASGIApp, per_turn: int = REQUESTS_PER_TURN) -> None:
+        self._app = app
+        self._turns = Turns(per_turn)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or the lifespan."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            client = next((value for name, value in scope["headers"] if name == _CLIENT_HEADER), b"")
+            await self._turns.wait(client.decode("latin-1"))
+        await self._app(scope, receive, send)

@@ -169,6 +169,8 @@ class Ingress:
         RayExporter(ingress_recorder(), label="ingress", refresh=self._view.report_state).start()
         self._dispatcher.start()
         await self._prompts.wait(LOADING_TIMEOUT_S)
+        gc.collect()
+        gc.freeze()  # these objects stay: a collection that traverses them delays every stream, by 0.1 s and more
         gc.set_threshold(GC_THRESHOLD)
         yield
         self._dispatcher.close()

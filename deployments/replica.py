@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from functools import partial
 from typing import Any
 
 import ray
@@ -15,7 +16,7 @@ from ray import serve
 
 from deployments.autoscaling import replica_pressure
 from deployments.channel.server import ChannelServer
-from deployments.cpu_priority import yield_cores
+from deployments.cpu_priority import in_yielding_thread
 from deployments.observability.ray_exporter import RayExporter
 from deployments.observability.recorder import Recorder, Series
 from deployments.observability.stats_line import StatsLine
@@ -48,10 +49,7 @@ class EngineReplica:
         # This node's address in the cluster: ingresses on other nodes connect to it.
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._publisher = KVEventPublisher(self._name, host)
-        yield_cores(config)  # before the engine starts its threads
-        engine = Engine.from_config(config, sink=self._recorder, on_kv_events=self._publisher.publish_events)
-        self._engine = AsyncEngine(engine, on_load=self._publisher.publish_load, replica=self._name)
-        self._engine.load_grammar_compiler()
+        self._engine = in_yielding_thread(config, partial(self._start_engine, config))
         # Serve calls the constructor on the event loop that runs this replica's code.
         self._channel = ChannelServer(
             self._engine, host, max_requests=max_requests, on_hashes=self._publisher.publish_awaited
@@ -62,6 +60,12 @@ class EngineReplica:
         self._stats_line.start()
         gc.freeze()  # these objects stay: a garbage collection that traverses them would delay every stream
         logger.info("engine ready: %s", self._engine.info)
+
+    def _start_engine(self, config: EngineConfig) -> AsyncEngine:
+        engine = Engine.from_config(config, sink=self._recorder, on_kv_events=self._publisher.publish_events)
+        started = AsyncEngine(engine, on_load=self._publisher.publish_load, replica=self._name)
+        started.load_grammar_compiler()
+        return started
 
     async def info(self) -> EngineInfo:
         """Return the engine's description: block size, context length, vocabulary and the like."""

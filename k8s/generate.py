@@ -52,12 +52,16 @@ class Target:
 # Other pods must reach the server; the NetworkPolicies restrict which of them.
 IN_A_POD = {"http_options.host": "0.0.0.0"}
 
+# What connects is a load balancer, mostly: of the common ones none keeps idle connections for more than a minute.
+BEHIND_A_BALANCER = {"limits.keep_alive_timeout_s": 75}
+
 TARGETS = (
-    Target(ROOT / "k8s/overlays/cpu-demo/rayservice-cpu.yaml", IN_A_POD, {}),
+    Target(ROOT / "k8s/overlays/cpu-demo/rayservice-cpu.yaml", IN_A_POD, BEHIND_A_BALANCER),
     Target(
         ROOT / "k8s/overlays/gpu/rayservice-gpu.yaml",
         IN_A_POD,
         {
+            **BEHIND_A_BALANCER,
             "model": "/models/Qwen3-8B",
             "model_name": "qwen3-8b",
             "replicas.num_engine_replicas": 2,

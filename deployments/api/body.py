@@ -10,15 +10,13 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.requests import Request
 
-from deployments.api.turns import Turns
+from deployments.api.turns import CLIENT_HEADER, REQUESTS_PER_TURN, Turns
 from deployments.errors import ApiError
 from engine.errors import shown
 
 __all__ = ["MAX_INLINE_BYTES", "BodyReader", "JsonBody", "json_path", "parse_body"]
 
 MAX_INLINE_BYTES = 2**16  # a longer body would delay every stream of this process
-REQUESTS_PER_TURN = 32  # of the event loop; to prepare one takes a millisecond
-CLIENT_HEADER = "x-pagoda-client"  # HAProxy puts the address that connects into it
 BYTES_PER_S = 8192  # a slower client holds its connection for nothing
 
 
@@ -55,8 +53,8 @@ class JsonBody(BaseModel):
 
 
 class BodyReader:
-    """Reads the bodies of requests. Of those that come at once, few go on in each turn of the event loop, and
-    clients take turns.
+    """Reads the bodies of requests. Of those that end at once, few go on in each turn of the event loop, and clients
+    take turns: the requests may have started long before.
 
     Args:
         max_bytes: a longer body is rejected.

@@ -14,6 +14,7 @@ from time import monotonic
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.api.turns import CLIENT_HEADER
 from deployments.observability.ingress_metrics import HTTP_REQUESTS, ingress_recorder
 from deployments.requests.record import OPERATIONS, RequestRecord, is_messages_path, set_current_record
 
@@ -103,7 +104,7 @@ class RecordRequests:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        record = RequestRecord(request_id, path_of(scope))
+        record = RequestRecord(request_id, path_of(scope), headers.get(CLIENT_HEADER, ""))
         set_current_record(record)
         scope[_SEND] = send
 

@@ -60,6 +60,7 @@ class Api(Starlette):
         lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
     ) -> None:
         super().__init__(routes=routes, middleware=middleware, exception_handlers=ERROR_HANDLERS, lifespan=lifespan)
+        self.router.redirect_slashes = False  # it would send clients to whatever host they name
         self._fixed = {
             (method, route.path): _wrapped(route.app, middleware)
             for route in routes

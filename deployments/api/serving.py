@@ -198,7 +198,12 @@ class Serving:
         kind: type[Generation] = Generation,
     ) -> Generation:
         request = EngineRequest(
-            uuid.uuid4().hex, prompt.token_ids, params, priority=body.priority, cache_salt=body.cache_salt or ""
+            uuid.uuid4().hex,
+            prompt.token_ids,
+            params,
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
+            client=current_record().client,
         )
         return kind(
             self._engines,
@@ -224,7 +229,7 @@ class Serving:
 async def _streamed(events: EventWriter, generations: Sequence[Generation]) -> Response:
     deltas = merge([generation.deltas() for generation in generations])
     try:
-        first = await anext(deltas)  # an error before the first byte still has a status of its own
+        first = await anext(deltas)  # an error in the first second still has a status of its own
         return EventStream(first, deltas, events, _headers(generations))
     except BaseException:
         await deltas.aclose()
@@ -242,7 +247,8 @@ async def _whole(
     answers = [Answer(generation) for generation in generations]
     async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
         async for delta in deltas:
-            answers[delta.index].add(delta)
+            if delta is not None:
+                answers[delta.index].add(delta)
     best = best_answers(answers, body.num_generated, body.num_answers)
     usage = Usage.of(generations, body.num_generated)
 

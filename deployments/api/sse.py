@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from time import monotonic
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,7 +17,10 @@ from deployments.api.middleware import direct_send
 from deployments.api.writers import EventWriter
 from deployments.requests.generation import Delta
 
-__all__ = ["EventStream"]
+__all__ = ["COMMENT", "EventStream"]
+
+COMMENT = b":\n\n"  # which clients ignore
+COMMENT_S = 1.0  # after which something is written, so that a client that has gone is noticed
 
 
 class EventStream(Response):
@@ -24,11 +28,14 @@ class EventStream(Response):
 
     The start and the end of the response pass all middleware, its chunks none.
 
-    Deltas that come while the socket is busy wait in their stream, which joins them.
+    Deltas that come while the socket is busy wait in their stream, which joins them. While there are none to write, or
+    a parser holds back their text, comments are written. So proxies do not take the connection for dead, and it is
+    noticed if the client has gone (see deployments/proxy/backends.py).
 
     Args:
         first: the first delta. It exists before the response starts, so that an error until then has its own status.
-        deltas: yields the other deltas of all choices.
+            None if it takes longer than a second.
+        deltas: yields the other deltas of all choices, and None while there are none.
         events: writes the events.
         headers: besides those of an event stream.
     """
@@ -36,7 +43,11 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: Delta, deltas: AsyncGenerator[Delta, None], events: EventWriter, headers: Mapping[str, str]
+        self,
+        first: Delta | None,
+        deltas: AsyncGenerator[Delta | None, None],
+        events: EventWriter,
+        headers: Mapping[str, str],
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -64,10 +75,13 @@ class EventStream(Response):
     async def _send_events(self, send_chunk: Send, send: Send) -> None:
         """Send the head and the events; the last events are the end of the response."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        events = self._first
+        events, written = self._first, monotonic()
         while self._num_unfinished:
-            if events:  # a parser may hold back all the text of a delta
+            if not events and monotonic() - written > COMMENT_S:  # a parser holds back the text of these deltas
+                events = COMMENT
+            if events:
                 await send_chunk({"type": "http.response.body", "body": events, "more_body": True})
+                written = monotonic()
             events = await self._next()
         await self._deltas.aclose()
         await send({"type": "http.response.body", "body": events, "more_body": False})
@@ -80,7 +94,9 @@ class EventStream(Response):
             self._num_unfinished = 0
             return self._events.error(record_api_error(error))
 
-    def _write(self, delta: Delta) -> bytes:
+    def _write(self, delta: Delta | None) -> bytes:
+        if delta is None:
+            return COMMENT
         event = self._events.chunk(delta)
         if delta.finish_reason is not None:
             self._num_unfinished -= 1

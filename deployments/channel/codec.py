@@ -79,6 +79,7 @@ def encode_request(number: int, stream: int, request: EngineRequest, block_hashe
                 pack_params(request.params),
                 request.priority,
                 request.cache_salt,
+                request.client,
                 array("i", request.output_token_ids).tobytes(),
                 pack_hashes(block_hashes) if block_hashes else b"",
             )
@@ -101,7 +102,7 @@ def request_of(message: Submit, request_id: str) -> EngineRequest:
         raise
     except (TypeError, ValueError, AttributeError) as error:
         raise ChannelMessageError(str(error)) from None
-    return EngineRequest(request_id, prompt, params, message.priority, message.cache_salt, output)
+    return EngineRequest(request_id, prompt, params, message.priority, message.cache_salt, message.client, output)
 
 
 def _token_ids(packed: bytes) -> list[int]:

@@ -93,6 +93,7 @@ class Link:
         self._num_streams = 0  # so far
         self._streams: dict[int, ReplicaStream] = {}
         self._number_of: dict[ReplicaStream, int] = {}
+        self._unsent: list[bytes] = []  # messages of this turn of the event loop
         requests, request_events = connect_dealer(self._context, self.address.requests, identity)
         outputs, output_events = connect_dealer(self._context, self.address.outputs, identity)
         self._requests = SocketReader(requests, self._receive)
@@ -172,13 +173,27 @@ class Link:
 
     def _send_numbered(self, data: bytes) -> None:
         self._outbox.add(data)
-        self._requests.send(data)
+        self._send(data)
 
     def _say_hello(self, *, resend: bool = False) -> None:
         self._last_acknowledged, self._num_unacknowledged_bytes = self._arrivals.received, 0
         outbox = self._outbox
         hello = Hello(self.address.secret, self._arrivals.received, outbox.acknowledged, outbox.last_number, resend)
-        self._requests.send(encode(hello))
+        self._send(encode(hello))
+
+    def _send(self, data: bytes) -> None:
+        """Send a message with all others of this turn of the event loop, in their order.
+
+        Each ZeroMQ message wakes ZeroMQ's thread, which takes the core from a burst's other requests.
+        """
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(data)
+
+    def _flush(self) -> None:
+        messages, self._unsent = self._unsent, []
+        if messages:  # else the connection is another one by now
+            self._requests.send(*messages)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -239,7 +254,7 @@ class Link:
         if status.resend:
             ingress_recorder().increment(CHANNEL_GAPS, content="requests")
             for _, data in self._outbox.after(status.received):
-                self._requests.send(data)
+                self._send(data)
         self._find_lost_tail(status.sent)
         self.is_ready = True
         self._on_change()

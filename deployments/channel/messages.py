@@ -1,6 +1,7 @@
 """The messages between an ingress and a replica, and their layout on the wire.
 
-Each message is one ZeroMQ frame with a msgpack array: a tag, then these fields in this order.
+Each message is one ZeroMQ frame with a msgpack array: a tag, then these fields in this order. An ingress sends the
+messages of one turn of its event loop as the frames of one ZeroMQ message.
 
     message   direction             fields
     Hello     ingress -> replica    secret, received, acknowledged, sent, resend
@@ -68,6 +69,7 @@ class Submit(_Message, tag=2):
     params: dict[str, Any]
     priority: int
     cache_salt: str
+    client: str
     output: bytes
     hashes: bytes
 

@@ -24,7 +24,7 @@ from deployments.channel.address import ReplicaAddress
 from deployments.channel.codec import ChannelMessageError, decode_from_ingress, encode, request_of
 from deployments.channel.connection import Connection, RequestCount
 from deployments.channel.errors import ReplicaDrainingError, ReplicaFullError
-from deployments.channel.messages import Abort, Hello, Status, Submit
+from deployments.channel.messages import Abort, FromIngress, Hello, Status, Submit
 from deployments.channel.numbering import Arrivals
 from deployments.channel.sockets import Socket, SocketReader, bind_router
 from deployments.wire.hashes import unpack_hashes
@@ -126,21 +126,20 @@ class ChannelServer:
     # --- messages -------------------------------------------------------------------------------------------------
 
     def _receive(self, frames: list[bytes]) -> None:
-        identity, *rest = frames
-        try:
-            if len(rest) != 1:
-                raise ChannelMessageError(f"a message has {len(rest)} frames")
-            message = decode_from_ingress(rest[0])
-            if isinstance(message, Hello):
-                self._on_hello(identity, message)
-                return
-            ingress = self._ingresses.get(identity)
-            if ingress is None:  # it will say hello, and learn that it must start again
-                return
+        identity, *messages = frames
+        for data in messages:
+            try:
+                self._on_message(identity, decode_from_ingress(data))
+            except ChannelMessageError as error:
+                self._drop(str(error))
+
+    def _on_message(self, identity: bytes, message: FromIngress) -> None:
+        if isinstance(message, Hello):
+            self._on_hello(identity, message)
+        elif (ingress := self._ingresses.get(identity)) is not None:
             ingress.num_silent_ticks = 0
             self._on_numbered(identity, ingress, message)
-        except ChannelMessageError as error:
-            self._drop(str(error))
+        # else it will say hello, and learn that it must start again
 
     def _drop(self, reason: str) -> None:
         if not self._has_logged_drop:  # once: a hostile peer must not fill the log

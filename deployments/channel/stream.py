@@ -29,6 +29,7 @@ class ReplicaStream:
         "_error",
         "_num_cached_tokens",
         "_num_logprobs",
+        "_num_taken",
         "_outputs",
         "_token_ids",
         "_waiter",
@@ -43,13 +44,14 @@ class ReplicaStream:
         self._token_ids: list[int] = []  # after ``_outputs``
         self._num_cached_tokens = 0
         self._num_logprobs = 0  # in ``_outputs``
+        self._num_taken = 0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def wait_in_progress(self) -> object | None:
-        """The reader's wait, another object for each; None while it does not wait."""
-        return self._waiter
+    def wait_in_progress(self) -> int | None:
+        """Which output the reader waits for, as its number; None while it does not wait."""
+        return None if self._waiter is None else self._num_taken
 
     @property
     def is_full(self) -> bool:
@@ -81,6 +83,11 @@ class ReplicaStream:
         if self._waiter is not None:
             self._wake(self._waiter)
 
+    def nudge(self) -> None:
+        """End the reader's wait although nothing has come."""
+        if self._waiter is not None:
+            self._wake(self._waiter)
+
     # --- called by the reader ---------------------------------------------------------------------------------------
 
     def take(self) -> EngineOutput | None:
@@ -91,10 +98,12 @@ class ReplicaStream:
         """
         if not self._outputs:
             if self._token_ids:
+                self._num_taken += 1
                 return self._take_tokens()
             if self._error is not None:
                 raise self._error
             return None
+        self._num_taken += 1
         self._flush_tokens()
         index = self._outputs[0].index
         taken = [output for output in self._outputs if output.index == index]
@@ -104,7 +113,7 @@ class ReplicaStream:
         return taken[0] if len(taken) == 1 else EngineOutput.join(taken, self.replica)
 
     async def wait(self) -> None:
-        """Wait until ``take`` returns an output or raises. One reader waits at a time."""
+        """Wait until ``take`` returns an output or raises, or for ``nudge``. One reader waits at a time."""
         if self._outputs or self._token_ids or self._error is not None:
             return
         self._waiter = asyncio.get_running_loop().create_future()

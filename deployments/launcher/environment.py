@@ -22,6 +22,8 @@ SETTINGS = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # at 0.1 the controller of an idle server takes 4% of a core
     "RAY_task_events_report_interval_ms": "0",  # the dashboard's view of single calls; the engine needs the core
     "METRICS_RECORD_INTERVAL_S": "60",  # at 5 the dashboard measures its processes, 40 ms of a core each time
+    "RAY_worker_niceness": "0",  # at Ray's 15 an engine cannot be much nicer than the ingress (cpu_priority.py)
+    "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),  # more would take each other's cores
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1, as it does on macOS, not on all addresses
     "OMP_WAIT_POLICY": "passive",  # else torch's threads spin for 8 ms after each of its calls, on the engine's cores

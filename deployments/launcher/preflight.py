@@ -91,6 +91,11 @@ def _validate(document: dict[str, Any]) -> None:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(f"{where}={reprlib.repr(first['input'])}: {' '.join(first['msg'].split())}") from None
+    if (seconds := schema.http_options.request_timeout_s) is not None:
+        raise ConfigError(
+            f"http_options.request_timeout_s={seconds} would cut answers without a reason; leave it out, and set "
+            "args.limits.request_timeout_s"
+        )
     port = schema.http_options.port
     if type(port) is not int or not 1 <= port <= 65535:
         raise ConfigError(f"http_options.port={port!r} is no port; give a number from 1 to 65535")

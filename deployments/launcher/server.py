@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -21,6 +20,7 @@ from typing import IO, Any
 
 from deployments.launcher.dashboard import cluster_usage, delete_applications, deployment_failure, serve_details
 from deployments.launcher.environment import environment
+from deployments.launcher.files import temporary_directory
 from deployments.launcher.log_follower import LogFollower
 from deployments.launcher.preflight import Endpoint
 from deployments.launcher.processes import argument_of, descendants, end
@@ -52,8 +52,7 @@ class Server:
     """
 
     def __init__(self, config: Path, limits: ProxyLimits, stop_at_once: threading.Event) -> None:
-        # In /tmp: the path of a socket in it may not be longer than 107 characters.
-        self._files = tempfile.TemporaryDirectory(prefix="pg-", dir="/tmp", ignore_cleanup_errors=True)
+        self._files = temporary_directory()
         serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
         self._process = subprocess.Popen(
             [serve, "run", "--address", "local", str(config)],

@@ -5,108 +5,78 @@ haproxy.sh runs this before each start and reload of HAProxy, for which Ray writ
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from http import HTTPStatus
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is run by its path
 
+from deployments.proxy.answers import NOT_FOUND, NOT_READY, error_files, http_error, returned, with_json_errors
+from deployments.proxy.backends import HEALTH_PATHS, with_more_backends
+from deployments.proxy.client_rules import LOOPBACK, client_rules
 from deployments.proxy.limits import ProxyLimits
-from deployments.proxy.probes import HEALTH_PATHS, with_probe_backends
+from deployments.proxy.probe_frontend import probe_port, with_probe_frontend
 
-__all__ = ["UnknownConfigurationError", "error_files", "hardened", "main", "within_file_limit"]
+__all__ = ["UnknownConfigurationError", "hardened", "main", "within_file_limit"]
 
 RESERVED_CONNECTIONS = 256  # for this machine's own probes, and for HAProxy's pages
 FILES_OF_ITS_OWN = 256
 # An ingress that is busy answers HAProxy's checks late, each within 5 s or not at all; one that has died refuses them.
 CHECKS_UNTIL_DOWN = 6
-CLIENT_TIMEOUT_S = 60  # for a client that does not read its answer, or does not send a body that no one waits for
-LOOPBACK = "127.0.0.1"
+# A longer head, or one of more headers, gets a short text in HTML from HAProxy's parser; see client_rules.py. As much
+# memory can a client without a key take for each of its connections.
+BUFFER_BYTES = 2**15
+MANY_HEADERS = "tune.http.maxhdr 4096"
 MARK = "# Changed by Pagoda, see deployments/proxy/configuration.py\n"
-# With these, Ray Serve lets a client change how its request is served: no end at a disconnect, other time-outs.
-RAY_HEADERS = ("x-request-disconnect-disabled", "x-request-timeout-seconds", "serve_multiplexed_model_id")
-RAY_HEADER_PREFIX = "x-serve-router-"
-CLIENT_HEADER = "x-pagoda-client"  # as deployments/api/body.py reads it
-METHODS = "GET HEAD POST PUT PATCH DELETE OPTIONS TRACE"
-CONTROL_CHARACTERS = r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]"  # HAProxy's parser accepts them, the ingress's does not
-
-
-class OwnError(NamedTuple):
-    """What HAProxy itself answers, in the terms of the OpenAI error body."""
-
-    status: int
-    kind: str
-    code: str
-    message: str
-
-
-INVALID_HTTP = OwnError(
-    400,
-    "invalid_request_error",
-    "invalid_http",
-    "the request is not valid HTTP, or the client closed its side of the connection before the answer",
-)
-NOT_FOUND = OwnError(404, "not_found_error", "not_found", "no application has this path")
-NOT_READY = OwnError(
-    503,
-    "overloaded_error",
-    "no_ingress",
-    "no ingress is ready: replicas are starting, or wait for resources; `serve status` shows which",
-)
-UNKNOWN_METHOD = OwnError(405, "invalid_request_error", "method_not_allowed", "no path accepts this method")
-OWN_ERRORS = (
-    INVALID_HTTP,
-    OwnError(408, "timeout_error", "timeout", "the request did not arrive in time; send it without pauses"),
-    OwnError(500, "server_error", "internal_error", "the proxy failed; try again"),
-    OwnError(502, "server_error", "bad_gateway", "the ingress that served this request was lost; try again"),
-    OwnError(503, "overloaded_error", "no_ingress", "no ingress is ready; try again shortly"),
-    OwnError(504, "timeout_error", "timeout", "the ingress did not answer in time; try again"),
-)
 
 
 class UnknownConfigurationError(Exception):
     """The file is not what this version of Ray Serve writes."""
 
 
-def hardened(text: str, limits: ProxyLimits, directory: Path) -> str:
+def hardened(text: str, limits: ProxyLimits, directory: Path, port_of_probes: int | None = None) -> str:
     """Return the configuration with limits, JSON errors, and pages and sockets for this machine and user only.
 
     Args:
         text: the configuration as Ray writes it.
         limits: for clients.
-        directory: of the files with HAProxy's own answers; see ``error_files``.
+        directory: of the files with HAProxy's own answers.
+        port_of_probes: at which nothing but probes is answered, or None.
 
     Raises:
         UnknownConfigurationError: a line that must be changed is not there.
     """
     own = f"bind {LOOPBACK}:"
     text = _replaced(text, r"^( +)maxconn \d+$", rf"\g<1>maxconn {limits.max_connections + RESERVED_CONNECTIONS}")
+    text = _replaced(text, r"^( +)tune\.bufsize \d+$", rf"\g<1>tune.bufsize {BUFFER_BYTES}\n{_lines([MANY_HEADERS])}")
     text = _replaced(text, r"^( +stats socket \S+ )mode 666 ", r"\g<1>mode 600 ")
     text = _replaced(text, r"^ +log 127\.0\.0\.1:514 .*\n", "", at_least=0)  # each request's path, for any syslog there
+    # Only whole answers are aborted (backends.py); the frontend's rules for errors would fail after such a close.
+    text = _replaced(text, r"^ +option abortonclose\n", "")
     text = _replaced(text, r"^( +)errorfile \d+ .*\n", "", at_least=0)
-    text = _replaced(text, r"^ +timeout client .*\n", "")
+    text = _replaced(text, r"^ +timeout (client|http-keep-alive) .*\n", "", at_least=2)
     text = _replaced(text, r"^defaults\n", "defaults\n" + _lines(_defaults(limits, directory)))
     text = _replaced(text, r"^(frontend prometheus\n +)bind :", rf"\g<1>{own}")
     text = _replaced(text, r"^(listen stats\n +)bind \*:", rf"\g<1>{own}")
-    rules = _lines(_frontend(limits)).replace("\\", r"\\")  # which has a meaning in a replacement
+    rules = _lines(client_rules(limits)).replace("\\", r"\\")  # which has a meaning in a replacement
     text = _replaced(text, r"^(frontend http_frontend\n +bind .*\n)", rf"\g<1>{rules}")
     text = _replaced(text, r"^( +default-server .*\bfall) \d+", rf"\g<1> {CHECKS_UNTIL_DOWN}", at_least=0)
-    text = with_probe_backends(text, f"{_http_error(NOT_READY)} hdr Retry-After 5")
+    text = _replaced(text, r"^( +)http-request return status 404 .*$", rf"\g<1>{returned(NOT_FOUND)}")
+    text = with_json_errors(text)
+    text = with_more_backends(text, http_error(NOT_READY))
     text = "".join(map(_with_health, re.split(r"^(?=\S)", text, flags=re.MULTILINE)))
-    return _replaced(text, r"^( +)http-request return status 404 .*$", rf"\g<1>{_return(NOT_FOUND)}")
+    return text if port_of_probes is None else with_probe_frontend(text, port_of_probes)
 
 
 def _with_health(section: str) -> str:
     """Return a section with an answer to health checks if it is a backend.
 
-    It is used while no ingress is up: Serve's own proxy, which is the backup, would let them wait.
+    It is used while no ingress is up. Serve's own proxy, which is the backup, lets requests wait: the only ingress may
+    just be replaced by a new version of it.
     """
     backend = re.match(r"backend (\S+)\n", section)
     servers = re.findall(r"^ +server (\S+) .*?(backup)?$", section, flags=re.MULTILINE)
@@ -115,70 +85,17 @@ def _with_health(section: str) -> str:
     ingresses = [name for name, backup in servers if not backup]
     condition = f"{{ path -m end {' '.join(HEALTH_PATHS)} }}{' !an_ingress_is_up' if ingresses else ''}"
     is_up = [f"acl an_ingress_is_up srv_is_up({backend[1]}/{name})" for name in ingresses]
-    return section + _lines([*is_up, f"{_return(NOT_READY)} hdr Retry-After 5 if {condition}"])
-
-
-def error_files() -> dict[str, str]:
-    """Return HAProxy's own answers, as HTTP, by the names of their files.
-
-    What its parser rejects gets an answer that is part of the program.
-    """
-    return {f"{error.status}.http": _as_http(error) for error in OWN_ERRORS}
-
-
-def _as_http(error: OwnError) -> str:
-    body = _body(error)
-    head = [
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-        "Cache-Control: no-store",
-        "Connection: close",
-        *(["Retry-After: 1"] if error.status == HTTPStatus.SERVICE_UNAVAILABLE else []),
-    ]
-    return "\r\n".join([*head, "", body])
-
-
-def _return(error: OwnError) -> str:
-    return f"http-request return status {error.status} content-type application/json string '{_body(error)}'"
-
-
-def _http_error(error: OwnError) -> str:
-    return f"http-error status {error.status} content-type application/json string '{_body(error)}'"
-
-
-def _body(error: OwnError) -> str:
-    return json.dumps({"error": {"message": error.message, "type": error.kind, "param": None, "code": error.code}})
+    return section + _lines([*is_up, f"{returned(NOT_READY)} if {condition}"])
 
 
 def _defaults(limits: ProxyLimits, directory: Path) -> list[str]:
-    errors = [f"errorfile {error.status} {directory / f'{error.status}.http'}" for error in OWN_ERRORS]
-    timeouts = [
-        f"timeout http-request {round(1000 * limits.header_timeout_s)}ms",
-        f"timeout client {CLIENT_TIMEOUT_S}s",
-    ]
-    return [*timeouts, *errors]
-
-
-def _frontend(limits: ProxyLimits) -> list[str]:
-    """Return the rules for connections and heads of requests, which come before Ray's own."""
-    rules = [f"tcp-request connection reject if {{ fe_conn gt {limits.max_connections} }} !{{ src {LOOPBACK} ::1 }}"]
-    if limits.max_connections_per_address:
-        rules += [
-            "stick-table type ipv6 size 100k expire 60s store conn_cur",
-            "tcp-request connection track-sc0 src",
-            f"tcp-request connection reject if {{ sc0_conn_cur gt {limits.max_connections_per_address} }}",
-        ]
-    rules += [f"http-request del-header {name}" for name in RAY_HEADERS]
-    rules += [f"http-request del-header {RAY_HEADER_PREFIX} -m beg"]
-    rules += [f"http-request set-header {CLIENT_HEADER} %[src]"]  # between whose requests the ingress takes turns
-    # The ingress's server would answer to these with a text of its own.
-    rules += [f"{_return(UNKNOWN_METHOD)} unless {{ method {METHODS} }}"]
-    # What else it cannot parse; every other error has a body of ours.
-    unparsed = _return(INVALID_HTTP).replace("http-request", "http-response")
-    rules += [f"{unparsed} if {{ status 400 }} {{ res.hdr(content-type) -m beg text/plain }}"]
-    rules += ["http-after-response set-header connection close if { status 408 413 }"]
-    return [*rules, f"{_return(INVALID_HTTP)} if {{ req.hdrs -m reg '{CONTROL_CHARACTERS}' }}"]
+    errors = [f"errorfile {name.removesuffix('.http')} {directory / name}" for name in error_files()]
+    timeouts = {
+        "http-request": limits.header_timeout_s,
+        "http-keep-alive": limits.keep_alive_timeout_s,
+        "client": limits.send_timeout_s,
+    }
+    return [*(f"timeout {name} {round(1000 * seconds)}ms" for name, seconds in timeouts.items()), *errors]
 
 
 def within_file_limit(limits: ProxyLimits, max_files: int) -> ProxyLimits:
@@ -211,7 +128,7 @@ def main(arguments: list[str]) -> int:
             _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # HAProxy raises its own to this
             if max_files != resource.RLIM_INFINITY:
                 limits = within_file_limit(limits, max_files)
-            changed = hardened(text, limits, path.parent)
+            changed = hardened(text, limits, path.parent, probe_port(os.environ))
             for name, answer in error_files().items():
                 path.with_name(name).write_bytes(answer.encode())
             path.write_text(MARK + changed)

@@ -14,6 +14,8 @@ VARIABLES = {
     "max_connections": "PAGODA_PROXY_MAX_CONNECTIONS",
     "max_connections_per_address": "PAGODA_PROXY_MAX_CONNECTIONS_PER_ADDRESS",
     "header_timeout_s": "PAGODA_PROXY_HEADER_TIMEOUT_S",
+    "keep_alive_timeout_s": "PAGODA_PROXY_KEEP_ALIVE_TIMEOUT_S",
+    "send_timeout_s": "PAGODA_PROXY_SEND_TIMEOUT_S",
 }
 
 
@@ -25,11 +27,15 @@ class ProxyLimits:
         max_connections: from all addresses together.
         max_connections_per_address: 0 is no limit, for a server that only a load balancer connects to.
         header_timeout_s: seconds for the head of a request, from its connection or its first byte on.
+        keep_alive_timeout_s: seconds that a connection may be idle after an answer.
+        send_timeout_s: seconds for a client that does not read its answer, or is silent in a body that no one reads.
     """
 
     max_connections: int = 8192
     max_connections_per_address: int = 4096
     header_timeout_s: float = 10.0
+    keep_alive_timeout_s: float = 10.0
+    send_timeout_s: float = 60.0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> ProxyLimits:

@@ -58,8 +58,15 @@ class AttemptStream:
         self._is_closed = False
         watch.add(stream, deadline)
 
-    async def next(self) -> EngineOutput:
-        """Return all outputs that have arrived, as one; the caller closes the stream after the last one.
+    @property
+    def replica(self) -> str:
+        """The replica that the request was sent to; empty before."""
+        return self._view.replica_of(self._stream.request_id)
+
+    async def next(self) -> EngineOutput | None:
+        """Return all outputs that have arrived, as one, or None if none has for a second or so.
+
+        The caller closes the stream after the last one.
 
         Raises:
             AttemptError: whatever goes wrong. Its cause is ReplicaStalledError if the replica sends nothing for too
@@ -67,11 +74,13 @@ class AttemptStream:
                 replica is lost, or what the replica has raised.
         """
         try:
-            while (output := self._stream.take()) is None:
+            if (output := self._stream.take()) is None:
                 await self._stream.wait()
+                output = self._stream.take()
         except Exception as error:
             raise self._fail(error) from error
-        self._attempt.receive(output)
+        if output is not None:
+            self._attempt.receive(output)
         return output
 
     def close(self) -> None:
@@ -82,14 +91,13 @@ class AttemptStream:
         request_id = self._stream.request_id
         self._watch.remove(self._stream)
         self._cancel(self._stream)
-        self._attempt.end(self._view.replica_of(request_id), self._view.dispatched_at(request_id))
+        self._attempt.end(self.replica, self._view.dispatched_at(request_id))
         self._view.end(request_id)
 
     def _fail(self, error: Exception) -> AttemptError:
         """Close the stream; return the error to raise."""
         cause = unwrap(error)
-        at = self._view.replica_of(self._stream.request_id)
-        replica = getattr(cause, "replica", "") or self._attempt.replica or at
+        replica = getattr(cause, "replica", "") or self._attempt.replica or self.replica
         self.close()
         self._attempt.replica, self._attempt.error = replica, type(cause).__name__
         return AttemptError(cause, replica)

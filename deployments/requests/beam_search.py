@@ -24,7 +24,7 @@ def with_beams(answers: Sequence[Generation]) -> Sequence[Generation]:
 class Beam(Generation):
     """An answer of a search that another Generation receives."""
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
+    async def deltas(self) -> AsyncGenerator[Delta | None, None]:
         """Yield nothing: the search yields this answer's delta."""
         nothing: tuple[Delta, ...] = ()
         for delta in nothing:

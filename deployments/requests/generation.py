@@ -86,7 +86,7 @@ class Generation:
         self.attempts: list[Attempt] = []
         self.index = index
         self.prompt = prompt
-        self.replica = ""  # the replica of the last tokens
+        self.replica = ""  # the replica of the last tokens, or the one that is to send the first
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []  # of token_ids, if requested and kept
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # if requested; the first token has none
@@ -111,8 +111,10 @@ class Generation:
         of_prompt = sum(len(position) for position in self.prompt_logprobs or () if position is not None)
         return sum(map(len, self.logprobs)) + of_prompt
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
+    async def deltas(self) -> AsyncGenerator[Delta | None, None]:
         """Yield the answer piece by piece; the last delta has a finish_reason. Closing the generator aborts the answer.
+
+        None comes about once a second while there are no tokens: a stream's client may have gone away.
 
         Raises:
             ReplicasLostError: after more than ``max_migrations`` lost replicas.
@@ -125,7 +127,11 @@ class Generation:
             try:
                 with closing(self._send(deadline)) as outputs:
                     while True:
-                        delta = self._receive(await outputs.next())
+                        if (output := await outputs.next()) is None:
+                            self.replica = self.replica or outputs.replica
+                            yield None
+                            continue
+                        delta = self._receive(output)
                         yield delta
                         if self._has_ended:
                             return

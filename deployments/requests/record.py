@@ -50,6 +50,7 @@ class RequestRecord:
 
     request_id: str
     path: str
+    client: str = ""  # the address that connected
     trace_context: Mapping[str, str] = field(default_factory=dict)  # the caller's W3C headers
     started: float = field(default_factory=monotonic)
     started_ns: int = field(default_factory=time_ns)  # the same moment on the wall clock, in Unix nanoseconds

@@ -1,4 +1,4 @@
-"""StallWatch: bounds the time that requests wait for a replica's next output."""
+"""StallWatch: bounds the time that requests wait for a replica's next output, and interrupts long waits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ __all__ = ["StallWatch"]
 
 MAX_INTERVAL_S = 0.25
 CHECKS_PER_TIMEOUT = 8
+NUDGE_S = 1.0  # a client that has gone is noticed after two nudges; see deployments/proxy/backends.py
+MAX_NUDGES_PER_S = 1000  # each takes some 50 microseconds
 
 
 @dataclass(slots=True)
@@ -20,12 +22,16 @@ class _Watched:
     """A stream, and the wait that was seen last."""
 
     deadline: float
-    wait: object | None = None
+    wait: int | None = None
     stalls_at: float = 0.0  # when that wait becomes a stall
+    nudge_at: float = 0.0
 
 
 class StallWatch:
     """Fails the streams whose replica has stalled, and those whose request has reached its deadline.
+
+    It nudges the readers of the others about once a second, less often if there are thousands, for what they may have
+    to do meanwhile.
 
     One timer serves all streams: it looks at each a few times within the timeout. The time between two waits, in which
     the client reads, does not count.
@@ -67,14 +73,19 @@ class StallWatch:
         """Judge every wait in progress."""
         self._timer = None
         now = asyncio.get_running_loop().time()
+        nudge_s = max(NUDGE_S, len(self._watched) / MAX_NUDGES_PER_S)
         for stream, watched in list(self._watched.items()):
             wait = stream.wait_in_progress
             if wait is None:
                 continue
             if wait is not watched.wait:
                 watched.wait, watched.stalls_at = wait, now + self._stall_timeout_s
+                watched.nudge_at = now + nudge_s
             if (verdict := self._judge(stream, watched, now)) is not None:
                 stream.fail(verdict)
+            elif now >= watched.nudge_at:
+                watched.nudge_at = now + nudge_s
+                stream.nudge()
         if self._watched:
             self._set_timer()
 
