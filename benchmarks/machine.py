@@ -85,9 +85,12 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_name() -> str:
+    """Return the first processor's name, with the family and model by which two of one name can be told apart."""
     try:
         with open("/proc/cpuinfo") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+            fields = [line.partition(":") for line in file.read().split("\n\n")[0].splitlines()]
     except OSError:
-        names = []
-    return names[0] if names else platform.processor()
+        fields = []
+    first = {key.strip(): value.strip() for key, _, value in fields}
+    name = first.get("model name", platform.processor())
+    return f"{name}, family {first['cpu family']}, model {first['model']}" if "cpu family" in first else name

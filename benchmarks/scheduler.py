@@ -1,12 +1,16 @@
-"""What a step costs the host: schedule, plan, input tensors and update, with a model that computes nothing.
+"""What a step costs the host of a GPU: schedule, plan, inputs and update, with a model that computes nothing.
 
     python -m benchmarks.scheduler [--running 16 64 256 1024] [--num-blocks 100000] [--out results.json]
-    python -m benchmarks.scheduler --context 4096 --running 256 1024
+    python -m benchmarks.scheduler --context 4096 --running 256 1024 --steps 200 [--out results.json]
 
 Sequences decode; a finished one is replaced at once, so that the batch keeps its size and some steps mix decodes with a
 prefill, as on a busy server. Prompts have random lengths, or ``--context`` tokens. The prefix cache is on and every
 full block is published. Without ``--context``, block counts are compared at one batch size to show that the cost does
-not grow with the pool. One thread does everything; the tensors are made for a CPU.
+not grow with the pool.
+
+Steps overlap, as on a GPU: one is scheduled before the last one's tokens are known. Steps that only decode fill the
+static inputs of a CUDA graph, the others make tensors. One thread does everything, and the memory is a CPU's: what the
+driver takes to start a copy or a kernel is not in it.
 """
 
 from __future__ import annotations
@@ -29,8 +33,11 @@ from engine.prefix_hash import root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_output import SampledTokens
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.sequence import SequenceGroup
+from engine.worker.graphs.decode_graphs import graph_sizes
+from engine.worker.graphs.static_inputs import StaticInputs, make_slab
+from engine.worker.step_plan import StepPlan
 from engine.worker.step_planner import StepPlanner
 
 VOCAB_SIZE = 150_000
@@ -42,9 +49,9 @@ CPU = torch.device("cpu")
 class StepCost(NamedTuple):
     """Seconds of one step on the host."""
 
-    schedule: float  # schedule and update
+    schedule: float  # and update
     plan: float
-    inputs: float  # the plan's arrays as tensors
+    inputs: float  # copies' preparation
 
     @property
     def total(self) -> float:
@@ -75,13 +82,23 @@ class Load:
         self._num_arrived = 0
         self._context = context
         self._steady = steady
+        # Prompts are computed at twice the rate at which sequences end: at less, the batch would never fill.
+        self._longest = max(LONGEST_RANDOM, 4 * num_running * context // PREFILL_TOKENS)
         self._planner = StepPlanner(block_size, num_running, max_blocks)
         self._tables = BlockTables(num_running, max_blocks, CPU)
+        self._graphs = self._graph_inputs(num_running)
+        self._in_flight: SchedulerOutput | None = None
         self._tokens = [self._random.randrange(VOCAB_SIZE) for _ in range(num_running)]
         for _ in range(num_running):
             self._arrive(first=True)
-        while len(self.scheduler.running) < num_running or self._is_prefilling:
+        while len(self.scheduler.running) < num_running or (steady and self._is_prefilling):
             self.step()
+
+    def _graph_inputs(self, num_running: int) -> dict[int, StaticInputs]:
+        slab = make_slab(num_running, CPU)
+        return {
+            size: StaticInputs(size, slab, self._tables, self._blocks.block_size) for size in graph_sizes(num_running)
+        }
 
     @property
     def _is_prefilling(self) -> bool:
@@ -89,7 +106,7 @@ class Load:
 
     def _arrive(self, *, first: bool) -> None:
         length = self._context or self._random.randint(64, LONGEST_RANDOM)
-        longest = 10**6 if self._steady else self._random.randint(16 if first else 64, LONGEST_RANDOM)
+        longest = 10**6 if self._steady else self._random.randint(16 if first else 64, self._longest)
         group = SequenceGroup(
             EngineRequest(
                 str(self._num_arrived),
@@ -112,16 +129,26 @@ class Load:
         scheduled = perf_counter()
         plan = self._planner.plan(output)
         planned = perf_counter()
-        plan.to_device(self._tables, self._blocks.block_size)
-        copied = perf_counter()
-        sampled = SampledTokens(self._tokens[: len(output.sampling)])
+        self._make_inputs(plan)
+        made = perf_counter()
+        before, self._in_flight = self._in_flight, output
+        sampled = None if before is None else SampledTokens(self._tokens[: len(before.sampling)])
         resumed = perf_counter()
-        updated = self.scheduler.update(output, sampled)
+        updated = [] if before is None or sampled is None else self.scheduler.collect(before, sampled, output)
+        self.scheduler.launch(output)
         schedule = perf_counter() - resumed + scheduled - started
         for sequence in updated:
             if sequence.is_finished:
                 self._arrive(first=False)
-        return StepCost(schedule, planned - scheduled, copied - planned)
+        return StepCost(schedule, planned - scheduled, made - planned)
+
+    def _make_inputs(self, plan: StepPlan) -> None:
+        num_seqs = len(plan.seq_lens)
+        if plan.num_decodes == num_seqs and num_seqs:
+            size = next(size for size in self._graphs if size >= num_seqs)
+            self._graphs[size].load(plan)
+        else:
+            plan.to_device(self._tables, self._blocks.block_size)
 
 
 def measure(
@@ -130,7 +157,8 @@ def measure(
     """Return the medians of a step's parts, and the distribution of their sum, in microseconds."""
     prompt = context or LONGEST_RANDOM
     # A steady sequence decodes while the other prompts are computed, and then in every step.
-    max_len = prompt + max(LONGEST_RANDOM, num_running * prompt // PREFILL_TOKENS + 2 * num_running + 2 * num_steps)
+    num_prefills = num_running * prompt // PREFILL_TOKENS  # steps
+    max_len = prompt + max(LONGEST_RANDOM, 4 * num_prefills, num_prefills + 2 * num_running + 2 * num_steps)
     max_blocks = max_len // block_size + 1
     if context:
         num_blocks = max(num_blocks, num_running * max_blocks)

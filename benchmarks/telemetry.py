@@ -43,6 +43,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
+from engine.worker.runner import ComputedStep
 
 __all__ = ["main"]
 
@@ -174,6 +175,10 @@ class NullRunner:
         eos_token_ids=(),
         default_sampling={},
     )
+
+    def start(self, output: SchedulerOutput) -> ComputedStep:
+        """Do what ``run`` does."""
+        return ComputedStep(self.run(output, StepTimes()))
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Return a token for each sequence."""

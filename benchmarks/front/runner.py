@@ -16,6 +16,7 @@ from engine.kv.events import KVEventBatch
 from engine.observability.metrics import MetricSink
 from engine.outputs import EngineOutput
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
+from engine.worker.runner import ComputedStep
 
 __all__ = ["DELAYS_FILE", "STEPS_FILE", "STEP_MS", "ComputeFreeEngine", "ComputeFreeRunner"]
 
@@ -55,6 +56,10 @@ class ComputeFreeRunner:
         self.delays = StepDelays(os.environ.get(DELAYS_FILE))
         self._tokens = random.Random(0).choices(range(*VOCABULARY), k=NUM_DRAWN)
         self._next = 0
+
+    def start(self, output: SchedulerOutput) -> ComputedStep:
+        """Do what ``run`` does."""
+        return ComputedStep(self.run(output, StepTimes()))
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Return a token for each sequence."""

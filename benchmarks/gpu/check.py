@@ -31,7 +31,7 @@ from benchmarks.gpu.runner import PartOutcome, RunOptions, run_parts
 __all__ = ["main"]
 
 DEADLINE_S = 530.0
-WORK_BYTES = 24 * 2**30  # checkpoints, and room for what torch and Triton write
+WORK_BYTES = 32 * 2**30  # checkpoints, and room for what torch and Triton write
 
 
 def main(arguments: list[str] | None = None) -> int:

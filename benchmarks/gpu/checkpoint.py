@@ -1,4 +1,4 @@
-"""Writes Qwen3 checkpoints with random bfloat16 weights fast: 8B parameters in well under a minute.
+"""Writes Qwen3 and Qwen3-MoE checkpoints with random bfloat16 weights fast: 8B parameters in well under a minute.
 
 Weights are drawn on the device and written from a few threads, one safetensors file a layer, since the time goes into
 filling new pages of memory. Speed does not depend on what the weights are.
@@ -44,10 +44,20 @@ def write_checkpoint(
     weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (directory / "config.json").write_text(json.dumps(_config(shape, max_model_len), indent=1))
-    return shape.layer_parameters + shape.head_parameters
+    return sum(torch.Size(size).numel() for tensors in files.values() for size in tensors.values())
 
 
 def _config(shape: ModelShape, max_model_len: int) -> dict[str, Any]:
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -69,11 +79,11 @@ def _config(shape: ModelShape, max_model_len: int) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
         "dtype": "bfloat16",
-    }
+    } | (experts if shape.num_experts > 1 else {})
 
 
 def _files(shape: ModelShape) -> Iterator[tuple[str, Tensors]]:
-    hidden, inner, width = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    hidden, inner, width = shape.hidden_size, shape.expert_size, shape.head_dim
     queries, keys = shape.num_heads * width, shape.num_kv_heads * width
     yield "embeddings.safetensors", {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
     for layer in range(shape.num_layers):
@@ -86,10 +96,13 @@ def _files(shape: ModelShape) -> Iterator[tuple[str, Tensors]]:
             "self_attn.o_proj": (hidden, queries),
             "self_attn.q_norm": (width,),
             "self_attn.k_norm": (width,),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
         }
+        experts = [f"experts.{index}." for index in range(shape.num_experts)] if shape.num_experts > 1 else [""]
+        for expert in experts:
+            tensors |= {f"mlp.{expert}{name}_proj": (inner, hidden) for name in ("gate", "up")}
+            tensors[f"mlp.{expert}down_proj"] = (hidden, inner)
+        if shape.num_experts > 1:
+            tensors["mlp.gate"] = (shape.num_experts, hidden)
         named = {f"model.layers.{layer}.{name}.weight": size for name, size in tensors.items()}
         yield f"layer-{layer}.safetensors", named
     yield "norm.safetensors", {"model.norm.weight": (hidden,)}

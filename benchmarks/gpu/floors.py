@@ -1,7 +1,8 @@
 """The least time of a step: the bytes it must read and the operations it must do, at the machine's measured rates.
 
-Counted are the weights of the linears and, once a step, the keys and values; arithmetic of linears and attention. Not
-counted are norms, rotary embedding, activations and sampling. Weights, keys and values are bfloat16.
+Counted are the weights of the linears, of experts those that random tokens choose, and, once a step, the keys and
+values; arithmetic of linears and attention. Not counted are norms, rotary embedding, routers, activations and sampling.
+Weights, keys and values are bfloat16.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def decode_step(shape: ModelShape, batch: int, context: float) -> Work:
     """Return the work of one decode step of ``batch`` sequences with ``context`` tokens each."""
     parameters = shape.layer_parameters + shape.head_parameters
     return Work(
-        num_bytes=WEIGHT_BYTES * parameters + batch * context * shape.kv_bytes_per_token,
+        num_bytes=WEIGHT_BYTES * (shape.weights_read(batch) + shape.head_parameters)
+        + batch * context * shape.kv_bytes_per_token,
         flop=2 * batch * parameters + batch * _attention_flop(shape, context),
     )
 
@@ -51,7 +53,7 @@ def prefill(shape: ModelShape, prompts: int, tokens: int) -> Work:
     """Return the work of computing prompts of ``tokens`` tokens and the logits of the last one of each."""
     linears = tokens * shape.layer_parameters + shape.head_parameters
     return Work(
-        num_bytes=WEIGHT_BYTES * (shape.layer_parameters + shape.head_parameters)
+        num_bytes=WEIGHT_BYTES * (shape.weights_read(prompts * tokens) + shape.head_parameters)
         + prompts * tokens * shape.kv_bytes_per_token,
         flop=prompts * (2 * linears + _attention_flop(shape, tokens * (tokens + 1) / 2)),
     )

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from engine.worker.graphs.device import CudaGraphDevice
+
 __all__ = ["captured"]
 
 
@@ -16,13 +18,4 @@ def captured(run: Callable[[], object], device: torch.device) -> Callable[[], ob
     """
     if device.type != "cuda":
         return run
-    # A warm-up on another stream, as torch asks for: kernels are compiled there.
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    return CudaGraphDevice(device).capture(run)  # as the engine captures its decodes

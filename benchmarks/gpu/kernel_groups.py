@@ -19,12 +19,13 @@ SAMPLING = "sampling"
 NAMES = {  # patterns in the names of kernels, the first that matches counts
     "rotary": r"rotary|rope|rotate",
     "store_kvcache": r"store_kernel|store_kvcache",
-    "attention": r"mixed_kernel|split_decode|reduce_splits|flash|fmha|attention",
-    "linear": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk",
+    "attention": r"prefill_kernel|split_decode|_splits_kernel|flash|fmha|attention",
+    "experts": r"route_kernel|group_kernel|grouped_linear|combine_kernel",
+    "linear": r"linear_kernel|gemm|gemv|nvjet|cutlass|xmma|cublas|splitk",
     "copies": r"memcpy|memset",
     "activation": r"gated_activation",
     "norm": r"norm|rms",
-    SAMPLING: r"argmax|topk|sort|multinomial|sample|penalt",
+    SAMPLING: r"best_of_|group_maxima|truncated_draw|argmax|topk|sort|multinomial|sample|penalt",
 }
 OTHER = "other"
 SHOWN = 30  # kernels that the table lists

@@ -10,7 +10,9 @@ __all__ = ["FULL", "TINY", "Sizes", "TokenLengths"]
 
 QWEN3_0_6B = ModelShape(1024, 3072, 28, 16, 8, 128, 151936)
 QWEN3_8B = ModelShape(4096, 12288, 36, 32, 8, 128, 151936)
+QWEN3_MOE = ModelShape(2048, 8 * 768, 6, 32, 4, 128, 151936, 128, 8)  # 6 of the 48 layers of Qwen3-30B-A3B
 TINY_SHAPE = ModelShape(64, 128, 2, 4, 2, 16, 512)
+TINY_MOE = ModelShape(64, 2 * 48, 2, 4, 2, 16, 512, 6, 2)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Sizes:
 
 
 FULL = Sizes(
-    models={"0.6b": QWEN3_0_6B, "8b": QWEN3_8B},
+    models={"0.6b": QWEN3_0_6B, "8b": QWEN3_8B, "moe": QWEN3_MOE},
     max_model_len=40960,
     max_num_batched_tokens=8192,
     copy_bytes=4 * 2**30,
@@ -84,7 +86,7 @@ FULL = Sizes(
     profiled=((1, 1024), (64, 1024), (256, 1024)),
 )
 TINY = Sizes(
-    models={"0.6b": TINY_SHAPE, "8b": TINY_SHAPE},
+    models={"0.6b": TINY_SHAPE, "8b": TINY_SHAPE, "moe": TINY_MOE},
     max_model_len=512,
     max_num_batched_tokens=256,
     copy_bytes=2**20,

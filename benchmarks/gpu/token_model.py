@@ -15,21 +15,38 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 __all__ = ["Judge", "Judgement", "make_prompts", "save_model"]
 
+EXPERTS: dict[str, Any] = {  # of the second layer; more of them would differ by rounding more than a tolerance can tell
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
 MAX_TOKENS = 24
 VOCAB_SIZE = 1024
 ATTENTION = ("eager", "sdpa")  # transformers' implementations
 LEAST_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # shares of the largest logit
 
 
-def save_model(directory: Path) -> None:
-    """Write a Qwen3 model with bfloat16 weights whose attention is not flat."""
-    config = Qwen3Config(
+def save_model(directory: Path, *, experts: bool = False) -> None:
+    """Write a Qwen3 model, or a Qwen3-MoE one, with bfloat16 weights whose attention is not flat."""
+    config_class, model_class = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
+    config = config_class(
+        **(EXPERTS if experts else {}),
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=2,
@@ -43,13 +60,15 @@ def save_model(directory: Path) -> None:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        architectures=["Qwen3ForCausalLM"],
+        architectures=[model_class.__name__],
     )
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config)
+    model = model_class(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(1 + 0.1 * torch.randn_like(weight) if "norm" in name else 4 * weight)
+            # A router's logits lie far apart, so that experts that rounding may exchange have small weights.
+            factor = 16 if "mlp.gate." in name else 4
+            weight.copy_(1 + 0.1 * torch.randn_like(weight) if "norm" in name else factor * weight)
         model.lm_head.weight.mul_(torch.randn(VOCAB_SIZE, 1).exp())
     model.to(torch.bfloat16).save_pretrained(directory)
 
@@ -91,8 +110,8 @@ class Judge:
     """transformers' model in float32, and in the engine's dtype to measure rounding."""
 
     def __init__(self, directory: Path, dtype: str, device: torch.device) -> None:
-        def load(dtype: torch.dtype, attention: str) -> Qwen3ForCausalLM:
-            model = Qwen3ForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
+        def load(dtype: torch.dtype, attention: str) -> PreTrainedModel:
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
             return model.to(device).eval()
 
         self._least = LEAST_TOLERANCE[dtype]
@@ -130,7 +149,7 @@ class Judge:
         self._judged[prompt, answer] = result
         return result
 
-    def _logits(self, model: Qwen3ForCausalLM, prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
+    def _logits(self, model: PreTrainedModel, prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
         """Return float32 logits [len(answer), vocab_size] of the positions that choose the answer's tokens."""
         ids = torch.tensor([[*prompt, *answer[:-1]]], device=self._device)
         logits: torch.Tensor = model(ids, use_cache=False, logits_to_keep=len(answer)).logits[0]

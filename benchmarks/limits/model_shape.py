@@ -25,6 +25,8 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    num_experts: int = 1
+    experts_per_token: int = 1
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> ModelShape:
@@ -39,7 +41,21 @@ class ModelShape:
             config.get("num_key_value_heads") or heads,
             config.get("head_dim") or config["hidden_size"] // heads,
             config["vocab_size"],
+            config.get("num_experts", 1),
+            config.get("num_experts_per_tok", 1),
         )
+
+    @property
+    def expert_size(self) -> int:
+        """Features of one expert."""
+        return self.intermediate_size // self.experts_per_token
+
+    def weights_read(self, num_tokens: int) -> float:
+        """Weights of all layers' linears that ``num_tokens`` read, if each chooses its experts at random."""
+        share = self.experts_per_token / self.num_experts
+        chosen = (1 - (1 - share) ** num_tokens) / share  # as many times those of one token
+        feed_forward = self.num_layers * 3 * self.hidden_size * self.intermediate_size
+        return self.layer_parameters + (chosen - 1) * feed_forward
 
     @property
     def layer_linears(self) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import select
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ __all__ = ["Reply", "StreamOutcome", "idle_connections", "open_streams", "probin
 TIMEOUT_S = 240.0
 LOOPBACK = "127.0.0.1"
 PROBE_INTERVAL_S = 0.05
+RECEIVED_BYTES = 2**16
 
 
 @dataclass(slots=True)
@@ -42,40 +44,80 @@ class StreamOutcome:
     is_complete: bool = False
 
 
-class _Stream(asyncio.Protocol):
+class _Stream:
     """One connection: sends the request and notes when what came."""
 
-    def __init__(self, request: bytes) -> None:
+    def __init__(self, request: bytes, port: int, address: str) -> None:
         self.outcome = StreamOutcome()
-        self.ended = asyncio.get_running_loop().create_future()
+        self.socket = socket.socket()
         self._request = request
-        self._started = perf_counter()
         self._tail = b""  # of what came: an event may come in parts
+        self._started = perf_counter()
+        self.socket.setblocking(False)
+        self.socket.bind((address, 0))
+        self.socket.connect_ex((LOOPBACK, port))  # an error ends the first receive
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._request)
+    def send(self) -> None:
+        """Send the request, which fits the empty buffer of a new connection."""
+        self.socket.send(self._request)
 
-    def data_received(self, data: bytes) -> None:
+    def receive(self) -> bool:
+        """Note what came; returns whether more is to come."""
+        data = self.socket.recv(RECEIVED_BYTES)
         outcome, seen = self.outcome, self._tail + data
         if not outcome.status and len(seen) >= len("HTTP/1.1 200"):
             outcome.status = int(seen[9:12])
         if not outcome.first_token_s and b"\ndata: {" in seen:
             outcome.first_token_s = perf_counter() - self._started
         self._tail = seen if not outcome.status else seen[-16:]
-        if b"data: [DONE]" in seen:
-            outcome.is_complete = True
-            self._transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.end()
+        outcome.is_complete = b"data: [DONE]" in seen
+        return bool(data) and not outcome.is_complete
 
     def end(self) -> None:
-        """Note the end of the connection."""
+        """Close the connection and note the end."""
+        self.socket.close()
         self.outcome.total_s = perf_counter() - self._started
-        if not self.ended.done():
-            self.ended.set_result(None)
+
+
+class _Streams:
+    """Many streams that one thread polls."""
+
+    def __init__(self) -> None:
+        self._poll = select.epoll()
+        self._open: dict[int, _Stream] = {}  # by file descriptor
+
+    def run(self, port: int, requests: Sequence[bytes], address: str) -> list[StreamOutcome]:
+        """Send all requests at once, and read their streams to the end; raises TimeoutError after four minutes."""
+        deadline = perf_counter() + TIMEOUT_S
+        outcomes: list[StreamOutcome] = []
+        try:
+            for request in requests:
+                stream = _Stream(request, port, address)
+                self._open[stream.socket.fileno()] = stream
+                self._poll.register(stream.socket, select.EPOLLIN | select.EPOLLOUT)
+                outcomes.append(stream.outcome)
+                self._handle_events(0.0)
+            while self._open:
+                if perf_counter() > deadline:
+                    raise TimeoutError(f"{len(self._open)} streams have not ended after {TIMEOUT_S:g} s")
+                self._handle_events(1.0)
+        finally:
+            for stream in self._open.values():
+                stream.end()
+            self._poll.close()
+        return outcomes
+
+    def _handle_events(self, timeout_s: float) -> None:
+        for descriptor, events in self._poll.poll(timeout_s):
+            stream, goes_on = self._open[descriptor], False
+            with suppress(OSError):
+                if events & select.EPOLLOUT:
+                    stream.send()
+                    self._poll.modify(descriptor, select.EPOLLIN)
+                goes_on = stream.receive() if events & ~select.EPOLLOUT else True
+            if not goes_on:
+                del self._open[descriptor]
+                stream.end()
 
 
 def _request(body: dict[str, Any]) -> bytes:
@@ -95,19 +137,7 @@ async def open_streams(port: int, bodies: Sequence[dict[str, Any]], *, address: 
     Raises:
         TimeoutError: if the streams have not ended after four minutes.
     """
-    loop = asyncio.get_running_loop()
-
-    async def stream(request: bytes) -> StreamOutcome:
-        one = _Stream(request)
-        try:
-            await loop.create_connection(lambda: one, LOOPBACK, port, local_addr=(address, 0))
-        except OSError:
-            one.end()
-        await one.ended
-        return one.outcome
-
-    async with asyncio.timeout(TIMEOUT_S):
-        return await asyncio.gather(*(stream(_request(body)) for body in bodies))
+    return await asyncio.to_thread(_Streams().run, port, [_request(body) for body in bodies], address)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Attention captured in a CUDA graph and replayed for other sequences, against the reference.
 
-The engine would capture a step once for each batch size, and replay it with new queries, lengths and block tables in
-the same tensors, up to the lengths that the capture was made for.
+The engine captures its decodes once for each batch size, and replays them with new queries, lengths and block tables in
+the same tensors, up to the lengths that the capture was made for. The part `tokens` checks whole steps.
 """
 
 from __future__ import annotations

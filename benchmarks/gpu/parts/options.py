@@ -16,6 +16,9 @@ __all__ = ["OPTIONS", "run"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "no prefix caching": {"enable_prefix_caching": False},
+    "no CUDA graphs": {"enforce_eager": True},
+    "no overlap": {"async_scheduling": False},
+    "batch_invariant": {"batch_invariant": True},
     "drafts of 4": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
     "blocks of 256": {"block_size": 256},
     "2,048 tokens a step": {"max_num_batched_tokens": 2048},

@@ -27,11 +27,11 @@ LEAST_FOUND = 0.02  # share of the tokens after a planted fault that must be fou
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 
 
-def run(part: PartRun, dtype: str) -> None:
-    """Judge the answers of each backend: with defaults, with a small pool and budget, and with drafts."""
+def run(part: PartRun, dtype: str, *, experts: bool = False) -> None:
+    """Judge the answers of each backend: with defaults, without CUDA graphs, with a small pool, and with drafts."""
     import torch
 
-    save_model(part.work / MODEL)
+    save_model(part.work / MODEL, experts=experts)
     judge = Judge(part.work / MODEL, dtype, part.device)
     prompts = make_prompts(*part.sizes.token_prompts)
     backends = [one for one in usable_backends(part) if has_dtype(one, getattr(torch, dtype))]
@@ -43,7 +43,8 @@ def run(part: PartRun, dtype: str) -> None:
             with _engine(part, options | more) as llm:
                 _check_case(part, f"{backend.name}, {name}", llm, judge, prompts)
         for name, plant in FAULTS.items():
-            with _engine(part, options) as llm:
+            # Eager, because a fault that is planted after the capture of CUDA graphs would change nothing.
+            with _engine(part, options | {"enforce_eager": True}) as llm:
                 _check_fault(part, f"{backend.name}, planted: {name}", llm, judge, prompts, plant)
 
 
@@ -56,7 +57,12 @@ def _cases(backend: AttentionBackend, longest: int) -> dict[str, dict[str, Any]]
     """Return engine options; the small pool hardly holds the longest request, so that sequences are preempted."""
     block_size = block_size_for(backend, 16)
     small = {"block_size": block_size, "num_blocks": -(-longest // block_size) + 2, "max_num_batched_tokens": 64}
-    return {"default": {}, "small pool": small | {"kv_cache_memory": None}, "drafts": {"speculative_config": DRAFTS}}
+    return {
+        "default": {},
+        "eager": {"enforce_eager": True},
+        "small pool": small | {"kv_cache_memory": None},
+        "drafts": {"speculative_config": DRAFTS},
+    }
 
 
 def _check_case(part: PartRun, name: str, llm: LLM, judge: Judge, prompts: list[list[int]]) -> None:
