@@ -16,6 +16,9 @@ BENCH_MODEL ?= build/qwen3-0.6b
 REHEARSAL := build/gpu-rehearsal
 CLIENTS := build/clients
 
+# Hundreds of the tests' processes would each compile the same modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: serve status test test-long test-clients test-gpu-rehearsal lint bench clean
 .DELETE_ON_ERROR:
 

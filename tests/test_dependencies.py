@@ -18,14 +18,18 @@ OURS = {"benchmarks", "demo", "deployments", "engine", "k8s", "kernels", "tests"
 EXTRAS = {  # the extras that each folder may rely on, besides the dependencies
     "deployments": ("tracing",),
     "engine": (),
-    "kernels": ("gpu", "flash-attn"),
+    "kernels": ("gpu", "flash-attn", "flash-attn-3"),
     "k8s": (),
     "benchmarks": ("test", "bench", "lm-eval"),
     "demo": ("test",),
     "tests": ("test", "mutation", "clients"),
 }
 # Distributions of modules that need not be installed, where the names differ.
-DISTRIBUTIONS = {"agents": "openai-agents", "llama_index": "llama-index-llms-openai-like"}
+DISTRIBUTIONS = {
+    "agents": "openai-agents",
+    "flash_attn_interface": "flash-attn-3",
+    "llama_index": "llama-index-llms-openai-like",
+}
 # Engines that benchmarks/peers compares with. Each lives in a virtual environment of its own, because their pinned
 # dependencies exclude each other, and is imported inside functions of benchmarks/peers only.
 PEERS = {"gguf", "llama_cpp", "openvino", "openvino_genai", "vllm"}
@@ -45,9 +49,15 @@ def required_by(*extras: str) -> set[str]:
     return {normalized(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    """Return a file's syntax tree."""
+    return ast.parse(path.read_text())
+
+
 def imported_modules(path: Path) -> Iterator[str]:
     """Yield the dotted names of all modules of other projects that a file imports, those inside functions included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -96,15 +106,14 @@ def test_every_imported_package_is_declared(folder: str) -> None:
 
 
 def test_peers_are_imported_lazily_and_by_their_runners_only() -> None:
-    for path in sorted(ROOT.glob("[!.]*/**/*.py")):
-        if path.relative_to(ROOT).parts[0] in OURS:
-            is_runner = path.parent == ROOT / "benchmarks" / "peers"
-            modules = {module.partition(".")[0] for module in imported_modules(path)}
-            assert is_runner or not modules & PEERS, path
-            top_level = ast.parse(path.read_text()).body
-            eager = {alias.name for node in top_level if isinstance(node, ast.Import) for alias in node.names}
-            eager |= {str(node.module) for node in top_level if isinstance(node, ast.ImportFrom)}
-            assert not {name.partition(".")[0] for name in eager} & PEERS, path
+    for path in sorted(path for folder in OURS for path in (ROOT / folder).rglob("*.py")):
+        is_runner = path.parent == ROOT / "benchmarks" / "peers"
+        modules = {module.partition(".")[0] for module in imported_modules(path)}
+        assert is_runner or not modules & PEERS, path
+        top_level = parse(path).body
+        eager = {alias.name for node in top_level if isinstance(node, ast.Import) for alias in node.names}
+        eager |= {str(node.module) for node in top_level if isinstance(node, ast.ImportFrom)}
+        assert not {name.partition(".")[0] for name in eager} & PEERS, path
 
 
 def test_only_an_extra_of_its_own_needs_a_compiler_for_cuda() -> None:

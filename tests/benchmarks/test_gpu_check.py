@@ -84,6 +84,19 @@ def test_attention_passes_and_fails_where_a_kernel_is_wrong(part: PartRun, monke
     assert len(outcome(part)[1]) > 50
 
 
+@pytest.mark.parametrize("option", ["softcap", "sinks"])
+def test_an_option_of_attention_that_a_backend_ignores_is_found(
+    part: PartRun, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    forward = CpuBackend.forward
+    without = {option: None}
+    monkeypatch.setattr(CpuBackend, "forward", lambda self, inputs: forward(self, replace(inputs, **without)))
+    attention.odd_shapes(part)
+    faults = outcome(part)[1]
+    assert len(faults) >= 10
+    assert all(option in fault for fault in faults)
+
+
 def test_the_reference_in_slices_equals_the_whole_one() -> None:
     lengths = [(1, 40), (33, 70), PADDING, (7, 7)]
     for window in (None, 9):
@@ -104,28 +117,25 @@ def test_one_wrong_block_in_a_long_context_exceeds_the_tolerance() -> None:
 
 
 @pytest.mark.parametrize("heads", FULL.attention)
-def test_the_serving_cases_launch_every_kernel_with_132_multiprocessors(
-    heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on an H200: contexts of a few dozen tokens would never be split."""
+def test_the_serving_cases_launch_every_kernel(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of a few dozen tokens would never be split."""
     pytest.importorskip("triton")
-    from kernels.attention import triton_backend, triton_kernels
+    from kernels.attention.triton import backend, decode, prefill
 
-    monkeypatch.setattr(triton_backend, "_num_multiprocessors", lambda device: 132)
-    launched: dict[str, set[Any]] = {}
-    for name in ("mixed_kernel", "split_decode_kernel", "reduce_splits_kernel"):
+    launched: set[str] = set()
+    for module in (prefill, decode):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
 
-        def record(*arguments: Any, name: str = name, **options: Any) -> None:
-            launched.setdefault(name, set()).add(options.get("NUM_SPLITS", options.get("ROWS")))
+            def record(*arguments: Any, name: str = name, **options: Any) -> None:
+                launched.add(name)
 
-        monkeypatch.setattr(getattr(triton_kernels, name), "run", record)
+            monkeypatch.setattr(getattr(module, name), "run", record)
     for case in serving_cases(FULL.context):
         for window in case.windows:
             small = make_inputs([(query, min(seq, 1)) for query, seq in case.lengths], HeadShape(*heads, 16), CPU)
             metadata = replace(small.metadata, max_seq_len=max(seq_len for _, seq_len in case.lengths))
-            triton_backend.TritonBackend().forward(replace(small, metadata=metadata, sliding_window=window))
-    assert launched["split_decode_kernel"] == launched["reduce_splits_kernel"] >= {2, 4, 16, 32}
-    assert launched["mixed_kernel"] >= {16, 128}
+            backend.TritonBackend().forward(replace(small, metadata=metadata, sliding_window=window))
+    assert launched == {"prefill_kernel", "plan_splits_kernel", "split_decode_kernel", "reduce_splits_kernel"}
 
 
 def test_a_replay_that_computes_nothing_is_found(part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,11 +253,16 @@ def test_the_memory_of_a_model_is_free_while_the_caller_holds_the_llm(part: Part
     assert [one() for one in alive] == [None, None]
 
 
-def test_timed_steps_measure_the_engines_steps(part: PartRun) -> None:
-    durations = [0.2] * 3 + [0.02, 0.04, 0.06]  # the warm-up does not count
-    engine = SimpleNamespace(step=lambda: time.sleep(durations.pop(0)), observers=SimpleNamespace(members=[]))
-    seconds, _ = timed_steps(part, engine, 3)  # type: ignore[arg-type]
-    assert 0.04 <= seconds < 0.06
+def test_timed_steps_measure_the_engines_steps(part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, durations = 0, [200] * 3 + [20, 40, 60]  # the warm-up does not count
+
+    def step() -> None:
+        nonlocal now
+        now += durations.pop(0)
+
+    monkeypatch.setattr("benchmarks.gpu.engines.perf_counter", lambda: now)
+    engine = SimpleNamespace(step=step, observers=SimpleNamespace(members=[]))
+    assert timed_steps(part, engine, 3)[0] == 40  # type: ignore[arg-type]
     assert not durations
     assert engine.observers.members == []
 
@@ -261,6 +276,9 @@ def test_timed_steps_measure_the_engines_steps(part: PartRun) -> None:
         ("nvjet_sm90_tst_64x8", None, "linear"),
         ("void cutlass::Kernel2<cutlass_80_wmma>", "rotary", "linear"),
         ("split_decode_kernel", "rotary", "attention"),
+        ("linear_kernel", "attention", "linear"),
+        ("grouped_linear_kernel", "feed_forward", "experts"),
+        ("group_kernel", "feed_forward", "experts"),
         ("_store_kernel", "rotary", "store_kvcache"),
         ("void at::native::elementwise_kernel<128>", "rotary", "rotary"),
         ("void at::native::elementwise_kernel<128>", "sampling", "sampling"),

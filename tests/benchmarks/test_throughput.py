@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import kv_cache_curves, latency, step_profile, throughput
+from benchmarks import adapter, kv_cache_curves, latency, loading, step_profile, throughput
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.limits.linear_rates import linears, measure_rates
 from benchmarks.limits.model_shape import ModelShape
@@ -55,6 +57,53 @@ def test_latency_times_each_decode_step(tmp_path: Path) -> None:
     assert all(one["ttft_s"] > 0 and 0 < one["tpot_median_ms"] <= one["tpot_p99_ms"] for one in results)
     for one in results:
         assert one["over_limit"] == pytest.approx(one["plain_read_gb_s"] / one["read_gb_s"], rel=0.1)
+
+
+@pytest.mark.long
+def test_loading_is_measured_beside_plain_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out, dropped = tmp_path / "model", tmp_path / "result.json", []
+    shutil.copytree(MODEL, model)
+    monkeypatch.setattr(loading, "drop_from_page_cache", dropped.append)  # which a file system in memory cannot
+    loading.main(["--model", str(model), "--pairs", "2", "--out", str(out)])
+    results = json.loads(out.read_text())["results"]
+    assert [(one["stored"], one["loaded"], one["by"]) for one in results] == [
+        (stored, loaded, by)
+        for stored, loaded in (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16"))
+        for by in ("pagoda", "transformers")
+    ]
+    for one in results:
+        ratios = [run["seconds"] / plain["seconds"] for plain, run in one["pairs"]]
+        assert one["over_disk"] == pytest.approx(sum(ratios) / 2, rel=0.01)
+    num_plain_runs = 2 * 3 * len(loading.PLAIN)  # to find the fastest way, for each stored dtype
+    assert len(dropped) == num_plain_runs + len(results) * 2 * 2
+    assert list(tmp_path.iterdir()) == [model, out] or list(tmp_path.iterdir()) == [out, model]
+
+
+def test_plain_reading_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, read, preadv = [tmp_path / "a", tmp_path / "b"], [], os.preadv
+    for path, size in zip(paths, (10_000, 4096), strict=True):
+        path.write_bytes(os.urandom(size))
+
+    def recorded(file: int, buffers: list[bytearray], start: int) -> int:
+        count = preadv(file, buffers, start)
+        read.append(bytes(buffers[0][:count]))
+        return count
+
+    monkeypatch.setattr(os, "preadv", recorded)
+    loading.plain_read(paths, threads=3, block_bytes=1024)
+    expected = [data[i : i + 1024] for data in (path.read_bytes() for path in paths) for i in range(0, len(data), 1024)]
+    assert sorted(read) == sorted(expected)
+
+
+def test_each_implementation_decodes_the_same_streams(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    adapter.main([*SMALL, "--streams", "1", "2", "--steps", "3", "--out", str(out)])
+    by_streams = json.loads(out.read_text())["by_streams"]
+    assert list(by_streams) == ["1", "2"]
+    for one in by_streams.values():
+        assert set(one) == {"transformers", "torch", "C"}
+        assert one["transformers"]["ratio"] == 1
+        assert all(figures["step_median_ms"] > 0 for figures in one.values())
 
 
 def test_the_curves_have_a_time_for_every_token(tmp_path: Path) -> None:

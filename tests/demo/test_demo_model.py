@@ -135,7 +135,13 @@ def test_sampling_with_the_default_settings_still_answers(corpus: Corpus, demo: 
     assert count_right(texts, [q.answer for q in questions]) >= 0.8 * len(questions)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+# The prompts are long, and torch's matrix product in bfloat16 is seven times slower than in float32 on a CPU without
+# instructions for it; test_held_out_phrasings_get_the_right_answer_and_an_end computes in bfloat16 in `make test`.
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)],
+    ids=["float32", "bfloat16"],
+)
 def test_tools_are_called_and_their_results_used(dtype: torch.dtype, tools: ToolCorpus) -> None:
     demo = DemoModel(dtype)
     sums = outcomes(demo, sum_cases(tools), tools)

@@ -20,7 +20,7 @@ from engine.observability.load import EngineLoad
 from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming, TokenLogprobs
 from engine.request import EngineRequest
 
-Script = list[EngineOutput | BaseException]
+Script = list[EngineOutput | BaseException | None]  # None: nothing has come
 
 INFO = EngineInfo(
     model="/some/where/model",

@@ -106,6 +106,10 @@ def test_the_shipped_file_is_valid_and_shows_every_key() -> None:
         (lambda d: d["applications"][0]["args"].update(model="nowhere/x"), "nowhere/x"),
         (lambda d: d.update(http_options=[1]), "http_options must be a mapping"),
         (lambda d: d["http_options"].update(port="abc"), "http_options.port='abc'"),
+        (
+            lambda d: d["http_options"].update(request_timeout_s=9),
+            "leave it out, and set args.limits.request_timeout_s",
+        ),
         (lambda d: d["http_options"].update(port=0), "port=0 is no port"),
         (lambda d: d["http_options"].update(port=99999), "port=99999 is no port"),
         (lambda d: d.update(applications=5), "applications=5"),
@@ -188,7 +192,7 @@ def test_a_context_beyond_the_models_positions_is_refused_before_an_engine_start
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, "names code of its own"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}, "architectures": ["Evil"]}, "names code of its own"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"is quantised \(fp8\)"),
         ({"quantization_config": "fp8"}, r"is quantised \(unknown\)"),
         ({"architectures": ["BertLMHeadModel"]}, "architecture 'BertLMHeadModel' is not supported: "),

@@ -8,28 +8,28 @@ import threading
 import pytest
 import torch
 
-from deployments.cpu_priority import NICENESS, yield_cores
+from deployments.cpu_priority import NICENESS, in_yielding_thread
+from deployments.launcher.environment import SETTINGS
 from engine.config import EngineConfig
 
 
+def _niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
 def _niceness_after(config: EngineConfig) -> int:
-    """Return by how much the niceness of a thread and of those that it starts grows; this thread's stays."""
+    """Return by how much nicer the engine's threads are; this thread, which takes requests, stays as it is."""
     seen = list[int]()
 
-    def started_later() -> None:
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    def thread() -> None:
-        yield_cores(config)
-        later = threading.Thread(target=started_later)
+    def start() -> str:
+        later = threading.Thread(target=lambda: seen.append(_niceness()))  # as the engine's step thread is
         later.start()
         later.join()
+        return "started"
 
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    one = threading.Thread(target=thread)
-    one.start()
-    one.join()
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+    before = _niceness()
+    assert in_yielding_thread(config, start) == "started"
+    assert _niceness() == before
     return seen[0] - before
 
 
@@ -41,3 +41,7 @@ def test_engines_on_cpus_yield(monkeypatch: pytest.MonkeyPatch, device: str, has
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     config = EngineConfig(model="demo/model", device=device)
     assert _niceness_after(config) == (NICENESS if is_nicer else 0)
+
+
+def test_the_launcher_leaves_room_for_the_engines_niceness() -> None:
+    assert int(SETTINGS["RAY_worker_niceness"]) + NICENESS <= 19, "the kernel cuts it"

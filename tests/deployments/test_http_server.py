@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from deployments.http_server import accept_many
+from deployments.api.turns import CLIENT_HEADER
+from deployments.http_server import StartInTurns, accept_many
 
 uvloop = pytest.importorskip("uvloop", reason="Ray uses asyncio's event loop here")
 
@@ -74,3 +75,52 @@ def test_asyncios_own_event_loop_is_left_alone() -> None:
     accept_many(8)
     most, accepted = asyncio.run(_most_accepted_in_a_turn())
     assert (most, accepted) == (CLIENTS, CLIENTS)
+
+
+async def _turns_of_requests(methods: list[str], clients: list[str]) -> list[int]:
+    """Return in which turn of the event loop each of the requests that arrive at once starts."""
+    turns, started = [0], [0] * len(methods)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        started[scope["number"]] = turns[0]
+
+    async def count() -> None:
+        while True:
+            await asyncio.sleep(0)
+            turns[0] += 1
+
+    gate, counting = StartInTurns(app, 3), asyncio.create_task(count())
+    scopes = [
+        {"type": "http", "method": method, "headers": [(CLIENT_HEADER.encode(), client.encode())], "number": number}
+        for number, (method, client) in enumerate(zip(methods, clients, strict=True))
+    ]
+    await asyncio.gather(*(gate(scope, None, None) for scope in scopes))  # type: ignore[arg-type]
+    counting.cancel()
+    return started
+
+
+async def test_few_requests_with_a_body_start_in_a_turn() -> None:
+    turns = await _turns_of_requests(["POST"] * 12, ["a"] * 12)
+    assert turns == sorted(turns)
+    assert max(turns.count(one) for one in turns) == 3
+
+
+async def test_health_checks_and_other_clients_do_not_wait_for_the_end_of_a_burst() -> None:
+    turns = await _turns_of_requests([*["POST"] * 30, "GET", "POST"], [*["a"] * 31, "b"])
+    assert turns[30] == turns[0]
+    assert turns[31] < turns[10]
+
+
+def test_the_requests_of_every_server_start_in_turns() -> None:
+    async def run() -> uvicorn.Server:
+        server = uvicorn.Server(uvicorn.Config(_app, lifespan="off", log_config=None, port=0))
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        server.should_exit = True
+        with suppress(asyncio.CancelledError):
+            await serving
+        return server
+
+    accept_many()
+    assert isinstance(asyncio.run(run()).config.loaded_app, StartInTurns)

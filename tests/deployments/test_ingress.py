@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
+from starlette.routing import compile_path
 from starlette.testclient import TestClient
 
 from deployments.api.body import MAX_INLINE_BYTES, parse_body
 from deployments.api.openai.protocol import CompletionRequest
 from deployments.api.prompts import PromptBuilder
 from deployments.errors import RequestTimeoutError
+from deployments.ingress import Ingress
+from deployments.requests import stall_watch
 from deployments.routing.cluster_view import cluster_view
 from engine.observability.load import EngineLoad
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import INFO, FakeEngines, Script, events, output, waiting
+from tests.e2e import strange
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}
 
@@ -50,11 +54,31 @@ def test_the_engine_request_of_a_completion(client: TestClient, engines: FakeEng
     assert engines.calls[1][1]["block_hashes"] != kwargs["block_hashes"]
 
 
+def test_an_engine_learns_whose_turn_it_is(client: TestClient, engines: FakeEngines) -> None:
+    client.post("/v1/completions", json={"prompt": "a"}, headers={"x-pagoda-client": "192.0.2.1"})
+    client.post("/v1/completions", json={"prompt": "a"})
+    assert [request.client for request, _ in engines.calls] == ["192.0.2.1", ""]
+
+
 def test_usage_while_streaming(client: TestClient) -> None:
     body = CHAT | {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     chunks = events(client.post("/v1/chat/completions", json=body).text)
     assert [event["usage"]["completion_tokens"] for event in chunks] == [1, 3, 3]
     assert chunks[-1]["choices"] == []
+
+
+def test_hostile_clients_try_every_endpoint(ingress: Ingress) -> None:
+    tried = {"POST": strange.ENDPOINTS, "GET": strange.GETS, "DELETE": strange.DELETES}
+    patterns = [(route.method, compile_path(route.path)[0]) for route in ingress.routes]
+    missing = [(method, one.pattern) for method, one in patterns if not any(map(one.match, tried[method]))]
+    assert missing == []
+
+
+def test_a_slash_too_much_is_another_path(client: TestClient) -> None:
+    """Starlette would redirect to the host that the client names, in the scheme that it names."""
+    headers = {"Host": "evil.example", "X-Forwarded-Proto": "https"}
+    answer = client.get("/health/", headers=headers, follow_redirects=False)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "/health/ does not exist")
 
 
 def test_special_tokens_in_a_message_stay_text(client: TestClient, engines: FakeEngines) -> None:
@@ -86,6 +110,22 @@ def test_an_error_after_the_first_byte_is_an_event(client: TestClient, engines: 
     assert answer.status_code == 200
     assert events(answer.text)[-1]["error"]["code"] == "replica_lost"
     assert answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stream_begins_before_a_late_first_token(
+    client: TestClient, engines: FakeEngines, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a comment; a whole answer still has a status of its own."""
+    monkeypatch.setattr(stall_watch, "NUDGE_S", 0.01)
+    engines.scripts = [[None, None, ActorDiedError()], [ActorDiedError()]]
+    answer = client.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+    if stream:
+        assert answer.status_code == 200
+        assert answer.text.startswith(":\n\ndata: {")
+        assert events(answer.text)[-1]["error"]["code"] == "replica_lost"
+    else:
+        assert answer.status_code == 503
 
 
 def test_a_body_over_the_limit_is_refused_with_and_without_content_length(client: TestClient) -> None:

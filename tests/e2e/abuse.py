@@ -13,7 +13,8 @@ import psutil
 
 from benchmarks.front.processes import OTHERS, kind_of
 from benchmarks.serving.streams import StreamOutcome, open_streams
-from tests.e2e.hostile import COMPLETION, ENDPOINTS, request
+from tests.e2e.hostile import request
+from tests.e2e.strange import COMPLETION, ENDPOINTS
 
 LOOPBACK = "127.0.0.1"
 MIB = 2**20
@@ -45,7 +46,10 @@ async def trickle(port: int, head: bytes, rest: bytes, *, address: str) -> float
 
 
 async def trickles(port: int, count: int) -> float:
-    """Trickle so many heads and bodies at all endpoints; return the longest time until the server closed one."""
+    """Trickle so many heads and bodies at all endpoints, and be silent instead of as many bodies.
+
+    Returns the longest time until the server closed a connection.
+    """
     body, paths = json.dumps(COMPLETION).encode(), [*ENDPOINTS]
     slow = []
     for number in range(count):
@@ -53,7 +57,7 @@ async def trickles(port: int, count: int) -> float:
         head = request("POST", path, [("X-Slow", "x" * 200)], body)
         slow.append(trickle(port, b"", head, address=f"127.0.3.{last}"))
         head = request("POST", path, [("Content-Length", "200")])
-        slow.append(trickle(port, head, b" " * 200, address=f"127.0.4.{last}"))
+        slow += [trickle(port, head, rest, address=f"127.0.4.{last}") for rest in (b" " * 200, b"")]
     return max(await asyncio.gather(*slow))
 
 

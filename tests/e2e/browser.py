@@ -21,7 +21,7 @@ from demo.screenshots import CHROMIUM, FLAGS  # noqa: E402
 if not CHROMIUM.exists():
     pytest.skip(f"there is no {CHROMIUM}: apt-get install chromium", allow_module_level=True)
 
-__all__ = ["LAPTOP", "Opener", "ask", "axe_api", "browser", "fact", "numbers", "open_page"]
+__all__ = ["LAPTOP", "Opener", "ask", "axe_api", "browser", "fact", "numbers", "open_page", "reload"]
 
 LAPTOP = {"width": 1440, "height": 900}
 
@@ -65,6 +65,13 @@ def open_page(browser: Browser, server: Server) -> Iterator[Opener]:
             page.may_fail = True  # requests that closing interrupts
         context.close()
     assert problems == []
+
+
+def reload(page: Page) -> None:
+    """Load the page again; a poll that this interrupts counts as failed, and is no problem."""
+    page.may_fail = True
+    page.reload()
+    page.may_fail = False
 
 
 LONG_ANSWER_MS = 30_000  # a tiny model may fill the context

@@ -38,6 +38,8 @@ import psutil
 
 from tests.deployments.collector import Collector, collecting
 
+pytest.register_assert_rewrite("tests.e2e.browser")  # whose assertion would not say which requests failed
+
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_SERVERS = ("small_server", "public_server", "server")  # in the order in which they run
 MAX_RUNNING, MAX_WAITING, TIMEOUT_S = 2, 3, 15.0  # of the requests to the small server
@@ -74,8 +76,22 @@ def write_config(
     args = document["applications"][0]["args"]
     args["model"] = os.environ.get("PAGODA_TEST_MODEL", args["model"])
     change(args)
+    if os.environ.get("PAGODA_TEST_ASYNC_SCHEDULING"):  # overlap steps on a CPU too, as a GPU does
+        args["engine"] = {**(args.get("engine") or {}), "async_scheduling": True}
     path.write_text(yaml.safe_dump(document))
     return path
+
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def by_replica(samples: Samples, name: str, **labels: str) -> dict[str, float]:
+    """Return one metric of ``Server.metrics`` by engine replica, summed over all other labels."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for (found, pairs), value in samples.items():
+        if found == name and pairs.issuperset(labels.items()):
+            sums[dict(pairs).get("replica", "")] += value
+    return dict(sums)
 
 
 @dataclasses.dataclass
@@ -119,7 +135,7 @@ class Server:
         except subprocess.TimeoutExpired:
             pytest.fail(f"still running after {timeout_s} s; its log:\n{self.log.read_text()}")
 
-    def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    def metrics(self) -> Samples:
         """Return every sample of /metrics by name and labels."""
         text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=20).raise_for_status().text
         families = text_string_to_metric_families(text)
@@ -131,11 +147,7 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> dict[str, float]:
         """Return one metric by engine replica, summed over all other labels."""
-        sums: defaultdict[str, float] = defaultdict(float)
-        for (found, pairs), value in self.metrics().items():
-            if found == name and pairs.issuperset(labels.items()):
-                sums[dict(pairs).get("replica", "")] += value
-        return dict(sums)
+        return by_replica(self.metrics(), name, **labels)
 
     def engine_pids(self) -> dict[str, int]:
         """Return the process id of each engine replica."""

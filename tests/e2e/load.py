@@ -151,9 +151,9 @@ async def ask(client: httpx.AsyncClient, question: Question, on_chunk: OnChunk |
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    """Yield the non-empty lines of a stream."""
+    """Yield the lines of a stream, without empty ones and comments."""
     async for line in response.aiter_lines():
-        if line:
+        if line and not line.startswith(":"):  # a comment: the stream waits for a token
             yield line
 
 

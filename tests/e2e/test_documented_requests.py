@@ -50,7 +50,7 @@ def test_a_request_is_answered(server: Server, block: CodeBlock, line: str) -> N
     if shown is not None:
         assert json.loads(answer) == shown
     elif '"stream": true' in line:
-        events = [event.removeprefix("data: ") for event in answer.split("\n\n") if event]
+        events = [event.removeprefix("data: ") for event in answer.split("\n\n") if event.startswith("data: ")]
         assert events[-1] == "[DONE]"
         assert len(events) >= 3  # tokens that come together share an event
         assert not any("error" in json.loads(event) for event in events[:-1])

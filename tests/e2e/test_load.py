@@ -8,7 +8,7 @@ import time
 
 import httpx
 
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import Server, by_replica
 
 CLIENTS, DISCONNECTING, TOKENS = 64, 16, 96
 
@@ -85,9 +85,10 @@ async def test_metrics_agree_with_the_running_requests(server: Server) -> None:
         ]
         answers = await asyncio.gather(*(stream.__aenter__() for stream in streams))
         sent = {answer.headers["x-pagoda-replica"] for answer in answers}
-        running = server.metric("pagoda_num_requests_running")
-        used = server.metric("pagoda_kv_blocks", state="used")
-        usage = server.metric("pagoda_kv_cache_usage_ratio")
+        samples = server.metrics()  # at one time: the streams may end between two
+        running = by_replica(samples, "pagoda_num_requests_running")
+        used = by_replica(samples, "pagoda_kv_blocks", state="used")
+        usage = by_replica(samples, "pagoda_kv_cache_usage_ratio")
         for stream in streams:
             await stream.__aexit__(None, None, None)
     for replica in sent:

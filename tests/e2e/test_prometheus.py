@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,9 @@ pytestmark = [
 # How often Ray's processes report to the agent, 10 s by default; the agent drops a gauge after twice as long.
 ENVIRONMENT = {"RAY_metrics_report_interval_ms": "3000"}
 WINDOW = "20s"  # for Grafana's $__rate_interval
-CLIENTS, BURSTS = 48, 5
+CLIENTS = 48
+# What the load has to cause, by the counter that shows it.
+CAUSED = ("preemptions_total", "blocks_evicted_total", "requests_rejected_total", "ingress_rejections_total")
 STORY = "You are a patient guide to the rivers of the world, and you tell long stories. " * 2
 
 
@@ -88,18 +89,31 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def _load(server: Server, prometheus: Prometheus) -> set[int]:
-    """Send bursts and wait until both endpoints show them; return the status codes of the answers."""
+    """Send bursts until both endpoints show their effects; return the status codes of the answers."""
     statuses: set[int] = set()
     with httpx.Client(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=CLIENTS)) as client:
         statuses.add(client.post("/v1/completions", json={"prompt": STORY * 500}).status_code)
         with ThreadPoolExecutor(CLIENTS) as pool:
-            for _ in range(BURSTS):  # without a pause: the engines work at every scrape
+
+            def burst_is_shown() -> bool:
                 statuses.update(pool.map(lambda number: _ask(client, number), range(CLIENTS)))
-        for prefix in PREFIXES:
-            finished = f"sum({prefix}_requests_finished_total) >= {CLIENTS}"
-            wait_for(finished, partial(_has_result, prometheus, finished), timeout_s=30)
+                return all(_is_shown(prometheus, prefix) for prefix in PREFIXES)
+
+            # Without a pause, so that the engines work at every scrape.
+            wait_for("the load's effects", burst_is_shown, timeout_s=90, pause_s=0.0)
     time.sleep(9.0)  # until the last values have reached Ray's agent
     return statuses
+
+
+def _is_shown(prometheus: Prometheus, prefix: str) -> bool:
+    """Return whether an endpoint was scraped while requests ran, and before and after all that the load causes."""
+    return all(
+        _has_result(prometheus, expression)
+        for expression in (
+            f"min(max_over_time({prefix}_num_requests_running[2m])) > 0",
+            *(f"sum(increase({prefix}_{name}[2m])) > 0" for name in (*CAUSED, "requests_finished_total")),
+        )
+    )
 
 
 def _has_result(prometheus: Prometheus, expression: str) -> bool:
@@ -128,7 +142,7 @@ def _with(chosen: dict[str, str], text: str) -> str:
 def test_the_load_was_mixed(scene: Scene) -> None:
     assert {200, 400, 503} <= scene.statuses
     samples = scene.server.metrics()
-    for name in ("preemptions_total", "blocks_evicted_total", "requests_rejected_total", "ingress_rejections_total"):
+    for name in CAUSED:
         assert sum(value for (found, _), value in samples.items() if found == f"pagoda_{name}"), name
 
 

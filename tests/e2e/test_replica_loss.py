@@ -97,9 +97,10 @@ async def test_an_answer_goes_on_in_the_middle_of_its_tool_calls(server: Server)
         [parts] = expected.parts.values()
         assert [kind for kind, _ in parts[:2]] == ["call", "arguments"]
 
+        pids = await asyncio.to_thread(server.engine_pids)  # before: the answer would go on meanwhile, to its end
+
         async def kill(response: httpx.Response, number: int) -> None:
             if number == 5:
-                pids = await asyncio.to_thread(server.engine_pids)
                 os.kill(pids[response.headers["x-pagoda-replica"]], signal.SIGKILL)
 
         moved = sum(server.metric("pagoda_request_migrations_total").values())

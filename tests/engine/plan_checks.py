@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -9,8 +11,10 @@ import torch
 from engine.engine import Engine
 from engine.kv.block_tables import BlockTables
 from engine.scheduling.scheduler_output import SchedulerOutput
+from engine.sequence import Sequence
 from engine.worker.step_plan import ModelInput
 from engine.worker.step_planner import StepPlanner
+from tests.engine.shadow import ShadowRunner
 
 __all__ = ["PlanChecks", "packed"]
 
@@ -18,8 +22,9 @@ __all__ = ["PlanChecks", "packed"]
 class PlanChecks:
     """Plans every step of one engine, and keeps the block tables of a rank that gets only the plans."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, runner: ShadowRunner) -> None:
         info = engine.info
+        self._runner = runner
         max_blocks = min(-(-info.max_model_len // info.block_size), info.num_blocks)
         shape = (engine.scheduler.max_num_running, max_blocks)
         self._block_size = info.block_size
@@ -35,13 +40,24 @@ class PlanChecks:
             output.block_copies,
         )
         if output.sequences:
-            step, expected = plan.to_device(self._tables, self._block_size), packed(output, self._block_size)
+            step = plan.to_device(self._tables, self._block_size)
+            assert plan.num_pending == int((plan.token_ids < 0).sum())
+            plan.take_sampled(step.token_ids, torch.tensor(self._runner.sampled_ids, dtype=torch.int64))
+            expected = packed(output, self._block_size, self._runner.tokens)
             for name, values in expected.items():
                 assert _values(step, name) == values, f"{name} of the plan is wrong"
 
 
-def packed(output: SchedulerOutput, block_size: int) -> dict[str, Any]:
-    """Return a batch's ModelInput and AttentionMetadata as lists, packed sequence by sequence."""
+def packed(
+    output: SchedulerOutput, block_size: int, tokens: Callable[[Sequence], list[int]] = attrgetter("token_ids")
+) -> dict[str, Any]:
+    """Return a batch's ModelInput and AttentionMetadata as lists, packed sequence by sequence.
+
+    Args:
+        output: the batch.
+        block_size: tokens per block.
+        tokens: returns the tokens of a sequence, a pending one included.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -50,13 +66,13 @@ def packed(output: SchedulerOutput, block_size: int) -> dict[str, Any]:
     prompt_logit_indices: list[int] = []
     draft_indices: list[int] = []
     # Decodes first, otherwise in the scheduler's order.
-    order = sorted(range(len(output.sequences)), key=lambda index: output.num_new_tokens[index] > 1)
+    order = sorted(range(len(output.sequences)), key=lambda index: not _is_decode(output, index))
     bounds: dict[int, tuple[int, int]] = {}  # of each index of the output: its tokens, drafts excepted
     for index in order:
         sequence, count = output.sequences[index], output.num_new_tokens[index]
         start, table, draft = sequence.num_computed_tokens, sequence.block_table, output.drafts.get(sequence, [])
         first, end = len(token_ids), start + count
-        token_ids += (sequence.token_ids + draft)[start:end]
+        token_ids += (tokens(sequence) + draft)[start:end]
         positions += range(start, end)
         slots += [
             table[i // block_size] * block_size + i % block_size if i >= sequence.num_matched_tokens else -1
@@ -80,10 +96,16 @@ def packed(output: SchedulerOutput, block_size: int) -> dict[str, Any]:
         "block_tables": [(output.sequences[index].block_table + [-1] * width)[:width] for index in order],
         "logit_indices": [bounds[index][1] - 1 for index in output.logit_indices] + draft_indices,
         "prompt_logit_indices": prompt_logit_indices,
-        "num_decodes": output.num_new_tokens.count(1),
+        "num_decodes": sum(_is_decode(output, index) for index in order),
         "max_query_len": max(output.num_new_tokens),
         "max_seq_len": max(seq_lens),
     }
+
+
+def _is_decode(output: SchedulerOutput, index: int) -> bool:
+    """Whether a sequence computes one token only, which it has generated."""
+    sequence = output.sequences[index]
+    return output.num_new_tokens[index] == 1 and sequence.num_computed_tokens >= sequence.num_prompt_tokens
 
 
 def _values(step: ModelInput, name: str) -> Any:

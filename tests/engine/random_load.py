@@ -16,10 +16,11 @@ from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence
+from engine.worker.runner import ComputedStep
 from tests.engine.answer_checks import NO_CHOICE, AnswerChecks, Expected
 from tests.engine.plan_checks import PlanChecks
 from tests.engine.random_requests import Arrival, random_arrival, random_options
-from tests.engine.shadow import ShadowProposer, check_integrity, make_engine
+from tests.engine.shadow import VOCAB_SIZE, ShadowProposer, check_integrity, make_engine
 from tests.engine.step_checks import StepChecks
 
 __all__ = ["RandomLoad", "drive"]
@@ -43,10 +44,13 @@ class RandomLoad:
         self.requests: dict[str, Expected] = {}
         self.counts: Counter[str] = Counter()  # what has happened, and how often
         self._steps = StepChecks(self.engine, self.runner, self.counts, twins_share=twins_share)
-        self._plans = PlanChecks(self.engine)
+        self._plans = PlanChecks(self.engine, self.runner)
         self._answers = AnswerChecks(self.runner, self.counts, may_drop=not twins_share)
         self._texts: deque[list[int]] = deque([[0]], maxlen=30)
         self._fail_next: int | None = None
+        self._rng = random.Random(0)
+        self._wasted: set[Sequence] = set()  # that have ended, and of which a token was dropped
+        self._chosen_late: set[Sequence] = set()
         self.engine.runner = self
 
     def add(self, arrival: Arrival) -> None:
@@ -57,7 +61,14 @@ class RandomLoad:
         self.counts["requests"] += 1
         try:
             group = self.engine.add_request(
-                EngineRequest(request_id, prompt, arrival.params, priority=arrival.priority, cache_salt=arrival.salt)
+                EngineRequest(
+                    request_id,
+                    prompt,
+                    arrival.params,
+                    priority=arrival.priority,
+                    cache_salt=arrival.salt,
+                    client=str(len(self.requests) % 3),
+                )
             )
         except RequestError:
             self.counts["rejected"] += 1
@@ -104,13 +115,14 @@ class RandomLoad:
 
     def step(self) -> None:
         """Make one step, and check it and its outputs."""
+        was_in_flight = self.engine._in_flight is not None
         steps_before, started_before = self.runner.num_steps, self._num_started()
         self._steps.start_step(self._unfinished())
-        outputs = self.engine.step()
+        outputs = self._watched_step()
         if self.runner.num_steps == steps_before:
             # Beams that are cached whole start one by one; a reset cache may make a group too wide for its pool once.
             self.counts["steps without a batch"] += 1
-            assert self._num_started() != started_before, "a step computes nothing"
+            assert was_in_flight or self._num_started() != started_before, "a step computes nothing"
         for output in outputs:
             self.counts["tokens from drafts"] += max(0, len(output.token_ids) - 1) * self._streams(output)
             self._receive(output)
@@ -118,12 +130,26 @@ class RandomLoad:
         self._steps.check_published()
         self.counts["steps"] += 1
 
+    def _watched_step(self) -> list[EngineOutput]:
+        """Make a step, and assert that it wastes a token only once of a sequence that has ended, or was chosen late."""
+        launched = self.engine._in_flight
+        sampling = [] if launched is None else launched.output.sampling
+        outputs = self.engine.step()
+        if launched is not None:
+            wasted = set(sampling) - set(launched.output.sampling)
+            assert len(wasted) == launched.output.num_wasted
+            assert not wasted & self._wasted, "two tokens of a sequence that has ended are wasted"
+            self._wasted |= {one for one in wasted if one.is_finished}
+            assert wasted - self._wasted <= self._chosen_late, "the token of a sequence that goes on is wasted"
+            self.counts["wasted"] += len(wasted)
+        return outputs
+
     def finish(self) -> None:
         """Step until nothing is left, which must happen within a bounded number of steps."""
         # The first request computes a token each step, and restarts only if a more important one arrives.
         groups = [expected.group for expected in self.requests.values()]
         longest = sum(group.max_total_tokens * group.params.num_sequences for group in groups)
-        for _ in range(2 * longest * len(groups)):
+        for _ in range((2 + self.engine._overlaps_steps) * longest * len(groups)):
             if not self.engine.has_unfinished:
                 break
             self.step()
@@ -154,17 +180,38 @@ class RandomLoad:
 
     # --- between the engine and the shadow runner ---------------------------------------------------------------
 
+    def start(self, output: SchedulerOutput) -> ComputedStep:
+        """Do what ``run`` does, and withhold the tokens."""
+        return ComputedStep(self.run(output, StepTimes()))
+
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Check what was scheduled, let the shadow runner compute it, and fail a sequence if one is to fail."""
         self._steps.check(output)
         self._plans.check(output)
+        self._count_overlap(output)
         sampled = self.runner.run(output, times)
+        self._choose_late(output, sampled)
         if self._fail_next is not None and output.sampling:
             position = self._fail_next % len(output.sampling)
             sampled.failed[position] = NO_CHOICE
             self._fail_next = None
             self.counts["failed"] += 1
         return sampled
+
+    def _count_overlap(self, output: SchedulerOutput) -> None:
+        self.counts["steps on pending tokens"] += any(one.num_pending for one in output.sequences)
+        self.counts["waits for a token"] += any(one.awaits_token for one in self.engine.scheduler.running)
+        self.counts["waits for blocks"] += output.lacks_blocks
+
+    def _choose_late(self, output: SchedulerOutput, sampled: SampledTokens) -> None:
+        """Give the device another token of a few sequences than the host will know, as where top-p is undecided."""
+        for position, sequence in enumerate(output.sampling):
+            if self.engine._overlaps_steps and not sequence.params.is_greedy and self._rng.random() < 0.02:
+                token_id = (sampled.token_ids[position] + 1) % VOCAB_SIZE
+                self.runner.on_device[sequence] = self.runner.sampled_ids[position] = token_id
+                sampled.chosen_late.append(position)
+                self._chosen_late.add(sequence)
+                self.counts["chosen late"] += 1
 
     def close(self) -> None:
         """Nothing was started."""

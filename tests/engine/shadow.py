@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 from engine.beam_search import BeamSearch, Candidates, Hypothesis
 from engine.config import EngineConfig, EngineInfo
@@ -21,6 +22,7 @@ from engine.outputs import Logprob, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.worker.runner import ComputedStep
 
 VOCAB_SIZE = 64
 
@@ -84,6 +86,16 @@ class ShadowRunner:
         self.ids = PrefixIds()
         self.num_steps = 0
         self.num_copied: Counter[str] = Counter()
+        self.sampled_ids: list[int] = []  # of the last step
+        self.on_device: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()  # the same, by sequence
+
+    def start(self, output: SchedulerOutput) -> ComputedStep:
+        """Do what ``run`` does, and withhold the tokens until the step is finished, as a GPU does."""
+        return ComputedStep(self.run(output, StepTimes()))
+
+    def tokens(self, sequence: Sequence) -> list[int]:
+        """Return the tokens of a sequence, the one that the host does not know yet included."""
+        return [*sequence.token_ids, self.on_device[sequence]] if sequence.num_pending else sequence.token_ids
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Make the step's copies, write its slots, then check every read, as a layer does."""
@@ -92,7 +104,7 @@ class ShadowRunner:
         self._copy("swap_in", output.swap_in, self.host_slots, self.slots)
         self._copy("copy", output.block_copies, self.slots, self.slots)
         drafts = output.drafts
-        chains = [self.ids.chain(one.cache_salt, one.token_ids + drafts.get(one, [])) for one in output.sequences]
+        chains = [self.ids.chain(one.cache_salt, self.tokens(one) + drafts.get(one, [])) for one in output.sequences]
         written: set[int] = set()
         for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
             assert count >= 1, "a scheduled sequence has an empty query"
@@ -107,7 +119,10 @@ class ShadowRunner:
             for position in range(sequence.num_computed_tokens + count):
                 held = self.slots.get(self.slot(sequence, position))
                 assert held == chain[position], f"{sequence.request_id} reads foreign KV at {position}"
-        return self._sample(output, chains)
+        sampled = self._sample(output, chains)
+        self.sampled_ids = sampled.token_ids.copy()
+        self.on_device = WeakKeyDictionary(zip(output.sampling, sampled.token_ids, strict=True))
+        return sampled
 
     def check_health(self) -> None:
         """Do nothing: there is no process that could end."""
@@ -134,7 +149,10 @@ class ShadowRunner:
             assert end == computed.num_tokens == sequence.num_tokens, (
                 "a sequence samples before its tokens are computed"
             )
-            assert computed.token_ids == sequence.token_ids, "a fork samples from foreign logits"
+            assert computed is sequence or computed.token_ids == sequence.token_ids, (
+                "a fork samples from foreign logits"
+            )
+            self._check_host_state(sequence)
             prefix = chains[logit_index][end - 1]
             if num_drafted:
                 sampled.after_drafts[sequence] = [next_token(one, sequence.index) for one in chains[logit_index][end:]]
@@ -154,6 +172,13 @@ class ShadowRunner:
             ]
         sampled.prompt_logprobs = self._prompt_logprobs(output, chains)
         return sampled
+
+    @staticmethod
+    def _check_host_state(sequence: Sequence) -> None:
+        """Assert that the host knows all tokens of a sequence that needs them, and that it can go on."""
+        if sequence.num_pending:
+            assert not sequence.needs_known_tokens, "a token is chosen by tokens that are not known"
+            assert sequence.num_tokens < sequence.max_total_tokens, "a token is sampled after the last one"
 
     def _prompt_logprobs(
         self, output: SchedulerOutput, chains: list[list[int]]
@@ -226,6 +251,7 @@ def make_engine(
     on_kv_events: Callable[[KVEventBatch], None] | None = None,
     eos_token_ids: tuple[int, ...] = (),
     free_tokens: int | None = None,
+    device: str = "cpu",
     **options: object,
 ) -> tuple[Engine, ShadowRunner]:
     """Return a real engine around a shadow runner."""
@@ -238,7 +264,7 @@ def make_engine(
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         dtype="float32",
-        device="cpu",
+        device=device,
         attention_backend="none",
         eos_token_ids=eos_token_ids,
         default_sampling={},
@@ -255,6 +281,7 @@ def check_integrity(engine: Engine) -> None:
     engine.block_manager.check_integrity(scheduler.running + waiting)
     assert scheduler.running == sorted(scheduler.running, key=lambda sequence: sequence.priority_key)
     assert scheduler.waiting == sorted(scheduler.waiting, key=lambda group: group.priority_key, reverse=True)
+    assert sum(count for count, _ in scheduler.queues._turns._clients.values()) == len(scheduler.waiting)
     assert len(scheduler.running) <= scheduler.max_num_running
     groups = list(dict.fromkeys(sequence.group for sequence in scheduler.running))
     assert scheduler.queues.num_used_slots == sum(group.num_slots for group in groups) <= scheduler.max_num_running
@@ -271,6 +298,9 @@ def check_integrity(engine: Engine) -> None:
     for sequence in scheduler.running:
         filled = max(sequence.num_computed_tokens, sequence.num_matched_tokens)
         held = engine.block_manager.num_blocks_for(filled)
+        if engine._overlaps_steps:  # drafts in flight have blocks, and so has a token that was chosen late
+            has_draft = engine._in_flight is not None and sequence in engine._in_flight.output.drafts
+            held = len(sequence.block_table) if has_draft else max(held, min(len(sequence.block_table), held + 1))
         assert len(sequence.block_table) == held, "a sequence holds blocks that it does not fill"
         assert sequence.num_computed_tokens <= sequence.num_tokens, "tokens are computed that are not there"
     assert all(not one.host_table for one in waiting if one.status is SequenceStatus.WAITING)

@@ -59,6 +59,8 @@ class StepChecks:
         computing = set(output.sequences)
         for sequence in self._engine.scheduler.running:
             if sequence not in computing and sequence.block_table:
+                if sequence.awaits_token or (output.lacks_blocks and self._engine.scheduler._in_flight):
+                    continue  # while a step is in flight
                 others = [one for one in sequence.group.unfinished if one is not sequence]
                 others_lag = any(not one.block_table or one.remaining_tokens > 1 for one in others)
                 waits = sequence.group.beams is not None and others_lag
@@ -118,6 +120,7 @@ class StepChecks:
         for sequence, draft in output.drafts.items():
             params = sequence.params
             assert params.is_plain_greedy, "a draft for a sequence that is not greedy"
+            assert not sequence.num_pending, "a draft follows a token that is not known"
             assert 0 < len(draft) <= self._engine.scheduler.drafter.num_tokens  # type: ignore[union-attr]
             assert sequence.num_tokens + len(draft) < sequence.max_total_tokens, "a draft goes beyond the answer's end"
             self.counts["tokens drafted"] += len(draft)

@@ -83,6 +83,23 @@ async def test_the_first_batch_and_the_last_one_say_how_long_it_took() -> None:
     await async_engine.shutdown()
 
 
+async def test_the_wait_for_the_end_of_a_step_counts_as_queueing() -> None:
+    engine, runner = make_engine()
+    gate = Gate(runner)
+    async_engine = AsyncEngine(engine)
+    first = async_engine.generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=30)))
+    await anext(first)
+    assert await asyncio.to_thread(gate.is_held.wait, 30), "a step that the second request is too late for"
+    second = asyncio.create_task(anext(async_engine.generate(EngineRequest("b", [1, 3], SamplingParams(max_tokens=1)))))
+    await asyncio.sleep(0.1)
+    gate.opened.set()
+    timing = (await second).timing
+    assert timing is not None
+    assert timing.queue_s >= 0.08
+    await first.aclose()
+    await async_engine.shutdown()
+
+
 async def test_an_abort_by_a_caller_reaches_the_reader_after_its_last_tokens() -> None:
     engine, runner = make_engine()
     gate = Gate(runner)

@@ -149,6 +149,26 @@ def test_after_an_interrupt_nothing_is_left_running(llm: LLM, monkeypatch: pytes
     assert llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_an_interrupted_step_has_not_computed_is_not_cached(
+    qwen3: SavedModel, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's blocks are published when they are scheduled."""
+    llm = LLM(qwen3.path, **OPTIONS, skip_tokenizer_init=True, async_scheduling=overlap)
+    prompt, params = {"prompt_token_ids": list(range(10, 60))}, SamplingParams(temperature=0.0, max_tokens=6)
+    expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    llm.engine.reset_prefix_cache()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.runner.workers.local, "execute", interrupted)  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompt, params, use_tqdm=False)
+    monkeypatch.undo()
+    assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
 def test_defaults_come_from_generation_config(llm: LLM) -> None:
     params = llm.get_default_sampling_params()
     assert (params.temperature, params.top_k) == (0.5, 20)

@@ -227,9 +227,25 @@ SANE = {
 }
 
 
-@settings(max_examples=1000, deadline=None)
-@given(values=st.dictionaries(st.sampled_from(NAMES), JUNK, max_size=3), sane=st.fixed_dictionaries({}, optional=SANE))
+VALUES = st.dictionaries(st.sampled_from(NAMES), JUNK, max_size=3)
+SANE_VALUES = st.fixed_dictionaries({}, optional=SANE)
+
+
+@settings(max_examples=300, deadline=None)
+@given(values=VALUES, sane=SANE_VALUES)
 def test_junk_is_refused_or_makes_sense_but_raises_nothing_else(values: dict[str, Any], sane: dict[str, Any]) -> None:
+    try_values(values, sane)
+
+
+@pytest.mark.long
+@settings(max_examples=1000, deadline=None)
+@given(values=VALUES, sane=SANE_VALUES)
+def test_more_junk(values: dict[str, Any], sane: dict[str, Any]) -> None:
+    try_values(values, sane)
+
+
+def try_values(values: dict[str, Any], sane: dict[str, Any]) -> None:
+    """Make parameters of these values, which must be refused, or accepted again as they are kept."""
     params = make({**sane, **values})
     if isinstance(params, RequestError):
         assert params.param in NAMES

@@ -6,7 +6,7 @@ The engine runs as on an H200, on tensors that say they are on ``cuda:0`` and wh
     machine.py           what a step may not do: the waits and faults that were seen, with the line that caused each
     host_memory.py       pinned memory, and copies that the host may not look at before it has waited
     cuda_stubs.py        torch.cuda without a driver: devices, events, a clock on which the GPU lags behind the host
-    launches.py          Triton's own launch path up to the driver; {kernel,layer}_contracts.py check the arguments
+    launches.py          Triton's own launch path up to the driver; *_contracts.py check the arguments
     flash_attn_stub.py   the two functions of flash-attn
     ranks.py             tensor parallel ranks as threads, with NCCL's rules for collectives
     planting.py          puts a fault into a line of the product

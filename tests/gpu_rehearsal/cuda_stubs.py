@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu_rehearsal import graphs
 from tests.gpu_rehearsal.device_tensor import SimulatedGpu
 from tests.gpu_rehearsal.machine import Machine
 
@@ -32,7 +33,7 @@ NOT_REGISTERED = 713
 def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace torch.cuda until the test ends. New threads watch their operators too."""
     torch._C._ensureCUDADeviceGuardSet()  # an operator's device guard would ask the driver
-    stubs = {**_devices(machine), **_streams(machine), **_memory(machine)}
+    stubs = {**_devices(machine), **_streams(machine), **_memory(machine), **graphs.stubs(machine)}
     for name, stub in stubs.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     for name in ("tensor", "as_tensor", "asarray"):
@@ -92,7 +93,7 @@ def _memory(machine: Machine) -> dict[str, Any]:
     statistics = {"allocated_bytes.all.peak": USED_MEMORY, "allocated_bytes.all.current": USED_MEMORY // 2}
     return {
         "cudart": lambda: runtime,
-        "mem_get_info": lambda device=None: (TOTAL_MEMORY - USED_MEMORY, TOTAL_MEMORY),
+        "mem_get_info": lambda device=None: (TOTAL_MEMORY - USED_MEMORY - machine.graph_bytes, TOTAL_MEMORY),
         "memory_stats": lambda device=None: dict(statistics),
         "memory_reserved": lambda device=None: USED_MEMORY,
         "memory_allocated": lambda device=None: USED_MEMORY // 2,
@@ -175,7 +176,6 @@ def _streams(machine: Machine) -> dict[str, Any]:
         "stream": on_stream,
         "current_stream": lambda device=None: Stream(device),
         "default_stream": lambda device=None: Stream(device),
-        "is_current_stream_capturing": lambda: False,
     }
 
 

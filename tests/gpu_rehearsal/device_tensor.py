@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.gpu_rehearsal.code_lines import caller_line
 from tests.gpu_rehearsal.host_memory import poison
-from tests.gpu_rehearsal.machine import Machine
+from tests.gpu_rehearsal.machine import Capture, Machine
 
 __all__ = ["DeviceTensor", "SimulatedGpu"]
 
@@ -126,6 +127,8 @@ class SimulatedGpu(TorchDispatchMode):
         memory, packet = self.machine.host_memory, func.overloadpacket
         if packet is aten.is_pinned:
             return memory.is_pinned(args[0])
+        if packet in (aten.pin_memory, aten._pin_memory) or kwargs.get("pin_memory"):
+            self.machine.forbid_in_capture("an allocation of pinned memory")
         if packet in (aten.pin_memory, aten._pin_memory):
             return args[0] if memory.is_pinned(args[0]) else memory.pin(args[0].clone())
         if kwargs.get("pin_memory"):
@@ -154,6 +157,8 @@ class SimulatedGpu(TorchDispatchMode):
             raise
         if packet in _UNINITIALIZED:
             poison(result)
+        elif self.machine.captured is not None and not func.is_view:
+            _record(self.machine.captured, lambda: func(*data_args, **data_kwargs), result, [data_args, data_kwargs])
         if device.type != "cuda":  # such as empty_like(tensor_on_gpu, device="cpu")
             return self.machine.host_memory.pin(result) if is_pinned else result
         outer = {id(leaf.data_on_host): leaf for leaf in on_device}  # what is changed in place stays the same object
@@ -216,6 +221,8 @@ class SimulatedGpu(TorchDispatchMode):
             if not isinstance(source, DeviceTensor):
                 data = self._to_device(target, source, non_blocking)
             target.data_on_host.copy_(data)
+            if self.machine.captured is not None:
+                self.machine.captured.launches.append(lambda: target.data_on_host.copy_(data))
             return target
         assert isinstance(source, DeviceTensor)
         self._to_host(target, source, non_blocking)
@@ -226,6 +233,7 @@ class SimulatedGpu(TorchDispatchMode):
 
         The host converts dtypes and strides into new memory, which is pageable: so does copy_kernel_cuda.
         """
+        self.machine.forbid_in_capture("a copy from the host, whose memory a replay would read again")
         memory, device = self.machine.host_memory, target.device.index
         is_converted = source.dtype != target.dtype or source.shape != target.shape or not source.is_contiguous()
         if not memory.is_pinned(source):
@@ -239,6 +247,7 @@ class SimulatedGpu(TorchDispatchMode):
         return source
 
     def _to_host(self, target: torch.Tensor, source: DeviceTensor, non_blocking: bool) -> None:
+        self.machine.forbid_in_capture("a copy to the host")
         memory, device = self.machine.host_memory, source.device.index
         is_converted = source.dtype != target.dtype or source.shape != target.shape or not target.is_contiguous()
         self.machine.launch(device)
@@ -252,6 +261,24 @@ class SimulatedGpu(TorchDispatchMode):
             return memory.write(device, target, source.data_on_host)
         target.copy_(source.data_on_host)
         return None
+
+
+def _record(capture: Capture, compute: Callable[[], Any], result: Any, read: list[Any]) -> None:
+    """Record an operator. A replay copies its results to where they are now, unless it changes its arguments."""
+    places = {_place(one) for one in tree_leaves(read) if isinstance(one, torch.Tensor)}
+    made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor) and _place(one) not in places]
+    capture.made += made
+
+    def again() -> None:
+        found = [one for one in tree_leaves(compute()) if isinstance(one, torch.Tensor)]
+        for old, new in zip(made, found, strict=False):
+            old.copy_(new)
+
+    capture.launches.append(again)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _leaves(values: Any) -> list[Any]:

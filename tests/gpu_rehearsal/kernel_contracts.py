@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from kernels.attention import reference as attention_reference
 from kernels.attention.base import AttentionInputs
 from kernels.attention_metadata import AttentionMetadata
+from kernels.pending_tokens import take_pending_tokens
 
 __all__ = ["CONTRACTS", "Compute", "Contract", "ContractError", "check_metadata", "plain", "require", "require_tensor"]
 
@@ -35,8 +36,8 @@ def require(condition: object, message: str) -> None:
 
 
 def plain(tensor: Any) -> torch.Tensor:
-    """Return the data of a tensor on a simulated GPU."""
-    data: torch.Tensor = tensor.data_on_host
+    """Return the data of a tensor on a simulated GPU, or of a part of it."""
+    data: torch.Tensor = getattr(tensor, "data_on_host", tensor)
     return data
 
 
@@ -79,6 +80,22 @@ def store(call: Any, grid: tuple[int, ...]) -> Compute:
     return compute
 
 
+# --- pending tokens --------------------------------------------------------------------------------------------------
+
+
+def take_pending(call: Any, grid: tuple[int, ...]) -> Compute:
+    """kernels.pending_tokens."""
+    require_tensor("token_ids", call.token_ids, torch.int64, call.num_tokens)
+    require_tensor("sampled", call.sampled, torch.int64, None)
+    require(tuple(grid) == (-(-call.num_tokens // call.BLOCK),), f"the grid {grid} does not cover {call.num_tokens}")
+    require(int(plain(call.token_ids).min()) >= -len(call.sampled), "a token id is of no sampled token")
+
+    def compute() -> None:
+        take_pending_tokens(plain(call.token_ids), plain(call.sampled))
+
+    return compute
+
+
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
@@ -116,23 +133,10 @@ def check_metadata(
     require(max(seq_lens) <= width, f"a sequence of {max(seq_lens)} tokens has a block table for {width}")
 
 
-def _metadata(call: Any) -> AttentionMetadata:
-    """Build the batch from a launch's arguments; the two lengths are not passed to kernels."""
-    require_tensor("cu_seqlens_q", call.cu_seqlens_q, torch.int32, call.seq_lens.shape[0] + 1)
-    lengths = plain(call.cu_seqlens_q).diff()
-    return AttentionMetadata(
-        slot_mapping=call.cu_seqlens_q,
-        cu_seqlens_q=call.cu_seqlens_q,
-        seq_lens=call.seq_lens,
-        block_tables=call.block_tables,
-        num_decodes=0,
-        max_query_len=int(lengths.max()),
-        max_seq_len=int(plain(call.seq_lens).max()),
-    )
-
-
-def _check_attention(call: Any, grid: tuple[int, ...], first_token: int = 0) -> AttentionMetadata:
-    """Check what both attention kernels take."""
+def _check_attention(
+    call: Any, grid: tuple[int, ...], cu_seqlens_q: torch.Tensor, first_token: int = 0, num_seqs: int | None = None
+) -> AttentionMetadata:
+    """Check what both attention kernels take; return the sequences that this one computes."""
     query, cache = call.query, call.key_cache
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, _ = cache.shape
@@ -148,7 +152,16 @@ def _check_attention(call: Any, grid: tuple[int, ...], first_token: int = 0) -> 
     require(max(16, head_dim) <= call.DIM_PADDED, f"DIM_PADDED {call.DIM_PADDED} is too small")
     require(max(16, call.GROUP_SIZE) <= call.ROWS and call.TILE >= 16, "a tile is smaller than tl.dot takes")
     require(grid[1] == num_kv_heads, f"the grid {grid} does not have a program for each KV head")
-    metadata = _metadata(call)
+    own = slice(num_seqs)
+    metadata = AttentionMetadata(
+        slot_mapping=cu_seqlens_q,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=plain(call.seq_lens)[own],
+        block_tables=plain(call.block_tables)[own],
+        num_decodes=0,
+        max_query_len=int(plain(cu_seqlens_q).diff().max()),
+        max_seq_len=int(plain(call.seq_lens)[own].max()),
+    )
     check_metadata(metadata, num_tokens, num_blocks, block_size, first_token)
     return metadata
 
@@ -162,12 +175,16 @@ def _attended(call: Any, metadata: AttentionMetadata) -> torch.Tensor:
         max_seq_len=metadata.max_seq_len,
     )
     tensors = (plain(one) for one in (call.query, call.key_cache, call.value_cache))
-    return attention_reference.attention(AttentionInputs(*tensors, batch, call.scale, call.WINDOW or None))
+    sinks = None if call.sinks is None else plain(call.sinks)
+    return attention_reference.attention(
+        AttentionInputs(*tensors, batch, call.scale, call.WINDOW or None, call.softcap, sinks)
+    )
 
 
-def mixed(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.attention.triton_kernels.mixed_kernel."""
-    metadata = _check_attention(call, grid, call.first_token)
+def prefill(call: Any, grid: tuple[int, ...]) -> Compute:
+    """kernels.attention.triton.prefill.prefill_kernel."""
+    require_tensor("cu_seqlens_q", call.cu_seqlens_q, torch.int32, call.seq_lens.shape[0] + 1)
+    metadata = _check_attention(call, grid, call.cu_seqlens_q, call.first_token)
     _check_output(call)
     require(call.num_seqs == metadata.num_seqs, f"num_seqs {call.num_seqs} is not {metadata.num_seqs}")
     queries = call.ROWS // call.GROUP_SIZE
@@ -179,42 +196,77 @@ def mixed(call: Any, grid: tuple[int, ...]) -> Compute:
     return lambda: plain(call.output)[own].copy_(_attended(call, metadata)[own])
 
 
-def split_decode(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.attention.triton_kernels.split_decode_kernel: here the first split sees all keys."""
-    metadata = _check_attention(call, grid)
-    num_tokens, num_heads, head_dim = call.query.shape
-    shape = (metadata.num_seqs, num_heads, call.NUM_SPLITS)
-    require_tensor("split_output", call.split_output, torch.float32, *shape, head_dim)
-    require_tensor("split_lse", call.split_lse, torch.float32, *shape)
-    require(call.split_output.is_contiguous() and call.split_lse.is_contiguous(), "splits are not contiguous")
-    require(metadata.max_query_len <= 1, "a sequence has more than one query")
-    require(tuple(grid) == (metadata.num_seqs, call.key_cache.shape[2], call.NUM_SPLITS), f"grid {grid}")
+def plan_splits(call: Any, grid: tuple[int, ...]) -> Compute:
+    """kernels.attention.triton.decode.plan_splits_kernel."""
+    require_tensor("first_item", call.first_item, torch.int32, call.num_seqs + 1)
+    require_tensor("seq_lens", call.seq_lens, torch.int32, None)
+    require(call.num_seqs <= call.seq_lens.shape[0], f"num_seqs {call.num_seqs} is more than there are")
+    require(tuple(grid) == (1,), f"the grid {grid} is not one program")
+    seq_lens = plain(call.seq_lens)[: call.num_seqs].tolist()
+    counts = [_num_splits(seq_len, call) for seq_len in seq_lens]
+    room = call.item_sequences.shape[0]
+    require(sum(counts) <= room, f"{sum(counts)} splits do not fit into {room}")
 
     def compute() -> None:
-        first = plain(call.cu_seqlens_q)[:-1].long().clamp(max=num_tokens - 1)
-        plain(call.split_output).zero_()[:, :, 0] = _attended(call, metadata)[first].float()
-        plain(call.split_lse).fill_(-torch.inf)[:, :, 0] = 0.0
+        sequences = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        plain(call.item_sequences)[: len(sequences)] = sequences.int()
+        plain(call.first_item).copy_(torch.tensor([0, *accumulate(counts)]))
+
+    return compute
+
+
+def _num_splits(seq_len: int, call: Any) -> int:
+    first_key = max(seq_len - call.WINDOW, 0) // call.TILE * call.TILE if call.WINDOW else 0
+    num_keys = seq_len - first_key
+    tiles = math.ceil(math.ceil(num_keys / call.MAX_SPLITS) / call.TILE)
+    return max(1, math.ceil(num_keys / max(tiles * call.TILE, call.KEYS_PER_SPLIT)))
+
+
+def split_decode(call: Any, grid: tuple[int, ...]) -> Compute:
+    """kernels.attention.triton.decode.split_decode_kernel: here the first split sees all keys and sinks."""
+    num_heads, head_dim = call.query.shape[1:]
+    bounds = torch.arange(call.num_seqs + 1, dtype=torch.int32)
+    metadata = _check_attention(call, grid, bounds, num_seqs=call.num_seqs)
+    _check_output(call)
+    require_tensor("first_item", call.first_item, torch.int32, call.num_seqs + 1)
+    require_tensor("item_sequences", call.item_sequences, torch.int32, None)
+    require_tensor("split_output", call.split_output, torch.float32, None, num_heads, head_dim)
+    require_tensor("split_lse", call.split_lse, torch.float32, call.split_output.shape[0], num_heads)
+    require(call.split_output.is_contiguous() and call.split_lse.is_contiguous(), "splits are not contiguous")
+
+    def compute() -> None:
+        attended = _attended(call, metadata)
+        plain(call.split_output).zero_()
+        plain(call.split_lse).fill_(-torch.inf)
+        for sequence, (first, end) in enumerate(pairwise(plain(call.first_item).tolist())):
+            if end - first == 1:
+                plain(call.output)[sequence] = attended[sequence]
+            else:
+                require(end <= call.split_output.shape[0], f"the splits {first} to {end} have no room")
+                plain(call.split_output)[first] = attended[sequence].float()
+                plain(call.split_lse)[first] = 0.0
 
     return compute
 
 
 def reduce_splits(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.attention.triton_kernels.reduce_splits_kernel."""
+    """kernels.attention.triton.decode.reduce_splits_kernel."""
     _check_output(call)
-    num_seqs, num_heads, num_splits, head_dim = call.split_output.shape
-    require_tensor("split_output", call.split_output, torch.float32, None, call.output.shape[1], None, head_dim)
-    require_tensor("split_lse", call.split_lse, torch.float32, num_seqs, num_heads, num_splits)
-    require_tensor("cu_seqlens_q", call.cu_seqlens_q, torch.int32, num_seqs + 1)
-    require((head_dim, num_splits) == (call.HEAD_DIM, call.NUM_SPLITS), "constants do not match the splits")
-    require(num_splits & (num_splits - 1) == 0, f"NUM_SPLITS {num_splits} is not a power of two")
+    num_items, num_heads, head_dim = call.split_output.shape
+    num_seqs = call.first_item.shape[0] - 1
+    require_tensor("split_output", call.split_output, torch.float32, None, call.output.shape[1], None)
+    require_tensor("split_lse", call.split_lse, torch.float32, num_items, num_heads)
+    require(head_dim == call.HEAD_DIM, "constants do not match the splits")
+    require(call.MAX_SPLITS & (call.MAX_SPLITS - 1) == 0, f"MAX_SPLITS {call.MAX_SPLITS} is not a power of two")
     require(tuple(grid) == (num_seqs, num_heads), f"the grid {grid} is not one program for each head")
 
     def compute() -> None:
-        weights = torch.softmax(plain(call.split_lse) * math.log(2.0), dim=-1)
-        combined = (plain(call.split_output) * weights.unsqueeze(-1)).sum(dim=2)
-        for sequence, (start, end) in enumerate(pairwise(plain(call.cu_seqlens_q).tolist())):
-            if end > start:
-                plain(call.output)[start] = combined[sequence].to(call.output.dtype)
+        for sequence, (first, end) in enumerate(pairwise(plain(call.first_item).tolist())):
+            if end - first > 1:
+                require(end - first <= call.MAX_SPLITS, f"{end - first} splits are more than {call.MAX_SPLITS}")
+                weights = torch.softmax(plain(call.split_lse)[first:end] * math.log(2.0), dim=0)
+                combined = (plain(call.split_output)[first:end] * weights.unsqueeze(-1)).sum(dim=0)
+                plain(call.output)[sequence] = combined.to(call.output.dtype)
 
     return compute
 
@@ -228,7 +280,9 @@ def _check_output(call: Any) -> None:
 
 CONTRACTS: dict[str, Contract] = {
     "_store_kernel": store,
-    "mixed_kernel": mixed,
+    "_take_pending_kernel": take_pending,
+    "prefill_kernel": prefill,
+    "plan_splits_kernel": plan_splits,
     "split_decode_kernel": split_decode,
     "reduce_splits_kernel": reduce_splits,
 }

@@ -1,8 +1,8 @@
 """Triton's launch path without a driver: kernels are specialised, and compiled if asked to, and their calls checked.
 
 Triton binds and specialises the arguments itself, so the keys are those of a GPU: compile-time constants, dtypes,
-integers that are 1 or multiples of 16, aligned pointers, options. Only the launch is replaced: ``kernel_contracts``
-and ``layer_contracts`` check the arguments and compute the result.
+integers that are 1 or multiples of 16, aligned pointers, options. Only the launch is replaced: the modules of contracts
+check the arguments and compute the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tests.gpu_rehearsal import kernel_contracts, layer_contracts
+from tests.gpu_rehearsal import expert_contracts, kernel_contracts, layer_contracts, sampling_contracts
 from tests.gpu_rehearsal.code_lines import caller_line
 from tests.gpu_rehearsal.device_tensor import DeviceTensor
 from tests.gpu_rehearsal.kernel_contracts import ContractError
@@ -32,7 +32,8 @@ from tests.gpu_rehearsal.machine import Machine
 __all__ = ["Launches"]
 
 HOPPER = 90
-CONTRACTS = {**kernel_contracts.CONTRACTS, **layer_contracts.CONTRACTS}
+ALWAYS_COMPUTED = {**layer_contracts.CONTRACTS, **expert_contracts.CONTRACTS, **sampling_contracts.CONTRACTS}
+CONTRACTS = {**kernel_contracts.CONTRACTS, **ALWAYS_COMPUTED}
 
 
 @dataclass
@@ -78,9 +79,12 @@ class Launches:
 
     def forget(self) -> None:
         """Begin anew, as a new process does."""
-        from kernels import store_kvcache_triton  # noqa: F401  (imported with Triton's driver replaced)
-        from kernels.attention import triton_kernels  # noqa: F401
+        # Imported with Triton's driver replaced.
+        from kernels import experts_triton, pending_tokens_triton, store_kvcache_triton  # noqa: F401
+        from kernels.attention.triton import decode, prefill  # noqa: F401
         from kernels.layer_ops import triton_kernels as layer_kernels  # noqa: F401
+        from kernels.sampling import triton_filters, triton_truncation  # noqa: F401
+        from kernels.sampling import triton_kernels as sampling_kernels  # noqa: F401
 
         for name, module in list(sys.modules.items()):
             for kernel in vars(module).values() if name.startswith("kernels.") else ():
@@ -120,10 +124,17 @@ class Launches:
                 raise RuntimeError(f"{parameter} of {name} is on {value.device}, the current device is cuda:{index}")
         run(kernel, *args, grid=grid, warmup=True, **options)
         self.machine.launch(index)
-        try:
-            with _disable_current_modes():
-                compute = CONTRACTS[name](SimpleNamespace(**bound.arguments), grid)
-                if self.computes or name in layer_contracts.CONTRACTS:
-                    compute()
-        except ContractError as error:
-            raise ContractError(f"{name}: {error}, launched at {caller_line()}") from error
+        line = caller_line()
+
+        def compute() -> None:
+            try:
+                with _disable_current_modes():
+                    result = CONTRACTS[name](SimpleNamespace(**bound.arguments), grid)
+                    if self.computes or name in ALWAYS_COMPUTED:
+                        result()
+            except ContractError as error:
+                raise ContractError(f"{name}: {error}, launched at {line}") from error
+
+        compute()
+        if self.machine.captured is not None:
+            self.machine.captured.launches.append(compute)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from kernels.layer_ops.base import Addend, LayerCache, Norm, Rotation
 from kernels.layer_ops.torch_ops import TorchOps
@@ -114,7 +115,24 @@ def gated_activation(call: Any, grid: tuple[int, ...]) -> Compute:
     return lambda: plain(call.output).copy_(_OPS.gated_activation(plain(call.gate_up), activation))
 
 
+def linear(call: Any, grid: tuple[int, ...]) -> Compute:
+    """kernels.linear_triton."""
+    num_rows, num_outputs = call.output.shape
+    dtype = call.output.dtype
+    require(call.output.is_contiguous() and call.weight.is_contiguous(), "an operand is not contiguous")
+    _require_rows("rows", call.rows, call.row_stride, dtype, num_rows, call.num_inputs)
+    require_tensor("weight", call.weight, dtype, num_outputs, call.num_inputs)
+    require((call.num_rows, call.num_outputs) == (num_rows, num_outputs), "sizes do not match the output")
+    if call.HAS_BIAS:
+        require_tensor("bias", call.bias, dtype, num_outputs)
+    tiles = -(-num_rows // call.BLOCK_ROWS) * -(-num_outputs // call.BLOCK_OUTPUTS)
+    require(tuple(grid) == (tiles,), f"the grid {grid} is not one program for each of {tiles} tiles")
+    bias = plain(call.bias) if call.HAS_BIAS else None
+    return lambda: plain(call.output).copy_(F.linear(plain(call.rows), plain(call.weight), bias))
+
+
 CONTRACTS: dict[str, Contract] = {
+    "linear_kernel": linear,
     "add_norm_kernel": add_norm,
     "rotate_and_store_kernel": rotate_and_store,
     "gated_activation_kernel": gated_activation,

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from tests.gpu_rehearsal.code_lines import caller_line
 from tests.gpu_rehearsal.host_memory import HostMemory
 
-__all__ = ["Clock", "Machine", "RehearsalError"]
+__all__ = ["Capture", "Clock", "Machine", "RehearsalError"]
 
 HOST_SECONDS = 5e-6  # of one launch
 DEVICE_SECONDS = 20e-6  # of one kernel: longer, so that the GPU lags behind the host, as in a large step
@@ -48,6 +50,14 @@ class Clock:
         return self.now
 
 
+@dataclass
+class Capture:
+    """What a CUDA graph records: functions that do each launch again, and the data that they make."""
+
+    launches: list[Callable[[], object]] = field(default_factory=list)
+    made: list[torch.Tensor] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Wait:
     """One wait of the host for a GPU."""
@@ -65,6 +75,8 @@ class Machine:
         faults: other errors of the running step, as text.
         num_launches: kernels launched, copies included.
         max_waits: how often a step may wait on purpose.
+        graph_bytes: of the GPUs' memory, that CUDA graphs take.
+        num_replays: of CUDA graphs.
     """
 
     def __init__(self, num_devices: int = 2) -> None:
@@ -74,6 +86,8 @@ class Machine:
         self.faults: list[str] = []
         self.num_launches = 0
         self.max_waits = 1
+        self.graph_bytes = 0
+        self.num_replays = 0
         self._problems: dict[str, None] = {}  # of earlier steps, in order
         self.host_memory = HostMemory(self.faults.append)
         self._thread = threading.local()
@@ -89,19 +103,43 @@ class Machine:
             raise RuntimeError("CUDA error: invalid device ordinal")
         self._thread.device = index
 
-    def launch(self, device: int) -> None:
-        """Count a kernel and let its time pass."""
+    @property
+    def captured(self) -> Capture | None:
+        """What the calling thread's capture has recorded; None: it captures nothing."""
+        return getattr(self._thread, "capture", None)
+
+    @contextmanager
+    def capture(self) -> Iterator[Capture]:
+        """Context of a CUDA graph's capture."""
+        assert self.captured is None, "a capture inside a capture"
+        self._thread.capture = capture = Capture()
+        try:
+            yield capture
+        finally:
+            self._thread.capture = None
+
+    def forbid_in_capture(self, what: str) -> None:
+        """Raise what CUDA would, if this thread captures a graph."""
+        if self.captured is not None:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+
+    def launch(self, device: int, num_kernels: int = 1) -> None:
+        """Count a launch and let the time of its kernels pass; what is only captured takes none."""
+        if self.captured is not None:
+            return
         self.num_launches += 1
-        self.clock.launch(device)
+        self.clock.launch(device, DEVICE_SECONDS * num_kernels)
 
     def wait(self, kind: str, device: int, *, is_deliberate: bool = False) -> None:
         """Let the host wait until everything launched on `device` is done."""
+        self.forbid_in_capture(kind)
         self.waits.append(Wait(kind, caller_line(), is_deliberate))
         self.clock.wait_until(self.clock.done_at[device])
         self.host_memory.complete(device)
 
     def wait_for_event(self, kind: str, device: int, time: float, num_copies: int) -> None:
         """Let the host wait for an event: for what was launched before it, the first ``num_copies`` copies included."""
+        self.forbid_in_capture(kind)
         self.waits.append(Wait(kind, caller_line(), True))
         self.clock.wait_until(time)
         self.host_memory.complete(device, num_copies)

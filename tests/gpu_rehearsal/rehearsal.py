@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,9 +37,12 @@ class Rehearsal:
         self.launches = launches
 
     def start(self, model: str = DEMO_MODEL, **options: Any) -> LLM:
-        """Load a model on ``cuda:0``; loading and warming up may wait. From then on every step is checked."""
+        """Load a model on ``cuda:0``; loading and warming up may wait. From then on every step is checked.
+
+        Steps do not overlap unless ``options`` say so: a call of ``Runner.run`` is one of them.
+        """
         self.launches.is_serving = False
-        llm = LLM(model, **{**OPTIONS, "device": "cuda", **options})
+        llm = LLM(model, **{**OPTIONS, "device": "cuda", "async_scheduling": False, **options})
         self.launches.is_serving = True
         return llm
 
@@ -50,7 +54,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, has_flash_attn: bool = False) 
     launches = Launches(machine)
     cuda_stubs.install(machine, monkeypatch)
     launches.install(monkeypatch)
-    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stub.make_module(machine) if has_flash_attn else None)
+    for name in flash_attn_stub.MODULES:
+        module = flash_attn_stub.make_module(machine, name) if has_flash_attn else None
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(distributed, "ProcessGroupNCCL", ranks.make_process_group(machine))
     monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ranks.ThreadRanks)
     for module in [one for name, one in sys.modules.items() if name.startswith("engine.")]:
@@ -63,8 +69,12 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, has_flash_attn: bool = False) 
 
 def _checked(machine: Machine, step: Callable[[Engine], Any]) -> Callable[[Engine], Any]:
     def checked_step(engine: Engine) -> Any:
-        with machine.step():
-            return step(engine)
+        gc.disable()  # an engine of before that is collected would wait for its copies, which is no wait of this step
+        try:
+            with machine.step():
+                return step(engine)
+        finally:
+            gc.enable()
 
     return checked_step
 

@@ -27,6 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-8B": ("qwen3", {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}),
     "one KV head, groups of 7": ("qwen3", {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 80}),
 }
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
 
 
@@ -47,6 +48,7 @@ def start(gpu: Rehearsal, path: str, **options: Any) -> LLM:
         max_num_batched_tokens=2048,
         num_blocks=2 * LONGEST // 16,
         max_num_seqs=64,
+        enforce_eager=True,  # graphs are captured with all contexts as long as they may be
         **options,
     )
 
@@ -56,7 +58,7 @@ def run(llm: LLM, lengths: list[int], max_tokens: int = 3) -> None:
     rng = random.Random(0)
     text = [rng.randrange(3, VOCAB_SIZE) for _ in range(max(lengths))]
     prompts: Any = [{"prompt_token_ids": text[:length]} for length in lengths]
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(**GREEDY, max_tokens=max_tokens, ignore_eos=True)
     llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -74,12 +76,10 @@ def test_no_step_compiles(checkpoint: tuple[str, str], gpu: Rehearsal, monkeypat
     if gpu.launches.compiles:
         run(llm, [LONGEST])
     gpu.machine.check()
-    splits = gpu.launches.arguments["split_decode_kernel.NUM_SPLITS"]
-    assert splits >= {2, 4, 8, 16, 32}
-    assert len(gpu.launches.arguments["mixed_kernel.ROWS"]) >= 3
+    attention = {"prefill_kernel", "plan_splits_kernel", "split_decode_kernel", "reduce_splits_kernel"}
+    assert attention <= set(gpu.launches.counts)
     if gpu.launches.compiles:
-        assert 64 in splits
-        assert gpu.launches.num_compiled == len(gpu.launches.variants) > 20
+        assert gpu.launches.num_compiled == len(gpu.launches.variants) > 10
 
 
 @pytest.mark.parametrize("checkpoint", ["windows", "Qwen3-8B"], indirect=True)
@@ -87,6 +87,24 @@ def test_drafts_do_not_compile(checkpoint: tuple[str, str], gpu: Rehearsal) -> N
     gpu.launches.computes = False
     llm = start(gpu, checkpoint[1], speculative_config=DRAFTS)
     for prompts in ([[5, 6] * 20], [[5, 6] * 20, [7] * 500, [8, 9, 10] * 300]):
-        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        params = SamplingParams(**GREEDY, max_tokens=12, ignore_eos=True)
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    gpu.machine.check()
+
+
+@pytest.fixture(scope="module")
+def odd_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a model whose vocabulary two ranks pad, to a multiple of 16."""
+    model = build_model("qwen3", **(SMALL | {"vocab_size": VOCAB_SIZE - 1}))
+    return save_checkpoint(model, tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_padded_vocabulary_does_not_compile(odd_vocabulary: str, dtype: str, gpu: Rehearsal) -> None:
+    """The logits of one sequence have the same stride as those of several."""
+    llm = gpu.start(odd_vocabulary, dtype=dtype, skip_tokenizer_init=True, tensor_parallel_size=2, max_model_len=256)
+    for options in GREEDY, {"temperature": 1.0}, {"top_k": 5}:
+        for num_prompts in (1, 3):
+            params = SamplingParams(max_tokens=3, ignore_eos=True, **options)
+            llm.generate([{"prompt_token_ids": [5, 6, 7]}] * num_prompts, params, use_tqdm=False)
     gpu.machine.check()

@@ -1,4 +1,4 @@
-"""The attention check of benchmarks/gpu on the simulated GPU: it runs, and it launches every kernel."""
+"""Checks of benchmarks/gpu on the simulated GPU: they run, and launch every kernel of attention and changed logits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from benchmarks.gpu.attention_cases import Case
-from benchmarks.gpu.parts import attention, store_kvcache
+from benchmarks.gpu.floors import Limits
+from benchmarks.gpu.parts import attention, sampling, store_kvcache
 from benchmarks.gpu.sizes import FULL
 from tests.gpu_rehearsal.rehearsal import Rehearsal
 from tests.kernels.attention.paged_batches import BATCHES
 
-KERNELS = {"mixed_kernel", "split_decode_kernel", "reduce_splits_kernel"}
+KERNELS = {"prefill_kernel", "plan_splits_kernel", "split_decode_kernel", "reduce_splits_kernel"}
 
 
 @pytest.fixture
@@ -35,10 +36,10 @@ def check_serving_shapes(gpu: Rehearsal, part: Any, monkeypatch: pytest.MonkeyPa
     """Launch the kernels for all batches; neither they nor the reference compute anything."""
     gpu.launches.computes = False
     monkeypatch.setattr(attention, "chunked_reference", lambda inputs: torch.zeros_like(inputs.query))
+    monkeypatch.setattr(attention, "worst_error", lambda *_: 0.0)
     attention.serving_shapes(part)
     assert not part.faults
     assert set(gpu.launches.counts) == KERNELS
-    assert gpu.launches.arguments["split_decode_kernel.NUM_SPLITS"] >= {2, 4, 16, 32}
 
 
 def test_the_check_launches_every_kernel(gpu: Rehearsal, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,10 +47,10 @@ def test_the_check_launches_every_kernel(gpu: Rehearsal, part: Any, monkeypatch:
 
 
 def test_contexts_too_short_to_split_again(gpu: Rehearsal, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug that a review found: with 132 multiprocessors these batches run one of the three kernels."""
-    short = [Case(name, lengths) for name, lengths in BATCHES.items() if lengths]
+    """A bug that a review found: batches of short contexts do not run every kernel."""
+    short = [Case(name, lengths) for name, lengths in BATCHES.items() if max(length for _, length in lengths) < 200]
     monkeypatch.setattr(attention, "serving_cases", lambda context: short)
-    with pytest.raises(AssertionError, match="split_decode_kernel"):
+    with pytest.raises(AssertionError, match="reduce_splits_kernel"):
         check_serving_shapes(gpu, part, monkeypatch)
 
 
@@ -59,3 +60,17 @@ def test_odd_shapes_and_the_cache_write(gpu: Rehearsal, part: Any, monkeypatch: 
     store_kvcache.run(part)
     assert not part.faults
     assert set(gpu.launches.counts) == {*KERNELS, "_store_kernel"}
+
+
+def test_the_changes_of_logits(part: Any, gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their arguments keep to the kernels' contracts, which compute what the reference does."""
+    monkeypatch.setattr(sampling, "captured", lambda launch, device: launch)
+    monkeypatch.setattr(sampling, "median_seconds", lambda launch, device: launch() or 1.0)
+    part.limits = Limits(copy_gb_s=1.0, bf16_tflop_s=1.0)
+    from kernels.sampling.triton_ops import TritonSampling
+
+    lines: list[str] = []
+    sampling._check_changes(part, TritonSampling(), 1000, lines)
+    assert len(lines) == 5 * len(sampling.BATCHES)
+    assert not part.faults
+    assert {"change_tokens_kernel", "penalise_kernel", "bitmask_kernel"} <= set(gpu.launches.counts)

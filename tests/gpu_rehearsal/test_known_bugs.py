@@ -83,10 +83,12 @@ def test_an_extra_without_wheels_again() -> None:
 
 def test_a_warm_up_without_every_launch_again(gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     """test_compilations.py has the check."""
-    monkeypatch.setattr("kernels.attention.triton_backend.TritonBackend.warm_up_batches", lambda self, limits: [])
-    llm = gpu.start()
+    monkeypatch.setattr("kernels.attention.triton.backend.TritonBackend.warm_up_batches", lambda self, limits: [])
+    llm = gpu.start(enforce_eager=True)
     llm.generate([{"prompt_token_ids": [20, 30]}], SamplingParams(max_tokens=4), use_tqdm=False)
-    with pytest.raises(RehearsalError, match=r"mixed_kernel is compiled while .* at kernels/attention/triton_backend"):
+    with pytest.raises(
+        RehearsalError, match=r"plan_splits_kernel is compiled while .* at kernels/attention/triton/backend"
+    ):
         gpu.machine.check()
 
 

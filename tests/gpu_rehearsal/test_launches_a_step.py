@@ -1,8 +1,9 @@
-"""Launches and waits of a decode step, in which launching would take most of the time of a small model."""
+"""Launches and waits of an eager decode step, in which launching would take most of the time of a small model."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return paths
 
 
-def launches_of_a_decode(gpu: Rehearsal, llm: LLM, num_seqs: int) -> int:
+def launches_of_a_decode(gpu: Rehearsal, llm: LLM, num_seqs: int, **options: Any) -> int:
     """Return the launches, copies included, of a greedy step that decodes as many sequences as the step before."""
     counts: dict[tuple[int, ...], int] = {}
     run = llm.engine.runner.run
@@ -38,17 +39,38 @@ def launches_of_a_decode(gpu: Rehearsal, llm: LLM, num_seqs: int) -> int:
         return sampled
 
     llm.engine.runner.run = counted  # type: ignore[method-assign,assignment]
-    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, **options)
     llm.generate([{"prompt_token_ids": [5, 6 + i, 7]} for i in range(num_seqs)], params, use_tqdm=False)
+    llm.engine.runner.run = run  # type: ignore[method-assign]
     return counts[(1,) * num_seqs]
 
 
 @pytest.mark.parametrize("num_seqs", [1, 4])
 def test_a_greedy_decode(checkpoints: list[Path], gpu: Rehearsal, num_seqs: int) -> None:
     one, two = (
-        launches_of_a_decode(gpu, gpu.start(str(path), dtype="bfloat16", skip_tokenizer_init=True), num_seqs)
+        launches_of_a_decode(
+            gpu, gpu.start(str(path), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True), num_seqs
+        )
         for path in checkpoints
     )
     assert two - one <= A_LAYER, f"a layer makes {two - one} launches"
     assert one <= A_LAYER + A_STEP, f"a step of one layer makes {one} launches"
+    gpu.machine.check()
+
+
+@pytest.mark.parametrize("checkpoints", ["llama"], indirect=True)
+def test_changes_of_logits(checkpoints: list[Path], gpu: Rehearsal) -> None:
+    """Each is one launch, besides what notes the new tokens: their copy to the device, and the histories' update."""
+    llm = gpu.start(str(checkpoints[0]), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True)
+    greedy = launches_of_a_decode(gpu, llm, 4)
+    kinds: list[tuple[dict[str, Any], int]] = [
+        ({"logit_bias": {5: 1.0}}, 1),
+        ({"allowed_token_ids": [5, 6]}, 1),
+        ({"min_tokens": 5, "stop_token_ids": [5]}, 2),
+        ({"bad_words_token_ids": ((5,), (6, 7))}, 4),
+        ({"repetition_penalty": 1.1}, 4),
+        ({"frequency_penalty": 1.1}, 5),
+    ]
+    for options, most in kinds:
+        assert 0 < launches_of_a_decode(gpu, llm, 4, **options) - greedy <= most, options
     gpu.machine.check()

@@ -35,16 +35,25 @@ def test_a_scenario(name: str, cpu_answers: dict[str, object], gpu: Rehearsal) -
     gpu.machine.check()
 
 
+def test_batch_invariant_linears_answer_as_the_cpu_does(cpu_answers: dict[str, object], gpu: Rehearsal) -> None:
+    scenario = SCENARIOS["every parameter"]
+    gpu.machine.max_waits = scenario.max_waits
+    llm = gpu.start(batch_invariant=True, **scenario.options)
+    assert answers(generate(llm, scenario)) == cpu_answers["every parameter"]
+    assert gpu.launches.counts["linear_kernel"]
+    gpu.machine.check()
+
+
 def test_flash_attn_answers_as_triton_does(gpu_with_flash_attn: Rehearsal) -> None:
     """Both compute attention in float64 here, so bfloat16 tokens are equal too."""
     gpu, found = gpu_with_flash_attn, {}
     scenario = SCENARIOS["flash_attn"]
-    for name in ("auto", "triton"):
+    for name in ("auto", "flash_attn", "triton"):
         llm = gpu.start(attention_backend=name, **scenario.options)
         found[llm.engine.info.attention_backend] = answers(generate(llm, scenario))
     gpu.machine.check()
-    assert found["flash_attn"] == found["triton"]
-    assert gpu.launches.counts["mixed_kernel"]
+    assert found["flash_attn_3"] == found["flash_attn"] == found["triton"]
+    assert gpu.launches.counts["prefill_kernel"]
 
 
 def test_the_size_of_the_cache_is_measured(gpu: Rehearsal) -> None:

@@ -13,6 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 from deployments.config import AppConfig
 from deployments.launcher.environment import SETTINGS
 from deployments.proxy.limits import ProxyLimits
+from deployments.proxy.probe_frontend import PORT_VARIABLE
 from tests.k8s.crd import mistakes
 from tests.k8s.manifests import DEMO, GPU, ROOT, SERVING, head, quantity, ray_service, serve_config, worker
 
@@ -107,7 +108,8 @@ def test_head_and_workers_have_the_same_fast_settings(overlay: str) -> None:
         "TOKENIZERS_PARALLELISM",
     ):
         assert leader[name] == SETTINGS[name]
-    assert overlay == GPU or leader["OMP_WAIT_POLICY"] == SETTINGS["OMP_WAIT_POLICY"]
+    for name in ("OMP_WAIT_POLICY", "RAY_worker_niceness"):  # of engines on CPUs
+        assert overlay == GPU or leader[name] == SETTINGS[name]
     script = leader["RAY_SERVE_HAPROXY_BINARY_PATH"].removeprefix("/opt/pagoda/")
     assert (ROOT / script).stat().st_mode & 0o111
 
@@ -152,7 +154,9 @@ def test_probes_use_existing_paths_and_ports(overlay: str) -> None:
     for group in (head(overlay), worker(overlay)):
         assert _container(group)["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
     ports = {one["name"]: one["containerPort"] for one in _container(worker(overlay))["ports"]}
-    assert _container(worker(overlay))["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "serve"}
+    assert _container(worker(overlay))["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "probes"}
+    assert _environment(worker(overlay))[PORT_VARIABLE] == str(ports["probes"])
+    assert PORT_VARIABLE not in _environment(head(overlay))  # its own probes go elsewhere
     assert ports["serve"] == serve_config(overlay)["http_options"]["port"]
     assert ports["metrics"] == 8080
     leaders = {one["name"]: one["containerPort"] for one in _container(head(overlay))["ports"]}

@@ -1,13 +1,17 @@
 """Compile, without a GPU, every kernel that an engine's warm-up compiles.
 
-    python -m tests.kernels.compile_for_gpu 90 attention Qwen3-0.6B 8B
-    python -m tests.kernels.compile_for_gpu 100 layers
+    python -m tests.kernels.compile_for_gpu 90 models Qwen3-0.6B 8B
+    python -m tests.kernels.compile_for_gpu 80,90,100 variants attention layers linear
+    python -m tests.kernels.compile_for_gpu 80,90,100 variants all attention
+    python -m tests.kernels.compile_for_gpu 80 sampling
 
-The arguments are a compute capability, and either ``attention`` and models of HEADS, or ``layers``: the kernels of all
-models of layer_ops_launches.py, and those that sample. The interpreter accepts what the compiler refuses. Here the
-backend runs as always, on a driver that claims to be a GPU, and each launch stops when its machine code is there.
-Prints a line for each variant: the kernel's name, and how many registers of a thread, bytes of a thread's stack (which
-are spilled registers), and bytes of shared memory it takes.
+The arguments are compute capabilities, and either ``models`` and models of HEADS, or ``variants`` and kernels of
+gpu_variants.py, with ``all`` every combination of their dimensions, or ``experts``: those of the mixtures of EXPERTS,
+or ``sampling``: the kernels that choose tokens from the vocabularies of VOCAB_SIZES. The interpreter accepts what the
+compiler refuses. Here the backend runs as always, on a driver that claims to be a GPU, and each launch stops when its
+machine code is there.
+Prints a line for each variant: the compute capability, the kernel's name, and how many registers of a thread, bytes of
+a thread's stack (which are spilled registers), and bytes of shared memory it takes.
 """
 
 from __future__ import annotations
@@ -16,30 +20,39 @@ import re
 import subprocess
 import sys
 import tempfile
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from engine.worker.warm_up import one_sequence
-from kernels.attention import triton_backend, triton_kernels
-from kernels.attention.base import AttentionInputs, StepLimits
-from kernels.attention.triton_backend import TritonBackend
-from kernels.experts_triton import _grouped_linear_kernel, experts_triton
-from kernels.layer_ops import triton_kernels as layer_kernels
-from kernels.store_kvcache_triton import _store_kernel, store_kvcache_triton
-from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
+from kernels.attention.triton import backend as triton_backend
+from kernels.experts_triton import experts_triton
+from kernels.pending_tokens_triton import take_pending_tokens_triton
+from kernels.sampling.triton_ops import TritonSampling
+from tests.kernels.gpu_variants import VARIANTS, covering, every, run_attention
+from tests.kernels.launch_log import KERNELS
 
-CPU = torch.device("cpu")
 HEADS = {"Qwen3-0.6B": (16, 8), "8B": (32, 8)}  # of queries, of keys and values
-HEAD_DIM, BLOCK_SIZE = 128, 16
+EXPERTS = [  # mixtures: experts and those of a token, inputs and outputs; some are no multiples of 16
+    (128, 8, 256, 128, torch.bfloat16),
+    (512, 10, 256, 128, torch.bfloat16),
+    (60, 4, 256, 176, torch.float16),
+    (8, 2, 256, 192, torch.float32),
+    (5, 3, 104, 36, torch.bfloat16),
+    (5, 3, 100, 36, torch.float32),
+]
+VOCAB_SIZES = (151936, 128256, 262144, 50257)  # of Qwen3, Llama 3, Gemma 3 and GPT-2, which is odd
+HEAD_DIM = 128
 MULTIPROCESSORS = 132
 
 
 class _Driver:
-    """The driver methods that Triton calls before a launch."""
+    """The driver methods that Triton calls before a launch, as of a GPU whose index is its compute capability.
+
+    Triton keeps what it compiled by the index.
+    """
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -48,7 +61,7 @@ class _Driver:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self._capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -61,7 +74,8 @@ def _stop_before_launch(kernel: Any, compiled: set[str]) -> None:
         variant = run(*arguments, warmup=True, **options)
         if variant.hash not in compiled:
             compiled.add(variant.hash)
-            print(kernel.__name__, *_registers_and_stack(variant.asm["cubin"]), variant.metadata.shared)
+            registers, stack = _registers_and_stack(variant.asm["cubin"])
+            print(variant.metadata.target.arch, kernel.__name__, registers, stack, variant.metadata.shared)
 
     kernel.run = compile_only
 
@@ -77,57 +91,61 @@ def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def _run_warm_up(
-    num_heads: int, num_kv_heads: int, window: int | None, *, max_query_len: int, max_seq_len: int
-) -> None:
-    """Launch what a warm-up launches in one layer."""
-    backend, dtype = TritonBackend(), torch.bfloat16
-    limits = StepLimits(num_heads, num_kv_heads, HEAD_DIM, dtype, CPU, frozenset([window]), max_query_len, max_seq_len)
-    cache = torch.zeros(1, BLOCK_SIZE, num_kv_heads, HEAD_DIM, dtype=dtype)
-    for query_len, seq_len in backend.warm_up_batches(limits):
-        metadata = one_sequence(query_len, seq_len, block_size=BLOCK_SIZE, device=CPU).metadata
-        query = torch.zeros(query_len, num_heads, HEAD_DIM, dtype=dtype)
-        backend.forward(AttentionInputs(query, cache, cache, metadata, HEAD_DIM**-0.5, window))
-        key = query[:, :num_kv_heads]
-        store_kvcache_triton(key, key, cache, cache, metadata.slot_mapping)
+def _run_experts() -> None:
+    """Launch what layers with experts launch for few tokens and for many."""
+    for num_experts, top_k, hidden_size, inner, dtype in EXPERTS:
+        gate_up = torch.zeros(num_experts, 2 * inner, hidden_size, dtype=dtype)
+        down = torch.zeros(num_experts, hidden_size, inner, dtype=dtype)
+        for num_tokens in (1, 100):
+            hidden = torch.zeros(num_tokens, hidden_size, dtype=dtype)
+            logits = torch.zeros(num_tokens, num_experts, dtype=dtype)
+            experts_triton(hidden, logits, gate_up, down, top_k, normalize=True)
 
 
-def _run_experts(num_experts: int = 8, top_k: int = 2, hidden_size: int = 64) -> None:
-    """Launch what a layer with experts launches for few tokens and for many."""
-    gate_up = torch.zeros(num_experts, 2 * hidden_size, hidden_size, dtype=torch.bfloat16)
-    for num_tokens in (1, 1000):
-        ids = torch.zeros(num_tokens, top_k, dtype=torch.int64)
-        hidden = torch.zeros(num_tokens, hidden_size, dtype=torch.bfloat16)
-        experts_triton(hidden, gate_up, gate_up[:, :hidden_size].contiguous(), ids.float(), ids)
-
-
-def _run_attention(models: list[str]) -> None:
-    triton_backend._num_multiprocessors = lambda device: MULTIPROCESSORS  # type: ignore[assignment]
+def _run_models(models: list[str]) -> None:
+    take_pending_tokens_triton(torch.zeros(300, dtype=torch.int64), torch.zeros(300, dtype=torch.int64))
     for model in models:
-        _run_warm_up(*HEADS[model], None, max_query_len=2048, max_seq_len=40960)
-        _run_experts()
-        _run_warm_up(*HEADS[model], 600, max_query_len=1, max_seq_len=600)  # few: a window changes few lines
+        num_heads, num_kv_heads = HEADS[model]
+        shape = {"dtype": torch.bfloat16, "head_dim": HEAD_DIM, "group_size": num_heads // num_kv_heads}
+        run_attention(**shape, num_kv_heads=num_kv_heads, window=None)
+        # Few: a window changes few lines.
+        run_attention(**shape, num_kv_heads=num_kv_heads, window=600, max_query_len=1, max_seq_len=600)
 
 
-def _run_layers() -> None:
-    for shape in MODELS.values():
-        run_layer_ops(shape)
+def _run_variants(names: list[str], capabilities: list[int]) -> None:
+    """Launch a covering part of some kernels' variants, or all of them."""
+    rows_of = every if "all" in names else covering
+    for name in names:
+        if name != "all":
+            variants = VARIANTS[name]
+            for row in rows_of({"capability": tuple(capabilities), **variants.dimensions}):
+                triton.runtime.driver.set_active(_Driver(row.pop("capability")))
+                variants.launch(**row)
 
 
-def main(capability: int, what: str, models: list[str]) -> None:
-    triton.runtime.driver.set_active(_Driver(capability))
+def _run_sampling() -> None:
+    for vocab_size in VOCAB_SIZES:
+        TritonSampling().warm_up(torch.zeros(2, vocab_size))
+
+
+def main(capabilities: list[int], what: Literal["models", "variants", "experts", "sampling"], names: list[str]) -> None:
     compiled: set[str] = set()
-    for module in (triton_kernels, layer_kernels):
-        for name, kernel in vars(module).items():
-            if name.endswith("_kernel"):
-                _stop_before_launch(kernel, compiled)
-    for kernel in (_store_kernel, _grouped_linear_kernel):
+    for kernel in KERNELS:
         _stop_before_launch(kernel, compiled)
-    if what == "attention":
-        _run_attention(models)
-    else:
-        _run_layers()
+    triton_backend._num_multiprocessors = lambda device: MULTIPROCESSORS  # type: ignore[assignment]
+    if what == "variants":
+        _run_variants(names, capabilities)
+        return
+    for capability in capabilities:
+        triton.runtime.driver.set_active(_Driver(capability))
+        match what:
+            case "models":
+                _run_models(names)
+            case "experts":
+                _run_experts()
+            case "sampling":
+                _run_sampling()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main([int(capability) for capability in sys.argv[1].split(",")], cast(Any, sys.argv[2]), sys.argv[3:])

@@ -2,33 +2,90 @@
 
 from __future__ import annotations
 
-import os
-import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-_HAS_GPU = torch.cuda.is_available()
-# Triton decides when it is imported, and when a kernel is defined, whether kernels are interpreted. Other packages'
-# tests may have imported it already (transformers does); then the kernels need a process of their own.
-_TRITON_IS_COMPILED = not _HAS_GPU and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
-if not _HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns, which is an error here, when it is unset
-
+if TYPE_CHECKING:
+    from tests.kernels.interpreted_memory import Traffic
 
 torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
 
 
-@pytest.fixture(scope="session")
-def kernels_need_own_process() -> bool:
-    return _TRITON_IS_COMPILED
+def _speed_up_interpreter() -> None:
+    """Leave out what Triton's interpreter does in vain, which takes most of the time of small kernels."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    # At each launch and each call of a device function it replaced the functions of triton.language by its own.
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()  # has nothing to restore after a launch
+    # It computed whether integers overflow, and without `debug` asserted nothing.
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _correct_products_of_interpreter() -> None:
+    """Make `tl.dot` multiply any float, and each row alike.
+
+    The interpreter multiplied the bits of bfloat16 numbers as integers. And it left the sums to BLAS, which rounds a
+    row's otherwise at another index of a tile; sums of float64 are rounded once.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    def as_float64(operand: Any) -> npt.NDArray[np.float64]:
+        data = operand.data
+        if operand.dtype.scalar == language.bfloat16:
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        return data.astype(np.float64)
+
+    def create_dot(builder: Any, a: Any, b: Any, sums: Any, *precision: Any) -> Any:
+        result = (as_float64(a) @ as_float64(b) + sums.data).astype(sums.data.dtype)
+        return interpreter.TensorHandle(result, sums.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most interpreted tests to `make test-long`. `make test` runs each function with one set of parameters."""
+    sampled = set()
+    for item in items:
+        if isinstance(item, pytest.Function) and _runs_kernels(item):
+            function = item.nodeid.partition("[")[0]
+            if function in sampled and not torch.cuda.is_available():
+                item.add_marker(pytest.mark.long)
+            sampled.add(function)
+
+
+def _runs_kernels(item: pytest.Function) -> bool:
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return "kernel_device" in item.fixturenames or "triton" in parameters
 
 
 @pytest.fixture(scope="session")
 def kernel_device() -> torch.device:
     """Return the device whose tensors a Triton kernel can be called with."""
     pytest.importorskip("triton")
-    if _TRITON_IS_COMPILED:
-        pytest.skip("Triton was imported without its interpreter; test_triton_processes.py runs this test")
-    return torch.device("cuda" if _HAS_GPU else "cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    _speed_up_interpreter()
+    _correct_products_of_interpreter()
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def traffic(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    """Return what the test's kernels load and store from now on."""
+    if kernel_device.type != "cpu":
+        pytest.skip("only the interpreter shows addresses")
+    from tests.kernels.interpreted_memory import Traffic
+
+    return Traffic(monkeypatch)

@@ -7,6 +7,7 @@ compiles them does not matter, and outputs keep what they were allocated with.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,18 +15,28 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from kernels import store_kvcache_triton
-from kernels.attention import triton_kernels
+from kernels import (
+    experts_routing_triton,
+    experts_triton,
+    linear_triton,
+    pending_tokens_triton,
+    store_kvcache_triton,
+)
+from kernels.attention.triton import decode, prefill
 from kernels.layer_ops import triton_kernels as layer_kernels
+from kernels.sampling import triton_filters as filter_kernels
+from kernels.sampling import triton_kernels as sampling_kernels
+from kernels.sampling import triton_truncation as truncation_kernels
 
-KERNELS = (
-    triton_kernels.mixed_kernel,
-    triton_kernels.split_decode_kernel,
-    triton_kernels.reduce_splits_kernel,
-    store_kvcache_triton._store_kernel,
-    layer_kernels.add_norm_kernel,
-    layer_kernels.rotate_and_store_kernel,
-    layer_kernels.gated_activation_kernel,
+__all__ = ["KERNELS", "LaunchLog"]
+
+_MODULES: tuple[ModuleType, ...] = (
+    *(prefill, decode, store_kvcache_triton, pending_tokens_triton),
+    *(experts_routing_triton, experts_triton, linear_triton),
+    *(layer_kernels, filter_kernels, sampling_kernels, truncation_kernels),
+)
+KERNELS: tuple[Any, ...] = tuple(
+    kernel for module in _MODULES for name, kernel in vars(module).items() if name.endswith("_kernel")
 )
 
 

@@ -6,18 +6,24 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from kernels.attention import triton_backend, triton_kernels
-from kernels.attention.triton_backend import TritonBackend
+
+from kernels.attention.triton.backend import TritonBackend
+from kernels.attention.triton.decode import reduce_splits_kernel
+from kernels.experts_triton import experts_triton
+from kernels.linear_triton import linear_triton
+from kernels.pending_tokens_triton import take_pending_tokens_triton
+from kernels.sampling.triton_ops import TritonSampling
 from kernels.store_kvcache_triton import store_kvcache_triton
 from tests.kernels.attention.paged_batches import PADDING, Batch, Shape, make_batch
-from tests.kernels.launch_log import LaunchLog
+from tests.kernels.launch_log import KERNELS, LaunchLog
+from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
 
 SHAPE = Shape(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> LaunchLog:
-    monkeypatch.setattr(triton_backend, "_num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr("kernels.attention.triton.backend._num_multiprocessors", lambda device: 132)
     return LaunchLog(monkeypatch)
 
 
@@ -31,13 +37,10 @@ def run(lengths: list[tuple[int, int]], shape: Shape = SHAPE, sliding_window: in
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 15, 16, 17, 48])
 def test_the_number_and_the_lengths_of_sequences_compile_nothing(log: LaunchLog, num_seqs: int) -> None:
-    run([(1, 1)])
-    run([(3, 200), (1, 1)])  # 12 rows of a tile that has 16
-    run([(1, 520)])
-    log.variants.clear()
-    run([(1, 1)])
+    run([(1, 520), (3, 200)])
     expected = list(log.variants)
     run([(1, 255)] * num_seqs)
+    run([(1, 5000)] * num_seqs + [(200, 300), (2, 9)])
     run([(1, 17), PADDING] * num_seqs)
     assert list(log.variants) == expected
 
@@ -69,10 +72,23 @@ def test_the_log_notices_what_compiles(log: LaunchLog, shape: Shape, sliding_win
     assert len(log.variants) > warmed
 
 
+def test_every_launch_says_whether_products_and_sums_are_fused(log: LaunchLog) -> None:
+    """Triton's default changes in 3.10, and results would change with it."""
+    run([(1, 5000), (2, 9)])
+    run_layer_ops(MODELS["Qwen3-0.6B"])
+    linear_triton(torch.zeros(2, 16), torch.zeros(4, 16), None)
+    TritonSampling().warm_up(torch.zeros(2, 300))
+    take_pending_tokens_triton(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    gate_up, down = torch.zeros(4, 2 * 16, 16), torch.zeros(4, 16, 16)
+    experts_triton(torch.zeros(100, 16), torch.zeros(100, 4), gate_up, down, 2, normalize=True)
+    assert {variant.partition("(")[0] for variant in log.variants} == {kernel.__name__ for kernel in KERNELS}
+    assert [variant for variant in log.variants if "enable_fp_fusion" not in variant] == []
+
+
 def test_the_log_notices_a_specialised_integer(log: LaunchLog, monkeypatch: pytest.MonkeyPatch) -> None:
     run([(1, 20)])
-    kernel = triton_kernels.reduce_splits_kernel  # its strides are specialised on
+    kernel = reduce_splits_kernel  # its strides are specialised on
     tensor = torch.zeros(64)
     for stride in (1, 8, 9, 16, 32):
-        kernel[(1,)](tensor, tensor, tensor, tensor, stride, 64, HEAD_DIM=64, DIM_PADDED=64, NUM_SPLITS=2)
+        kernel[(1,)](tensor, tensor, tensor, tensor, None, stride, 64, HEAD_DIM=64, DIM_PADDED=64, MAX_SPLITS=2)
     assert len([variant for variant in log.variants if variant.startswith("reduce")]) == 3

@@ -52,7 +52,7 @@ def _check(store: Store, key: torch.Tensor, value: torch.Tensor, slots: list[int
 
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 1), (2, 80), (3, 16), (8, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_writes_each_token_to_its_slot_and_nothing_else(
     store: Store, device: torch.device, slots: list[int], num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:

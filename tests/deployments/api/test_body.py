@@ -9,8 +9,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from deployments.api.body import BYTES_PER_S, CLIENT_HEADER, REQUESTS_PER_TURN, BodyReader
+from deployments.api.body import BYTES_PER_S, BodyReader
 from deployments.api.openai.protocol import CompletionRequest
+from deployments.api.turns import CLIENT_HEADER, REQUESTS_PER_TURN
 from deployments.errors import ApiError
 
 BODY = b'{"prompt": "a", "user": "' + b"x" * 2 * BYTES_PER_S + b'"}'

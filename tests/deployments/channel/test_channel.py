@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from deployments.channel.codec import decode_from_ingress
 from deployments.channel.errors import ReplicaDrainingError, ReplicaFullError
+from deployments.channel.messages import Abort, Hello, Submit
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
 from engine.structured_outputs.params import StructuredOutputsParams
 from tests.deployments.channel.peers import Peers, outputs_of, tokens_of, until
@@ -39,6 +41,28 @@ async def test_an_answer_arrives_with_all_that_the_engine_says_of_it(peers: Peer
     assert first.prompt_logprobs is not None
     assert len(first.prompt_logprobs) == 5
     assert replica.hashes == [[7, 2**64 - 1]]
+
+
+async def test_messages_of_one_turn_go_as_one_in_their_order(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica, ingress = await peers.pair()
+    link = ingress.links["r1"]
+    sent: list[list[Submit | Abort]] = []
+    send = link._requests.send
+
+    def record(*frames: bytes) -> None:
+        sent.append([one for one in map(decode_from_ingress, frames) if not isinstance(one, Hello)])
+        send(*frames)
+
+    monkeypatch.setattr(link._requests, "send", record)
+    streams = [ingress.submit([i], 5) for i in range(3)]
+    link.cancel(streams[1])
+    link._say_hello(resend=True)
+    assert not sent
+    for i in (0, 2):
+        assert await tokens_of(streams[i]) == replica.answer([i], 5)
+    await until(lambda: replica.is_idle)
+    (together,) = filter(None, sent)
+    assert [(type(one), one.number) for one in together] == [(Submit, 1), (Submit, 2), (Submit, 3), (Abort, 4)]
 
 
 async def test_a_slow_reader_gets_what_has_queued_in_one_output(peers: Peers) -> None:

@@ -83,9 +83,9 @@ async def test_a_gap_counts_by_what_is_missing(peers: Peers) -> None:
     link._arrivals.accept = lossy  # type: ignore[method-assign]
     assert await asyncio.wait_for(tokens_of(ingress.submit([1], 5)), 5) == replica.answer([1], 5)
     assert _since(before) == {"channel_gaps outputs": 1}
-    send = link._requests.send
-    link._requests.send = lambda *frames: None  # type: ignore[method-assign]
+    send = link._send
+    link._send = lambda data: None  # type: ignore[method-assign]
     stream = ingress.submit([2], 5)
-    link._requests.send = send  # type: ignore[method-assign]
+    link._send = send  # type: ignore[method-assign]
     assert await asyncio.wait_for(tokens_of(stream), 5) == replica.answer([2], 5)
     assert _since(before) == {"channel_gaps outputs": 1, "channel_gaps requests": 1}

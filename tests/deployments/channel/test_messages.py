@@ -92,15 +92,22 @@ params = st.one_of(
     st.lists(ids, max_size=20),
     st.integers(-(2**63), 2**63 - 1),
     st.text(max_size=5),
+    st.ip_addresses().map(str),
     st.lists(st.integers(0, 2**64 - 1), max_size=5),
 )
 @settings(max_examples=100, deadline=None)
 def test_a_request_arrives_as_it_was(
-    values: dict[str, Any], prompt: list[int], output: list[int], priority: int, salt: str, hashes: list[int]
+    values: dict[str, Any],
+    prompt: list[int],
+    output: list[int],
+    priority: int,
+    salt: str,
+    client: str,
+    hashes: list[int],
 ) -> None:
     if values.get("min_tokens", 0) > (values.get("max_tokens", 16) or math.inf):
         values = values | {"max_tokens": None}
-    request = EngineRequest("id", prompt, SamplingParams(**values), priority, salt, output)
+    request = EngineRequest("id", prompt, SamplingParams(**values), priority, salt, client, output)
     message = decode_from_ingress(encode_request(3, 7, request, hashes))
     assert isinstance(message, Submit)
     assert (message.number, message.stream, message.request_id) == (3, 7, "id")
@@ -212,6 +219,6 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 )
 def test_parameters_that_no_ingress_packs_are_an_error(params: dict[str, Any]) -> None:
     with pytest.raises((ChannelMessageError, RequestError)):
-        request_of(Submit(1, 1, "id", b"", params, 0, "", b"", b""), "id")
+        request_of(Submit(1, 1, "id", b"", params, 0, "", "", b"", b""), "id")
     with pytest.raises(ChannelMessageError):
-        request_of(Submit(1, 1, "id", b"123", {}, 0, "", b"", b""), "id")
+        request_of(Submit(1, 1, "id", b"123", {}, 0, "", "", b"", b""), "id")

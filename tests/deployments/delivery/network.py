@@ -43,14 +43,14 @@ class Line:
         self.router = router
         self.identity = identity
         self.is_up = False
-        self.to_router: deque[bytes] = deque()
+        self.to_router: deque[tuple[bytes, ...]] = deque()
         self.to_dealer: deque[bytes] = deque()
         self.on_message: OnMessage | None = None
         self.on_event: Callable[[bool], None] | None = None
         router.lines[identity] = self
 
     def send_multipart(self, frames: tuple[bytes, ...], flags: int = 0) -> None:
-        self.to_router.append(frames[-1])
+        self.to_router.append(frames)
 
     def close(self, linger: int = 0) -> None:
         self.is_up = False
@@ -63,15 +63,16 @@ class Line:
         """Let up to ``count`` messages arrive in each direction."""
         for _ in range(count):
             if self.is_up and self.to_router and self.router.on_message is not None:
-                self.router.on_message([self.identity, self.to_router.popleft()])
+                self.router.on_message([self.identity, *self.to_router.popleft()])
             if self.to_dealer and self.on_message is not None:  # what has arrived is read also after a break
                 self.on_message([self.to_dealer.popleft()])
 
     def lose(self, count: int) -> None:
         """Lose the next messages in each direction, without a break."""
-        for queue in (self.to_router, self.to_dealer):
-            for _ in range(min(count, len(queue))):
-                queue.popleft()
+        for _ in range(min(count, len(self.to_router))):
+            self.to_router.popleft()
+        for _ in range(min(count, len(self.to_dealer))):
+            self.to_dealer.popleft()
 
     def cut(self, num_arrived: int) -> None:
         """Break the connection; only the first ``num_arrived`` messages to the DEALER have arrived."""

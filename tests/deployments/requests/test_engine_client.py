@@ -12,6 +12,7 @@ import pytest
 
 from deployments.channel.stream import ReplicaStream
 from deployments.errors import ReplicaStalledError, RequestTimeoutError
+from deployments.requests import stall_watch
 from deployments.requests.attempt import Attempt
 from deployments.requests.attempt_stream import AttemptError
 from deployments.requests.engine_client import EngineClient
@@ -63,7 +64,8 @@ async def _read(engines: EngineClient, deadline_s: float = 60.0) -> list[int]:
     tokens: list[int] = []
     with closing(engines.send(REQUEST, [7], avoid=[], deadline=deadline, attempt=Attempt())) as outputs:
         while True:
-            one = await outputs.next()
+            if (one := await outputs.next()) is None:
+                continue
             tokens += one.token_ids
             if one.finish_reason is not None:
                 return tokens
@@ -126,6 +128,27 @@ async def test_a_stall_is_noticed_after_outputs_and_not_too_early() -> None:
     assert time.monotonic() - last >= 0.2
 
 
+async def test_nothing_is_returned_now_and_then_while_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which does not restart the stall timeout."""
+    monkeypatch.setattr(stall_watch, "NUDGE_S", 0.05)
+    sender, got = _client(Held(output([1])), View(), stall_timeout_s=0.3), []
+
+    async def read() -> None:
+        with closing(sender.send(REQUEST, [], avoid=[], deadline=float("inf"), attempt=Attempt())) as outputs:
+            while True:
+                got.append(await outputs.next())
+
+    started = time.monotonic()
+    with pytest.raises(AttemptError) as caught:
+        await read()
+    assert isinstance(caught.value.cause, ReplicaStalledError)
+    assert 0.3 <= time.monotonic() - started < 5
+    first, *others = got
+    assert first is not None
+    assert 1 <= len(others) <= 6
+    assert set(others) == {None}
+
+
 async def test_a_slow_reader_is_no_stall() -> None:
     """The clock runs while we wait for the replica, not while a client takes its time."""
     engines = client(FakeEngines([[output([5]), output([6], "stop")]]), View(), stall_timeout_s=0.01)
@@ -144,7 +167,9 @@ async def test_what_has_arrived_meanwhile_is_one_output() -> None:
             engines.stream.put_token(token)
         engines.stream.put(output([8], "stop"))
         engines.stream.fail(EngineDeadError("too late"))
-        assert (await outputs.next()).token_ids == [5, 6, 7, 8]
+        taken = await outputs.next()
+        assert taken is not None
+        assert taken.token_ids == [5, 6, 7, 8]
     assert attempt.num_tokens == 4
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["PUBLISHED", "QWEN3"]
+__all__ = ["PHI3_5_MINI", "PHI3_5_MOE", "PHI3_MINI", "PHI4_MINI", "PUBLISHED", "QWEN3"]
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
@@ -153,3 +153,36 @@ PUBLISHED = [
     QWEN3, QWEN2, LLAMA, MISTRAL, QWEN3_MOE, QWEN2_MOE, MIXTRAL, SMOLLM3, PHI4, GRANITE, OLMO2, OLMO3, GLM, GLM4, GEMMA,
     GEMMA2, GEMMA3,
 ]  # fmt: skip
+
+# Published with code of their own, before transformers had their classes.
+_PHI_CODE = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+PHI3_MINI: dict[str, Any] = {  # for contexts of 4,096 tokens
+    "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
+    "attention_dropout": 0.0, "auto_map": _PHI_CODE, "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000,
+    "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
+    "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True,
+    "vocab_size": 32064,
+}  # fmt: skip
+PHI3_5_MINI: dict[str, Any] = PHI3_MINI | {  # with factors of the right number
+    "_name_or_path": "Phi-3.5-mini-instruct", "max_position_embeddings": 131072, "sliding_window": 262144,
+    "rope_scaling": {"long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0] * 48, "type": "longrope"},
+}  # fmt: skip
+PHI4_MINI: dict[str, Any] = PHI3_5_MINI | {
+    "_name_or_path": "Phi-4-mini-instruct", "bos_token_id": 199999, "eos_token_id": 199999, "full_attn_mod": 1,
+    "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "num_attention_heads": 24,
+    "num_key_value_heads": 8, "pad_token_id": 199999, "partial_rotary_factor": 0.75, "tie_word_embeddings": True,
+    "transformers_version": "4.45.0", "vocab_size": 200064,
+}  # fmt: skip
+PHI3_5_MOE: dict[str, Any] = PHI3_5_MINI | {
+    "_name_or_path": "Phi-3.5-MoE-instruct", "architectures": ["PhiMoEForCausalLM"], "attention_bias": True,
+    "hidden_size": 4096, "intermediate_size": 6400, "lm_head_bias": True, "model_type": "phimoe",
+    "num_experts_per_tok": 2, "num_key_value_heads": 8, "num_local_experts": 16, "router_jitter_noise": 0.01,
+    "sliding_window": 131072,
+    "rope_scaling": {
+        "long_factor": [1.0 + i for i in range(64)], "short_factor": [1.0] * 64, "type": "longrope",
+        "long_mscale": 1.243163121016122, "short_mscale": 1.243163121016122, "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip

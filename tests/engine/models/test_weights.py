@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from engine.errors import ModelLoadError
+from engine.models import checkpoint as checkpoint_module
 from engine.models import progress, read_ahead
 from engine.models import tensor_files as module
 from engine.models.checkpoint import Checkpoint, open_checkpoint
@@ -113,7 +114,11 @@ def test_a_tied_head_is_the_embedding_itself(qwen3: SavedModel, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_ranks_rows_are_read_as_they_are_mapped(family: SavedModel, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("converted_bytes", [1, 1000, 2**20])
+def test_a_ranks_rows_are_read_as_they_are_mapped(
+    family: SavedModel, dtype: torch.dtype, converted_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "_CONVERTED_BYTES", converted_bytes)
     config = ModelConfig.from_hf(load_hf_config(family.path))
     num_checked = 0
     with open_checkpoint(family.path) as checkpoint:
@@ -127,6 +132,17 @@ def test_a_ranks_rows_are_read_as_they_are_mapped(family: SavedModel, dtype: tor
                     assert torch.equal(filled, mapped.to(dtype)), name
                     num_checked += 1
     assert num_checked >= 2 * (1 + 7 * 2)  # the embedding, and the matrices of two layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,), (0, 4), (3, 0), (2, 3, 4)])
+def test_a_tensor_of_any_shape_is_read(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.randn(shape)
+    save_file({"other": torch.ones(3), "weight": tensor}, tmp_path / "model.safetensors")
+    filled = torch.full(shape, torch.nan, dtype=dtype)
+    with open_checkpoint(tmp_path) as checkpoint:
+        checkpoint.read_into(filled, "weight")
+    assert torch.equal(filled, tensor.to(dtype))
 
 
 def test_a_file_that_has_become_shorter_is_an_error(qwen3: SavedModel, tmp_path: Path) -> None:

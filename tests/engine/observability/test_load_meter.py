@@ -24,10 +24,11 @@ class Metered:
         self.meter = LoadMeter(scheduler, blocks, PrefillBacklog(blocks), self.clock)
 
     def step(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
-        self.meter.step_started()
-        self.clock.now += seconds
         sequences: list[Any] = [None] * num_sequences
-        output = SchedulerOutput(sequences=sequences, num_new_tokens=[num_tokens])
+        output = SchedulerOutput(sequences=sequences, num_new_tokens=[num_tokens], swap_out=[(0, 0)])
+        self.meter.step_started()
+        self.meter.step_scheduled(output)
+        self.clock.now += seconds
         self.meter.step_finished(output, [], StepTimes())
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import engine.engine
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.observability import engine_metrics
@@ -62,6 +63,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(engine_metrics, "monotonic", clock)
+    monkeypatch.setattr(engine.engine, "monotonic", clock)
     finished = EngineMetrics.step_finished
 
     def tick_then_finish(*args: Any) -> None:

@@ -25,7 +25,7 @@ class Recorder(EngineObserver):
     def request_rejected(self, error: RequestError) -> None:
         self.events.append(f"rejected {error.param}")
 
-    def request_added(self, group: SequenceGroup) -> None:
+    def request_added(self, group: SequenceGroup, arrived: float) -> None:
         self.events.append(f"added {group.request_id}")
 
     def step_started(self) -> None:

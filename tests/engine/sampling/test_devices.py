@@ -68,7 +68,9 @@ def test_a_batch_keeps_all_its_tensors_on_the_device_of_the_logits() -> None:
         for chooser in batch.choosers:
             chooser.choose(logits, tokens)
         undecided = [index for index, kind in enumerate(MORE_KINDS) if kind.get("top_p", 1.0) < 1.0]
-        chosen = batch.choose_sorted(logits, undecided)
+        chooser = batch.truncated_draw()
+        assert chooser is not None
+        chosen = chooser.choose_sorted(logits, undecided)
         assert (chosen.device, chosen.shape, chosen.dtype) == (GPU, (len(undecided),), torch.int64)
         for sequence in sequences:
             sequence.token_ids.append(1)

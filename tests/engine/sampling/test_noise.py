@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.sampling.noise import as_uint64, gumbel_noise, noise_keys
+from engine.sampling.noise import as_uint64, noise_keys
+from kernels.sampling.exact_math import gumbel_noise
 from tests.engine.sampling.batches import VOCAB_SIZE, chi_square
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from engine.outputs import Logprob
-from engine.sampling.noise import as_uint64, gumbel_noise, noise_keys
+from engine.sampling.noise import as_uint64, noise_keys
 from engine.sampling.ranking import top_tokens
 from engine.sampling.sampler import NUM_CANDIDATES, Sampler
 from engine.sampling_params import SamplingParams
+from kernels.sampling.exact_math import gumbel_noise
 from tests.engine.sampling.batches import CPU, STOP, VOCAB_SIZE, chi_square, make_sequence, random_logits, sample
 
 
@@ -35,8 +36,10 @@ def reference_support(logits: list[float], params: SamplingParams) -> set[int]:
 
 
 @pytest.mark.parametrize("num_candidates", [1, 6, NUM_CANDIDATES])
-def test_filters_keep_what_the_definitions_say(num_candidates: int) -> None:
+def test_filters_keep_what_the_definitions_say(num_candidates: int, request: pytest.FixtureRequest) -> None:
     """Each row is the draw by its noise among the reference's tokens, whether few candidates or a sort found them."""
+    if num_candidates < NUM_CANDIDATES:
+        request.getfixturevalue("by_torch")
     rng = random.Random(0)
     sequences = [
         make_sequence(
@@ -78,6 +81,7 @@ def test_draws_follow_the_exact_distribution(params: dict[str, Any]) -> None:
         assert statistic < 99
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_all_that_is_sampled_is_the_same_if_the_vocabulary_must_be_sorted() -> None:
     """Sequences whose candidates do not suffice get their tokens and log-probabilities later than their neighbours."""
     kinds: list[dict[str, Any]] = [
@@ -98,12 +102,16 @@ def test_all_that_is_sampled_is_the_same_if_the_vocabulary_must_be_sorted() -> N
         Sampler(VOCAB_SIZE, CPU, num_candidates=count).sample(logits.clone(), sequences) for count in (2, VOCAB_SIZE)
     ]
     assert list(outputs[0].failed) == [8, 16]
+    assert {2, 6} < set(outputs[0].chosen_late)
+    assert not outputs[1].chosen_late
+    outputs[0].chosen_late = []
     for output in outputs:
         assert output.logprobs is not None
         output.logprobs[8] = output.logprobs[16] = None  # NaN, which equals nothing
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_one_wait_suffices_unless_the_vocabulary_is_sorted() -> None:
     logits = random_logits(2, 2)
     for count, num_waits in ((2, 1), (VOCAB_SIZE, 0)):
@@ -281,6 +289,7 @@ def test_beams_get_the_most_likely_tokens_of_the_models_own() -> None:
     assert set(output.beams) == {1, 2}
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_warming_up_takes_the_longest_way(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.sampling.choosers import TruncatedDraw
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -54,8 +55,21 @@ def test_a_batch_of_32_gives_the_tokens_of_each_alone(qwen3: SavedModel, alone: 
         assert shuffled == [alone[i] for i in order]
 
 
-@pytest.mark.parametrize("swap_space_gib", [0.0, 0.001, 0.00005])
-@pytest.mark.parametrize(("block_size", "caching"), [(1, True), (4, False), (4, True), (16, True)])
+# `make test` computes four settings, which have each value; `make test-long` all others.
+FEW_SETTINGS = [(0.001, 1, True), (0.0, 4, False), (0.00005, 4, True), (0.0, 16, True)]
+MORE_SETTINGS = [
+    (swap_space_gib, block_size, caching)
+    for swap_space_gib, (block_size, caching) in product(
+        (0.0, 0.001, 0.00005), ((1, True), (4, False), (4, True), (16, True))
+    )
+    if (swap_space_gib, block_size, caching) not in FEW_SETTINGS
+]
+
+
+@pytest.mark.parametrize(
+    ("swap_space_gib", "block_size", "caching"),
+    [*FEW_SETTINGS, *(pytest.param(*setting, marks=pytest.mark.long) for setting in MORE_SETTINGS)],
+)
 def test_preemption_changes_no_token(
     qwen3: SavedModel, alone: list[list[list[int]]], swap_space_gib: float, block_size: int, caching: bool
 ) -> None:

@@ -8,7 +8,7 @@ The bugs of nano-vllm that do not concern scheduling are tested elsewhere:
 - temperature 0 is refused: ``test_sampling_params.test_temperature_zero_is_greedy_and_not_refused``
 - unknown options are dropped: ``test_config.test_a_bad_option_is_refused``, ``test_llm``
 - a fixed port and shared-memory name: ``test_rank_processes.test_two_engines_at_once_do_not_collide``
-- CUDA-graph buckets that miss max_num_seqs: no graphs are captured so far (see ``EngineConfig.enforce_eager``)
+- CUDA-graph buckets that miss max_num_seqs: ``test_decode_graphs.test_the_sizes_end_with_max_num_seqs``
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.prefix_hash import packed_block_hash
 from engine.request import RequestValidator
 from engine.scheduling import drafter as drafter_module
+from engine.scheduling import scheduler as scheduler_module
 from engine.scheduling.drafter import Drafter, accepted_tokens
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_output import SchedulerOutput
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence, SequenceGroup
 from tests.engine.random_load import drive
@@ -83,17 +84,21 @@ def plant_weak_hash(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "packed_block_hash", lambda parent, packed: packed_block_hash(parent, packed) % 8)
 
 
-def test_a_colliding_hash_is_harmless_because_hits_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 30), marks=pytest.mark.long)], ids=str)
+def test_a_colliding_hash_is_harmless_because_hits_are_verified(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_weak_hash(monkeypatch)
-    for seed in range(30):
+    for seed in seeds:
         drive(seed, draw=lone_arrival, twins_share=False, enable_prefix_caching=True)
 
 
-def test_colliding_hashes_may_cost_one_of_several_answers_but_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seeds", [range(43, 55), pytest.param(range(60), marks=pytest.mark.long)], ids=str)
+def test_colliding_hashes_may_cost_one_of_several_answers_but_not_the_engine(
+    seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several answers rely on sharing to fit a tight pool, which colliding hashes can prevent for ever."""
     plant_weak_hash(monkeypatch)
     counts: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in seeds:
         counts += drive(seed, twins_share=False, enable_prefix_caching=True).counts
     assert counts["dropped"] > 0
 
@@ -365,4 +370,82 @@ def test_a_draft_for_a_sequence_that_is_not_greedy_is_detected() -> None:
     assert_found(
         lambda patch: patch.setattr(Sequence, "is_plain_greedy", property(lambda sequence: sequence.is_single)),
         "a draft for a sequence that is not greedy",
+    )
+
+
+# --- steps in flight ------------------------------------------------------------------------------------------------
+
+
+def assert_found_in_flight(plant: Plant, symptom: str) -> None:
+    """Assert that a bug is found in runs whose steps overlap."""
+    assert_found(plant, symptom, async_scheduling=True)
+
+
+def test_a_pending_token_that_the_host_must_know_is_detected() -> None:
+    assert_found_in_flight(
+        lambda patch: patch.setattr(Sequence, "needs_known_tokens", property(lambda sequence: False)),
+        "token_ids of the plan is wrong|chosen by tokens that are not known",
+    )
+
+
+def test_a_token_after_the_last_one_is_detected() -> None:
+    def forget_length(scheduler: Scheduler, sequence: Sequence) -> bool:
+        return sequence.needs_known_tokens or (scheduler.drafter is not None and sequence.is_plain_greedy)
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(Scheduler, "_must_know_token", forget_length), "sampled after the last one"
+    )
+
+
+def test_a_draft_after_a_pending_token_is_detected() -> None:
+    def forget_drafts(scheduler: Scheduler, sequence: Sequence) -> bool:
+        return sequence.num_tokens >= sequence.max_total_tokens or sequence.needs_known_tokens
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(Scheduler, "_must_know_token", forget_drafts), "a draft follows a token"
+    )
+
+
+def test_a_wasted_token_that_is_kept_is_detected() -> None:
+    assert_found_in_flight(
+        lambda patch: patch.setattr(scheduler_module, "_drop_wasted", lambda output, sampled: None),
+        "KeyError|continues after its end|is not in list",
+    )
+
+
+def test_a_step_that_goes_on_from_another_token_than_was_chosen_is_detected() -> None:
+    collect = Scheduler.collect
+
+    def not_late(scheduler: Scheduler, output: SchedulerOutput, sampled: SampledTokens, *rest: Any) -> list[Sequence]:
+        sampled.chosen_late = []
+        return collect(scheduler, output, sampled, *rest)
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(Scheduler, "collect", not_late),
+        "reads foreign KV|published with foreign content|answers",
+    )
+
+
+def test_a_preemption_while_a_step_is_in_flight_is_detected() -> None:
+    def preempt_anyway(scheduler: Scheduler, members: list[Sequence], step: StepBuilder) -> None:
+        scheduler._preemption.preempt_for(members[0].group, step)
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(Scheduler, "_wait_for_blocks", preempt_anyway), "list index out of range"
+    )
+
+
+def test_publishing_a_block_with_a_pending_token_is_detected() -> None:
+    publish = PrefixCache.publish
+
+    def publish_pending(cache: PrefixCache, sequence: Sequence, num_tokens: int) -> None:
+        if num_tokens <= len(sequence.token_ids):
+            return publish(cache, sequence, num_tokens)
+        sequence.token_ids.append(0)  # what the host may take it for
+        publish(cache, sequence, num_tokens)
+        sequence.token_ids.pop()
+        return None
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(PrefixCache, "publish", publish_pending), "published with foreign content"
     )

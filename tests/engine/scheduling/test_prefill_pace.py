@@ -9,6 +9,7 @@ import pytest
 from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.scheduling.prefill_pace import PrefillPace
 from tests.engine.scheduling.steps import add, step_sizes
 from tests.engine.shadow import make_engine
 
@@ -41,13 +42,22 @@ def test_more_decodes_leave_more_room() -> None:
     assert step_sizes(engine)["long"] == 10  # of 1.5 times 20
 
 
-def test_a_lone_stream_does_not_delay_a_crowd_of_prompts() -> None:
+def test_a_lone_stream_hardly_delays_a_crowd_of_prompts() -> None:
     engine = paced_engine(max_num_seqs=64)
     add(engine, "decoding", 4, max_tokens=30)
     step_sizes(engine)
     for i in range(10):
         add(engine, f"prompt{i}", 30, first=100 + i)
-    assert step_sizes(engine) == {"decoding": 1} | {f"prompt{i}": 30 for i in range(10)}
+    assert step_sizes(engine) == {"decoding": 1} | {f"prompt{i}": 30 for i in range(4)} | {"prompt4": 8}  # 128 tokens
+
+
+def test_a_crowd_of_prompts_gets_more_tokens_where_more_are_free() -> None:
+    assert PrefillPace(free_tokens=50, slowdown=1.5).step_tokens(num_decodes=4, num_prefills=5) == 4 + 600
+
+
+def test_a_crowd_of_prompts_gets_no_fewer_tokens_than_a_few() -> None:
+    pace = PrefillPace(free_tokens=10, slowdown=20.0)
+    assert pace.step_tokens(num_decodes=50, num_prefills=60) == pace.step_tokens(num_decodes=50, num_prefills=1) == 1000
 
 
 def test_requests_that_wait_without_a_slot_are_no_crowd() -> None:

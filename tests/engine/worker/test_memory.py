@@ -49,6 +49,14 @@ def test_a_gpu_has_what_others_weights_and_activations_leave(utilization: float,
 
 
 @pytest.mark.usefixtures("shared_gpu")
+def test_a_gpu_also_has_to_hold_the_graphs() -> None:
+    config = EngineConfig(model="m", gpu_memory_utilization=0.9)
+    assert gpu_memory_for_cache(config, GPU, useful=100 * GIB, graphs=3 * GIB) == 31 * GIB
+    with pytest.raises(ConfigError, match="which has 39.00 GiB left"):
+        gpu_memory_for_cache(EngineConfig(model="m", kv_cache_memory="42GiB"), GPU, useful=100 * GIB, graphs=3 * GIB)
+
+
+@pytest.mark.usefixtures("shared_gpu")
 def test_a_configured_pool_must_fit_what_is_left_of_a_gpu() -> None:
     fits, too_large = (EngineConfig(model="m", kv_cache_memory=size) for size in ("42GiB", "43GiB"))
     assert gpu_memory_for_cache(fits, GPU, useful=100 * GIB) == 42 * GIB

@@ -45,6 +45,24 @@ def test_a_rank_gets_a_small_plan_of_a_large_batch() -> None:
     assert len(pickle.dumps(planner.plan(decode(sequences)))) < 64 * 48 + 2000
 
 
+def test_a_prompts_last_token_is_no_decode() -> None:
+    """The kernel of a token would depend on where the prompt's chunks end, and so on the load."""
+    engine, _ = make_engine(num_blocks=64, block_size=4)
+    for index in range(4):
+        add(engine, str(index), 8)
+    sequences = [group.sequences[0] for group in engine.scheduler.waiting]
+    blocks = BlockManager(64, 4, enable_prefix_caching=False)
+    for sequence, num_computed in zip(sequences, (7, 8, 3, 9), strict=True):
+        sequence.token_ids = [*range(10, 20)]
+        sequence.num_computed_tokens = num_computed
+        blocks.allocate(sequence, 10)
+    plan = StepPlanner(4, 4, 4).plan(decode(sequences))
+    assert plan.num_decodes == 2
+    assert plan.positions.tolist() == [8, 9, 7, 3]
+    assert plan.token_ids.tolist() == [18, 19, 17, 13]
+    assert plan.logit_indices.tolist() == [2, 0, 3, 1]
+
+
 def test_a_plan_that_only_copies_blocks_has_no_tokens() -> None:
     plan = StepPlanner(4, 2, 8).plan(SchedulerOutput(swap_out=[(2, 1)]))
     assert plan.swap_out == [(2, 1)]

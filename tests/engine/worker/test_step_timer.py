@@ -13,7 +13,7 @@ from engine.errors import EngineDeadError
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
-from engine.worker import step_timer, worker_pool
+from engine.worker import model_runner, step_timer, worker_pool
 from engine.worker.step_timer import StepTimer
 from engine.worker.worker_pool import WorkerPool
 from tests.engine.conftest import SavedModel
@@ -45,6 +45,9 @@ class Event:
     def record(self, gpu: Gpu) -> None:
         self.gpu, self.at = gpu, max(gpu.now, gpu.idle_at)
 
+    def synchronize(self) -> None:
+        self.gpu.now = max(self.gpu.now, self.at)
+
     def elapsed_time(self, end: Event) -> float:
         assert end.at <= self.gpu.now, "an event is read that the device has not reached"
         return (end.at - self.at) * 1e3
@@ -61,25 +64,46 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def test_the_forward_pass_of_a_gpu_ends_when_the_gpu_ends_it(gpu: Gpu) -> None:
-    timer = StepTimer(GPU)
     for forward, sample in ((0.25, 0.5), (2.0, 0.125)):
-        times = StepTimes()
-        timer.start()
+        timer, times = StepTimer(GPU), StepTimes()
         gpu.queue(forward)
         gpu.now += 0.0625  # the host queues what follows
         timer.forward_queued()
         gpu.queue(sample)
+        timer.step_queued()
         gpu.synchronize()
+        timer.step_done()
         timer.stop(times)
         assert (times.forward, times.sample) == (forward, sample)
 
 
+def test_a_step_that_is_queued_while_another_one_runs_takes_its_own_time(gpu: Gpu) -> None:
+    steps = [(StepTimes(), 1.0, 0.5), (StepTimes(), 2.0, 0.25)]
+    timers = []
+    for _, forward, sample in steps:
+        timers.append(StepTimer(GPU))
+        gpu.queue(forward)
+        timers[-1].forward_queued()
+        gpu.queue(sample)
+        timers[-1].step_queued()
+    gpu.queue(4.0)
+    for timer, (times, forward, sample) in zip(timers, steps, strict=True):
+        assert timer.end is not None
+        timer.end.synchronize()
+        timer.step_done()
+        timer.stop(times)
+        assert (times.forward, times.sample) == (forward, sample)
+    assert gpu.now == 3.75
+
+
 def test_on_a_cpu_the_host_computes_the_forward_pass(gpu: Gpu) -> None:
     timer, times = StepTimer(torch.device("cpu")), StepTimes()
-    timer.start()
     gpu.now += 0.5
     timer.forward_queued()
     gpu.now += 0.25
+    timer.step_queued()
+    assert timer.end is None
+    timer.step_done()
     timer.stop(times)
     assert (times.forward, times.sample) == (0.5, 0.25)
 
@@ -98,8 +122,7 @@ def on_fake_gpu(runner: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[
         steps.append((len(output.sampling), times))
         return sampled
 
-    monkeypatch.setattr(runner, "_timer", StepTimer(GPU))
-    monkeypatch.setattr(worker_pool, "wait_for_device", lambda device: gpu.synchronize())
+    monkeypatch.setattr(model_runner, "StepTimer", lambda device: StepTimer(GPU))
     monkeypatch.setattr(runner.workers, "execute", queue)
     monkeypatch.setattr(runner, "run", record)
     return steps
@@ -160,13 +183,13 @@ class DyingRanks:
             raise self.failure
 
 
-def aborted(device: torch.device) -> None:
+def aborted(device: torch.device, event: torch.cuda.Event | None) -> None:
     raise RuntimeError("NCCL communicator was aborted")
 
 
-@pytest.mark.parametrize("wait", [lambda device: None, aborted])
+@pytest.mark.parametrize("wait", [lambda device, event: None, aborted])
 def test_no_token_is_returned_of_a_step_in_which_a_rank_has_died(
-    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch, wait: Callable[[torch.device], None]
+    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch, wait: Callable[[torch.device, torch.cuda.Event | None], None]
 ) -> None:
     """With NCCL the collectives end as the communicator is aborted, and what they leave looks like logits."""
     llm = LLM(qwen3.path, device="cpu", dtype="float32", num_blocks=64, skip_tokenizer_init=True)

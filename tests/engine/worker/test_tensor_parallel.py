@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 from engine.llm import LLM
 from engine.models.checkpoint import open_checkpoint
 from engine.models.config import ModelConfig, load_hf_config
+from engine.models.decoder import Decoder
 from engine.models.sharding import shard_of, vocab_range
 from engine.sampling_params import SamplingParams
 from engine.worker.model_worker import ModelWorker
@@ -75,17 +76,32 @@ def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
 
 
-SHARED_FAMILIES = [name for name in DENSE_FAMILIES if not name.startswith("olmo")]  # whose norms are over all heads
+SHARED_BY_RANKS = [*sorted(FAMILIES), *sorted(EXPERT_FAMILIES)]
+SHARED_BY_RANKS += [name for name in DENSE_FAMILIES if not name.startswith("olmo")]  # whose norms are over all heads
 
 
 @pytest.mark.usefixtures("rank_threads")
-@pytest.mark.parametrize("name", [*sorted(FAMILIES), *sorted(EXPERT_FAMILIES), *SHARED_FAMILIES])
+@pytest.mark.parametrize("name", SHARED_BY_RANKS)
 def test_two_and_four_ranks_answer_like_one(name: str, checkpoint: Callable[[str], str]) -> None:
     expected = answer(LLM(checkpoint(name), **OPTIONS))
     for size in (2, 4):
         llm = LLM(checkpoint(name), tensor_parallel_size=size, **OPTIONS)
         check_equal(answer(llm), expected)
         llm.engine.close()
+
+
+@pytest.mark.usefixtures("rank_threads")
+@pytest.mark.parametrize("name", sorted(EXPERT_FAMILIES))
+def test_two_ranks_of_torch_s_experts_answer_like_one(
+    name: str, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where other kernels compute the experts."""
+    monkeypatch.setattr("engine.models.loader.cpu_kernels_can_run", lambda *_: False)
+    expected = answer(LLM(checkpoint(name), **OPTIONS))
+    llm = LLM(checkpoint(name), tensor_parallel_size=2, **OPTIONS)
+    assert isinstance(llm.engine.runner.workers.local.model, Decoder)  # type: ignore[attr-defined]
+    check_equal(answer(llm), expected)
+    llm.engine.close()
 
 
 @pytest.mark.usefixtures("rank_threads")

@@ -24,6 +24,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     assert block_table is not None, "without a block table k and v would have to be packed"
+    assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert cu_seqlens_q.shape == cu_seqlens_k.shape == (block_table.shape[0] + 1,)
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
@@ -33,7 +34,9 @@ def flash_attn_varlen_func(
     for i in range(block_table.shape[0]):
         rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
         seqlen_k = int(cu_seqlens_k[i + 1] - cu_seqlens_k[i])
-        out[rows] = _one_sequence(q[rows], k, v, block_table[i], seqlen_k, softmax_scale, causal, window_size, softcap)
+        out[rows] = attend_to_pages(
+            q[rows], k, v, block_table[i], seqlen_k, softmax_scale, causal, window_size, softcap
+        )
     return out
 
 
@@ -51,11 +54,12 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0,
 ) -> torch.Tensor:
     assert block_table is not None
+    assert k_cache.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
     assert cache_seqlens is not None
     assert cache_seqlens.dtype == torch.int32
     assert cache_seqlens.shape == (q.shape[0],) == block_table.shape[:1]
     sequences = [
-        _one_sequence(
+        attend_to_pages(
             q[i], k_cache, v_cache, block_table[i], int(seqlen_k), softmax_scale, causal, window_size, softcap
         )
         for i, seqlen_k in enumerate(cache_seqlens)
@@ -63,7 +67,7 @@ def flash_attn_with_kvcache(
     return torch.stack(sequences)  # [batch_size, seqlen_q, num_heads, head_dim]
 
 
-def _one_sequence(
+def attend_to_pages(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -74,8 +78,8 @@ def _one_sequence(
     window_size: tuple[int, int],
     softcap: float,
 ) -> torch.Tensor:
+    """Compute one sequence, [seqlen_q, num_heads, head_dim]."""
     page_size = k_cache.shape[1]
-    assert page_size % 256 == 0, "Paged KV cache block size must be divisible by 256"
     assert block_table.dtype == torch.int32
     i = torch.arange(q.shape[0])[:, None] + seqlen_k - q.shape[0]  # aligned to the bottom right corner
     left, right = window_size

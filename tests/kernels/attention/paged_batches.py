@@ -73,7 +73,7 @@ class Batch:
     def inputs(self, sliding_window: int | None = None, *options: str) -> AttentionInputs:
         """Return a layer's inputs, with the options of registry.py that are named."""
         layer = AttentionInputs(self.query, self.key_cache, self.value_cache, self.metadata, self.scale, sliding_window)
-        sinks = torch.linspace(-1.0, 3.0, self.query.shape[1])
+        sinks = torch.linspace(-1.0, 3.0, self.query.shape[1], device=self.query.device)
         return replace(
             layer, softcap=1.3 if "softcap" in options else None, sinks=sinks if "sinks" in options else None
         )
@@ -83,6 +83,32 @@ class Batch:
 
     def expected(self, sliding_window: int | None = None, *options: str) -> torch.Tensor:
         return reference.attention(self.inputs(sliding_window, *options))
+
+    def one_sequence(self, index: int) -> Batch:
+        """Return the batch of this sequence alone, in the same cache."""
+        start, end = self.metadata.cu_seqlens_q[index : index + 2].tolist()
+        seq_lens = self.metadata.seq_lens[index : index + 1]
+        metadata = AttentionMetadata(
+            slot_mapping=self.metadata.slot_mapping[start:end],
+            cu_seqlens_q=self.metadata.cu_seqlens_q[index : index + 2] - start,
+            seq_lens=seq_lens,
+            block_tables=self.metadata.block_tables[index : index + 1],
+            num_decodes=leading_decodes([end - start]),
+            max_query_len=end - start,
+            max_seq_len=int(seq_lens),
+        )
+        return replace(self, query=self.query[start:end], metadata=metadata)
+
+    def last_queries(self, count: int) -> Batch:
+        """Return a batch of one sequence whose last chunk of the prompt has so many tokens, maybe one."""
+        metadata = replace(
+            self.metadata,
+            slot_mapping=self.metadata.slot_mapping[-count:],
+            cu_seqlens_q=self.metadata.cu_seqlens_q.clamp(max=count),
+            num_decodes=0,
+            max_query_len=count,
+        )
+        return replace(self, query=self.query[-count:], metadata=metadata)
 
 
 def make_batch(
@@ -143,8 +169,8 @@ def _metadata(
         seq_lens=torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
         block_tables=tables.to(device),
         num_decodes=leading_decodes(query_len for query_len, _ in lengths),
-        max_query_len=max(query_len for query_len, _ in lengths),
-        max_seq_len=max(seq_len for _, seq_len in lengths),
+        max_query_len=max((query_len for query_len, _ in lengths), default=0),
+        max_seq_len=max((seq_len for _, seq_len in lengths), default=0),
     )
 
 
@@ -153,9 +179,9 @@ def _block_tables(seq_lens: list[int], block_size: int, generator: torch.Generat
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
     num_blocks = sum(counts) + 3
     shuffled = torch.randperm(num_blocks, generator=generator).tolist()
-    width = max(counts) + 1  # at least one -1 after every table
+    width = max(counts, default=0) + 1  # at least one -1 after every table
     rows = []
     for count in counts:
         rows.append(shuffled[:count] + [-1] * (width - count))
         del shuffled[:count]
-    return torch.tensor(rows, dtype=torch.int32), num_blocks
+    return torch.tensor(rows, dtype=torch.int32).view(len(rows), width), num_blocks

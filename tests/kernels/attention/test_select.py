@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 
@@ -10,13 +11,19 @@ import torch
 
 from kernels.attention.base import AttentionBackend
 from kernels.attention.cpu_backend import CpuBackend
-from kernels.attention.flash_attn_backend import FlashAttnBackend
+from kernels.attention.flash.flash_attn import FlashAttnBackend
+from kernels.attention.flash.flash_attn_3 import FlashAttn3Backend
 from kernels.attention.registry import BACKENDS, BackendEntry
 from kernels.attention.select import select_backend
-from tests.kernels.attention import fake_flash_attn
+from tests.kernels.attention import fake_flash_attn, fake_flash_attn_3
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def no_flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
 
 
 def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
@@ -35,6 +42,37 @@ def test_a_gpu_gets_flash_attn_where_it_is_installed(monkeypatch: pytest.MonkeyP
     backend = select_backend(CUDA, BF16)
     assert (backend.name, backend.default_block_size) == ("flash_attn", 256)
     assert not backend.uses_cpu_kernels
+
+
+def test_a_hopper_gets_flash_attn_3_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash_attn_3)
+    for capability, name in (((9, 0), "flash_attn_3"), ((8, 0), "flash_attn"), ((10, 0), "flash_attn")):
+        _pretend_gpu(monkeypatch, capability)
+        assert select_backend(CUDA, BF16).name == name
+    with pytest.raises(ValueError, match=r"'flash_attn_3' cannot run .* Hopper generation, compute capability 9"):
+        select_backend(CUDA, BF16, "flash_attn_3")
+
+
+def test_a_choice_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    _pretend_gpu(monkeypatch, (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    reason = select_backend(CUDA, BF16).why_chosen
+    assert re.fullmatch(r"the fastest for bfloat16 here; flash_attn_3: .*imported.*; flash_attn: .*imported.*", reason)
+    assert select_backend(CUDA, FP32).why_chosen == "the fastest for float32 here"
+    assert select_backend(CUDA, FP32, "triton").why_chosen == "configured"
+
+
+def test_splits_of_flash_attn_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    _pretend_gpu(monkeypatch, (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    invariant = frozenset({"batch_invariant"})
+    assert select_backend(CUDA, BF16, options=invariant).name == "triton"
+    assert select_backend(CPU, BF16, options=invariant).name == "cpu"
+    with pytest.raises(ValueError, match="'flash_attn' .* does not compute batch_invariant, .*; use auto or triton"):
+        select_backend(CUDA, BF16, "flash_attn", invariant)
 
 
 def test_float32_on_a_gpu_gets_triton_because_flash_attn_does_not_compute_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +99,17 @@ def test_a_gpu_gets_triton_where_flash_attn_is_missing_or_the_gpu_too_old(
 @pytest.mark.parametrize(
     ("device", "name", "message"),
     [
-        (CPU, "flashinfer", "unknown attention backend 'flashinfer'; choose auto, cpu, flash_attn or triton"),
+        (
+            CPU,
+            "flashinfer",
+            "unknown .*'flashinfer'; choose auto, cpu, flash_attn_3, flash_attn or triton",
+        ),
         (CPU, "flash_attn", "'flash_attn' cannot run on device 'cpu': it needs a cuda device; use auto or cpu"),
-        (CUDA, "cpu", "'cpu' cannot run on device 'cuda': it needs a cpu device; use auto, flash_attn or triton"),
+        (
+            CUDA,
+            "cpu",
+            "'cpu' cannot run .*: it needs a cpu device; use auto, flash_attn_3, flash_attn or triton",
+        ),
         (torch.device("mps"), "auto", "computes bfloat16 on device 'mps'; use a cpu or cuda device"),
     ],
 )
@@ -89,10 +135,10 @@ def test_triton_on_a_cpu_is_for_its_interpreter_only(monkeypatch: pytest.MonkeyP
 def test_an_error_says_why_flash_attn_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     _pretend_gpu(monkeypatch, (9, 0))
-    with pytest.raises(ValueError, match=r"cannot be imported \(.*flash_attn.*\); use auto or triton"):
+    with pytest.raises(ValueError, match=r"cannot be imported \(.*flash_attn.*\); use auto, flash_attn_3 or triton"):
         select_backend(CUDA, BF16, "flash_attn")
     _pretend_gpu(monkeypatch, (7, 5))
-    with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer; use auto or triton"):
+    with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer; use auto, flash_attn_3 or triton"):
         select_backend(CUDA, BF16, "flash_attn")
 
 
@@ -103,17 +149,16 @@ def test_a_backend_that_lacks_an_option_of_the_model_is_not_chosen(monkeypatch: 
     softcap, sinks = frozenset({"softcap"}), frozenset({"sinks"})
     assert select_backend(CPU, FP32, options=softcap | sinks).name == "cpu"
     assert select_backend(CUDA, BF16, options=softcap).name == "flash_attn"
-    with pytest.raises(ValueError, match="'triton' .* does not compute softcap, .*; use auto or flash_attn"):
-        select_backend(CUDA, BF16, "triton", softcap)
-    with pytest.raises(ValueError, match="no attention backend computes bfloat16 with sinks on .*; use a cpu device"):
-        select_backend(CUDA, BF16, options=sinks)
+    assert select_backend(CUDA, BF16, options=sinks).name == "triton"
+    with pytest.raises(ValueError, match="'flash_attn' .* compute sinks, .*; use auto or triton"):
+        select_backend(CUDA, BF16, "flash_attn", softcap | sinks)
 
 
 def test_an_error_says_why_no_backend_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setitem(sys.modules, "kernels.attention.triton_backend", None)
+    monkeypatch.setitem(sys.modules, "kernels.attention.triton.backend", None)
     _pretend_gpu(monkeypatch, (9, 0))
-    with pytest.raises(ValueError, match=r"bfloat16 on device 'cuda'; flash_attn: .*imported.*; triton: .*imported"):
+    with pytest.raises(ValueError, match=r"flash_attn_3: .*; flash_attn: .*imported.*; triton: .*imported"):
         select_backend(CUDA, BF16)
 
 
@@ -128,15 +173,26 @@ def test_every_line_of_the_table_leads_to_its_backend(name: str, entry: BackendE
 
 def _backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, AttentionBackend]:
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash_attn_3)
     pytest.importorskip("triton")
-    from kernels.attention.triton_backend import TritonBackend
+    from kernels.attention.triton.backend import TritonBackend
 
-    return {backend.name: backend for backend in (CpuBackend(), TritonBackend(), FlashAttnBackend())}
+    backends = (CpuBackend(), TritonBackend(), FlashAttnBackend(), FlashAttn3Backend())
+    return {backend.name: backend for backend in backends}
 
 
 @pytest.mark.parametrize(
     ("name", "block_size"),
-    [("cpu", 1), ("cpu", 7), ("triton", 1), ("triton", 16), ("triton", 256), ("flash_attn", 256), ("flash_attn", 768)],
+    [
+        ("cpu", 1),
+        ("cpu", 7),
+        ("triton", 1),
+        ("triton", 16),
+        ("triton", 256),
+        ("flash_attn", 256),
+        ("flash_attn", 768),
+        ("flash_attn_3", 24),
+    ],
 )
 def test_usable_block_sizes(monkeypatch: pytest.MonkeyPatch, name: str, block_size: int) -> None:
     _backends(monkeypatch)[name].check_block_size(block_size)
@@ -146,6 +202,7 @@ def test_usable_block_sizes(monkeypatch: pytest.MonkeyPatch, name: str, block_si
     ("name", "block_size", "message"),
     [
         ("cpu", 0, "block_size=0 .* needs 1 or more"),
+        ("flash_attn_3", 0, "block_size=0 .* needs 1 or more"),
         ("triton", 0, "block_size=0 is not a power of two.*use 1 or 2"),
         ("triton", 24, "block_size=24 is not a power of two.*use 16 or 32"),
         ("flash_attn", 16, "block_size=16 is not a multiple of 256.*use 256, or the triton attention backend"),

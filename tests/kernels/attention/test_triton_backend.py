@@ -1,17 +1,16 @@
-"""The Triton backend against the reference: on the GPU where there is one, else in Triton's interpreter.
-
-The interpreter multiplies bfloat16 wrongly, so bfloat16 is tested on a GPU only.
-"""
+"""The Triton backend against the reference: on the GPU where there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.kernels.attention.paged_batches import (
     BATCHES,
+    OPTIONS,
     PADDING,
     SHAPES,
     TOLERANCES,
@@ -24,16 +23,22 @@ from tests.kernels.attention.paged_batches import (
 )
 
 if TYPE_CHECKING:
-    from kernels.attention.triton_backend import TritonBackend
+    from kernels.attention.triton.backend import TritonBackend
 
 SMALL = Shape(num_heads=2, num_kv_heads=1, head_dim=16)
+WIDE = {
+    "width 128, groups of 8": Shape(num_heads=8, num_kv_heads=1, head_dim=128),
+    "width 128, groups of 16": Shape(num_heads=16, num_kv_heads=1, head_dim=128, dtype=torch.bfloat16),
+    "width 256, groups of 4": Shape(num_heads=4, num_kv_heads=1, head_dim=256, dtype=torch.float16),
+    "width 256, groups of 20": Shape(num_heads=20, num_kv_heads=1, head_dim=256),
+}
 MANY_SPLITS = [(1, 2100)]
 UNEVEN_SPLITS = [(1, 600), (1, 1), (1, 65), PADDING, (1, 257)]
 
 
 @pytest.fixture
 def backend(kernel_device: torch.device) -> TritonBackend:
-    from kernels.attention.triton_backend import TritonBackend
+    from kernels.attention.triton.backend import TritonBackend
 
     return TritonBackend()
 
@@ -52,13 +57,51 @@ def test_matches_the_reference(
     assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
 
 
+@pytest.mark.parametrize("sliding_window", [None, 70])
+@pytest.mark.parametrize("options", OPTIONS, ids=" and ".join)
+@pytest.mark.parametrize("batch_name", ["decodes, then chunks", "padded mixed", "uneven splits"])
+def test_softcaps_and_sinks(
+    backend: TritonBackend,
+    kernel_device: torch.device,
+    batch_name: str,
+    options: tuple[str, ...],
+    sliding_window: int | None,
+) -> None:
+    lengths = UNEVEN_SPLITS if batch_name == "uneven splits" else BATCHES[batch_name]
+    batch = make_batch(lengths, Shape(), device=kernel_device)
+    expected = batch.expected(sliding_window, *options)
+    assert_matches(batch.run(backend, sliding_window, *options), expected)
+    assert not torch.allclose(expected, batch.expected(sliding_window), atol=1e-2)  # the options matter
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # infinities, as on a GPU
+@pytest.mark.parametrize("sink", [-torch.inf, -300.0, 300.0])
+def test_sinks_of_any_size(backend: TritonBackend, kernel_device: torch.device, sink: float) -> None:
+    """-inf takes nothing, and a large one all that the keys have."""
+    for lengths in ([(1, 600), PADDING, (4, 30)], BATCHES["decodes, then chunks"]):
+        batch = make_batch(lengths, SMALL, device=kernel_device)
+        sinks = torch.full((SMALL.num_heads,), sink, device=kernel_device)
+        output = backend.forward(replace(batch.inputs(), sinks=sinks))
+        assert_matches(output, batch.expected() if sink < 0 else torch.zeros_like(output))
+
+
+@pytest.mark.parametrize("shape", WIDE.values(), ids=WIDE.keys())
+def test_wide_heads_and_large_groups(backend: TritonBackend, kernel_device: torch.device, shape: Shape) -> None:
+    batch = make_batch([(1, 300), (1, 20), (9, 9), (3, 70)], shape, device=kernel_device)
+    assert_matches(batch.run(backend, None, "softcap", "sinks"), batch.expected(None, "softcap", "sinks"))
+    assert_matches(batch.run(backend, 50), batch.expected(50))
+
+
+def test_no_sequences(backend: TritonBackend, kernel_device: torch.device) -> None:
+    batch = make_batch([], SMALL, device=kernel_device)
+    assert batch.run(backend, None, "sinks").shape == (0, SMALL.num_heads, SMALL.head_dim)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("block_size", [1, 8, 64, 256])
 def test_every_dtype_and_block_size(
     backend: TritonBackend, kernel_device: torch.device, dtype: torch.dtype, block_size: int
 ) -> None:
-    if dtype == torch.bfloat16 and kernel_device.type == "cpu":
-        pytest.skip("the interpreter multiplies bfloat16 wrongly")
     for lengths in (BATCHES["mixed"], UNEVEN_SPLITS):
         batch = make_batch(lengths, Shape(block_size=block_size, dtype=dtype), device=kernel_device)
         assert_matches(batch.run(backend), batch.expected())
@@ -83,24 +126,37 @@ def test_long_decodes_are_split_over_the_context(
 
 @pytest.mark.parametrize("sliding_window", [None, 1, 600])
 def test_long_decodes_beside_a_prefill_are_split_too(
-    backend: TritonBackend, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, sliding_window: int | None
+    backend: TritonBackend, kernel_device: torch.device, sliding_window: int | None
 ) -> None:
-    from kernels.attention import triton_backend
+    from kernels.attention.triton.backend import _layer_shape, _plan_splits
 
-    launched: list[tuple[str, int, int]] = []
-    for name in ("_launch_split_decode", "_launch_mixed"):
-        run: Any = getattr(triton_backend, name)
-
-        def record(output: Any, inputs: Any, part: Any, layer: Any, launch: Any, run: Any = run) -> None:
-            launched.append((run.__name__, part.num_seqs, launch.rows))
-            run(output, inputs, part, layer, launch)
-
-        monkeypatch.setattr(triton_backend, name, record)
     lengths = [(1, 2100), (1, 600), PADDING, (1, 65), (70, 200), (3, 40), (1, 300)]
     batch = make_batch(lengths, SMALL, device=kernel_device)
     assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
-    if sliding_window != 1:
-        assert launched == [("_launch_split_decode", 4, 16), ("_launch_mixed", 3, 32)]
+    plan = _plan_splits(batch.metadata, _layer_shape(batch.inputs(sliding_window)))
+    splits = {None: [9, 3, 1, 1], 1: [1, 1, 1, 1], 600: [3, 3, 1, 1]}[sliding_window]
+    assert plan.first_item.diff().tolist() == splits
+    listed = [sequence for sequence, count in enumerate(splits) for _ in range(count)]
+    assert plan.item_sequences[: len(listed)].tolist() == listed
+
+
+@pytest.mark.parametrize(("sliding_window", "options"), [(None, ("softcap", "sinks")), (300, ())])
+def test_what_a_sequence_gets_does_not_depend_on_the_batch(
+    backend: TritonBackend, kernel_device: torch.device, sliding_window: int | None, options: tuple[str, ...]
+) -> None:
+    """The same bits alone and in every batch: decodes whatever is beside them, queries of a prompt however chunked."""
+    lengths = [(1, 4200), (1, 257), (1, 700), *[(1, 3)] * 10, (40, 333), (3, 50), (130, 700)]
+    batch = make_batch(lengths, SMALL, device=kernel_device)
+    together = batch.run(backend, sliding_window, *options)
+    bounds = batch.metadata.cu_seqlens_q.tolist()
+    for index in (0, 1, 2, 12, 13, 14, 15):
+        own = slice(bounds[index], bounds[index + 1])
+        alone = batch.one_sequence(index)
+        assert torch.equal(alone.run(backend, sliding_window, *options), together[own]), lengths[index]
+    last = batch.one_sequence(15)
+    for num_computed in (1, 16, 50, 129):  # the rest of the prompt is another chunk
+        chunk = last.last_queries(130 - num_computed)
+        assert torch.equal(chunk.run(backend, sliding_window, *options), together[-130:][num_computed:])
 
 
 def test_as_many_decodes_as_fill_tiles_before_a_prefill(backend: TritonBackend, kernel_device: torch.device) -> None:
@@ -126,15 +182,6 @@ def test_padding_that_claims_one_token_yields_zeros(
     output = batch.run(backend)
     assert_matches(output, batch.expected())
     assert not output[batch.metadata.slot_mapping < 0].any()
-
-
-def test_rows_behind_the_last_sequence_are_zero(backend: TritonBackend, kernel_device: torch.device) -> None:
-    for lengths in (UNEVEN_SPLITS, BATCHES["mixed"]):
-        batch = make_batch(lengths, SMALL, device=kernel_device)
-        padded = torch.cat([batch.query, torch.ones_like(batch.query[:3])])
-        output = Batch(padded, batch.key_cache, batch.value_cache, batch.metadata).run(backend)
-        assert_matches(output[:-3], batch.expected())
-        assert not output[-3:].any()
 
 
 @pytest.mark.parametrize("sliding_window", [1, 7, 16])

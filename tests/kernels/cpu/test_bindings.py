@@ -16,6 +16,7 @@ STRUCTURES = {
     bindings.CAttentionCall: "pagoda_attention_call",
     bindings.CExperts: "pagoda_experts",
     bindings.CLayer: "pagoda_layer",
+    bindings.CLimits: "pagoda_limits",
     bindings.CStep: "pagoda_step",
 }
 

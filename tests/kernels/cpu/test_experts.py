@@ -20,7 +20,7 @@ TOLERANCES = {WeightKind.FLOAT32: 2e-6, WeightKind.BFLOAT16: 1e-2, WeightKind.IN
 class Layer:
     """Random weights of a layer's experts, packed and plain."""
 
-    def __init__(self, kind: WeightKind, *, shared: bool, normalizes: bool) -> None:
+    def __init__(self, kind: WeightKind, *, shared: bool, normalizes: bool, num_experts: int = NUM_EXPERTS) -> None:
         if kind is WeightKind.INT8 and not has_int8():
             pytest.skip("the processor does not multiply int8")
         generator = torch.Generator().manual_seed(3)
@@ -29,15 +29,15 @@ class Layer:
             return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
         self.kind, self.normalizes, self.shared = kind, normalizes, shared
-        self.router, self.shared_gate = random(NUM_EXPERTS, HIDDEN) * 3, random(1, HIDDEN) * 3
-        self.gate_up, self.down = random(NUM_EXPERTS, 2 * INNER, HIDDEN), random(NUM_EXPERTS, HIDDEN, INNER)
+        self.router, self.shared_gate = random(num_experts, HIDDEN) * 3, random(1, HIDDEN) * 3
+        self.gate_up, self.down = random(num_experts, 2 * INNER, HIDDEN), random(num_experts, HIDDEN, INNER)
         self.shared_gate_up, self.shared_down = random(2 * SHARED, HIDDEN), random(HIDDEN, SHARED)
         self.norm = random(HIDDEN) + 1
 
     def packed(self) -> PackedExperts:
         sizes = ExpertSizes(
             hidden_size=HIDDEN,
-            num_experts=NUM_EXPERTS,
+            num_experts=len(self.router),
             top_k=TOP_K,
             intermediate_size=INNER,
             shared_intermediate_size=SHARED if self.shared else 0,
@@ -45,7 +45,7 @@ class Layer:
         )
         packed = PackedExperts(sizes, self.kind)
         packed.set_router_weight(self.router)
-        for expert in range(NUM_EXPERTS):
+        for expert in range(len(self.router)):
             packed.set_gate_up_weight(expert, self.gate_up[expert])
             packed.set_down_weight(expert, self.down[expert])
         if self.shared:
@@ -100,6 +100,19 @@ def test_a_token_gets_the_same_bits_alone_and_in_any_batch(kind: WeightKind, num
     assert torch.equal(alone, whole[:50])
     order = torch.randperm(1500, generator=torch.Generator().manual_seed(0))
     assert torch.equal(experts(hidden[order], packed, layer.norm, EPS), whole[order])
+
+
+def test_of_equal_logits_the_first_experts_are_chosen() -> None:
+    layer, hidden = Layer(WeightKind.FLOAT32, shared=False, normalizes=True, num_experts=40), random_hidden(20)
+    direction = layer.router[0].clone()
+    layer.router.zero_()
+    layer.router[[5, 18, 30, 37]] = direction  # equal logits, in other vectors of 16
+    x = reference.rms_norm(hidden, layer.norm, EPS)
+    expected = torch.zeros_like(x)
+    for token in range(len(x)):
+        for expert in (5, 18, 30) if x[token] @ direction > 0 else (0, 1, 2):
+            expected[token] += layer.swiglu(x[token : token + 1], layer.gate_up[expert], layer.down[expert])[0] / TOP_K
+    torch.testing.assert_close(experts(hidden, layer.packed(), layer.norm, EPS), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_no_token_is_no_work() -> None:

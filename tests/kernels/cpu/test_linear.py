@@ -54,6 +54,21 @@ def test_every_number_of_threads(num_threads: int, kind: WeightKind) -> None:
     check(37, 512, 3000, kind, has_bias=True)
 
 
+@pytest.mark.parametrize("kind", WeightKind)
+@pytest.mark.parametrize(("in_features", "out_features"), [(96, 200), (257, 64)])
+def test_a_row_has_the_same_bits_in_any_number_of_rows(in_features: int, out_features: int, kind: WeightKind) -> None:
+    if kind is WeightKind.INT8 and not has_int8():
+        pytest.skip("this processor has no instruction for int8")
+    x = torch.randn(300, in_features)
+    packed = PackedLinear(kind, in_features, out_features, has_bias=True)
+    packed.set_weight(torch.randn(out_features, in_features))
+    packed.set_bias(torch.randn(out_features))
+    alone = torch.cat([linear(row, packed) for row in x.split(1)])
+    for num_rows in (*range(2, 41), 100, 300):
+        assert torch.equal(linear(x[:num_rows], packed), alone[:num_rows]), f"{num_rows} rows differ"
+    assert torch.equal(linear(x[7:], packed), alone[7:])  # at another index of their tiles
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     num_rows=st.integers(1, 70),

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from engine.sampling_params import SamplingParams
 from tests.engine.models.adapter.tiny_models import VOCAB_SIZE
+from tests.engine.models.ties import require_no_ties
 from tests.engine.oracle import Activity, answers, eos_ids, make_llm, random_tokens, run
 
 NUM_PROMPTS = 4
@@ -36,6 +37,7 @@ def oracle(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[list[i
     ids = torch.tensor(prompts)
     with eos_ids(model, []):
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False)
+    require_no_ties(model, output[:, :-1], first=PROMPT_TOKENS - 1)
     return [[row] for row in output[:, PROMPT_TOKENS:].tolist()]
 
 

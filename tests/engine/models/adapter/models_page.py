@@ -6,11 +6,18 @@ python -m tests.engine.models.adapter.models_page     writes the page
 from __future__ import annotations
 
 from pathlib import Path
-from textwrap import fill
+from typing import Any
 
-from engine.models.adapter.architectures import REFUSED, WITH_SINKS
+from engine.models.adapter.architectures import CONDITIONAL, NOT_TEXT_ONLY, REFUSED, WITH_SINKS
 from engine.models.families import ARCHITECTURES
+from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES
+from tests.engine.models.adapter.greedy_answers import SETTINGS
+from tests.engine.models.adapter.test_answers import FEW, KINDS
+from tests.engine.models.adapter.test_logits import WINDOWS
 from tests.engine.models.adapter.tiny_models import TINY_MODELS, TinyModel
+from tests.engine.models.dense_families import DENSE_FAMILIES
+from tests.engine.models.experts.test_logits import WINDOWED
+from tests.engine.worker.test_tensor_parallel import SHARED_BY_RANKS
 
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
 
@@ -26,12 +33,14 @@ This page is written by `python -m tests.engine.models.adapter.models_page`, and
 
 ## Our own decoder
 
-{own}.
+The tiny models below are compared with transformers' `generate` in `tests/engine/models/`, and so are tensor-parallel
+ranks, int8 and every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included. OLMo 2 and 3
+are refused on several tensor-parallel ranks: their norms of queries and keys are over all heads. Of experts only those
+that a token is routed to are computed, in C on a CPU and in Triton on a GPU; int8 experts need the C kernels.
 
-They are compared with transformers' `generate` in `tests/engine/models/`, and so are tensor-parallel ranks, int8 and
-every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included. OLMo 2 and 3 are refused on
-several tensor-parallel ranks: their norms of queries and keys are over all heads. Of experts only those that a token is
-routed to are computed, in C on a CPU and in Triton on a GPU; int8 experts need the C kernels.
+| architecture | tiny models compared | attention and feed-forward | ranks compared |
+| --- | --- | --- | --- |
+{own}
 
 ## transformers' modules
 
@@ -44,17 +53,18 @@ What was compared, with tiny random models in float32 on a CPU (`tests/engine/mo
 - logits of every token, in packed steps of chunks and decodes, with those of transformers: within 1e-5 of the largest.
   With windows, contexts are more than twice as long;
 - greedy tokens with those of `generate`, with blocks of 4 tokens, steps of 7 tokens, preempted requests, shared
-  prefixes and a cached prompt. `make test` does this for more than a third of them, `make test-long` for the others,
-  and for a few in 24 settings;
-- beams with those of `generate`, for a few in `make test`, for the others in `make test-long`;
+  prefixes and a cached prompt, and for a few in {num_settings} settings; beams with those of `generate`. The table
+  says what of it `make test` does, and what `make test-long`;
+- no expert and no token in these comparisons is nearly another one, so that rounding chooses none;
 - for a few, logits in bfloat16 and float16: as near to float32 as those of transformers are;
 - planted errors make the comparison fail: a window that is ignored, one too long or one too short, a scale, a soft-cap,
   sinks or the scaling of logits left out, positions off by one after a chunk's border.
 
-Checkpoints of real size were not compared. Soft-caps need flash-attn or a CPU, and sinks need a CPU.
+Checkpoints of real size were not compared. On a GPU our Triton kernels compute sinks, and they or flash-attn
+soft-caps.
 
-| architecture | attention and feed-forward |
-| --- | --- |
+| architecture | computed by default by | attention and feed-forward | tokens compared in | beams in |
+| --- | --- | --- | --- | --- |
 """
 
 REFUSALS = """
@@ -66,12 +76,24 @@ REFUSALS = """
 
 Refused for any architecture:
 
-- code of the checkpoint's own (`auto_map`), pickled weights, and quantised checkpoints;
+- pickled weights, and quantised checkpoints;
+- code of the checkpoint's own (`auto_map`): it is never run. Where the architecture is one of those above, as that of
+  Microsoft's Phi-3 and Phi-4 is, it is ignored;
 - weights that do not fit the config.json: nothing that is missing is made up;
 - LongRoPE beyond its original context: there transformers chooses the factors by the longest request of a batch, so
-  one request would change the others. Set `engine.max_model_len` to the original context;
+  one request would change the others. The original context is the default, and more is refused;
 - with transformers' modules: layers that differ in their heads, and a mask that is neither causal nor a sliding window.
 """
+
+
+def own_models() -> dict[str, list[str]]:
+    """Return the names of the tiny models that our own decoder is compared with, by their architecture."""
+    architectures = {name: model.__name__ for name, (_, model, _) in (FAMILIES | EXPERT_FAMILIES).items()}
+    architectures |= {name: architecture for name, (architecture, _) in DENSE_FAMILIES.items()}
+    models: dict[str, list[str]] = {}
+    for name, architecture in sorted(architectures.items()):
+        models.setdefault(architecture, []).append(name)
+    return models
 
 
 def render() -> str:
@@ -79,24 +101,53 @@ def render() -> str:
     head = HEAD.format(
         num_own=len(ARCHITECTURES),
         num_proven=len(TINY_MODELS),
-        own=fill(", ".join(f"`{name}`" for name in sorted(ARCHITECTURES)), 119, break_long_words=False),
+        num_settings=len(SETTINGS),
+        own="\n".join(_own_row(architecture, names) for architecture, names in sorted(own_models().items())),
     )
-    served = "\n".join(f"| `{name}` | {_features(name, tiny)} |" for name, tiny in sorted(TINY_MODELS.items()))
+    served = "\n".join(_row(name, tiny) for name, tiny in sorted(TINY_MODELS.items()))
     by_reason: dict[str, list[str]] = {}
     for name, reason in REFUSED.items():
         by_reason.setdefault(reason, []).append(f"`{name}`")
     rows = "\n".join(f"| {reason} | {', '.join(names)} |" for reason, names in by_reason.items())
+    rows += f"\n| {NOT_TEXT_ONLY} | all other names that end with `{CONDITIONAL}` |"
     return f"{head}{served}\n{REFUSALS.format(rows=rows)}"
 
 
-def _features(name: str, tiny: TinyModel) -> str:
-    options = tiny.options
+def _own_row(architecture: str, names: list[str]) -> str:
+    options = [_own_options(name) for name in names]
+    windows = [one.get("sliding_window") for one in options] + [name for name in names if name in WINDOWED]
     features = {
-        "sliding windows": "sliding_window" in options,
-        "soft-caps": "attn_logit_softcapping" in options,
-        "sinks": name in WITH_SINKS,
-        "experts": "num_experts" in str(options),
+        "sliding windows": any(windows),
+        "soft-caps": ARCHITECTURES[architecture].caps_attention,
+        "experts": ARCHITECTURES[architecture].has_experts,
     }
+    ranks = "2 and 4" if names[0] in SHARED_BY_RANKS else "refused"
+    return f"| `{architecture}` | {', '.join(names)} | {_listed(features)} | {ranks} |"
+
+
+def _own_options(name: str) -> dict[str, Any]:
+    if name in DENSE_FAMILIES:
+        architecture, options = DENSE_FAMILIES[name]
+        return TINY_MODELS[architecture].options | options
+    return (FAMILIES | EXPERT_FAMILIES)[name][2]
+
+
+def _row(name: str, tiny: TinyModel) -> str:
+    features = {
+        "sliding windows": "sliding_window" in tiny.options or name in {architecture for architecture, _ in WINDOWS},
+        "soft-caps": "attn_logit_softcapping" in tiny.options,
+        "sinks": name in WITH_SINKS,
+        "experts": "num_experts" in str(tiny.options),
+    }
+    default = "our own decoder" if name in ARCHITECTURES else "transformers' modules"
+    tokens = "`make test`" if name in FEW else "`make test-long`"
+    if name in KINDS:
+        tokens += f", {len(SETTINGS)} settings in `make test-long`"
+    beams = "`make test`" if name in KINDS else "`make test-long`"
+    return f"| `{name}` | {default} | {_listed(features)} | {tokens} | {beams} |"
+
+
+def _listed(features: dict[str, bool]) -> str:
     return ", ".join(feature for feature, is_there in features.items() if is_there) or "full attention"
 
 

@@ -10,6 +10,7 @@ from engine.kv.kv_cache import KVCache
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.decoder import Decoder, ForwardContext
+from kernels.attention.base import AttentionBackend
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
 
@@ -38,8 +39,14 @@ def packed_logits(
     decoder: TransformersDecoder | Decoder | CpuDecoder,
     sequences: list[torch.Tensor],
     dtype: torch.dtype = torch.float32,
+    *,
+    steps: list[list[Chunk]] = STEPS,
+    backend: AttentionBackend | None = None,
 ) -> list[torch.Tensor]:
-    """Compute STEPS; return the logits of every token, [length, vocab_size] for each sequence."""
+    """Compute the steps; return the logits of every token, [length, vocab_size] for each sequence.
+
+    A sequence that has no chunk has no logits.
+    """
     shape = decoder.attention
     cache = KVCache(
         num_layers=shape.num_layers,
@@ -50,9 +57,9 @@ def packed_logits(
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    backend = CpuBackend()
+    backend = backend or CpuBackend()
     parts: list[list[torch.Tensor]] = [[] for _ in sequences]
-    for step in STEPS:
+    for step in steps:
         token_ids = torch.cat([sequences[index][start:stop] for index, start, stop in step])
         positions = torch.cat([torch.arange(start, stop) for _, start, stop in step])
         hidden = decoder(token_ids, positions, ForwardContext(backend, _metadata(step), cache))
@@ -61,7 +68,7 @@ def packed_logits(
         counts = [stop - start for _, start, stop in step]
         for (index, _, _), part in zip(step, torch.split(logits, counts), strict=True):
             parts[index].append(part.clone())  # the next step may overwrite it
-    return [torch.cat(part) for part in parts]
+    return [torch.cat(part) for part in parts if part]
 
 
 def _metadata(step: list[Chunk]) -> AttentionMetadata:

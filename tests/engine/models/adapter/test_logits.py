@@ -20,6 +20,7 @@ from engine.models.decoder import ForwardContext
 from tests.engine.models.adapter.conftest import Inhabitant, Zoo, settle
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
 from tests.engine.models.adapter.tiny_models import TINY_MODELS, WINDOW
+from tests.engine.models.ties import require_no_ties
 
 TOLERANCE = 1e-5  # of the largest logit of a sequence
 
@@ -47,9 +48,15 @@ def test_the_list_names_what_is_compared() -> None:
 def test_logits_equal_those_of_transformers(zoo: Zoo, architecture: str) -> None:
     inhabitant = zoo(architecture)
     assert largest_error(inhabitant) < TOLERANCE
+    num_choices = require_no_ties(inhabitant.model, make_sequences())
+    assert (num_choices > 0) == (architecture in WITH_EXPERTS)
     if architecture in WITH_WINDOWS:
         assert WINDOW in inhabitant.decoder.attention.sliding_windows
 
+
+# Their routers take the largest score, and then the largest of the others, without torch.topk.
+OTHER_ROUTERS = {"BeamForCausalLM", "PhimoeForCausalLM"}
+WITH_EXPERTS = {name for name, tiny in TINY_MODELS.items() if "num_experts" in str(tiny.options)} - OTHER_ROUTERS
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
 LONGROPE |= {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [4.0, 5.0, 6.0, 8.0]}
@@ -70,8 +77,18 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("GPTBigCodeForCausalLM", {"multi_query": False}),
     ("MistralForCausalLM", {"sliding_window": None}),
     ("MixtralForCausalLM", {"sliding_window": None, "num_experts_per_tok": 1}),
-    ("Qwen2MoeForCausalLM", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     ("Qwen3MoeForCausalLM", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    ("PhimoeForCausalLM", {"rope_parameters": LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.3}}),
+]
+SOME_SLIDE: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+BY_TYPE: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS: list[tuple[str, dict[str, Any]]] = [  # of architectures whose models above have none
+    ("PhimoeForCausalLM", {"sliding_window": WINDOW}),
+    ("Ministral3ForCausalLM", {"sliding_window": WINDOW}),
+    ("Qwen2MoeForCausalLM", SOME_SLIDE),
+    ("Qwen3ForCausalLM", SOME_SLIDE),
+    ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": WINDOW}),
+    ("SmolLM3ForCausalLM", BY_TYPE | {"use_sliding_window": True}),
 ]
 
 
@@ -83,6 +100,17 @@ def test_variants_of_an_architecture_equal_transformers(
     assert largest_error(inhabitant) < TOLERANCE
     for name, value in options.items():
         assert getattr(inhabitant.model.config, name) == value
+
+
+@pytest.mark.parametrize(("architecture", "options"), WINDOWS)
+def test_windows_of_an_architecture_that_may_have_them_equal_transformers(
+    tmp_path: Path, architecture: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inhabitant = settle(architecture, tmp_path, **options)
+    assert WINDOW in inhabitant.decoder.attention.sliding_windows
+    assert largest_error(inhabitant) < TOLERANCE
+    plant(monkeypatch, lambda call: replace(call, sliding_window=call.sliding_window and call.sliding_window + 1))
+    assert largest_error(inhabitant) > TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.models.adapter.architectures import PROVEN, REFUSED
-from tests.engine.models.adapter.models_page import PAGE, render
+from engine.models.families import ARCHITECTURES
+from tests.engine.models.adapter.models_page import PAGE, own_models, render
 
 
 def test_the_page_is_what_the_code_says() -> None:
@@ -12,3 +13,8 @@ def test_the_page_is_what_the_code_says() -> None:
 
 def test_nothing_is_both_served_and_refused() -> None:
     assert not PROVEN & REFUSED.keys()
+
+
+def test_every_architecture_of_our_own_decoder_is_compared() -> None:
+    assert own_models().keys() == ARCHITECTURES.keys()
+    assert ARCHITECTURES.keys() <= PROVEN

@@ -6,6 +6,8 @@ import json
 import re
 import resource
 import shutil
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
+from transformers.models.auto import modeling_auto
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.adapter import architectures as architectures_module
 from engine.models.adapter import attention as attention_module
 from engine.models.adapter import config as config_module
-from engine.models.adapter.architectures import PROVEN, REFUSED
+from engine.models.adapter.architectures import PROVEN, REFUSED, UNKNOWN, require_proven
 from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.config import ModelConfig, load_hf_config
+from engine.models.families import ARCHITECTURES
 from engine.models.implementation import read_shape
 from engine.worker.model_worker import ModelWorker
 from tests.engine.checkpoints import save_checkpoint
@@ -67,6 +71,34 @@ def test_an_architecture_is_refused_with_its_reason(architecture: str) -> None:
     assert str(error.value) == f"architecture '{architecture}' is not supported: {REFUSED[architecture]}"
 
 
+def names_in(mapping: Mapping[str, str | tuple[str, ...]]) -> set[str]:
+    return {name for names in mapping.values() for name in ((names,) if isinstance(names, str) else names)}
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    ],
+    ids=["causal", "seq2seq", "image-text", "multimodal"],
+)
+def test_every_language_model_of_transformers_is_served_or_refused_with_a_reason(
+    mapping: Mapping[str, str | tuple[str, ...]],
+) -> None:
+    assert len(names_in(mapping)) > 30
+    for name in names_in(mapping) - PROVEN:
+        with pytest.raises(ModelLoadError) as error:
+            require_proven(name)
+        assert UNKNOWN not in str(error.value)
+
+
+def test_no_proven_name_is_misspelt() -> None:
+    assert names_in(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) >= PROVEN | ARCHITECTURES.keys()
+
+
 def test_an_architecture_that_no_test_compared_is_refused() -> None:
     config = build_config(GRANITE)
     config.architectures = ["NewForCausalLM"]
@@ -86,6 +118,29 @@ def test_the_implementation_can_be_chosen(qwen3: SavedModel) -> None:
         read_shape(build_config("CohereForCausalLM"), "pagoda")
     with pytest.raises(ConfigError, match="model_impl='vllm' is unknown; choose one of auto, pagoda, transformers"):
         EngineConfig(model="m", model_impl="vllm")
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"), [({"tensor_parallel_size": 2}, "set 1"), ({"quantization": "int8"}, "leave it out")]
+)
+def test_a_refusal_says_why_our_own_decoder_does_not_compute_the_model(
+    options: dict[str, Any], remedy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        shape = read_shape(build_config("LlamaForCausalLM", hidden_act="gelu"), "auto")
+    why = "hidden_act='gelu' is not supported; supported: silu, gelu_pytorch_tanh"
+    assert f"does not compute LlamaForCausalLM with this config.json: {why}" in caplog.text
+    with pytest.raises(ConfigError, match=f"because our own decoder does not: {re.escape(why)}; {remedy}"):
+        shape.check_options(max_model_len=9, **{"tensor_parallel_size": 1, "quantization": None} | options)
+
+
+@pytest.mark.parametrize("changes", [{"num_experts_per_tok": 0}, {"num_experts_per_tok": 5}])
+def test_a_wrong_value_is_not_left_to_the_modules_of_transformers(changes: dict[str, Any]) -> None:
+    config = build_config("Qwen3MoeForCausalLM")
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ModelLoadError, match="; correct config.json"):
+        read_shape(config, "auto")
 
 
 # --- options of a config --------------------------------------------------------------------------------------------
@@ -143,7 +198,8 @@ def test_a_missing_tensor_is_not_made_up(checkpoint: Path) -> None:
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(
-        ModelLoadError, match=r"does not fit.*1 missing keys, model\.layers\.1\.mlp\.up_proj\.weight for one"
+        ModelLoadError,
+        match=r"does not fit its config.json: 'model\.layers\.1\.mlp\.up_proj\.weight' is missing; download",
     ):
         load(checkpoint)
 
@@ -151,14 +207,15 @@ def test_a_missing_tensor_is_not_made_up(checkpoint: Path) -> None:
 def test_a_tensor_too_many_is_named(checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
     save_file(load_file(file) | {"model.layers.0.extra": torch.zeros(3)}, file, {"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"does not fit.*1 unexpected keys, model\.layers\.0\.extra for one"):
+    with pytest.raises(ModelLoadError, match=r"'model\.layers\.0\.extra' of '.*\.safetensors' is unexpected; download"):
         load(checkpoint)
 
 
 def test_a_tensor_of_another_shape_is_refused(checkpoint: Path) -> None:
     edit_config(checkpoint, intermediate_size=41)
     with pytest.raises(
-        ModelLoadError, match=r"6 mismatched keys, \('model\.layers\.0\.mlp\.down_proj\.weight'.*40.*41"
+        ModelLoadError,
+        match=r"0\.mlp\.down_proj\.weight' of '.*' has shape \[32, 40\] instead of \[32, 41\] and 5 more;",
     ):
         load(checkpoint)
 
@@ -187,10 +244,60 @@ def test_weights_beyond_the_range_of_the_dtype_are_named(checkpoint: Path) -> No
 def test_a_config_of_a_much_larger_model_is_refused_before_that_is_allocated(checkpoint: Path) -> None:
     edit_config(checkpoint, vocab_size=2**24)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    message = r"a model of \d+ weights, \d+ of them in 'model\.embed_tokens\.weight', but the files have \d+; "
+    message = r"'lm_head\.weight' of .* has shape \[120, 32\] instead of \[16777216, 32\] and 1 more;"
     with pytest.raises(ModelLoadError, match=message):
         load(checkpoint)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+
+
+@pytest.mark.parametrize("architecture", ["GraniteForCausalLM", "Qwen3MoeForCausalLM", "DbrxForCausalLM"])
+def test_nothing_is_read_before_the_headers_are_compared(
+    zoo: Zoo, tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts too, which transformers joins or splits."""
+    good = load_file(Path(zoo(architecture).path) / "model.safetensors")
+    monkeypatch.setattr("engine.models.tensor_files.TensorFiles.read_into", None)
+    monkeypatch.setattr("engine.models.tensor_files.TensorFiles.map", None)
+    name = min(name for name in good if ".1." in name and re.search("experts|mlp", name) and good[name].dim() > 1)
+    damages: list[tuple[dict[str, torch.Tensor], str]] = [
+        ({}, "is missing|cannot be joined|has shape"),
+        ({name: good[name][..., :-1].contiguous()}, "has shape|cannot be joined|is missing"),
+        ({name: good[name].to(torch.int8)}, "has the dtype I8; give a checkpoint in bf16, fp16 or fp32"),
+        ({name: good[name], "model.layers.0.extra": torch.zeros(3)}, "is unexpected"),
+    ]
+    for damaged, message in damages:
+        path = Path(shutil.copytree(zoo(architecture).path, tmp_path / "copy", dirs_exist_ok=True))
+        rest = {other: weight for other, weight in good.items() if other != name}
+        save_file(rest | damaged, path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelLoadError, match=message):
+            load(path)
+    with pytest.raises(ModelLoadError, match="'NoneType' object is not callable"):  # and now it would be read
+        load(zoo(architecture).path)
+
+
+def test_a_tied_head_may_be_stored_instead_of_the_embedding(tmp_path: Path) -> None:
+    path = Path(save_checkpoint(build_model("LlamaForCausalLM", tie_word_embeddings=True), tmp_path))
+    weights = load_file(path / "model.safetensors")
+    expected = load(path)
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    tokens = torch.arange(3)
+    hidden = torch.randn(3, 32)
+    assert torch.equal(load(path).compute_logits(hidden, tokens), expected.compute_logits(hidden, tokens))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_is_shown_on_a_terminal_only(
+    zoo: Zoo, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = zoo(GRANITE).path
+    config = TransformersConfig.from_hf(load_hf_config(path))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    for show_progress in (False, True):
+        load_transformers_decoder(
+            path, config, dtype=torch.float32, device=torch.device("cpu"), show_progress=show_progress
+        )
+        assert ("Loading weights" in capsys.readouterr().err) == (is_terminal and show_progress)
 
 
 def test_pickled_weights_are_refused(checkpoint: Path) -> None:
@@ -229,7 +336,11 @@ def save_and_load(path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, 
             "differ in their attention heads|its keys have the shape",
         ),
         ("bert", {"is_decoder": False}, "a layer's attention mask is neither causal nor a causal sliding window"),
-        ("doge", {}, "its modules could not compute a few tokens: '_CausalMask' object has no attribute 'dtype'"),
+        (
+            "doge",
+            {"num_experts": 64},
+            "its modules could not compute a few tokens: '_CausalMask' object has no attribute 'dtype'",
+        ),
         ("mamba", {}, "a layer of the type 'linear_attention'"),
         ("gpt_neo", {"attention_types": [[["global"], 2]]}, "could not be loaded: .*pagoda_paged"),
     ],

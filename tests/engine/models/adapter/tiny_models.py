@@ -44,9 +44,11 @@ TINY_MODELS: dict[str, TinyModel] = {
     "AriaTextForCausalLM": TinyModel("aria_text", {"moe_num_experts": 4, "moe_topk": 2}),
     "BeamForCausalLM": TinyModel("beam", _EXPERTS | _HALF_SLIDING | {"head_dim": 16}),
     "BioGptForCausalLM": TinyModel("biogpt"),
+    "BitNetForCausalLM": TinyModel("bitnet"),
     "CohereForCausalLM": TinyModel("cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
     "Cohere2ForCausalLM": TinyModel("cohere2", _HALF_SLIDING | {"logit_scale": 0.25}),
     "Cohere2MoeForCausalLM": TinyModel("cohere2_moe", _EXPERTS | _HALF_SLIDING | {"head_dim": 16}),
+    "CTRLLMHeadModel": TinyModel("ctrl", {"dff": 40}),
     "CwmForCausalLM": TinyModel("cwm", _HALF_SLIDING | {"head_dim": 16}),
     "DbrxForCausalLM": TinyModel(
         "dbrx",
@@ -64,7 +66,7 @@ TINY_MODELS: dict[str, TinyModel] = {
     "Ernie4_5ForCausalLM": TinyModel("ernie4_5", {"head_dim": 16}),
     "Ernie4_5_MoeForCausalLM": TinyModel("ernie4_5_moe", _EXPERTS | {"moe_num_experts": 4, "moe_k": 2}),
     "Exaone4ForCausalLM": TinyModel("exaone4", _HALF_SLIDING),
-    "ExaoneMoeForCausalLM": TinyModel("exaone_moe", _ROUTED | _HALF_SLIDING),
+    "ExaoneMoeForCausalLM": TinyModel("exaone_moe", _ROUTED | _HALF_SLIDING | {"head_dim": 16}),
     "FlexOlmoForCausalLM": TinyModel("flex_olmo", _EXPERTS),
     "FlintForCausalLM": TinyModel(
         "flint",

@@ -13,6 +13,7 @@ from engine.sampling_params import SamplingParams
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.conftest import SavedModel
 from tests.engine.models.test_generation import FEW_SETTINGS, check_against_oracle, make_prompts
+from tests.engine.models.ties import require_no_ties
 from tests.engine.oracle import Activity, answers, make_llm, oracle_beams, random_tokens, run
 
 MAX_TOKENS = 6
@@ -34,7 +35,10 @@ def few_prompts() -> list[list[int]]:
 
 def oracle(family: SavedModel, prompts: list[list[int]]) -> list[list[list[int]]]:
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, beam_width=1)
-    return [oracle_beams(family.model, prompt, params, [])[0] for prompt in prompts]
+    found = [oracle_beams(family.model, prompt, params, [])[0] for prompt in prompts]
+    whole = [torch.tensor(prompt + one[:-1]) for prompt, (one,) in zip(prompts, found, strict=True)]
+    require_no_ties(family.model, whole, first=len(prompts[0]) - 1)
+    return found
 
 
 @pytest.mark.usefixtures("implementation")

@@ -125,6 +125,17 @@ def test_a_checkpoint_that_lacks_an_expert_is_refused(tmp_path: Path, original: 
         weights_of(path)
 
 
+def test_a_router_of_another_size_is_refused_before_any_expert_is_listed(tmp_path: Path) -> None:
+    path = save_checkpoint(build_model("qwen3_moe"), tmp_path)
+    config, count = ModelConfig.from_hf(load_hf_config(path)), 10**15
+    shapes = {"layers.0.mlp.gate.weight": [count, 96], "layers.0.mlp.experts.down_proj": [count, 96, 40]}
+    with (
+        open_checkpoint(path) as checkpoint,
+        pytest.raises(ModelLoadError, match=r"'model\.layers\.0\.mlp\.gate\.weight' of .* has shape \[8, 96\]"),
+    ):
+        read_weights(checkpoint, shapes, config, Rank(0, 1), dtype=torch.float32, device=CPU)
+
+
 def test_the_torch_model_holds_each_expert_where_its_checkpoint_says(
     sparse_family: SavedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

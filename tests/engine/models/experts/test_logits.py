@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.models import config as config_module
 from engine.models import loader
 from engine.models.config import load_hf_config
-from engine.models.experts import layer as layer_module
 from engine.models.tensor_parallel import TensorParallel
+from kernels import experts as experts_module
 from kernels.experts import route
+from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.conftest import SavedModel
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
+from tests.engine.models.adapter.tiny_models import WINDOW
+from tests.engine.models.ties import require_no_ties
 
 TOLERANCE = 1e-5  # of the largest logit of a sequence
+WINDOWED = ["qwen3", "qwen3_moe", "qwen2_moe"]  # whose config may turn windows on
 
 
 def largest_error(family: SavedModel) -> float:
@@ -41,6 +47,27 @@ def largest_error(family: SavedModel) -> float:
 @pytest.mark.usefixtures("implementation")
 def test_logits_equal_those_of_transformers(sparse_family: SavedModel) -> None:
     assert largest_error(sparse_family) < TOLERANCE
+    assert require_no_ties(sparse_family.model, make_sequences()) > 0
+
+
+def with_windows(family: str, path: Path) -> SavedModel:
+    """Return a model of which the upper layers, or all, attend to few tokens."""
+    options = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    model = build_model(family, **options)
+    return SavedModel(family, model, save_checkpoint(model, path))
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_equal_those_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = with_windows(family, tmp_path)
+    assert largest_error(saved) < TOLERANCE
+    windows = config_module._sliding_windows(saved.model.config)
+    assert WINDOW in windows
+    for change in (-1, 1):
+        changed = tuple(window and window + change for window in windows)
+        monkeypatch.setattr(config_module, "_sliding_windows", lambda _, changed=changed: changed)
+        assert largest_error(saved) > 10 * TOLERANCE
 
 
 Routed = tuple[torch.Tensor, torch.Tensor]  # weights and experts
@@ -71,5 +98,5 @@ def test_a_routing_mistake_is_noticed(sparse_family: SavedModel, mistake: str, m
         return MISTAKES[mistake](logits, top_k, normalize)
 
     monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
-    monkeypatch.setattr(layer_module, "route", wrong)
+    monkeypatch.setattr(experts_module, "route", wrong)
     assert largest_error(sparse_family) > 100 * TOLERANCE

@@ -1,0 +1,55 @@
+"""The check of sampling on a GPU accepts the reference's tokens and logits, and finds one that is wrong."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import floors
+from benchmarks.gpu.parts import sampling
+from benchmarks.gpu.sizes import TINY
+from kernels.sampling import reference
+
+CHANGES = ("add_biases", "forbid_tokens", "penalise_repetition", "penalise_counts", "apply_bitmask")
+
+
+class _ReferenceOps:
+    """The reference in the kernels' place; ``wrong`` names a method whose first token, or logit, is another one."""
+
+    def __init__(self, wrong: str | None) -> None:
+        self._wrong = wrong
+
+    def __getattr__(self, name: str) -> Any:
+        def change(logits: torch.Tensor, *arguments: torch.Tensor) -> None:
+            getattr(reference, name)(logits, *arguments)
+            logits[0, 0] += self._wrong == name
+
+        def choose(tokens: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor | None, *arguments: Any) -> None:
+            tokens.copy_(getattr(reference, name)(logits, *arguments))
+            tokens[0] += self._wrong == name
+
+        return change if name in CHANGES else choose
+
+
+@pytest.mark.parametrize(
+    ("wrong", "num_faults"),
+    [(None, 0), ("argmax", 2), ("draw", 2), ("truncated_draw", 10), *((name, 1) for name in CHANGES)],
+)
+def test_a_wrong_token_is_found(wrong: str | None, num_faults: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "select_sampling_ops", lambda device_type: _ReferenceOps(wrong))
+    monkeypatch.setattr(sampling, "BATCHES", (2,))
+    faults: list[str] = []
+    figures: dict[str, Any] = {}
+    part = SimpleNamespace(
+        device=torch.device("cpu"),
+        sizes=TINY,
+        limits=floors.Limits(copy_gb_s=1.0, bf16_tflop_s=1.0),
+        record=figures.__setitem__,
+        fault=faults.append,
+    )
+    sampling.run(part)  # type: ignore[arg-type]
+    assert len(faults) == num_faults
+    assert figures.keys() == {f"{kind}, batch 2" for kind in (*CHANGES, *sampling.KINDS)} | {"summary"}

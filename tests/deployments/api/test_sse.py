@@ -1,0 +1,66 @@
+"""A stream of events, whose deltas come from a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from deployments.api import sse
+from deployments.api.sse import COMMENT, EventStream
+from deployments.errors import ApiError
+from deployments.requests.generation import Delta
+
+
+class Events:
+    """Writes the text of a delta as it is."""
+
+    num_choices = 1
+
+    def chunk(self, delta: Delta) -> bytes:
+        return delta.text.encode()
+
+    def error(self, error: ApiError) -> bytes:
+        return b"error"
+
+    def end(self) -> bytes:
+        return b"end"
+
+
+async def _sent(first: Delta | None, *others: Delta | None, pause_s: float = 0.0) -> list[bytes]:
+    """Return the chunks of a response, each of whose deltas after the first comes after a pause."""
+    sent: list[bytes] = []
+
+    async def deltas() -> AsyncGenerator[Delta | None, None]:
+        for delta in others:
+            await asyncio.sleep(pause_s)
+            yield delta
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+
+    events: Any = Events()
+    await EventStream(first, deltas(), events, {})({"type": "http"}, receive, send)
+    return sent
+
+
+async def test_comments_while_there_are_no_tokens() -> None:
+    sent = await _sent(None, None, Delta(0, "a", [1]), None, Delta(0, "b", [2], "stop"))
+    assert sent == [COMMENT, COMMENT, b"a", COMMENT, b"bend"]
+
+
+@pytest.mark.parametrize(("comment_s", "expected"), [(60.0, [b"a", b"cend"]), (0.0, [b"a", COMMENT, COMMENT, b"cend"])])
+async def test_comments_while_a_parser_holds_back_text(
+    comment_s: float, expected: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "COMMENT_S", comment_s)
+    held = [Delta(0, "", [token]) for token in (2, 3)]
+    assert await _sent(Delta(0, "a", [1]), *held, Delta(0, "c", [4], "stop"), pause_s=0.001) == expected

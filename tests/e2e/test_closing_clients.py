@@ -1,0 +1,112 @@
+"""Clients that close their side of the connection, or all of it, while a stream waits or runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.e2e.conftest import MAX_RUNNING, MAX_WAITING, Server
+from tests.e2e.hostile import request
+
+COMMENT = b":\n\n"
+NOTICED_S = 3.0  # after two comments, which come about once a second, or after two tokens
+PROMPT = {"prompt": "A client that closes", "ignore_eos": True}
+
+
+@asynccontextmanager
+async def _client(
+    server: Server, *, half_closes: bool = False, **body: object
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Send a request for a stream; close the connection at the end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        data = json.dumps(PROMPT | {"stream": True} | body).encode()
+        writer.write(request("POST", "/v1/completions", [], data))
+        if half_closes:
+            writer.write_eof()
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def _until(server: Server, timeout_s: float, **expected: int) -> None:
+    """Wait for numbers of running and waiting requests.
+
+    Raises:
+        TimeoutError: if they are others.
+    """
+    async with asyncio.timeout(timeout_s):
+        for name, number in expected.items():
+            while sum((await asyncio.to_thread(server.metric, f"pagoda_num_requests_{name}")).values()) != number:
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def _busy(server: Server) -> AsyncIterator[None]:
+    """Take the places of all requests that run, twice, for some seconds each; leave room for one that waits."""
+    long = {"max_tokens": 1900, "n": MAX_RUNNING}
+    async with _client(server, **long) as (first, _):
+        await first.readuntil(b"data: ")
+        async with _client(server, **long):  # only now, for either of two that come at once may be the first
+            await _until(server, 10, running=MAX_RUNNING, waiting=MAX_WAITING - 1)
+            yield
+    await _until(server, 10, running=0, waiting=0)
+
+
+def _tokens(answer: bytes) -> int:
+    """Return the number of tokens in the pieces of a stream."""
+    lines = [line for line in answer.splitlines() if line.startswith(b"data: {")]
+    return sum(len(json.loads(line.removeprefix(b"data: "))["choices"][0]["token_ids"]) for line in lines)
+
+
+async def test_a_client_that_closes_its_side_gets_its_stream(small_server: Server) -> None:
+    body = {"max_tokens": 200, "return_token_ids": True}
+    async with _client(small_server, half_closes=True, **body) as (reader, _):
+        answer = await asyncio.wait_for(reader.read(), 30)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert _tokens(answer) == 200
+    assert b"data: [DONE]" in answer
+
+
+async def test_it_gets_a_stream_that_waited(small_server: Server) -> None:
+    async with _busy(small_server):
+        client = _client(small_server, half_closes=True, max_tokens=20, return_token_ids=True)
+        reader, _ = await client.__aenter__()
+        before = await asyncio.wait_for(reader.readuntil(COMMENT), NOTICED_S)
+        assert before.startswith(b"HTTP/1.1 200 ")
+        assert b"data: " not in before
+    answer = await asyncio.wait_for(reader.read(), 30)
+    await client.__aexit__(None, None, None)
+    assert _tokens(answer) == 20
+    assert b"data: [DONE]" in answer
+
+
+async def test_a_stream_ends_when_its_client_has_gone(small_server: Server) -> None:
+    aborted = sum(small_server.metric("pagoda_requests_finished_total", reason="abort").values())
+    async with _client(small_server, max_tokens=1900, n=MAX_RUNNING) as (reader, _):
+        await reader.readuntil(b"data: ")
+    await _until(small_server, NOTICED_S, running=0)
+    now = sum(small_server.metric("pagoda_requests_finished_total", reason="abort").values())
+    assert now == aborted + MAX_RUNNING
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_waits_ends_when_its_client_has_gone(small_server: Server, stream: bool) -> None:
+    async with _busy(small_server):
+        async with _client(small_server, stream=stream, max_tokens=20):
+            await _until(small_server, 10, waiting=MAX_WAITING)
+        gone = time.monotonic()
+        await _until(small_server, NOTICED_S, waiting=MAX_WAITING - 1)
+        print(f"noticed after {time.monotonic() - gone:.2f} s")
+
+
+async def test_a_whole_answer_is_not_computed_for_a_client_that_closes_its_side(small_server: Server) -> None:
+    async with _client(small_server, half_closes=True, stream=False, max_tokens=1900) as (reader, _):
+        answer = await asyncio.wait_for(reader.read(), 30)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    await _until(small_server, NOTICED_S, running=0)

@@ -1,0 +1,44 @@
+"""Engines on the CPU that capture and replay their decodes as a GPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.llm import LLM
+from engine.worker import model_worker
+from engine.worker.model_worker import ModelWorker
+from kernels.layer_ops import torch_ops
+from tests.engine.conftest import SavedModel
+from tests.engine.worker.graphs.recorded_graphs import RecordingDevice
+from tests.engine.worker.graphs.torch_attention import TorchAttention, store_kvcache
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_blocks": 60,
+    "block_size": 4,
+    "max_model_len": 96,
+    "max_num_seqs": 11,
+    "max_num_batched_tokens": 64,
+    "skip_tokenizer_init": True,
+}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
+    """What captures the graphs of the engines that a test starts."""
+    recording = RecordingDevice()
+    monkeypatch.setattr(torch_ops, "store_kvcache", store_kvcache)
+    monkeypatch.setattr(model_worker, "select_backend", lambda *_: TorchAttention())
+    monkeypatch.setattr(model_worker, "CudaGraphDevice", lambda _: recording)
+    monkeypatch.setattr(ModelWorker, "uses_graphs", True)
+    return recording
+
+
+@pytest.fixture
+def start(device: RecordingDevice, family: SavedModel) -> Callable[..., LLM]:
+    """Starts an engine of each family in turn."""
+    return lambda **options: LLM(family.path, **(OPTIONS | options))

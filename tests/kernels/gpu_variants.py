@@ -1,0 +1,110 @@
+"""Which variants of the kernels compile_for_gpu.py compiles: shapes that models have, in every dtype, on every GPU.
+
+All of them would take most of an hour, so the tests compile a part in which any two values of different dimensions
+occur together, a GPU's capability being one dimension. ptxas may spill a register of a combination that is not in this
+part: after a change of a kernel or of Triton, compile ``all``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+import torch
+
+from engine.worker.warm_up import one_sequence
+from kernels.attention.base import AttentionInputs, StepLimits
+from kernels.attention.triton.backend import TritonBackend
+from kernels.linear_triton import linear_triton
+from kernels.store_kvcache_triton import store_kvcache_triton
+from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
+
+__all__ = ["VARIANTS", "covering", "every", "run_attention"]
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+Launch = Callable[..., None]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """What to launch with each combination of the dimensions' values."""
+
+    launch: Launch
+    dimensions: dict[str, tuple[Any, ...]]
+
+
+def run_attention(
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    group_size: int,
+    window: int | None,
+    options: frozenset[str] = frozenset(),
+    block_size: int = 16,
+    num_kv_heads: int = 2,
+    max_query_len: int = 2048,
+    max_seq_len: int = 40960,
+) -> None:
+    """Launch what a warm-up launches in one layer: attention, and the cache write that other layer operations lack."""
+    backend, num_heads = TritonBackend(), group_size * num_kv_heads
+    limits = StepLimits(num_heads, num_kv_heads, head_dim, dtype, CPU, frozenset([window]), max_query_len, max_seq_len)
+    cache = torch.zeros(1, block_size, num_kv_heads, head_dim, dtype=dtype)
+    softcap = 50.0 if "softcap" in options else None
+    sinks = torch.zeros(num_heads) if "sinks" in options else None
+    for query_len, seq_len in backend.warm_up_batches(limits):
+        metadata = one_sequence(query_len, seq_len, block_size=block_size, device=CPU).metadata
+        query = torch.zeros(query_len, num_heads, head_dim, dtype=dtype)
+        backend.forward(AttentionInputs(query, cache, cache, metadata, head_dim**-0.5, window, softcap, sinks))
+        key = query[:, :num_kv_heads]
+        store_kvcache_triton(key, key, cache, cache, metadata.slot_mapping)
+
+
+def _run_linear(*, dtype: torch.dtype, num_inputs: int, num_outputs: int, has_bias: bool) -> None:
+    weight = torch.zeros(num_outputs, num_inputs, dtype=dtype)
+    linear_triton(torch.zeros(70, num_inputs, dtype=dtype), weight, weight[:, 0].contiguous() if has_bias else None)
+
+
+def _run_layers(*, dtype: torch.dtype, model: str) -> None:
+    run_layer_ops(replace(MODELS[model], dtype=dtype))
+
+
+VARIANTS = {
+    "attention": _Kernels(
+        run_attention,
+        {
+            "head_dim": (64, 80, 128, 256),
+            "group_size": (1, 4, 8, 16),
+            "options": (frozenset(), frozenset({"softcap"}), frozenset({"sinks"}), frozenset({"softcap", "sinks"})),
+            "dtype": DTYPES,
+            "window": (None, 600),
+            "block_size": (16, 256),
+        },
+    ),
+    "layers": _Kernels(_run_layers, {"model": tuple(MODELS), "dtype": DTYPES}),
+    "linear": _Kernels(
+        _run_linear,
+        {"dtype": DTYPES, "num_inputs": (128, 100), "num_outputs": (128, 33), "has_bias": (False, True)},
+    ),
+}
+
+
+def every(dimensions: dict[str, tuple[Any, ...]]) -> list[Row]:
+    """Return all combinations of the dimensions' values."""
+    return [dict(zip(dimensions, values, strict=True)) for values in product(*dimensions.values())]
+
+
+def covering(dimensions: dict[str, tuple[Any, ...]]) -> list[Row]:
+    """Return combinations in which any two values of different dimensions occur together, chosen greedily."""
+    rows = every(dimensions)
+    pairs = [set(combinations(row.items(), 2)) for row in rows]
+    missing = set().union(*pairs)
+    chosen = []
+    while missing:
+        best = max(range(len(rows)), key=lambda index: len(pairs[index] & missing))
+        chosen.append(rows[best])
+        missing -= pairs[best]
+    return chosen
