@@ -58,9 +58,10 @@ def test_short_unrelated_prompts_spread_too(client: httpx.Client) -> None:
     body = {"max_tokens": 1}
     chosen = Counter(
         client.post("/v1/completions", json=body | {"prompt": f"Hi {number}"}).headers["x-pagoda-replica"]
-        for number in range(10)
+        for number in range(24)
     )
-    assert chosen.most_common()[-1][1] >= 4
+    assert len(chosen) == 2
+    assert min(chosen.values()) >= 4  # not half: a report of the load that comes late favours a replica for a while
 
 
 def test_the_counters_agree_with_the_answers(client: httpx.Client, server: Server) -> None:
