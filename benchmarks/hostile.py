@@ -2,7 +2,8 @@
 
 First 4,200 idle connections of one address and 400 streams of another, and meanwhile ordinary requests of a third. Then
 bursts of 2,000 streams, and meanwhile health probes; the client's times to first token beside the engines', which count
-from the arrival at an engine. The ingress's memory is read after each. Client and server share this machine.
+from the arrival at an engine. The ingress's memory is read after each. Client and server share this machine, whose
+pauses (benchmarks/serving/pauses.py) are measured too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.front.processes import CpuTimes
 from benchmarks.machine import describe
+from benchmarks.serving.pauses import Pauses, watching_pauses
 from benchmarks.serving.server import Server, serve
 from benchmarks.serving.streams import Reply, StreamOutcome, idle_connections, open_streams, probing, send
 
@@ -49,12 +51,19 @@ class Times:
     p50: float
     p99: float
     max: float
+    p99_without_pauses: float
+    max_without_pauses: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Times:
+    def of(cls, replies: Sequence[Reply], pauses: Pauses) -> Times:
         """Summarize them; the first is of the client that came first."""
-        p50, p99 = (round(float(np.percentile(seconds, at)), 3) for at in (50, 99))
-        return cls(len(seconds), round(seconds[0], 3), p50, p99, round(max(seconds), 3))
+        seconds = [one.seconds for one in replies]
+        without = [one.seconds_without(pauses) for one in replies]
+        p50, p99, p99_without = (
+            float(np.percentile(values, at)) for values, at in ((seconds, 50), (seconds, 99), (without, 99))
+        )
+        values = (seconds[0], p50, p99, max(seconds), p99_without, max(without))
+        return cls(len(replies), *(round(value, 3) for value in values))
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class Burst:
 
     statuses: dict[int, int]
     seconds: float
+    paused_s: float  # the machine, meanwhile
     ingress_mib: float  # that no other process shares, afterwards
     probes: dict[str, Times]
     client_ttft_p50_s: float
@@ -128,20 +138,21 @@ async def _beside_streams(port: int, priority: int) -> tuple[list[StreamOutcome]
 
 def other_address(port: int, priority: int) -> dict[str, Any]:
     """Return how ordinary requests fare beside idle connections and streams of other addresses."""
-    with idle_connections(port, IDLE_CONNECTIONS, address=IDLE):
+    with idle_connections(port, IDLE_CONNECTIONS, address=IDLE), watching_pauses() as pauses:
         outcomes, replies = asyncio.run(_beside_streams(port, priority))
     return {
         "priority": priority,
         "statuses": dict(Counter(one.status for one in replies)),
         "streams": dict(Counter(one.status for one in outcomes)),
-        "times": asdict(Times.of([one.seconds for one in replies])),
+        "paused_s": round(pauses.seconds, 3),
+        "times": asdict(Times.of(replies, pauses)),
     }
 
 
 def burst(server: Server, port: int, ingresses: Sequence[int], seed: int) -> Burst:
     """Open the streams of one burst and probe meanwhile."""
     before = _ttft(server)
-    with probing(port, PATHS, address=PROBES) as replies:
+    with watching_pauses() as pauses, probing(port, PATHS, address=PROBES) as replies:
         outcomes = asyncio.run(open_streams(port, _bodies(BURST, random.Random(seed)), address=STREAMS))
     engine_p50, engine_mean = _ttft(server).since(before)
     first = [one.first_token_s for one in outcomes if one.first_token_s]
@@ -149,8 +160,9 @@ def burst(server: Server, port: int, ingresses: Sequence[int], seed: int) -> Bur
     return Burst(
         dict(Counter(one.status for one in outcomes)),
         round(max(one.total_s for one in outcomes), 2),
+        round(pauses.seconds, 3),
         _unique_mib(ingresses),
-        {path: Times.of([one.seconds for one in of_path]) for path, of_path in replies.items()},
+        {path: Times.of(of_path, pauses) for path, of_path in replies.items()},
         *(round(value, 3) for value in (p50, mean, engine_p50, engine_mean, p50 / engine_p50, mean / engine_mean)),
     )
 

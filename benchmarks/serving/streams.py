@@ -19,6 +19,8 @@ from http.client import HTTPConnection, HTTPException
 from time import perf_counter
 from typing import Any
 
+from benchmarks.serving.pauses import Pauses
+
 __all__ = ["Reply", "StreamOutcome", "idle_connections", "open_streams", "probing", "send"]
 
 TIMEOUT_S = 240.0
@@ -165,6 +167,11 @@ class Reply:
 
     status: int
     seconds: float
+    started: float  # of perf_counter
+
+    def seconds_without(self, pauses: Pauses) -> float:
+        """Return the seconds in which the machine did not pause."""
+        return self.seconds - pauses.within(self.started, self.started + self.seconds)
 
 
 def send(port: int, path: str, *, address: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> Reply:
@@ -180,7 +187,7 @@ def send(port: int, path: str, *, address: str, body: dict[str, Any] | None = No
         answer.read()
         status = answer.status
     connection.close()
-    return Reply(status, perf_counter() - started)
+    return Reply(status, perf_counter() - started, started)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,8 @@ __all__ = ["TensorFiles"]
 
 WINDOW = 256 * 2**20  # most bytes read ahead: more might be evicted before they are used
 CHUNK = 128 * 2**10  # most bytes of one call: Linux silently ignores the rest
+PART = 16 * 2**20  # bytes of a large tensor that one thread reads
+MAX_THREADS = 4
 
 
 class TensorFiles:
@@ -30,6 +33,7 @@ class TensorFiles:
 
     def __init__(self) -> None:
         self._files: list[int] = []
+        self._readers = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="pagoda-read")
         self._lock = threading.Lock()  # protects what follows
         self._maps: dict[int, mmap.mmap] = {}
         self._expected: deque[StoredTensor] = deque()  # not yet requested, in reading order
@@ -39,6 +43,7 @@ class TensorFiles:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._readers.shutdown()
         self._maps.clear()  # a mapping lives as long as a tensor on it
         for file in self._files:
             os.close(file)
@@ -70,13 +75,14 @@ class TensorFiles:
         Raises:
             OSError: if the file has become shorter since it was opened.
         """
-        start = tensor.start + offset
-        assert start + len(memory) <= tensor.stop
-        while len(memory):
-            count = os.preadv(tensor.file, [memory], start)
-            if count == 0:
-                raise OSError(f"'{tensor.path}' has become shorter")
-            memory, start = memory[count:], start + count
+        first = tensor.start + offset
+        assert first + len(memory) <= tensor.stop
+        if len(memory) <= PART:
+            _read(tensor, memory, first)
+            return
+        parts = range(0, len(memory), PART)  # else the caller's other threads would wait for this one
+        for _ in self._readers.map(lambda part: _read(tensor, memory[part : part + PART], first + part), parts):
+            pass
 
     # --- reading ahead ------------------------------------------------------------------------------------------
 
@@ -97,6 +103,15 @@ class TensorFiles:
                     requested.append(following)
         for following in requested:
             _fetch(following)
+
+
+def _read(tensor: StoredTensor, memory: memoryview, start: int) -> None:
+    """Fill ``memory`` with the bytes of the tensor's file from ``start`` on."""
+    while len(memory):
+        count = os.preadv(tensor.file, [memory], start)
+        if count == 0:
+            raise OSError(f"'{tensor.path}' has become shorter")
+        memory, start = memory[count:], start + count
 
 
 def _fetch(tensor: StoredTensor) -> None:

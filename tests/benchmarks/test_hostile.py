@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.hostile import Times, TtftHistogram
-from benchmarks.serving.streams import idle_connections, open_streams, probing, send
+from benchmarks.serving.pauses import Pauses
+from benchmarks.serving.streams import Reply, idle_connections, open_streams, probing, send
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 METRICS = """
@@ -103,6 +104,10 @@ def test_the_engines_median_is_interpolated() -> None:
 
 
 def test_times_are_summarized() -> None:
-    times = Times.of([3.0, *[1.0] * 198, 2.0])
+    seconds = [3.0, *[1.0] * 198, 2.0]
+    replies = [Reply(200, one, started=10.0 * number) for number, one in enumerate(seconds)]
+    times = Times.of(replies, Pauses([(1.0, 3.5)]))
     assert (times.count, times.first, times.p50, times.max) == (200, 3.0, 1.0, 3.0)
     assert 1.0 < times.p99 <= 2.0
+    assert times.max_without_pauses == 2.0
+    assert times.p99_without_pauses == 1.0

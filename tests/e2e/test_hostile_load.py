@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks.serving.pauses import watching_pauses
 from benchmarks.serving.streams import Reply, idle_connections, probing, send
 from tests.e2e.abuse import burst, memory, names, trickles
 from tests.e2e.conftest import Server
@@ -72,13 +73,16 @@ async def _hold_idle_connections(server: Server) -> None:
         await asyncio.sleep(0.1)
 
 
-async def _burst(server: Server) -> dict[str, list[Reply]]:
-    with probing(server.port, PROBES, address="127.0.6.1") as replies:
+async def _burst(server: Server) -> dict[str, list[float]]:
+    """Return the seconds of the probes meanwhile, but for the machine's pauses."""
+    with watching_pauses() as pauses, probing(server.port, PROBES, address="127.0.6.1") as replies:
         outcomes = await burst(server.port, BURST, address="127.0.6.2")
     assert {one.status for one in outcomes} <= {200, 503}
     assert all(one.is_complete for one in outcomes if one.status == 200)
     assert max(one.total_s for one in outcomes) < 60
-    return replies
+    for path, of_path in replies.items():
+        assert {one.status for one in of_path} == {200}, (path, of_path)
+    return {path: [one.seconds_without(pauses) for one in of_path] for path, of_path in replies.items()}
 
 
 async def _round(server: Server, seed: int) -> int:
@@ -87,10 +91,8 @@ async def _round(server: Server, seed: int) -> int:
     slowest = await trickles(server.port, TRICKLES)
     assert slowest < MAX_TRICKLE_S
     await _hold_idle_connections(server)
-    replies = await _burst(server)
-    for path, of_path in replies.items():
-        assert {one.status for one in of_path} == {200}, (path, of_path)
-        assert np.percentile([one.seconds for one in of_path], 99) <= MAX_PROBE_P99_S, (path, of_path)
+    for path, seconds in (await _burst(server)).items():
+        assert np.percentile(seconds, 99) <= MAX_PROBE_P99_S, (path, sorted(seconds)[-5:])
     print(statuses, f"trickles: {slowest:.1f} s")
     assert not any((await Usage(server).until_nothing_is_used(but=("clients",))).values())
     return statuses.total()
@@ -101,15 +103,19 @@ async def test_other_addresses_are_served_beside_idle_connections_and_streams(se
 
     Engines let addresses take turns: one that comes just after all streams waits for the next free slot only.
     """
-    seconds: list[float] = []
     body = QUESTION | {"max_tokens": 8}
-    with idle_connections(server.port, IDLE_OF_EACH_ADDRESS, address=IDLE_ADDRESSES[0]):
+    replies: list[Reply] = []
+    with (
+        idle_connections(server.port, IDLE_OF_EACH_ADDRESS, address=IDLE_ADDRESSES[0]),
+        watching_pauses() as pauses,
+    ):
         streams = asyncio.create_task(burst(server.port, STREAMS_BESIDE, address="127.0.6.2"))
         while not streams.done():
             reply = await asyncio.to_thread(send, server.port, "/v1/completions", address="127.0.6.3", body=body)
             assert reply.status == 200
-            seconds.append(reply.seconds)
+            replies.append(reply)
         outcomes = await streams
+    seconds = [one.seconds_without(pauses) for one in replies]
     assert {one.status for one in outcomes} == {200}
     print(f"{len(seconds)} ordinary requests: {np.median(seconds):.2f} s at the median, at most {max(seconds):.2f} s")
     assert len(seconds) >= 3

@@ -61,16 +61,22 @@ static void pack_floats(const pack_call *call, const void *row, uint32_t *lane) 
     }
 }
 
-/* 16 rows of bfloat16 into a whole panel, word by word as they are: which nearly all packing is. */
-static void copy_panel(const uint16_t *source, int64_t in_features, uint32_t *panel) {
+/* 16 rows into a whole panel, word by word as they are: which nearly all packing is. */
+static void copy_panel(const char *source, int64_t num_words, uint32_t *panel) {
     int64_t k = 0;
-    for (; k + LANES <= in_features / 2; k += LANES) {
+    for (; k + LANES <= num_words; k += LANES) {
         u32x16 rows[LANES];
-        for (int lane = 0; lane < LANES; lane++) rows[lane] = u32x16_load(source + lane * in_features + 2 * k);
+        for (int lane = 0; lane < LANES; lane++) rows[lane] = u32x16_load(source + 4 * (lane * num_words + k));
         store_transposed(panel + k * LANES, LANES, rows);
     }
-    for (; k < in_features / 2; k++)
-        for (int lane = 0; lane < LANES; lane++) memcpy(panel + k * LANES + lane, source + lane * in_features + 2 * k, 4);
+    for (; k < num_words; k++)
+        for (int lane = 0; lane < LANES; lane++) memcpy(panel + k * LANES + lane, source + 4 * (lane * num_words + k), 4);
+}
+
+/* Whether a source row is a row of the packed words as it is. */
+INLINE bool is_packed_as_it_is(const pack_call *call) {
+    if (call->source_is_bf16) return call->kind == PAGODA_BF16 && call->in_features % 2 == 0;
+    return call->kind == PAGODA_F32;
 }
 
 /* Packs 16 rows. */
@@ -84,9 +90,8 @@ static void pack_part(void *args, int64_t index) {
         int64_t panel = output / LANES * call->panel_step + call->panel_offset;
         uint32_t *words = call->words + panel * LANES * num_words;
         const char *source = (const char *)call->source + row * row_bytes;
-        bool is_whole = output % LANES == 0 && row + LANES <= end && call->in_features % 2 == 0;
-        if (is_whole && call->kind == PAGODA_BF16 && call->source_is_bf16) {
-            copy_panel((const uint16_t *)source, call->in_features, words);
+        if (output % LANES == 0 && row + LANES <= end && is_packed_as_it_is(call)) {
+            copy_panel(source, num_words, words);
             return;
         }
         if (call->kind == PAGODA_INT8) pack_int8(call, source, words + output % LANES, panel * LANES + output % LANES);
