@@ -64,7 +64,7 @@ def test_loading_is_measured_beside_plain_reading(tmp_path: Path, monkeypatch: p
     model, out, dropped = tmp_path / "model", tmp_path / "result.json", []
     shutil.copytree(MODEL, model)
     monkeypatch.setattr(loading, "drop_from_page_cache", dropped.append)  # which a file system in memory cannot
-    loading.main(["--model", str(model), "--pairs", "2", "--out", str(out)])
+    loading.main(["--model", str(model), "--rounds", "2", "--out", str(out)])
     results = json.loads(out.read_text())["results"]
     assert [(one["stored"], one["loaded"], one["by"]) for one in results] == [
         (stored, loaded, by)
@@ -72,10 +72,11 @@ def test_loading_is_measured_beside_plain_reading(tmp_path: Path, monkeypatch: p
         for by in ("pagoda", "transformers")
     ]
     for one in results:
-        ratios = [run["seconds"] / plain["seconds"] for plain, run in one["pairs"]]
-        assert one["over_disk"] == pytest.approx(sum(ratios) / 2, rel=0.01)
+        for index, name in enumerate(("over_disk", "over_kept")):
+            ratios = [of_round[2]["seconds"] / of_round[index]["seconds"] for of_round in one["runs"]]
+            assert one[name] == pytest.approx(sum(ratios) / 2, rel=0.01)
     num_plain_runs = 2 * 3 * len(loading.PLAIN)  # to find the fastest way, for each stored dtype
-    assert len(dropped) == num_plain_runs + len(results) * 2 * 2
+    assert len(dropped) == num_plain_runs + len(results) * 2 * 3
     assert list(tmp_path.iterdir()) == [model, out] or list(tmp_path.iterdir()) == [out, model]
 
 
@@ -84,15 +85,17 @@ def test_plain_reading_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest
     for path, size in zip(paths, (10_000, 4096), strict=True):
         path.write_bytes(os.urandom(size))
 
-    def recorded(file: int, buffers: list[bytearray], start: int) -> int:
+    def recorded(file: int, buffers: list[memoryview], start: int) -> int:
         count = preadv(file, buffers, start)
         read.append(bytes(buffers[0][:count]))
         return count
 
     monkeypatch.setattr(os, "preadv", recorded)
-    loading.plain_read(paths, threads=3, block_bytes=1024)
+    assert loading.plain_read(paths, threads=3, block_bytes=1024) == []
     expected = [data[i : i + 1024] for data in (path.read_bytes() for path in paths) for i in range(0, len(data), 1024)]
     assert sorted(read) == sorted(expected)
+    kept = loading.plain_read(paths, threads=3, block_bytes=1024, keep=True)
+    assert [bytes(one.numpy()) for one in kept] == [path.read_bytes() for path in paths]
 
 
 def test_each_implementation_decodes_the_same_streams(tmp_path: Path) -> None:
