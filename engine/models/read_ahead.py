@@ -11,9 +11,9 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["read_ahead"]
+__all__ = ["NUM_THREADS", "read_ahead"]
 
-MAX_THREADS = 4
+NUM_THREADS = min(4, os.cpu_count() or 1)
 MAX_BYTES = 256 * 2**20  # read and not yet processed; a larger tensor is read alone
 
 _Item = TypeVar("_Item")
@@ -37,8 +37,7 @@ def read_ahead(
     waiting: deque[tuple[_Item, Future[_Result]]] = deque()
     ahead = 0
     limit = MAX_BYTES if max_bytes is None else min(MAX_BYTES, max_bytes)
-    threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="pagoda-load") as pool:
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pagoda-load") as pool:
         try:
             for item in items:
                 while waiting and ahead + num_bytes(item) > limit:

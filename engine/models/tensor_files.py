@@ -18,6 +18,7 @@ from types import TracebackType
 
 import torch
 
+from engine.models.read_ahead import NUM_THREADS
 from engine.models.safetensors_header import StoredTensor, read_header
 
 __all__ = ["TensorFiles"]
@@ -25,7 +26,6 @@ __all__ = ["TensorFiles"]
 WINDOW = 256 * 2**20  # most bytes read ahead: more might be evicted before they are used
 CHUNK = 128 * 2**10  # most bytes of one call: Linux silently ignores the rest
 PART = 16 * 2**20  # bytes of a large tensor that one thread reads
-MAX_THREADS = 4
 
 
 class TensorFiles:
@@ -33,7 +33,7 @@ class TensorFiles:
 
     def __init__(self) -> None:
         self._files: list[int] = []
-        self._readers = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="pagoda-read")
+        self._readers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pagoda-read")
         self._lock = threading.Lock()  # protects what follows
         self._maps: dict[int, mmap.mmap] = {}
         self._expected: deque[StoredTensor] = deque()  # not yet requested, in reading order

@@ -58,9 +58,8 @@ class LoadMeter(EngineObserver):
         self._backlog = backlog
         self._clock = clock
         self._started = self._finished = 0.0  # the last call of Engine.step, and the last step that was finished
-        self._launched: deque[tuple[SchedulerOutput, float]] = (
-            deque()
-        )  # the steps not finished, and when each was begun
+        # The steps that are not finished, and when each was begun.
+        self._launched: deque[tuple[SchedulerOutput, float]] = deque()
         self._weighted_tokens = 0.0
         self._weighted_seconds = 0.0
 

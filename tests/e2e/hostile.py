@@ -6,8 +6,8 @@ import asyncio
 import json
 import random
 import socket
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -157,28 +157,39 @@ def strange_bodies(rng: random.Random) -> Iterator[Sent]:
         yield Sent(f"{path} {field}={value!r:.40}", request("POST", path, [], data))
 
 
-async def exchange(port: int, sent: Sent, *, timeout_s: float = 60.0) -> Answer:
-    """Send a request, and read until its answer is complete or the server closes.
+@asynccontextmanager
+async def _sending(port: int, sent: Sent) -> AsyncIterator[Callable[[], Awaitable[bytes]]]:
+    """Send a request; yield what receives more of the answer, and nothing once the server has closed.
 
     asyncio's streams would lose what came just before a reset, with which a server ends a body that it has not read.
+    """
+    loop = asyncio.get_running_loop()
+    with socket.socket() as connection:
+        connection.setblocking(False)
+        await loop.sock_connect(connection, ("127.0.0.1", port))
+        with suppress(OSError):  # the server may close before it has read everything
+            await loop.sock_sendall(connection, sent.data)
+            if sent.half_closes:
+                connection.shutdown(socket.SHUT_WR)
+
+        async def receive() -> bytes:
+            with suppress(OSError):
+                return await loop.sock_recv(connection, 2**16)
+            return b""
+
+        yield receive
+
+
+async def exchange(port: int, sent: Sent, *, timeout_s: float = 60.0) -> Answer:
+    """Send a request, and read until its answer is complete or the server closes.
 
     Raises:
         TimeoutError: if neither happens in time.
     """
-    has_body, loop, received = not sent.data.startswith(b"HEAD "), asyncio.get_running_loop(), b""
-    async with asyncio.timeout(timeout_s):
-        with socket.socket() as connection:
-            connection.setblocking(False)
-            await loop.sock_connect(connection, ("127.0.0.1", port))
-            with suppress(OSError):  # the server may close before it has read everything
-                await loop.sock_sendall(connection, sent.data)
-                if sent.half_closes:
-                    connection.shutdown(socket.SHUT_WR)
-            with suppress(OSError):
-                while not (answer := _parsed(received, has_body)).is_complete and (
-                    data := await loop.sock_recv(connection, 2**16)
-                ):
-                    received += data
+    has_body, received = not sent.data.startswith(b"HEAD "), b""
+    async with asyncio.timeout(timeout_s), _sending(port, sent) as receive:
+        while not (answer := _parsed(received, has_body)).is_complete and (data := await receive()):
+            received += data
     return answer
 
 
@@ -188,17 +199,12 @@ async def until_closed(port: int, sent: Sent, *, timeout_s: float = 60.0) -> tup
     Raises:
         TimeoutError: if it has not in time.
     """
-    async with asyncio.timeout(timeout_s):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        received, answered = b"", 0.0
-        try:
-            writer.write(sent.data)
-            while data := await reader.read(2**16):
-                received += data
-                answered = monotonic()
-        finally:
-            writer.transport.abort()
-    return _parsed(received, has_body=True), monotonic() - answered
+    received, answered = b"", 0.0
+    async with asyncio.timeout(timeout_s), _sending(port, sent) as receive:
+        while data := await receive():
+            received += data
+            answered = monotonic()
+        return _parsed(received, has_body=True), monotonic() - answered
 
 
 def _parsed(received: bytes, has_body: bool) -> Answer:
