@@ -47,7 +47,7 @@ def load_engines(model: str, options: dict[str, Any]) -> dict[str, Engine]:
     def load(model_impl: str) -> Engine:
         return Engine.from_config(EngineConfig.from_options(model, options | {"model_impl": model_impl}))
 
-    with patch("engine.models.loader.cpu_kernels_can_run", return_value=False):
+    with patch("engine.models.decoder.loader.cpu_kernels_can_run", return_value=False):
         own_in_torch = load("pagoda")
     return {ADAPTER: load("transformers"), TORCH: own_in_torch, C: load("pagoda")}
 

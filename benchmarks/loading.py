@@ -35,10 +35,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.machine import describe, release_memory
-from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.loader import load_transformers_decoder
-from engine.models.config import load_hf_config
-from engine.models.loader import load_decoder
+from engine.models.config.model_config import load_hf_config
+from engine.models.config.transformers_config import TransformersConfig
+from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from kernels.cpu.memory import huge_zeros
 

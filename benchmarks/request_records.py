@@ -31,10 +31,10 @@ from ray.serve._private.logging_utils import ServeFormatter
 from benchmarks.machine import describe
 from deployments.api.middleware import RecordRequests
 from deployments.config import LoggingOptions, TracingOptions
+from deployments.request_log.log import RequestLog
+from deployments.request_log.record import RequestRecord, current_record
+from deployments.request_log.tracing import Tracer, open_tracer
 from deployments.requests.attempt import Attempt
-from deployments.requests.log import RequestLog
-from deployments.requests.record import RequestRecord, current_record
-from deployments.requests.tracing import Tracer, open_tracer
 from engine.outputs import EngineOutput, FinishReason, RequestTiming
 from engine.sampling_params import SamplingParams
 

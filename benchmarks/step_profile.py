@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 
-import engine.models.cpu_decoder as cpu_decoder
+import engine.models.decoder.cpu_decoder as cpu_decoder
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
 from benchmarks.peers.runner import WARM_UP

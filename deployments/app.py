@@ -19,8 +19,8 @@ from deployments.api.api_keys import ApiKeys
 from deployments.config import AppConfig
 from deployments.ingress import Ingress
 from deployments.replica import EngineReplica
-from deployments.requests.tracing import require_exporter
-from deployments.router import PrefixRouter
+from deployments.request_log.tracing import require_exporter
+from deployments.serve.router import PrefixRouter
 
 __all__ = ["build_app"]
 
@@ -76,7 +76,7 @@ def _number_of_engines(config: AppConfig) -> dict[str, Any]:
     if scaling.max_replicas is None:
         return {"num_replicas": config.replicas.num_engine_replicas}
     policy = {
-        "policy_function": "deployments.autoscaling:KVPressure",
+        "policy_function": "deployments.serve.autoscaling:KVPressure",
         "policy_kwargs": scaling.model_dump(include={"target_queued_prefill_s", "target_kv_usage"}),
     }
     return {

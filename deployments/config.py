@@ -15,14 +15,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deployments.api.parsers.registry import NONE, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
 from deployments.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
+from deployments.parsers.registry import NONE, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
 from deployments.proxy.limits import ProxyLimits
 from deployments.routing.options import RoutingOptions
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.models.adapter.architectures import require_proven
-from engine.models.config_json import context_length, read_config_json
+from engine.models.config.architectures import require_proven
+from engine.models.config.config_json import context_length, read_config_json
 from engine.sampling_params import MAX_SEQUENCES
 
 __all__ = [
@@ -108,7 +108,7 @@ class RouterOptions(_Options):
 
 
 class AutoscalingOptions(_Options):
-    """When to add or remove engine replicas; see deployments/autoscaling.py and Serve's options."""
+    """When to add or remove engine replicas; see deployments/serve/autoscaling.py and Serve's options."""
 
     max_replicas: int | None = Field(default=None, ge=1)  # None: always replicas.num_engine_replicas
     min_replicas: int = Field(default=1, ge=0)
@@ -132,7 +132,7 @@ class AutoscalingOptions(_Options):
 
 
 class LoggingOptions(_Options):
-    """The log line of each finished request; see deployments/requests/log.py."""
+    """The log line of each finished request; see deployments/request_log/log.py."""
 
     requests: bool = True
     prompts: bool = False
@@ -141,7 +141,7 @@ class LoggingOptions(_Options):
 
 
 class TracingOptions(_Options):
-    """Where OpenTelemetry spans are sent, and for which requests; see deployments/requests/tracing.py."""
+    """Where OpenTelemetry spans are sent, and for which requests; see deployments/request_log/tracing.py."""
 
     # None: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, if one is set.
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^/\s]+\S*$")
@@ -157,7 +157,7 @@ class AppConfig(_Options):
     web: bool = True
     tool_parser: str | None = None  # None: as the chat template implies; "none": no tool calls are parsed
     reasoning_parser: str | None = None
-    strip_billing_header: bool = True  # of Claude Code, from prompts; see deployments/api/messages/attribution.py
+    strip_billing_header: bool = True  # of Claude Code, from prompts; see deployments/api/anthropic/attribution.py
     engine: dict[str, Any] = Field(default_factory=dict)
     replicas: ReplicaOptions = ReplicaOptions()
     limits: LimitOptions = LimitOptions()

@@ -21,13 +21,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from deployments.api.anthropic.endpoints import MessagesApi
+from deployments.api.anthropic.openapi import COUNT_TOKENS, CREATE_MESSAGE
 from deployments.api.api_keys import ApiKeys, RequireKey
 from deployments.api.body import BodyReader
 from deployments.api.descriptions import METRICS, PAGE, PAGE_FILE, STATE
 from deployments.api.json_response import JsonResponse
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
-from deployments.api.messages.endpoints import MessagesApi
-from deployments.api.messages.openapi import COUNT_TOKENS, CREATE_MESSAGE
 from deployments.api.middleware import CountRequests, RecordRequests
 from deployments.api.openai.openapi import CHAT, COMPLETIONS, MODEL, MODELS
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest
@@ -42,21 +42,21 @@ from deployments.api.utilities.invocations import Invocations
 from deployments.api.utilities.openapi import DETOKENIZE, INVOCATIONS, LOAD, SERVER_INFO, TOKENIZE
 from deployments.api.utilities.server import ServerState
 from deployments.api.utilities.tokenization import Tokenization
-from deployments.broadcast import all_ingresses, broadcast, first_result
 from deployments.config import AppConfig
 from deployments.errors import ApiError
-from deployments.http_server import accept_many
 from deployments.observability.ingress_metrics import INGRESS_INFO, REPLICAS_MIN, ingress_recorder
 from deployments.observability.prometheus import render
 from deployments.observability.ray_exporter import RayExporter
 from deployments.observability.recorder import Series
+from deployments.request_log.log import RequestLog
+from deployments.request_log.record import RequestRecord
+from deployments.request_log.tracing import open_tracer
 from deployments.requests.dispatcher import Dispatcher
 from deployments.requests.engine_client import EngineClient
-from deployments.requests.log import RequestLog
-from deployments.requests.record import RequestRecord
-from deployments.requests.tracing import open_tracer
 from deployments.routing.cluster_view import cluster_view
 from deployments.routing.recently_routed import RoutedRequest
+from deployments.serve.broadcast import all_ingresses, broadcast, first_result
+from deployments.serve.http_server import accept_many
 from deployments.version import pagoda_version
 from deployments.web.live_view import LiveView
 from deployments.web.page import WebPage

@@ -14,15 +14,15 @@ from typing import Any
 import ray
 from ray import serve
 
-from deployments.autoscaling import replica_pressure
-from deployments.channel.server import ChannelServer
-from deployments.cpu_priority import in_yielding_thread
 from deployments.observability.ray_exporter import RayExporter
 from deployments.observability.recorder import Recorder, Series
 from deployments.observability.stats_line import StatsLine
+from deployments.serve.autoscaling import replica_pressure
+from deployments.serve.cpu_priority import in_yielding_thread
+from deployments.transport.kv_events.publisher import KVEventPublisher
+from deployments.transport.replica_metadata import BLOCK_SIZE, ENDPOINT
+from deployments.transport.request_channel.server import ChannelServer
 from deployments.web.live_view import EngineSnapshot
-from deployments.wire.publisher import KVEventPublisher
-from deployments.wire.replica_metadata import BLOCK_SIZE, ENDPOINT
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.rules import (
+from engine.options.rules import (
     Rule,
     RuleError,
     apply_rules,

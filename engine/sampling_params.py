@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from engine.errors import RequestError, listed, shown
-from engine.rules import (
+from engine.options.rules import (
     Rule,
     RuleError,
     apply_rules,
@@ -27,8 +27,8 @@ from engine.rules import (
     optional,
     strings,
 )
+from engine.options.thinking_budget import ThinkingBudget
 from engine.structured_outputs.params import StructuredOutputsParams
-from engine.thinking_budget import ThinkingBudget
 
 __all__ = ["MAX_STOP_STRINGS", "REJECTED_WITH_BEAMS", "SamplingParams"]
 

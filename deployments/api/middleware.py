@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.turns import CLIENT_HEADER
 from deployments.observability.ingress_metrics import HTTP_REQUESTS, ingress_recorder
-from deployments.requests.record import OPERATIONS, RequestRecord, is_messages_path, set_current_record
+from deployments.request_log.record import OPERATIONS, RequestRecord, is_messages_path, set_current_record
 
 __all__ = ["CountRequests", "RecordRequests", "direct_send", "path_of"]
 

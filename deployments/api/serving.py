@@ -26,13 +26,13 @@ from deployments.api.sse import EventStream
 from deployments.api.writers import Answer, EventWriter, ResponseHead, Usage, Writers, best_answers
 from deployments.config import AppConfig
 from deployments.errors import ApiError
+from deployments.request_log.log import RequestLog
+from deployments.request_log.record import current_record
 from deployments.requests.beam_search import Beam, BeamSearch, with_beams
 from deployments.requests.engine_client import EngineClient
 from deployments.requests.generation import Generation
-from deployments.requests.log import RequestLog
 from deployments.requests.merge import merge
 from deployments.requests.prompt import Prompt
-from deployments.requests.record import current_record
 from deployments.routing.cluster_view import ClusterView
 from engine.errors import RequestError
 from engine.request import EngineRequest

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 __all__ = ["GENERATING_PATHS", "HEALTH_PATHS", "wait_for_stream_rules", "with_more_backends"]
 
 HEALTH_PATHS = ("/health", "/ping")
-# As in deployments/requests/record.py: a POST to them makes an engine compute.
+# As in deployments/request_log/record.py: a POST to them makes an engine compute.
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/invocations")
 PROBES, WHOLE = "-probes", "-whole"
 # In a JSON string the quotes would have backslashes. A field of an inner object is taken for the body's, too.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deployments.channel.stream import ReplicaStream
 from deployments.errors import unwrap
 from deployments.requests.attempt import Attempt
 from deployments.requests.stall_watch import StallWatch
 from deployments.routing.cluster_view import ClusterView
+from deployments.transport.request_channel.stream import ReplicaStream
 from engine.errors import PagodaError
 from engine.outputs import EngineOutput
 

@@ -17,11 +17,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from deployments.channel.link import Link
-from deployments.channel.links import Links
-from deployments.channel.stream import ReplicaStream
 from deployments.observability.ingress_metrics import ROUTING_DECISION_SECONDS, ROUTING_DECISIONS, ingress_recorder
 from deployments.routing.cluster_view import ClusterView
+from deployments.transport.request_channel.link import Link
+from deployments.transport.request_channel.links import Links
+from deployments.transport.request_channel.stream import ReplicaStream
 from engine.errors import RequestError
 from engine.request import EngineRequest
 

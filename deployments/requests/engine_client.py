@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from deployments.channel.stream import ReplicaStream
 from deployments.requests.attempt import Attempt
 from deployments.requests.attempt_stream import AttemptStream
 from deployments.requests.stall_watch import StallWatch
 from deployments.routing.cluster_view import ClusterView
+from deployments.transport.request_channel.stream import ReplicaStream
 from engine.request import EngineRequest
 
 __all__ = ["EngineClient", "Engines"]

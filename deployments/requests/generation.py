@@ -14,13 +14,13 @@ from collections.abc import AsyncGenerator
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from deployments.channel.errors import StreamPausedError
 from deployments.errors import ReplicasLostError, is_replica_loss
 from deployments.observability.ingress_metrics import REQUEST_MIGRATIONS, ingress_recorder
 from deployments.requests.attempt import Attempt
 from deployments.requests.attempt_stream import AttemptError, AttemptStream
 from deployments.requests.engine_client import EngineClient
 from deployments.requests.prompt import Prompt
+from deployments.transport.request_channel.errors import StreamPausedError
 from engine.errors import OverloadedError
 from engine.outputs import EngineOutput, FinishReason, TokenLogprobs
 from engine.request import EngineRequest

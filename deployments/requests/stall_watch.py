@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from deployments.channel.stream import ReplicaStream
 from deployments.errors import ReplicaStalledError, RequestTimeoutError
 from deployments.routing.cluster_view import ClusterView
+from deployments.transport.request_channel.stream import ReplicaStream
 
 __all__ = ["StallWatch"]
 

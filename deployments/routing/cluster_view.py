@@ -23,8 +23,8 @@ from deployments.observability.ingress_metrics import (
 from deployments.routing.policy import Decision
 from deployments.routing.recently_routed import RecentlyRouted, RoutedRequest
 from deployments.routing.state import RoutingState
-from deployments.wire.replica_metadata import BLOCK_SIZE, ENDPOINT
-from deployments.wire.subscriber import KVEventSubscriber
+from deployments.transport.kv_events.subscriber import KVEventSubscriber
+from deployments.transport.replica_metadata import BLOCK_SIZE, ENDPOINT
 
 __all__ = ["ClusterView", "cluster_view"]
 

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.device_copy import to_device
 from engine.errors import ConfigError, KVCacheError
 from engine.kv.pinned_memory import pinned_zeros, unpin
 from kernels.cpu.memory import huge_zeros
 from kernels.cpu.prefaulter import Prefaulter
+from kernels.device_copy import to_device
 
 __all__ = ["KVCache"]
 

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.device_copy import to_device
 from engine.sampling.choosers import TruncatedDraw, build_choosers
 from engine.sampling.filters import MinTokens, build_filters
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from kernels.device_copy import to_device
 
 __all__ = ["ListedTokens", "SamplingBatch"]
 

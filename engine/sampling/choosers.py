@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.device_copy import to_device
 from engine.sampling.noise import as_uint64, noise_keys
 from engine.sampling.ranking import top_tokens
 from engine.sequence import Sequence
-from kernels.argmax import argmax_rows
 from kernels.cpu import sampling as cpu_sampling
+from kernels.cpu.argmax import argmax_rows
+from kernels.device_copy import to_device
 from kernels.sampling.base import NO_TOKEN, Limits, SamplingOps
 from kernels.sampling.exact_math import noisy_logits, scores_of, total_weights, weights_of
 from kernels.sampling.select import select_sampling_ops
@@ -143,8 +143,8 @@ class TruncatedDraw(Draw):
     Of equally likely tokens the smaller id counts as the more likely one. Probabilities are rounded to whole units
     whose sums are exact (``weights_of``), so that all devices keep the same tokens.
 
-    A GPU's kernels find them by bisection (kernels/sampling/triton_truncation.py), and a CPU's among the most likely
-    ones (kernels/cpu/csrc/truncated_draw.c). In torch, since they are few tokens nearly always, ``choose`` looks at
+    A GPU's kernels find them by bisection (kernels/sampling/triton/truncation.py), and a CPU's among the most likely
+    ones (kernels/cpu/csrc/sampling/truncated_draw.c). In torch, since they are few tokens nearly always, ``choose`` looks at
     ``num_candidates`` of them. Where the candidates' probabilities do not reach p, it leaves the sequence UNDECIDED,
     because only the device knows it at that time. Once the host knows it too, ``choose_sorted`` sorts the whole
     vocabulary for those sequences.

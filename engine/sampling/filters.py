@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.device_copy import to_device
+from engine.options.thinking_budget import ENDED, NOT_STARTED
 from engine.sampling.token_rows import TokenRows
 from engine.sequence import Sequence
 from engine.structured_outputs.bitmask import forbidden_tokens
-from engine.thinking_budget import ENDED, NOT_STARTED
+from kernels.device_copy import to_device
 from kernels.sampling.base import ANY_TOKEN
 from kernels.sampling.select import select_sampling_ops
 

@@ -13,12 +13,12 @@ from math import isfinite, isnan
 import torch
 
 from engine.beam_search import Candidates
-from engine.device_copy import start_to_host, to_device
 from engine.outputs import TokenLogprobs
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.choosers import NO_TOKEN, UNDECIDED
 from engine.sampling.ranking import gather_listed, gather_logprobs
 from engine.scheduling.scheduler_output import SampledTokens
+from kernels.device_copy import start_to_host, to_device
 
 __all__ = ["PendingTokens"]
 

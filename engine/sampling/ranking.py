@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.device_copy import start_to_host
 from engine.outputs import Logprob, TokenLogprobs
 from kernels.cpu import sampling as cpu_sampling
+from kernels.device_copy import start_to_host
 
 __all__ = ["PendingLogprobs", "gather_listed", "gather_logprobs", "top_tokens"]
 

@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from engine.device_copy import start_to_host, wait_for_device
 from engine.request import EngineRequest
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.choosers import NO_TOKEN, only_finite
@@ -22,7 +21,8 @@ from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence, SequenceGroup
 from engine.structured_outputs.bitmask import apply_bitmask
-from kernels.argmax import argmax_rows
+from kernels.cpu.argmax import argmax_rows
+from kernels.device_copy import start_to_host, wait_for_device
 from kernels.sampling.select import select_sampling_ops
 
 __all__ = ["NO_TOKEN", "Sampler"]

@@ -13,8 +13,8 @@ from itertools import chain
 import numpy as np
 import torch
 
-from engine.device_copy import to_device
 from engine.sequence import Sequence
+from kernels.device_copy import to_device
 
 __all__ = ["TokenRows"]
 

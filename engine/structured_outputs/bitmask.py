@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from engine.device_copy import to_device, use_device
 from engine.structured_outputs.grammar import Grammar, fill_masks
+from kernels.device_copy import to_device, use_device
 from kernels.sampling.select import select_sampling_ops
 
 __all__ = ["MaskBuilder", "apply_bitmask", "fill_bitmask", "forbidden_tokens"]

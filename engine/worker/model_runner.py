@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.config import EngineConfig, EngineInfo
-from engine.device_copy import to_device
 from engine.errors import ConfigError
-from engine.models.config import GenerationDefaults
+from engine.models.config.model_config import GenerationDefaults
 from engine.outputs import TokenLogprobs
 from engine.sampling.ranking import PendingLogprobs
 from engine.sampling.sampler import NO_TOKEN, Sampler
@@ -28,6 +27,7 @@ from engine.worker.memory import host_blocks_for
 from engine.worker.step_planner import StepPlanner
 from engine.worker.step_timer import StepTimer
 from engine.worker.worker_pool import WorkerPool
+from kernels.device_copy import to_device
 
 if TYPE_CHECKING:
     from engine.structured_outputs.bitmask import MaskBuilder

@@ -14,18 +14,17 @@ from time import perf_counter
 import torch
 
 from engine.config import EngineConfig
-from engine.device_copy import use_device
 from engine.errors import ConfigError
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
-from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
-from engine.models.config import load_hf_config
-from engine.models.cpu_decoder import CpuDecoder
-from engine.models.decoder import Decoder, ForwardContext
-from engine.models.implementation import read_shape
-from engine.models.loader import load_decoder
+from engine.models.config.implementation import read_shape
+from engine.models.config.model_config import load_hf_config
+from engine.models.config.transformers_config import TransformersConfig
+from engine.models.decoder.cpu_decoder import CpuDecoder
+from engine.models.decoder.decoder import Decoder, ForwardContext
+from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.sampling.sampler import Sampler
 from engine.worker.device import resolve_device, set_rank_threads
@@ -37,7 +36,8 @@ from engine.worker.warm_up import largest_step, one_sequence
 from kernels.attention.base import StepLimits
 from kernels.attention.select import select_backend
 from kernels.attention_metadata import AttentionMetadata
-from kernels.pending_tokens import take_pending_tokens
+from kernels.cache.pending_tokens import take_pending_tokens
+from kernels.device_copy import use_device
 
 __all__ = ["ModelWorker"]
 

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.device_copy import to_device_together
 from engine.kv.block_manager import BlockPair
 from engine.kv.block_tables import BlockTables, TableChanges
 from kernels.attention_metadata import AttentionMetadata
-from kernels.pending_tokens import take_pending_tokens
+from kernels.cache.pending_tokens import take_pending_tokens
+from kernels.device_copy import to_device_together
 
 __all__ = ["ModelInput", "StepPlan"]
 

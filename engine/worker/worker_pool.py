@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
-from engine.device_copy import wait_for_device
 from engine.worker.model_worker import ModelWorker
 from engine.worker.remote_ranks import RemoteRanks
 from engine.worker.step_plan import StepPlan
+from kernels.device_copy import wait_for_device
 
 __all__ = ["WorkerPool"]
 

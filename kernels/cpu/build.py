@@ -25,7 +25,7 @@ __all__ = ["BuildError", "build", "cache_directory"]
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
-_FLAGS = (  # csrc/vector.h says why nothing is contracted
+_FLAGS = (  # csrc/runtime/vector.h says why nothing is contracted
     *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-pthread"),
     *("-Wall", "-Wextra", "-Wno-psabi"),
 )
@@ -57,7 +57,7 @@ def build() -> Path:
         BuildError: if there is no compiler, it fails, or the cache directory cannot be written.
     """
     compiler = _compiler()  # and arguments, as CC may name them
-    sources = sorted(SOURCES.glob("*.c"))
+    sources = sorted(SOURCES.rglob("*.c"))
     if not sources:
         raise BuildError(f"'{SOURCES}' holds no sources; install Pagoda from its checkout")
     library = cache_directory() / f"cpu-kernels-{_key(compiler, sources)}.so"
@@ -103,8 +103,8 @@ def _key(compiler: list[str], sources: list[Path]) -> str:
     state = os.stat(compiler[0])
     parts = [*_flags(), *compiler, str(state.st_size), str(state.st_mtime_ns), platform.machine(), _features()]
     digest = hashlib.sha256("\n".join(parts).encode())
-    for file in sorted([*sources, *SOURCES.glob("*.h")]):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    for file in sorted([*sources, *SOURCES.rglob("*.h")]):
+        digest.update(str(file.relative_to(SOURCES)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:20]
 
 
@@ -120,10 +120,13 @@ def _features() -> str:
 def _compile(compiler: list[str], sources: list[Path], library: Path) -> None:
     """Compile the files in parallel, and move the finished library to its path atomically."""
     with tempfile.TemporaryDirectory(dir=library.parent) as directory, ThreadPool(os.cpu_count()) as pool:
-        objects = [Path(directory) / f"{source.stem}.o" for source in sources]
+        objects = [Path(directory) / f"{index}.o" for index in range(len(sources))]
         pool.starmap(
             _run,
-            [(*compiler, *_flags(), "-c", source, "-o", made) for source, made in zip(sources, objects, strict=True)],
+            [
+                (*compiler, *_flags(), f"-I{SOURCES}", "-c", source, "-o", made)
+                for source, made in zip(sources, objects, strict=True)
+            ],
             chunksize=1,  # or two cores could compile the two slow files one after the other
         )
         unfinished = Path(directory) / library.name

@@ -1,4 +1,4 @@
-"""Gathering rows of activations or embeddings, in C (csrc/gather.h)."""
+"""Gathering rows of activations or embeddings, in C (csrc/linear/gather.h)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PackedLayer: the weights of one decoder layer as the C kernels read them (csrc/layer.h)."""
+"""PackedLayer: the weights of one decoder layer as the C kernels read them (csrc/layer/layer.h)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LayerShape", "NormName", "PackedLayer"]
 NormName = Literal[
     "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm", "query_norm", "key_norm"
 ]
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as in csrc/layer.h
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as in csrc/layer/layer.h
 
 
 @dataclass(frozen=True, kw_only=True)

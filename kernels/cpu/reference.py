@@ -71,3 +71,8 @@ def draw(
     """Return the noisy logits [rows, vocab_size] of which `kernels.cpu.sampling.draw` returns the largest."""
     noisy = noisy_logits(logits, temperatures, keys)
     return noisy if floors is None else noisy.masked_fill(scores_of(logits, temperatures) < floors, -torch.inf)
+
+
+def argmax_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `argmax.argmax_rows`."""
+    return rows.amax(dim=1), rows.argmax(dim=1)

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits in C (csrc/top_k.h, csrc/draw.h, csrc/truncated_draw.h).
+"""Choosing tokens from logits in C (csrc/sampling/top_k.h, csrc/sampling/draw.h, csrc/sampling/truncated_draw.h).
 
 Callers check ``can_sample`` first.
 """

@@ -1,4 +1,4 @@
-"""Computing a step in C (csrc/layer.h): decoder layers, all at once or a half at a time, and the logits."""
+"""Computing a step in C (csrc/layer/layer.h): decoder layers, all at once or a half at a time, and the logits."""
 
 from __future__ import annotations
 

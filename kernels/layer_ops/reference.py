@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from kernels import reference
+from kernels.cache import reference
 from kernels.layer_ops.base import Activation, Addend, LayerCache, Norm, Rotation
 
 __all__ = ["add_norm", "gated_activation", "rotate_and_store"]

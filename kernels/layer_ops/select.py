@@ -7,7 +7,7 @@ import logging
 import torch
 
 from kernels.layer_ops.base import LayerOps
-from kernels.layer_ops.torch_ops import TorchOps
+from kernels.layer_ops.torch import TorchOps
 
 __all__ = ["select_layer_ops"]
 
@@ -19,7 +19,7 @@ def select_layer_ops(device: torch.device) -> LayerOps:
     if device.type != "cuda":
         return TorchOps()
     try:
-        from kernels.layer_ops.triton_ops import TritonOps
+        from kernels.layer_ops.triton.ops import TritonOps
     except ImportError as error:
         logger.warning("Layers run as torch's operators, which is slower: Triton cannot be imported (%s)", error)
         return TorchOps()

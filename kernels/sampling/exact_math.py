@@ -1,6 +1,6 @@
 """Noise and probability weights whose bits are the same on a CPU and on a GPU, so that both choose the same tokens.
 
-The C kernels (cpu/csrc/noise.h, cpu/csrc/truncated_draw.c) and the Triton kernels (triton_math.py) evaluate the same
+The C kernels (cpu/csrc/sampling/noise.h, cpu/csrc/sampling/truncated_draw.c) and the Triton kernels (triton_math.py) evaluate the same
 polynomials with the same roundings; a * b + c is rounded once. This is how torch computes them, slowly, where neither
 can run.
 """

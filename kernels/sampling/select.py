@@ -18,7 +18,7 @@ def select_sampling_ops(device_type: str) -> SamplingOps | None:
     if device_type != "cuda":
         return None
     try:
-        from kernels.sampling.triton_ops import TritonSampling
+        from kernels.sampling.triton.ops import TritonSampling
     except ImportError as error:
         logger.warning("Sampling runs as torch's operators, which is slower: Triton cannot be imported (%s)", error)
         return None

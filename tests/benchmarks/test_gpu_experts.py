@@ -16,7 +16,7 @@ from benchmarks.gpu.part_run import PartRun
 from benchmarks.gpu.parts import checkpoint, decode, experts, tokens
 from benchmarks.gpu.sizes import FULL
 from benchmarks.limits.model_shape import ModelShape
-from kernels import experts as kernels
+from kernels.experts import experts as kernels
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from benchmarks.limits.model_shape import ModelShape
 from benchmarks.peers import runner
 from benchmarks.workloads import Request, Workload
 from engine.engine import Engine
-from engine.models import cpu_decoder
+from engine.models.decoder import cpu_decoder
 from engine.sampling.pending import PendingTokens
 from engine.sampling.sampler import Sampler
 from engine.worker.model_runner import ModelRunner

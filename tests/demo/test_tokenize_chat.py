@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from demo.corpus import load_corpus
 from demo.tokenize_chat import CHAT_TEMPLATE, MARKERS, ChatEncoder, train_tokenizer, with_numbers_and_markers
 from demo.tool_talks import ToolTalk
-from deployments.api.parsers.registry import Parsers
+from deployments.parsers.registry import Parsers
 
 USER = {"role": "user", "content": "Hi"}
 CALL: Any = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "12 * 34"}}}

@@ -21,8 +21,8 @@ with warnings.catch_warnings():
     from deployments.config import AppConfig
     from deployments.ingress import Ingress
     from deployments.routing.cluster_view import cluster_view
-    from tests.deployments.channel.peers import Peers
     from tests.deployments.fakes import FakeEngines, output
+    from tests.deployments.transport.request_channel.peers import Peers
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from typing import Any
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.channel.stream import ReplicaStream
 from deployments.requests.engine_client import EngineClient
 from deployments.routing.cluster_view import ClusterView
+from deployments.transport.request_channel.stream import ReplicaStream
 from engine.config import EngineInfo
 from engine.errors import EngineDeadError
 from engine.observability.load import EngineLoad

@@ -15,9 +15,9 @@ from deployments.config import AppConfig
 from deployments.ingress import Ingress
 from deployments.requests.dispatcher import Dispatcher
 from deployments.routing.cluster_view import cluster_view
-from tests.deployments.channel.peers import Peers, until
-from tests.deployments.channel.test_reconnects import Paced
 from tests.deployments.fakes import FakeEngines
+from tests.deployments.transport.request_channel.peers import Peers, until
+from tests.deployments.transport.request_channel.test_reconnects import Paced
 
 CLIENTS, AT_ONCE = 500, 50
 DISCONNECT: Message = {"type": "http.disconnect"}

@@ -16,10 +16,10 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.llm import LLM
+from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.thinking_budget import ThinkingBudget
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.conftest import SavedModel
 from tests.engine.oracle import Activity, answers, check_idle, make_llm, random_tokens, run

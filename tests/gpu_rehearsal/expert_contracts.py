@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from kernels.experts import route
+from kernels.experts.experts import route
 from tests.gpu_rehearsal.kernel_contracts import Compute, Contract, plain, require, require_tensor
 
 __all__ = ["CONTRACTS"]
@@ -31,7 +31,7 @@ def _route(call: Any) -> None:
 
 
 def routing(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.experts_routing_triton.route_kernel."""
+    """kernels.experts.triton.routing.route_kernel."""
     _check_routing(call)
     num_blocks = -(-call.num_tokens // call.BLOCK_TOKENS)
     require(tuple(grid) == (num_blocks,), f"the grid {grid} is not one program for each of {num_blocks} blocks")
@@ -47,7 +47,7 @@ def routing(call: Any, grid: tuple[int, ...]) -> Compute:
 
 
 def grouping(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.experts_routing_triton.group_kernel."""
+    """kernels.experts.triton.routing.group_kernel."""
     _check_routing(call)
     all_pairs = call.ids.numel()
     require(tuple(grid) == (call.NUM_EXPERTS,), f"the grid {grid} is not one program for each expert")
@@ -82,7 +82,7 @@ def grouping(call: Any, grid: tuple[int, ...]) -> Compute:
 
 
 def grouped_linear(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.experts_triton.grouped_linear_kernel."""
+    """kernels.experts.triton.experts.grouped_linear_kernel."""
     all_pairs, num_outputs = call.output.shape
     num_experts, _, num_inputs = call.weights.shape
     dtype, most_tiles = call.output.dtype, call.tile_experts.shape[0]
@@ -114,7 +114,7 @@ def grouped_linear(call: Any, grid: tuple[int, ...]) -> Compute:
 
 
 def combine(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.experts_triton.combine_kernel."""
+    """kernels.experts.triton.experts.combine_kernel."""
     num_tokens, width = call.output.shape
     require_tensor("expert_outputs", call.expert_outputs, call.output.dtype, num_tokens * call.TOP_K, width)
     require_tensor("weights", call.weights, torch.float32, num_tokens, call.TOP_K)

@@ -16,7 +16,7 @@ import torch
 from kernels.attention import reference as attention_reference
 from kernels.attention.base import AttentionInputs
 from kernels.attention_metadata import AttentionMetadata
-from kernels.pending_tokens import take_pending_tokens
+from kernels.cache.pending_tokens import take_pending_tokens
 
 __all__ = ["CONTRACTS", "Compute", "Contract", "ContractError", "check_metadata", "plain", "require", "require_tensor"]
 
@@ -54,7 +54,7 @@ def require_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: 
 
 
 def store(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.store_kvcache."""
+    """kernels.cache.store_kvcache."""
     num_tokens, num_heads, head_dim = call.key.shape
     _, block_size, *_ = call.key_cache.shape
     for name in ("key", "value"):
@@ -84,7 +84,7 @@ def store(call: Any, grid: tuple[int, ...]) -> Compute:
 
 
 def take_pending(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.pending_tokens."""
+    """kernels.cache.pending_tokens."""
     require_tensor("token_ids", call.token_ids, torch.int64, call.num_tokens)
     require_tensor("sampled", call.sampled, torch.int64, None)
     require(tuple(grid) == (-(-call.num_tokens // call.BLOCK),), f"the grid {grid} does not cover {call.num_tokens}")

@@ -80,11 +80,7 @@ class Launches:
     def forget(self) -> None:
         """Begin anew, as a new process does."""
         # Imported with Triton's driver replaced.
-        from kernels import experts_triton, pending_tokens_triton, store_kvcache_triton  # noqa: F401
         from kernels.attention.triton import decode, prefill  # noqa: F401
-        from kernels.layer_ops import triton_kernels as layer_kernels  # noqa: F401
-        from kernels.sampling import triton_filters, triton_truncation  # noqa: F401
-        from kernels.sampling import triton_kernels as sampling_kernels  # noqa: F401
 
         for name, module in list(sys.modules.items()):
             for kernel in vars(module).values() if name.startswith("kernels.") else ():

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.layer_ops.base import Addend, LayerCache, Norm, Rotation
-from kernels.layer_ops.torch_ops import TorchOps
+from kernels.layer_ops.torch import TorchOps
 from tests.gpu_rehearsal.kernel_contracts import Compute, Contract, plain, require, require_tensor
 
 __all__ = ["CONTRACTS"]
@@ -116,7 +116,7 @@ def gated_activation(call: Any, grid: tuple[int, ...]) -> Compute:
 
 
 def linear(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.linear_triton."""
+    """kernels.linear.triton."""
     num_rows, num_outputs = call.output.shape
     dtype = call.output.dtype
     require(call.output.is_contiguous() and call.weight.is_contiguous(), "an operand is not contiguous")

@@ -121,8 +121,8 @@ def run(gpu: Rehearsal, path: str) -> None:
     gpu.machine.check()
 
 
-ROUTES, ROUTED = "kernels.experts_routing_triton:route_triton", "routes = Routes.empty("
-EXPERTS, CHOSEN = "kernels.experts_triton:experts_triton", "routes = route_triton("
+ROUTES, ROUTED = "kernels.experts.triton.routing:route_triton", "routes = Routes.empty("
+EXPERTS, CHOSEN = "kernels.experts.triton.experts:experts_triton", "routes = route_triton("
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,8 @@ def test_a_planted_fault(
 ) -> None:
     plant(monkeypatch, target, after, fault)
     if target == ROUTES:  # which another module has imported by name
-        from kernels import experts_routing_triton, experts_triton
+        from kernels.experts.triton import experts as experts_triton
+        from kernels.experts.triton import routing as experts_routing_triton
 
         monkeypatch.setattr(experts_triton, "route_triton", experts_routing_triton.route_triton)
     with pytest.raises((ContractError, RehearsalError, ConfigError), match=problem):

@@ -67,7 +67,7 @@ def test_the_changes_of_logits(part: Any, gpu: Rehearsal, monkeypatch: pytest.Mo
     monkeypatch.setattr(sampling, "captured", lambda launch, device: launch)
     monkeypatch.setattr(sampling, "median_seconds", lambda launch, device: launch() or 1.0)
     part.limits = Limits(copy_gb_s=1.0, bf16_tflop_s=1.0)
-    from kernels.sampling.triton_ops import TritonSampling
+    from kernels.sampling.triton.ops import TritonSampling
 
     lines: list[str] = []
     sampling._check_changes(part, TritonSampling(), 1000, lines)

@@ -20,7 +20,7 @@ from tests.gpu_rehearsal.graphs import GRAPH_BYTES
 from tests.gpu_rehearsal.planting import plant
 from tests.gpu_rehearsal.rehearsal import Rehearsal
 
-FORWARD, EMBEDDED = "engine.models.decoder:Decoder.forward", "self.embed_tokens(token_ids)"
+FORWARD, EMBEDDED = "engine.models.decoder.decoder:Decoder.forward", "self.embed_tokens(token_ids)"
 A_STEP = 9  # most launches: the copy, the replay, and what follows the graph, logits and sampling
 OF_OVERLAP = 1  # more: the tokens of the last step are put into the inputs
 

@@ -13,7 +13,7 @@ from tests.gpu_rehearsal.machine import RehearsalError
 from tests.gpu_rehearsal.planting import plant
 from tests.gpu_rehearsal.rehearsal import Rehearsal, simulated
 
-FORWARD, EMBEDDED = "engine.models.decoder:Decoder.forward", "self.embed_tokens(token_ids)"
+FORWARD, EMBEDDED = "engine.models.decoder.decoder:Decoder.forward", "self.embed_tokens(token_ids)"
 
 WAITS = {
     "item": "hidden.sum().item()",

@@ -174,4 +174,4 @@ def test_the_copied_files_suffice(image: Path) -> None:
         check=False,
     )
     assert (answer.returncode, answer.stdout) == (0, "pagoda-demo\n"), answer.stderr[-2000:]
-    assert os.access(image / "deployments/haproxy.sh", os.X_OK)
+    assert os.access(image / "deployments/proxy/haproxy.sh", os.X_OK)

@@ -28,9 +28,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from kernels.attention.triton import backend as triton_backend
-from kernels.experts_triton import experts_triton
-from kernels.pending_tokens_triton import take_pending_tokens_triton
-from kernels.sampling.triton_ops import TritonSampling
+from kernels.cache.triton.pending_tokens import take_pending_tokens_triton
+from kernels.experts.triton.experts import experts_triton
+from kernels.sampling.triton.ops import TritonSampling
 from tests.kernels.gpu_variants import VARIANTS, covering, every, run_attention
 from tests.kernels.launch_log import KERNELS
 

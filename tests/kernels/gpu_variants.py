@@ -17,8 +17,8 @@ import torch
 from engine.worker.warm_up import one_sequence
 from kernels.attention.base import AttentionInputs, StepLimits
 from kernels.attention.triton.backend import TritonBackend
-from kernels.linear_triton import linear_triton
-from kernels.store_kvcache_triton import store_kvcache_triton
+from kernels.cache.triton.store_kvcache import store_kvcache_triton
+from kernels.linear.triton import linear_triton
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
 
 __all__ = ["VARIANTS", "covering", "every", "run_attention"]

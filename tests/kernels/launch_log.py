@@ -15,18 +15,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from kernels import (
-    experts_routing_triton,
-    experts_triton,
-    linear_triton,
-    pending_tokens_triton,
-    store_kvcache_triton,
-)
 from kernels.attention.triton import decode, prefill
-from kernels.layer_ops import triton_kernels as layer_kernels
-from kernels.sampling import triton_filters as filter_kernels
-from kernels.sampling import triton_kernels as sampling_kernels
-from kernels.sampling import triton_truncation as truncation_kernels
+from kernels.cache.triton import pending_tokens as pending_tokens_triton
+from kernels.cache.triton import store_kvcache as store_kvcache_triton
+from kernels.experts.triton import experts as experts_triton
+from kernels.experts.triton import routing as experts_routing_triton
+from kernels.layer_ops.triton import kernels as layer_kernels
+from kernels.linear import triton as linear_triton
+from kernels.sampling.triton import filters as filter_kernels
+from kernels.sampling.triton import kernels as sampling_kernels
+from kernels.sampling.triton import truncation as truncation_kernels
 
 __all__ = ["KERNELS", "LaunchLog"]
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from kernels.layer_ops.base import Activation, Addend, LayerCache, Norm, Rotation
-from kernels.layer_ops.triton_ops import TritonOps
+from kernels.layer_ops.triton.ops import TritonOps
 
 __all__ = ["MODELS", "run_layer_ops"]
 

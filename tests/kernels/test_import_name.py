@@ -76,7 +76,7 @@ def test_both_work_in_one_environment(site: Path) -> None:
         "import transformers.models.qwen3.modeling_qwen3\n"
         "import kernels, kernels.attention.select, kernels.layer\n"
         "from kernels import get_kernel\n"
-        "from kernels.store_kvcache import store_kvcache\n"
+        "from kernels.cache.store_kvcache import store_kvcache\n"
         "print(is_kernels_available(), get_kernel is kernels.layer.get_kernel, kernels.__file__)"
     )
     available, same, file = run(program, site).split()

@@ -9,11 +9,11 @@ pytest.importorskip("triton")
 
 from kernels.attention.triton.backend import TritonBackend
 from kernels.attention.triton.decode import reduce_splits_kernel
-from kernels.experts_triton import experts_triton
-from kernels.linear_triton import linear_triton
-from kernels.pending_tokens_triton import take_pending_tokens_triton
-from kernels.sampling.triton_ops import TritonSampling
-from kernels.store_kvcache_triton import store_kvcache_triton
+from kernels.cache.triton.pending_tokens import take_pending_tokens_triton
+from kernels.cache.triton.store_kvcache import store_kvcache_triton
+from kernels.experts.triton.experts import experts_triton
+from kernels.linear.triton import linear_triton
+from kernels.sampling.triton.ops import TritonSampling
 from tests.kernels.attention.paged_batches import PADDING, Batch, Shape, make_batch
 from tests.kernels.launch_log import KERNELS, LaunchLog
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops

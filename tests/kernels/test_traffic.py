@@ -17,7 +17,7 @@ NUM_INPUTS, NUM_OUTPUTS, TILE = 512, 512, 64
 @pytest.mark.parametrize("num_rows", [1, 4, 16, 64, 128])
 def test_a_linear_layer(num_rows: int, traffic: Traffic) -> None:
     """Memory gives all once. Programs request the rows again for each tile of outputs, the weights for each of rows."""
-    from kernels.linear_triton import linear_triton
+    from kernels.linear.triton import linear_triton
 
     rows = torch.ones(num_rows, NUM_INPUTS, dtype=torch.float16)
     weight = torch.ones(NUM_OUTPUTS, NUM_INPUTS, dtype=torch.float16)
@@ -30,7 +30,7 @@ def test_a_linear_layer(num_rows: int, traffic: Traffic) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 33])
 def test_the_cache_write(num_tokens: int, traffic: Traffic) -> None:
-    from kernels.store_kvcache_triton import store_kvcache_triton
+    from kernels.cache.triton.store_kvcache import store_kvcache_triton
 
     key, value = torch.ones(2, num_tokens, 8, 128, dtype=torch.float16)
     caches, slots = torch.zeros(2, 3, 16, 8, 128, dtype=torch.float16), torch.arange(num_tokens)

@@ -32,7 +32,7 @@ def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 def test_nothing_on_the_cpu_path_imports_triton_or_flash_attn() -> None:
     script = (
-        "import sys, torch, kernels, kernels.reference; from kernels.attention.select import select_backend; "
+        "import sys, torch, kernels, kernels.cache.reference; from kernels.attention.select import select_backend; "
         "import kernels.attention.flash.flash_attn, kernels.attention.flash.flash_attn_3, kernels.attention.reference; "
         "select_backend(torch.device('cpu'), torch.float32); "
         "print([name for name in ('triton', 'flash_attn', 'flash_attn_interface') if name in sys.modules])"

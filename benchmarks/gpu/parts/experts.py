@@ -14,8 +14,8 @@ from benchmarks.gpu.graphs import captured
 from benchmarks.gpu.part_run import PartRun
 from benchmarks.limits.model_shape import ModelShape
 from benchmarks.machine import median_seconds
-from kernels import reference
-from kernels.experts import route, routed_experts
+from kernels.experts import reference
+from kernels.experts.experts import route, routed_experts
 
 __all__ = ["run"]
 

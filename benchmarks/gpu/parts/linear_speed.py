@@ -14,7 +14,7 @@ from benchmarks.gpu.floors import Work
 from benchmarks.gpu.graphs import captured
 from benchmarks.gpu.part_run import PartRun
 from benchmarks.machine import median_seconds
-from kernels.linear_triton import linear_triton
+from kernels.linear.triton import linear_triton
 
 __all__ = ["run"]
 

@@ -7,8 +7,8 @@ from itertools import product
 import torch
 
 from benchmarks.gpu.part_run import PartRun
-from kernels import reference
-from kernels.store_kvcache import store_kvcache
+from kernels.cache import reference
+from kernels.cache.store_kvcache import store_kvcache
 
 __all__ = ["run"]
 

@@ -9,13 +9,13 @@ from functools import partial
 from deployments.api.openai.protocol import ChatRequest
 from deployments.api.openai.tool_grammar import parameters_of, strict_calls
 from deployments.api.openai.tools import NamedChoice
-from deployments.api.parsers.answer_parser import AnswerParser
-from deployments.api.parsers.families.forced import named_call, required_calls
-from deployments.api.parsers.registry import TOOL_PARSERS, Family, Parsers
+from deployments.parsers.answer_parser import AnswerParser
+from deployments.parsers.families.forced import named_call, required_calls
+from deployments.parsers.registry import TOOL_PARSERS, Family, Parsers
 from deployments.requests.prompt import Prompt
 from engine.errors import RequestError
+from engine.options.thinking_budget import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
-from engine.thinking_budget import ThinkingBudget
 
 __all__ = ["AnswerFormat", "AnswerFormats"]
 

@@ -14,9 +14,9 @@ from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.openai.chunks import ChunkWriter, encode_event
 from deployments.api.openai.protocol import GenerationRequest
 from deployments.api.openai.response_writers import ChatWriter
-from deployments.api.parsers.answer_parser import AnswerParser
-from deployments.api.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from deployments.api.writers import Answer, ResponseHead
+from deployments.parsers.answer_parser import AnswerParser
+from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from deployments.requests.generation import Delta, Generation
 from engine.outputs import FinishReason
 from engine.text.tokenizer import Tokenizer

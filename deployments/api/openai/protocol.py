@@ -13,9 +13,9 @@ from deployments.api.openai.tool_grammar import forced_calls
 from deployments.api.openai.tools import NamedChoice
 from deployments.errors import ApiError
 from engine.errors import RequestError, shown
+from engine.options.thinking_budget import MAX_INT32, ThinkingBudget
 from engine.sampling_params import MAX_LOGPROBS
 from engine.structured_outputs.params import StructuredOutputsParams
-from engine.thinking_budget import MAX_INT32, ThinkingBudget
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message", "StreamOptions"]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from deployments.api.openai.answer_formats import AnswerFormat
-from deployments.api.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from deployments.api.responses.output_items import CallItem, MessageItem, OutputItem, ReasoningItem, StreamEvent
+from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from engine.outputs import TokenLogprobs
 
 __all__ = ["Output"]

@@ -16,12 +16,12 @@ from torch import nn
 
 from engine.errors import ModelLoadError
 from engine.models.adapter.attention import AttentionCall, attention_by
-from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.linears import CpuLinear
-from engine.models.decoder import ForwardContext
-from engine.models.shape import AttentionShape
+from engine.models.config.shape import AttentionShape
+from engine.models.config.transformers_config import TransformersConfig
+from engine.models.decoder.decoder import ForwardContext
 from kernels.attention.base import AttentionInputs
-from kernels.store_kvcache import store_kvcache
+from kernels.cache.store_kvcache import store_kvcache
 
 __all__ = ["TransformersDecoder"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from engine.errors import ModelLoadError
-from engine.models.checkpoint import Checkpoint
+from engine.models.checkpoint.checkpoint import Checkpoint
 
 __all__ = ["loading_in_order", "require_fit"]
 

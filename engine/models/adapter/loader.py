@@ -19,15 +19,15 @@ import torch
 
 from engine.errors import ModelLoadError
 from engine.models.adapter.attention import NAME, register
-from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.fit import loading_in_order, require_fit
 from engine.models.adapter.linears import pack_linears
-from engine.models.checkpoint import Checkpoint, open_checkpoint
-from engine.models.finite import is_finite
-from engine.models.own_memory import own_memory
-from engine.models.read_ahead import read_ahead
-from engine.models.weight_errors import weights_not_finite
+from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from engine.models.checkpoint.finite import is_finite
+from engine.models.checkpoint.own_memory import own_memory
+from engine.models.checkpoint.read_ahead import read_ahead
+from engine.models.checkpoint.weight_errors import weights_not_finite
+from engine.models.config.transformers_config import TransformersConfig
 
 __all__ = ["load_transformers_decoder"]
 

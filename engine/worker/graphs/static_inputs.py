@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.device_copy import host_words
 from engine.kv.block_tables import BlockTables
 from engine.worker.step_plan import StepPlan
 from kernels.attention_metadata import AttentionMetadata
+from kernels.device_copy import host_words
 
 __all__ = ["MAX_CHANGES", "StaticInputs", "make_slab"]
 

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from deployments.api.api_keys import OPEN_PATHS
 from deployments.ingress import Ingress
-from deployments.requests.record import OPERATIONS
+from deployments.request_log.record import OPERATIONS
 from tests.deployments.conftest import OpenClient
 
 KEY = "a-key-of-at-least-16-characters"

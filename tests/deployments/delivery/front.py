@@ -14,14 +14,14 @@ from deployments.api.openai.protocol import ChatRequest, GenerationRequest
 from deployments.api.openai.writers import ChatWriters, CompletionWriters
 from deployments.api.serving import _streamed
 from deployments.api.writers import ResponseHead, Writers
-from deployments.channel.link import Link
-from deployments.channel.server import ChannelServer
-from deployments.channel.stream import ReplicaStream
 from deployments.requests.dispatcher import Dispatcher
 from deployments.requests.engine_client import EngineClient, Engines
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
 from deployments.routing.cluster_view import ClusterView
+from deployments.transport.request_channel.link import Link
+from deployments.transport.request_channel.server import ChannelServer
+from deployments.transport.request_channel.stream import ReplicaStream
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text.text_stream import TextStream

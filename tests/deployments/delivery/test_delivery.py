@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from deployments.channel import stream as stream_module
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
+from deployments.transport.request_channel import stream as stream_module
 from engine.outputs import FinishReason, Logprob
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer

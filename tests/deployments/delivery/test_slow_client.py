@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from deployments.api.openai.protocol import ChatRequest
-from deployments.channel import stream as stream_module
 from deployments.requests.prompt import Prompt
+from deployments.transport.request_channel import stream as stream_module
 from engine.outputs import FinishReason, Logprob
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams

@@ -106,7 +106,7 @@ class Proxy:
         environ = os.environ | LIMITS.environment | {PORT_VARIABLE: str(self.probe_port)}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self.process = subprocess.Popen(
-            [checkout_root() / "deployments/haproxy.sh", "-db", "-f", self.config], env=environ | {"PATH": path}
+            [checkout_root() / "deployments/proxy/haproxy.sh", "-db", "-f", self.config], env=environ | {"PATH": path}
         )
 
     @property

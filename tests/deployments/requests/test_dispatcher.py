@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from deployments.channel.stream import ReplicaStream
 from deployments.requests.dispatcher import Dispatcher
 from deployments.routing.cluster_view import ClusterView
 from deployments.routing.options import RoutingOptions
+from deployments.transport.request_channel.stream import ReplicaStream
 from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.deployments.channel.peers import Peers, Replica, tokens_of, until
 from tests.deployments.fakes import IDLE
+from tests.deployments.transport.request_channel.peers import Peers, Replica, tokens_of, until
 from tests.engine.async_streams import Gate
 
 

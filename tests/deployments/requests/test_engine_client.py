@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from deployments.channel.stream import ReplicaStream
 from deployments.errors import ReplicaStalledError, RequestTimeoutError
 from deployments.requests import stall_watch
 from deployments.requests.attempt import Attempt
 from deployments.requests.attempt_stream import AttemptError
 from deployments.requests.engine_client import EngineClient
 from deployments.routing.cluster_view import ClusterView
+from deployments.transport.request_channel.stream import ReplicaStream
 from engine.errors import EngineDeadError
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest

@@ -9,10 +9,10 @@ import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, TaskCancelledError
 from ray.serve.exceptions import RequestCancelledError
 
-from deployments.channel.errors import StreamPausedError
 from deployments.errors import ReplicasLostError, as_api_error
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.prompt import Prompt
+from deployments.transport.request_channel.errors import StreamPausedError
 from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams

@@ -19,8 +19,8 @@ import zmq
 from deployments.observability.ingress_metrics import KV_INDEX_GAPS
 from deployments.observability.recorder import Recorder
 from deployments.routing.state import RoutingState
-from deployments.wire.publisher import KVEventPublisher
-from deployments.wire.subscriber import KVEventSubscriber
+from deployments.transport.kv_events.publisher import KVEventPublisher
+from deployments.transport.kv_events.subscriber import KVEventSubscriber
 from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from engine.options.thinking_budget import ThinkingBudget
 from engine.sampling import batch as batch_module
 from engine.sampling import choosers, filters, ranking, token_rows
 from engine.sampling.batch import SamplingBatch
@@ -17,7 +18,6 @@ from engine.sampling.sampler import NUM_CANDIDATES, Sampler
 from engine.sampling.token_rows import TokenRows
 from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence
-from engine.thinking_budget import ThinkingBudget
 from tests.engine.sampling.batches import CPU, VOCAB_SIZE, make_sequence, random_logits
 from tests.engine.sampling.test_sampling_batch import KINDS
 
@@ -99,7 +99,7 @@ def test_torch_chooses_what_the_c_kernels_choose(monkeypatch: pytest.MonkeyPatch
     """Over several steps, so that kept columns are used too."""
     with_kernels = _steps(num_candidates)
     monkeypatch.setattr(choosers.cpu_sampling, "can_sample", lambda rows: False)
-    monkeypatch.setattr("kernels.argmax.library", lambda: None)
+    monkeypatch.setattr("kernels.cpu.argmax.library", lambda: None)
     monkeypatch.setattr("kernels.cpu.sampling.library", lambda: None)
     by_torch = _steps(num_candidates)
     for ours, theirs in zip(by_torch, with_kernels, strict=True):
@@ -114,7 +114,7 @@ def test_torch_chooses_what_the_c_kernels_choose(monkeypatch: pytest.MonkeyPatch
 
 def test_a_failure_is_found_by_torch_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosers.cpu_sampling, "can_sample", lambda rows: False)
-    monkeypatch.setattr("kernels.argmax.library", lambda: None)
+    monkeypatch.setattr("kernels.cpu.argmax.library", lambda: None)
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}]
     sequences = [make_sequence(seed=row, **kind) for row, kind in enumerate([*kinds, *kinds])]
     logits = random_logits(len(sequences), 1)

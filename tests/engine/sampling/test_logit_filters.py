@@ -15,12 +15,12 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from engine.options.thinking_budget import ThinkingBudget
 from engine.request import EngineRequest
 from engine.sampling.filters import build_filters
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
 from engine.structured_outputs.bitmask import apply_bitmask
-from engine.thinking_budget import ThinkingBudget
 
 VOCAB_SIZE = 12  # small: tokens repeat, and words of several tokens come about
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.engine.checkpoints import build_model, save_checkpoint
-from tests.engine.models.dense_families import DENSE_FAMILIES, save_dense_model
+from tests.engine.models.decoder.dense_families import DENSE_FAMILIES, save_dense_model
 from tests.engine.worker.parallel_answers import KV_HEADS, VOCAB_SIZE
 
 

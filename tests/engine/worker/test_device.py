@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.device_copy import use_device
 from engine.errors import ConfigError
 from engine.worker.device import resolve_device
+from kernels.device_copy import use_device
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

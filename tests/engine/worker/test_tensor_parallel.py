@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.llm import LLM
-from engine.models.checkpoint import open_checkpoint
-from engine.models.config import ModelConfig, load_hf_config
-from engine.models.decoder import Decoder
-from engine.models.sharding import shard_of, vocab_range
+from engine.models.checkpoint.checkpoint import open_checkpoint
+from engine.models.checkpoint.sharding import shard_of, vocab_range
+from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.decoder.decoder import Decoder
 from engine.sampling_params import SamplingParams
 from engine.worker.model_worker import ModelWorker
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES, build_model
-from tests.engine.models.dense_families import DENSE_FAMILIES
+from tests.engine.models.decoder.dense_families import DENSE_FAMILIES
 from tests.engine.worker.parallel_answers import KV_HEADS, OPTIONS, answer, check_equal, make_prompts
 
 
@@ -96,7 +96,7 @@ def test_two_ranks_of_torch_s_experts_answer_like_one(
     name: str, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where other kernels compute the experts."""
-    monkeypatch.setattr("engine.models.loader.cpu_kernels_can_run", lambda *_: False)
+    monkeypatch.setattr("engine.models.decoder.loader.cpu_kernels_can_run", lambda *_: False)
     expected = answer(LLM(checkpoint(name), **OPTIONS))
     llm = LLM(checkpoint(name), tensor_parallel_size=2, **OPTIONS)
     assert isinstance(llm.engine.runner.workers.local.model, Decoder)  # type: ignore[attr-defined]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from engine.llm import LLM
-from engine.models import loader
+from engine.models.decoder import loader
 from engine.sampling_params import SamplingParams
 from engine.worker.model_worker import ModelWorker
-from kernels.layer_ops.torch_ops import TorchOps
+from kernels.layer_ops.torch import TorchOps
 from tests.engine.checkpoints import build_model, save_checkpoint
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ SMALL = {"hidden_size": 48, "intermediate_size": 8, "max_position_embeddings": 2
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> LaunchLog:
     pytest.importorskip("triton")  # imported here, not by collecting tests: see tests/kernels/conftest.py
-    from kernels.layer_ops.triton_ops import TritonOps
+    from kernels.layer_ops.triton.ops import TritonOps
     from tests.kernels.launch_log import LaunchLog
 
     backend = "kernels.attention.triton.backend"

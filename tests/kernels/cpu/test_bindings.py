@@ -9,7 +9,7 @@ import pytest
 from kernels.cpu import bindings
 from kernels.cpu.build import SOURCES
 
-HEADERS = "\n".join(file.read_text() for file in sorted(SOURCES.glob("*.h")))
+HEADERS = "\n".join(file.read_text() for file in sorted(SOURCES.rglob("*.h")))
 STRUCTURES = {
     bindings.CWeight: "pagoda_weight",
     bindings.CRows: "pagoda_rows",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import reference as moe_reference
 from kernels.cpu import reference
 from kernels.cpu.experts import ExpertSizes, PackedExperts, experts
 from kernels.cpu.linear import WeightKind, has_int8
+from kernels.experts import reference as moe_reference
 
 HIDDEN, INNER, SHARED, NUM_EXPERTS, TOP_K = 72, 40, 24, 11, 3
 EPS = 1e-6

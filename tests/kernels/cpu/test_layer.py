@@ -10,12 +10,12 @@ import torch
 from kernels.attention import reference as attention_reference
 from kernels.attention.base import AttentionInputs
 from kernels.attention_metadata import AttentionMetadata
+from kernels.cache.reference import store_kvcache
 from kernels.cpu import reference
 from kernels.cpu.layer import LayerShape, NormName, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind
 from kernels.cpu.scratch import Scratch
 from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, attention_half, logits, mlp_half
-from kernels.reference import store_kvcache
 
 SHAPE = LayerShape(
     hidden_size=48,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.layer_ops.base import LayerOps
-from kernels.layer_ops.torch_ops import TorchOps
+from kernels.layer_ops.torch import TorchOps
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -14,7 +14,7 @@ def ops(request: pytest.FixtureRequest) -> LayerOps:
     if request.param == "torch":
         return TorchOps()
     request.getfixturevalue("kernel_device")
-    from kernels.layer_ops.triton_ops import TritonOps
+    from kernels.layer_ops.triton.ops import TritonOps
 
     return TritonOps()
 

@@ -7,7 +7,7 @@ import torch
 
 from kernels.layer_ops import reference
 from kernels.layer_ops.base import Addend, LayerOps
-from kernels.layer_ops.torch_ops import TorchOps
+from kernels.layer_ops.torch import TorchOps
 from tests.kernels.layer_ops.tensors import TOLERANCES, Random, TestNorm, assert_close
 
 PLACEMENTS = {  # whether the addend exists, whether it is normalized, whether the sum is
@@ -64,7 +64,7 @@ def test_a_token_does_not_depend_on_the_others(
     ops: LayerOps, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not isinstance(ops, TorchOps):
-        monkeypatch.setattr("kernels.layer_ops.triton_ops._MAX_PROGRAMS", 8)
+        monkeypatch.setattr("kernels.layer_ops.triton.ops._MAX_PROGRAMS", 8)
     random = Random(dtype, device)
     residual, values = random(20, 40), random(20, 40)
     values[7] = torch.nan

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.errors import ConfigError
-from engine.models import loader
-from engine.models.batch_invariant import FixedTileLinear, check_batch_invariant
-from engine.models.config import load_hf_config
-from engine.models.decoder import Decoder
+from engine.models.config.model_config import load_hf_config
+from engine.models.decoder import loader
+from engine.models.decoder.batch_invariant import FixedTileLinear, check_batch_invariant
+from engine.models.decoder.decoder import Decoder
 from engine.models.tensor_parallel import TensorParallel
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.adapter.packed_steps import STEPS, make_sequences, packed_logits
@@ -29,11 +29,11 @@ def decoder(
 ) -> Decoder:
     if kernel_device.type != "cpu":
         pytest.skip("the model is computed on a CPU here, by interpreted kernels")
-    from kernels.experts_triton import experts_triton
-    from kernels.layer_ops.triton_ops import TritonOps
+    from kernels.experts.triton.experts import experts_triton
+    from kernels.layer_ops.triton.ops import TritonOps
 
     path = save_checkpoint(build_model(request.param, **MODELS[request.param], num_hidden_layers=1), tmp_path)
-    monkeypatch.setattr("engine.models.experts.layer.routed_experts", experts_triton)
+    monkeypatch.setattr("engine.models.decoder.experts.routed_experts", experts_triton)
     monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
     monkeypatch.setattr(loader, "check_batch_invariant", lambda *_: None)  # it knows that this is a CPU
     monkeypatch.setattr(loader, "select_layer_ops", lambda device: TritonOps())

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.models import loader
-from engine.models.config import load_hf_config
-from engine.models.decoder import Decoder
+from engine.models.config.model_config import load_hf_config
+from engine.models.decoder import loader
+from engine.models.decoder.decoder import Decoder
 from engine.models.tensor_parallel import TensorParallel
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
-from tests.engine.models.dense_families import save_dense_model
+from tests.engine.models.decoder.dense_families import save_dense_model
 
 TOLERANCE = 1e-5  # of the largest logit of a sequence
 
@@ -24,7 +24,7 @@ def test_logits_equal_those_of_transformers(
 ) -> None:
     if kernel_device.type != "cpu":
         pytest.skip("the model is computed on a CPU here, by interpreted kernels")
-    from kernels.layer_ops.triton_ops import TritonOps
+    from kernels.layer_ops.triton.ops import TritonOps
 
     model, path = save_dense_model(name, tmp_path)
     monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)

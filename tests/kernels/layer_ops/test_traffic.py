@@ -25,7 +25,7 @@ MOST = 1.1
 
 
 def _norms(random: Random, placement: str) -> int:
-    from kernels.layer_ops.triton_ops import TritonOps
+    from kernels.layer_ops.triton.ops import TritonOps
 
     residual, values = random(NUM_TOKENS, HIDDEN), random(NUM_TOKENS, HIDDEN)
     addend_norm = random.norm(HIDDEN) if placement in ("after", "around") else None
@@ -37,7 +37,7 @@ def _norms(random: Random, placement: str) -> int:
 
 
 def _rotate_and_store(random: Random) -> int:
-    from kernels.layer_ops.triton_ops import TritonOps
+    from kernels.layer_ops.triton.ops import TritonOps
 
     qkv = random(NUM_TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     norms = random.norm(HEAD_DIM), random.norm(HEAD_DIM)
@@ -50,7 +50,7 @@ def _rotate_and_store(random: Random) -> int:
 
 
 def _gated_activation(random: Random) -> int:
-    from kernels.layer_ops.triton_ops import TritonOps
+    from kernels.layer_ops.triton.ops import TritonOps
 
     gate_up = random(NUM_TOKENS, 2 * INNER)
     return gate_up.nbytes + TritonOps().gated_activation(gate_up, "silu").nbytes
@@ -74,7 +74,7 @@ def _weights_of(name: str, random: Random) -> int:
 @pytest.mark.parametrize("num_programs", [FEW_TOKENS, MANY_TOKENS])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_bytes_moved(name: str, num_programs: int, traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.layer_ops.triton_ops._MAX_PROGRAMS", num_programs)
+    monkeypatch.setattr("kernels.layer_ops.triton.ops._MAX_PROGRAMS", num_programs)
     random = Random(torch.float16, torch.device("cpu"))
     necessary = OPERATIONS[name](random)
     again = (min(NUM_TOKENS, num_programs) - 1) * _weights_of(name, random)  # from the cache

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from kernels.sampling.triton_ops import TritonSampling
+    from kernels.sampling.triton.ops import TritonSampling
 
 
 @pytest.fixture
 def ops(kernel_device: torch.device) -> TritonSampling:
-    from kernels.sampling.triton_ops import TritonSampling
+    from kernels.sampling.triton.ops import TritonSampling
 
     return TritonSampling()
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels.argmax import argmax_rows
 from kernels.cpu import sampling as cpu_sampling
+from kernels.cpu.argmax import argmax_rows
 from kernels.sampling import reference
 from kernels.sampling.base import NO_TOKEN, Limits, SamplingOps
 from tests.kernels.sampling.rows import random_keys, random_temperatures, rows_of_every_kind

@@ -8,11 +8,11 @@ from weakref import ref
 import pytest
 import torch
 
-from engine.device_copy import wait_for_device
+from engine.options.thinking_budget import ThinkingBudget
 from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence
-from engine.thinking_budget import ThinkingBudget
+from kernels.device_copy import wait_for_device
 from kernels.sampling.base import SamplingOps
 from tests.engine.sampling.batches import STOP, make_sequence, random_logits
 

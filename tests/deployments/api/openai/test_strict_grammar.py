@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from deployments.api.openai.tool_grammar import strict_calls
 from deployments.api.openai.tools import Tool
-from deployments.api.parsers.families.hermes import MARKERS
+from deployments.parsers.families.hermes import MARKERS
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
 from engine.structured_outputs.params import StructuredOutputsParams

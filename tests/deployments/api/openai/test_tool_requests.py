@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 
 from deployments.api.openai.messages import RESERVED
 from engine.errors import RequestError
+from engine.options.thinking_budget import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
-from engine.thinking_budget import ThinkingBudget
 from tests.deployments.api.conftest import Answers
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines

@@ -18,9 +18,9 @@ from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.conftest import MARKERS, Answers
 from tests.deployments.api.openai.test_tool_requests import CHAT, NAMED, USER
-from tests.deployments.api.parsers.shapes import call, parse, parser
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines, client, events, output
+from tests.deployments.parsers.shapes import call, parse, parser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 ANSWER = f'<think>\nHmm.\n</think>\n\nLet me see.\n{CALL}\n<tool_call>{{"name": "g"}}</tool_call>'

@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.api.openai.answer_formats import AnswerFormat
-from deployments.api.parsers.registry import Parsers
 from deployments.api.responses.output import Output
 from deployments.api.responses.protocol import ResponseRequest
 from deployments.api.responses.resource import ResponseResource
 from deployments.api.responses.writers import ResponseEvents
 from deployments.api.writers import ResponseHead
+from deployments.parsers.registry import Parsers
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.prompt import Prompt
 from engine.sampling_params import SamplingParams
-from tests.deployments.api.parsers.shapes import TOOLS
-from tests.deployments.api.parsers.test_chunking import EXTRA, FAMILIES, JSON_PIECES, cut, markers
 from tests.deployments.api.responses.conftest import comparable
 from tests.deployments.api.responses.official import check_events, events_of
+from tests.deployments.parsers.shapes import TOOLS
+from tests.deployments.parsers.test_chunking import EXTRA, FAMILIES, JSON_PIECES, cut, markers
 
 NO_LOGPROBS: dict[str, Any] = {"token": "a", "bytes": [97], "logprob": -1.0, "top_logprobs": []}
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
-from engine.models.config import load_hf_config
+from engine.models.config.model_config import load_hf_config
+from engine.models.config.transformers_config import TransformersConfig
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.models.adapter.packed_steps import make_sequences
 from tests.engine.models.adapter.tiny_models import build_model

@@ -8,15 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.models.adapter.architectures import CONDITIONAL, NOT_TEXT_ONLY, REFUSED, WITH_SINKS
-from engine.models.families import ARCHITECTURES
+from engine.models.config.architectures import CONDITIONAL, NOT_TEXT_ONLY, REFUSED, WITH_SINKS
+from engine.models.config.families import ARCHITECTURES
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES
 from tests.engine.models.adapter.greedy_answers import SETTINGS
 from tests.engine.models.adapter.test_answers import FEW, KINDS
 from tests.engine.models.adapter.test_logits import WINDOWS
 from tests.engine.models.adapter.tiny_models import TINY_MODELS, TinyModel
-from tests.engine.models.dense_families import DENSE_FAMILIES
-from tests.engine.models.experts.test_logits import WINDOWED
+from tests.engine.models.decoder.dense_families import DENSE_FAMILIES
+from tests.engine.models.decoder.experts.test_logits import WINDOWED
 from tests.engine.worker.test_tensor_parallel import SHARED_BY_RANKS
 
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"

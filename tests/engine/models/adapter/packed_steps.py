@@ -8,8 +8,8 @@ import torch
 
 from engine.kv.kv_cache import KVCache
 from engine.models.adapter.decoder import TransformersDecoder
-from engine.models.cpu_decoder import CpuDecoder
-from engine.models.decoder import Decoder, ForwardContext
+from engine.models.decoder.cpu_decoder import CpuDecoder
+from engine.models.decoder.decoder import Decoder, ForwardContext
 from kernels.attention.base import AttentionBackend
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention_metadata import AttentionMetadata, leading_decodes

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
 from engine.models.adapter import fit
 from engine.models.adapter.attention import NAME, register
 from engine.models.adapter.fit import require_fit
-from engine.models.checkpoint import open_checkpoint
+from engine.models.checkpoint.checkpoint import open_checkpoint
 
 LAYERS, EXPERTS, HIDDEN, INNER = 2, 32, 8, 4
 SHAPE = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.models.adapter.architectures import PROVEN, REFUSED
-from engine.models.families import ARCHITECTURES
+from engine.models.config.architectures import PROVEN, REFUSED
+from engine.models.config.families import ARCHITECTURES
 from tests.engine.models.adapter.models_page import PAGE, own_models, render
 
 

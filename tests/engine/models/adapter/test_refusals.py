@@ -20,16 +20,16 @@ from transformers.models.auto import modeling_auto
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
-from engine.models.adapter import architectures as architectures_module
 from engine.models.adapter import attention as attention_module
-from engine.models.adapter import config as config_module
-from engine.models.adapter.architectures import PROVEN, REFUSED, UNKNOWN, require_proven
-from engine.models.adapter.config import TransformersConfig
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
-from engine.models.config import ModelConfig, load_hf_config
-from engine.models.families import ARCHITECTURES
-from engine.models.implementation import read_shape
+from engine.models.config import architectures as architectures_module
+from engine.models.config import transformers_config as config_module
+from engine.models.config.architectures import PROVEN, REFUSED, UNKNOWN, require_proven
+from engine.models.config.families import ARCHITECTURES
+from engine.models.config.implementation import read_shape
+from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.transformers_config import TransformersConfig
 from engine.worker.model_worker import ModelWorker
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.conftest import SavedModel
@@ -256,8 +256,8 @@ def test_nothing_is_read_before_the_headers_are_compared(
 ) -> None:
     """Of experts too, which transformers joins or splits."""
     good = load_file(Path(zoo(architecture).path) / "model.safetensors")
-    monkeypatch.setattr("engine.models.tensor_files.TensorFiles.read_into", None)
-    monkeypatch.setattr("engine.models.tensor_files.TensorFiles.map", None)
+    monkeypatch.setattr("engine.models.checkpoint.tensor_files.TensorFiles.read_into", None)
+    monkeypatch.setattr("engine.models.checkpoint.tensor_files.TensorFiles.map", None)
     name = min(name for name in good if ".1." in name and re.search("experts|mlp", name) and good[name].dim() > 1)
     damages: list[tuple[dict[str, torch.Tensor], str]] = [
         ({}, "is missing|cannot be joined|has shape"),

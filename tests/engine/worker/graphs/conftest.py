@@ -10,7 +10,7 @@ import pytest
 from engine.llm import LLM
 from engine.worker import model_worker
 from engine.worker.model_worker import ModelWorker
-from kernels.layer_ops import torch_ops
+from kernels.layer_ops import torch as torch_ops
 from tests.engine.conftest import SavedModel
 from tests.engine.worker.graphs.recorded_graphs import RecordingDevice
 from tests.engine.worker.graphs.torch_attention import TorchAttention, store_kvcache

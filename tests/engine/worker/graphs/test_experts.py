@@ -31,8 +31,8 @@ class Kernel:
 def test_experts_are_captured_without_a_wait(
     num_tokens: int, num_launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts = pytest.importorskip("kernels.experts_triton")
-    routing = pytest.importorskip("kernels.experts_routing_triton")
+    experts = pytest.importorskip("kernels.experts.triton.experts")
+    routing = pytest.importorskip("kernels.experts.triton.routing")
     launches: list[Any] = []
     for name in KERNELS:
         monkeypatch.setattr(experts if hasattr(experts, name) else routing, name, Kernel(name, launches))

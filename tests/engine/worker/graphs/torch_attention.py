@@ -50,7 +50,7 @@ def store_kvcache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Compute ``kernels.store_kvcache``: write every slot, most of them with what it holds."""
+    """Compute ``kernels.cache.store_kvcache``: write every slot, most of them with what it holds."""
     num_slots = key_cache.shape[0] * key_cache.shape[1]
     writers = slot_mapping[:, None] == torch.arange(num_slots)  # [num_tokens, num_slots]
     is_written, writer = writers.any(dim=0)[:, None, None], writers.int().argmax(dim=0)

@@ -1,0 +1,68 @@
+"""GPT-OSS (harmony): messages with a channel, ``<|channel|>analysis<|message|>...<|end|>``.
+
+analysis                      reasoning; so are messages to built-in tools
+final, commentary             content
+... to=functions.name         a tool call, whose text is the arguments
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning, Steps
+from deployments.parsers.json_calls import arguments, attempt, checked_name
+from deployments.parsers.reader import MalformedError, Reader
+
+__all__ = ["MARKERS", "harmony"]
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MARKERS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS)
+_MAX_HEADER = 512
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_PREFIX = "functions."
+
+
+def harmony(reader: Reader, *, has_tools: bool) -> Steps[None]:
+    """Read messages; without tools, those to functions are content. Text without a header is content."""
+    event: Callable[[str], Event] = Content
+    started: set[Callable[[str], Event]] = set()  # kinds that have had a message, which a line break separates
+    while (marker := (yield from reader.until([_START, _CHANNEL, *_ENDS], event))) is not None:
+        event = Content
+        if marker in (_START, _CHANNEL):
+            kind = yield from _message(reader, marker, has_tools)
+            if kind is not None:
+                if kind in started:
+                    yield kind("\n")
+                started.add(kind)
+                event = kind
+
+
+def _message(reader: Reader, marker: str, has_tools: bool) -> Steps[Callable[[str], Event] | None]:
+    """Read a message's header, and the call if it is one; returns the kind of a text that follows."""
+    start = reader.position
+    try:
+        text, _ = yield from reader.take_until([_MESSAGE], limit=_MAX_HEADER)
+    except MalformedError:
+        reader.position = start
+        yield Content(marker)
+        return None
+    channel, recipient = _CHANNEL_NAME.search(marker + text), _RECIPIENT.search(text)
+    if recipient is not None and recipient[1].startswith(_PREFIX):
+        if not has_tools:
+            return Content
+        yield from attempt(reader, _call(reader, recipient[1].removeprefix(_PREFIX)))
+        return None
+    is_reasoning = recipient is not None or (channel is not None and channel[1] == "analysis")
+    return Reasoning if is_reasoning else Content
+
+
+def _call(reader: Reader, name: str) -> Steps[None]:
+    """Read a call's arguments; no text stands for none."""
+    if (yield from reader.skip_space()) == "<" and (yield from reader.literal(_ENDS[1])):
+        yield CallStart(checked_name(name))
+        yield CallArguments("{}")
+        return
+    yield from arguments(reader, name)

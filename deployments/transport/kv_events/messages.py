@@ -1,0 +1,164 @@
+"""The messages that a replica publishes to every ingress, and their layout on the wire.
+
+A ZeroMQ message has two frames: the topic (topics.py) and a msgpack array with these fields in this order:
+
+    message         fields                                              sent
+    EventsMessage   run_id, number, sent_at, [[kind, hashes], ...]  after a step that changed the prefix cache
+    AwaitedMessage  hashes                                          when a request joins the queue
+    LoadMessage     run_id, number, load or nil                     when the load changes, and every heartbeat
+    Snapshot        run_id, number, hashes                          on request, to one subscriber
+
+    run_id      identifies one run of the engine, from its start to its end; 0 until it publishes its first batch
+    number      consecutive number of the batch of events; in the other messages, of the last batch sent before them.
+                A subscriber that finds a number missing has a gap: it ignores events until it gets a snapshot (feed.py)
+    sent_at     Unix seconds of the sender
+    kind        0 stored, 1 removed, 2 cleared
+    hashes      bytes, 64-bit little-endian words
+    load        the fields of EngineLoad
+
+The schema has no field for token ids, so none can leave the replica. This module knows neither sockets nor receivers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from deployments.transport.hashes import pack_hashes, unpack_hashes
+from engine.kv.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
+from engine.observability.load import EngineLoad
+
+__all__ = [
+    "CLEARED",
+    "MAX_EVENT_GROUPS",
+    "MAX_SNAPSHOT_BYTES",
+    "REMOVED",
+    "STORED",
+    "AwaitedMessage",
+    "EventsMessage",
+    "LoadMessage",
+    "Snapshot",
+    "events_message",
+    "load_message",
+]
+
+MAX_SNAPSHOT_BYTES = 64 * 2**20  # 8M blocks
+MAX_EVENT_GROUPS = 2**16  # of one step's events
+
+STORED: Final = 0
+REMOVED: Final = 1
+CLEARED: Final = 2
+
+_Kind: TypeAlias = Literal[0, 1, 2]  # STORED, REMOVED or CLEARED
+_Count: TypeAlias = Annotated[int, Meta(ge=0)]  # at most 64 bits in msgpack
+_Number: TypeAlias = Annotated[int, Meta(ge=-1)]  # -1: no batch yet
+_Measure: TypeAlias = Annotated[float, Meta(ge=0, le=1e15)]  # excludes NaN and infinity
+_Packed: TypeAlias = Annotated[bytes, Meta(max_length=MAX_SNAPSHOT_BYTES)]
+_EventGroup: TypeAlias = tuple[_Kind, _Packed]  # consecutive events of one kind
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A schema: an array of exactly these fields, in this order."""
+
+
+class EventsMessage(_Message, frozen=True):
+    """The changes of the prefix cache in one step."""
+
+    run_id: _Count
+    number: _Count
+    sent_at: _Measure
+    groups: Annotated[list[_EventGroup], Meta(max_length=MAX_EVENT_GROUPS)]
+
+    def changes(self) -> Iterator[tuple[_Kind, Sequence[int]]]:
+        """Yield (kind, hashes) in the order of the events."""
+        for kind, packed in self.groups:
+            yield kind, unpack_hashes(packed)
+
+
+class AwaitedMessage(_Message, frozen=True):
+    """The blocks that a request which joins the queue will need: first cached ones, then ones to be computed."""
+
+    packed: _Packed
+
+    @property
+    def hashes(self) -> Sequence[int]:
+        """The hashes of a prompt's blocks, in order."""
+        return unpack_hashes(self.packed)
+
+
+class Snapshot(_Message, frozen=True):
+    """All cached blocks after batch ``number``."""
+
+    run_id: _Count
+    number: _Number
+    packed: _Packed
+
+    @property
+    def hashes(self) -> Sequence[int]:
+        """The hashes of all blocks, in no order."""
+        return unpack_hashes(self.packed)
+
+
+class _Load(_Message, frozen=True):
+    """EngineLoad, field by field."""
+
+    num_running: _Count
+    num_waiting: _Count
+    queued_prefill_tokens: _Count
+    num_blocks: _Count
+    num_free_blocks: _Count
+    prefill_tokens_per_s: _Measure
+    decode_step_s: _Measure
+    num_steps: _Count
+
+
+class LoadMessage(_Message, frozen=True):
+    """A load report. Its ``number`` reveals the loss of the last batch, which no later batch would show."""
+
+    run_id: _Count
+    number: _Number
+    fields: _Load | None  # None: the engine has not reported a load yet
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """The load that the engine reported."""
+        return None if self.fields is None else EngineLoad(*msgspec.structs.astuple(self.fields))
+
+
+def events_message(batch: KVEventBatch, sent_at: float) -> EventsMessage:
+    """Return the message of a batch: its events in order, without token ids."""
+    groups: list[tuple[_Kind, list[int]]] = []
+    for event in batch.events:
+        kind = _kind(event)
+        if not groups or groups[-1][0] != kind:
+            groups.append((kind, []))
+        if not isinstance(event, AllBlocksCleared):
+            groups[-1][1].append(event.block_hash)
+    packed = [(kind, pack_hashes(hashes)) for kind, hashes in groups]
+    return EventsMessage(batch.run_id, batch.number, sent_at, packed)
+
+
+def _kind(event: KVEvent) -> _Kind:
+    if isinstance(event, AllBlocksCleared):
+        return CLEARED
+    return STORED if isinstance(event, BlockStored) else REMOVED
+
+
+def load_message(run_id: int, number: int, load: EngineLoad | None) -> LoadMessage:
+    """Return the message of a load report."""
+    if load is None:
+        return LoadMessage(run_id, number, None)
+    fields = _Load(
+        load.num_running,
+        load.num_waiting,
+        load.queued_prefill_tokens,
+        load.num_blocks,
+        load.num_free_blocks,
+        load.prefill_tokens_per_s,
+        load.decode_step_s,
+        load.num_steps,
+    )
+    return LoadMessage(run_id, number, fields)

@@ -1,0 +1,85 @@
+"""KVMirror: the publisher's copy of the hashes in its engine's prefix cache, for snapshots without the engine's help.
+
+It applies the engine's batches in order. After a gap in their numbers it starts empty: a snapshot that lacks blocks
+costs cache hits, one that lists evicted blocks would be wrong. It knows nothing of sockets; one thread may use it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from deployments.transport.hashes import pack_hashes
+from deployments.transport.kv_events.codec import encode
+from deployments.transport.kv_events.messages import REMOVED, STORED, EventsMessage, Snapshot
+
+__all__ = ["KVMirror", "PackedSet"]
+
+
+class PackedSet:
+    """A set of hashes stored in one array, so that copying a million of them takes milliseconds.
+
+    Iterating over a set of a million integers takes a quarter of a second, during which the engine's thread would wait
+    for the interpreter lock. The last hash replaces a removed one, so the order is arbitrary.
+    """
+
+    def __init__(self) -> None:
+        self.words = array("Q")
+        self._index_of: dict[int, int] = {}  # hash -> its index in ``words``
+
+    def update(self, hashes: Iterable[int]) -> None:
+        """Add hashes."""
+        for one in hashes:
+            if one not in self._index_of:
+                self._index_of[one] = len(self.words)
+                self.words.append(one)
+
+    def difference_update(self, hashes: Iterable[int]) -> None:
+        """Remove hashes; unknown ones are ignored."""
+        for one in hashes:
+            index = self._index_of.pop(one, None)
+            if index is None:
+                continue
+            last = self.words.pop()
+            if index < len(self.words):
+                self.words[index] = last
+                self._index_of[last] = index
+
+    def clear(self) -> None:
+        """Remove all hashes."""
+        self.words = array("Q")
+        self._index_of = {}
+
+
+class KVMirror:
+    """The block hashes that an engine holds after its last batch."""
+
+    def __init__(self) -> None:
+        self.run_id = 0
+        self.number = -1  # of the last batch; -1: no batch yet
+        self._hashes = PackedSet()
+        self._snapshot: bytes | None = None  # of the current state, once it was requested
+
+    def apply(self, message: EventsMessage) -> None:
+        """Apply a batch. If batches before it are missing, forget everything older: they may have removed it."""
+        if message.run_id != self.run_id or message.number != self.number + 1:
+            self._hashes.clear()
+        for kind, hashes in message.changes():
+            if kind == STORED:
+                self._hashes.update(hashes)
+            elif kind == REMOVED:
+                self._hashes.difference_update(hashes)
+            else:
+                self._hashes.clear()
+        self.run_id, self.number, self._snapshot = message.run_id, message.number, None
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether the snapshot of the current state is already encoded."""
+        return self._snapshot is not None
+
+    def snapshot(self) -> bytes:
+        """Return the encoded snapshot of the current state; it is built once."""
+        if self._snapshot is None:
+            self._snapshot = encode(Snapshot(self.run_id, self.number, pack_hashes(self._hashes.words)))
+        return self._snapshot

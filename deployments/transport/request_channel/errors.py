@@ -1,0 +1,59 @@
+"""Errors of requests on the wire, with the fields of RequestError.
+
+``ReplicaFullError`` and ``ReplicaDrainingError`` are no failures of the request: another replica may take it, and
+nothing was computed. ``StreamPausedError`` is raised in the ingress only.
+"""
+
+from __future__ import annotations
+
+from deployments.transport.request_channel.messages import Failure
+from engine.errors import EngineDeadError, OverloadedError, PagodaError, PromptTooLongError, RequestError
+
+__all__ = ["ReplicaDrainingError", "ReplicaFullError", "StreamPausedError", "error_of", "failure_of"]
+
+
+class ReplicaFullError(PagodaError):
+    """A replica has as many requests as it takes."""
+
+
+class ReplicaDrainingError(PagodaError):
+    """A replica that shuts down takes no more requests."""
+
+
+class StreamPausedError(PagodaError):
+    """The reader of a stream lags, so its request was aborted; it may continue once all outputs were taken."""
+
+
+_REQUEST_ERRORS: dict[str, type[RequestError]] = {
+    one.__name__: one for one in (RequestError, PromptTooLongError, OverloadedError)
+}
+_OTHERS: dict[str, type[Exception]] = {
+    one.__name__: one for one in (ReplicaFullError, ReplicaDrainingError, EngineDeadError)
+}
+
+
+def failure_of(stream: int, error: Exception) -> Failure:
+    """Return the error of a stream as a message."""
+    kind = type(error).__name__
+    if isinstance(error, RequestError) and kind in _REQUEST_ERRORS:
+        return Failure(stream, kind, error.problem, error.param, error.part, error.value, error.remedy)
+    return Failure(stream, kind, str(error))
+
+
+def error_of(failure: Failure, replica: str) -> Exception:
+    """Return the error in a message; of an unknown kind, a RuntimeError.
+
+    Args:
+        failure: the message.
+        replica: name of the replica that has sent it.
+    """
+    if (of_request := _REQUEST_ERRORS.get(failure.kind)) is not None:
+        error = of_request(failure.message, param=failure.param, part=failure.part, remedy=failure.remedy)
+        error.value = failure.value  # it is text already
+        if isinstance(error, OverloadedError):
+            error.replica = replica
+        return error
+    made = _OTHERS.get(failure.kind, RuntimeError)(failure.message)
+    if isinstance(made, EngineDeadError):
+        made.replica = replica
+    return made

@@ -1,0 +1,256 @@
+"""Checkpoint: the tensors of a directory of safetensors files, single or sharded, read one at a time.
+
+Only safetensors are read: pickled weights can run code when they are loaded. What the headers of the files and the
+index say is checked when the checkpoint is opened, before any tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from engine.errors import ModelLoadError, listed, shown
+from engine.models.checkpoint.safetensors_header import StoredTensor
+from engine.models.checkpoint.sharding import Shard
+from engine.models.checkpoint.tensor_files import TensorFiles
+
+__all__ = ["Checkpoint", "open_checkpoint"]
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_CONVERTED_BYTES = 2**20  # read and converted at once: so many stay in a processor's cache
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """Names and tensors of an open checkpoint. Several threads may read from it at once.
+
+    Args:
+        path: the directory, for messages.
+        stored: where each tensor lies, by its name.
+        files: the open files.
+    """
+
+    def __init__(self, path: Path, stored: dict[str, StoredTensor], files: TensorFiles) -> None:
+        self.path = path
+        self._stored = stored
+        self._files = files
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all the tensors, sorted."""
+        return sorted(self._stored)
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._stored[name].path
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return self._stored[name].shape
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype, which is a floating-point one."""
+        return _DTYPES[self._stored[name].dtype]
+
+    def has_floats(self, name: str) -> bool:
+        """Return whether a tensor has floating-point numbers of a type that can be read."""
+        return self._stored[name].dtype in _DTYPES
+
+    @property
+    def largest_file_bytes(self) -> int:
+        """Size of the largest file."""
+        return max((stored.stop for stored in self._stored.values()), default=0)
+
+    def require(self, name: str, shape: list[int]) -> None:
+        """Check a tensor's name, shape and dtype in the file's header; read nothing else.
+
+        Raises:
+            ModelLoadError: if the checkpoint lacks the tensor or stores another shape, or no floating-point numbers.
+        """
+        if name not in self._stored:
+            raise ModelLoadError(
+                f"checkpoint '{self.path}' lacks the tensor '{name}', which its config.json asks for; download "
+                "config.json and the weights again, from one source"
+            )
+        stored = self._stored[name]
+        if list(stored.shape) != shape:
+            raise ModelLoadError(
+                f"'{name}' of '{stored.path}' has shape {list(stored.shape)}, but its config says {shape}; download "
+                "config.json and the file again, from one source"
+            )
+        self.require_floats(name)
+
+    def require_floats(self, name: str) -> None:
+        """Raise ModelLoadError unless a tensor has floating-point numbers of a type that can be read."""
+        if not self.has_floats(name):
+            stored = self._stored[name]
+            raise ModelLoadError(
+                f"'{name}' of '{stored.path}' has the dtype {stored.dtype}; give a checkpoint in bf16, fp16 or fp32"
+            )
+
+    def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
+        """Return one tensor, or only the ``shard`` of it, on the CPU and in the checkpoint's own dtype.
+
+        It is a view of the mapped file, of which only the touched parts are read, and may outlive the checkpoint.
+        """
+        stored = self._stored[name]
+        dtype = _DTYPES[stored.dtype]
+        with self._named(name):
+            memory = self._files.map(stored)
+        if stored.start % dtype.itemsize:  # torch and C want aligned numbers
+            memory = memory.clone()
+        tensor = memory.view(dtype).view(stored.shape)
+        if shard is None or shard.is_whole:
+            return tensor
+        if shard.num_stacked is not None:
+            tensor = tensor[shard.index]
+        return tensor.narrow(shard.dim, shard.start, shard.stop - shard.start)
+
+    def read_into(self, out: torch.Tensor, name: str, shard: Shard | None = None) -> None:
+        """Fill ``out``, contiguous and on any device, with a tensor or a ``shard`` of it, converted to its dtype.
+
+        Raises:
+            ModelLoadError: if the file cannot be read to the end of the tensor.
+        """
+        dtype = _DTYPES[self._stored[name].dtype]
+        rows = out if out.dim() else out.view(1)
+        first, row_shape, columns = 0, rows.shape[1:], slice(None)
+        if shard is not None and shard.dim == 0:
+            first = shard.index * shard.full + shard.start
+        elif shard is not None:  # columns of all rows
+            first, row_shape, columns = (
+                shard.index * len(rows),
+                torch.Size([shard.full]),
+                slice(shard.start, shard.stop),
+            )
+        if out.device.type == "cpu" and out.dtype == dtype and row_shape == rows.shape[1:]:
+            self._read_rows(rows, name, first)
+            return
+        num_rows = max(1, _CONVERTED_BYTES // (row_shape.numel() * dtype.itemsize or 1))
+        scratch = torch.empty([min(num_rows, len(rows)), *row_shape], dtype=dtype)
+        for start in range(0, len(rows), num_rows):
+            part = rows[start : start + num_rows]
+            read = scratch[: len(part)]
+            self._read_rows(read, name, first + start)
+            part.copy_(read if row_shape == part.shape[1:] else read[:, columns])
+
+    def _read_rows(self, out: torch.Tensor, name: str, first: int) -> None:
+        """Fill ``out``, contiguous, on the CPU and of the stored dtype, with rows of a tensor from ``first`` on."""
+        row_bytes = math.prod(out.shape[1:]) * out.itemsize
+        with self._named(name):
+            memory = out.flatten().view(torch.uint8).numpy().data
+            self._files.read_into(memory, self._stored[name], first * row_bytes)
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ModelLoadError(f"'{name}' of '{self._stored[name].path}' could not be read: {error}") from error
+
+    # --- reading ahead ------------------------------------------------------------------------------------------
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Set the order in which tensors will be read, so that the disk reads ahead."""
+        self._files.expect(self._stored[name] for name in names)
+
+    def reached(self, name: str) -> None:
+        """Have the disk read the tensors that follow ``name``, which is read now."""
+        self._files.reached(self._stored[name])
+
+
+@contextmanager
+def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
+    """Open the safetensors files of a directory and check their headers. No tensor is read.
+
+    Raises:
+        ModelLoadError: if there is no such file, a shard is missing, a file is corrupt or cut off, or the index
+            disagrees with the files.
+    """
+    directory = Path(path)
+    with TensorFiles() as files:
+        index = directory / _INDEX
+        stored: dict[str, StoredTensor] = {}
+        if index.is_file():
+            weight_map = _read_index(index)
+            by_file = {name: _open(files, directory / name) for name in dict.fromkeys(weight_map.values())}
+            stored = _join(index, weight_map, by_file)
+        else:
+            stored = _open(files, _single_file(directory))
+        yield Checkpoint(directory, stored, files)
+
+
+def _open(files: TensorFiles, file: Path) -> dict[str, StoredTensor]:
+    try:
+        return files.open(file)
+    except OSError as error:
+        raise ModelLoadError(f"'{file}' could not be read: {error}") from error
+
+
+def _single_file(directory: Path) -> Path:
+    file = directory / _SINGLE
+    if file.is_file():
+        return file
+    pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern)]
+    hint = f"; {pickled[0]} is pickled, which can run code: convert it to safetensors" if pickled else ""
+    raise ModelLoadError(f"'{directory}' has no {_SINGLE} and no {_INDEX}{hint}")
+
+
+# --- the index of a sharded checkpoint ----------------------------------------------------------------------------
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Return which file of the index's directory holds each tensor; all of these files exist."""
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        raise ModelLoadError(f"'{index}' is malformed: {type(error).__name__}: {error}; download it again") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"'{index}' is malformed: its weight_map is {shown(weight_map)}; download it again")
+    tensors: dict[str, list[str]] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name or name in (".", "..") or Path(name).name != name:
+            raise ModelLoadError(
+                f"'{index}' names files outside its own directory: {shown(name)} for the tensor {shown(tensor)}; "
+                "download it again"
+            )
+        tensors.setdefault(name, []).append(tensor)
+    if missing := sorted(name for name in tensors if not os.path.isfile(index.parent / name)):
+        raise ModelLoadError(
+            f"checkpoint '{index.parent}' lacks the shards {listed(missing)}, of which the first holds "
+            f"{listed(tensors[missing[0]])}; download them"
+        )
+    return weight_map
+
+
+def _join(
+    index: Path, weight_map: dict[str, str], by_file: dict[str, dict[str, StoredTensor]]
+) -> dict[str, StoredTensor]:
+    """Return all tensors of the shards; each must be where the index says, and one that it does not name only once."""
+    stored: dict[str, StoredTensor] = {}
+    for name, file in weight_map.items():
+        if name not in by_file[file]:
+            holders = [other for other in by_file if name in by_file[other]]
+            where = f"{listed(holders)} does" if holders else "no other file of the index does"
+            raise ModelLoadError(
+                f"'{index}' says that '{file}' holds the tensor {shown(name)}, but {where}; download all files again"
+            )
+        stored[name] = by_file[file][name]
+    for file, tensors in by_file.items():
+        for name in tensors.keys() - weight_map.keys():
+            if name in stored:
+                raise ModelLoadError(
+                    f"'{stored[name].path}' and '{file}' both hold the tensor {shown(name)}, which '{index}' does not "
+                    "name; download the checkpoint again"
+                )
+            stored[name] = tensors[name]
+    return stored

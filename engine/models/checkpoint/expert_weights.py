@@ -1,0 +1,75 @@
+"""Where a checkpoint stores the weights of experts: a tensor for each expert's matrix, or one for a layer's.
+
+model.layers.0.mlp.experts.5.gate_proj.weight           Qwen's original checkpoints, and what transformers saves
+model.layers.0.block_sparse_moe.experts.5.w1.weight     Mixtral's: w1 is the gate, w3 up, w2 down
+model.layers.0.mlp.experts.gate_up_proj                 transformers' modules: [num_experts, gates then ups, inputs]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+from engine.models.checkpoint.sharding import Shard
+from engine.models.config.experts_shape import ExpertsShape
+
+__all__ = ["expert_parts", "stored_block", "unstack"]
+
+_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def unstack(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, list[int]]]:
+    """Yield names and shapes of parameters, of stacked ones each expert's own: ``layers.0.mlp.experts.5.down_proj``."""
+    for name, shape in shapes.items():
+        if len(shape) < 3:
+            yield name, list(shape)
+            continue
+        module, _, matrix = name.rpartition(".")
+        for expert in range(shape[0]):
+            yield f"{module}.{expert}.{matrix}", list(shape[1:])
+
+
+def stored_block(name: str, stored: Container[str]) -> str:
+    """Return the stored name of a parameter of ours, but for what is fused: Mixtral calls the block otherwise."""
+    head, found, tail = name.partition(".mlp.")
+    mixtral = f"model.{head}.block_sparse_moe.gate.weight"
+    return f"model.{head}.block_sparse_moe.{tail}" if found and mixtral in stored else "model." + name
+
+
+def expert_parts(
+    name: str, stored: Container[str], shape: ExpertsShape, rank: int, size: int
+) -> list[tuple[str, Shard]] | None:
+    """Return the stored tensors of one expert's matrix, and a rank's part of each; None for any other parameter.
+
+    Args:
+        name: as ``unstack`` yields it.
+        stored: the names of the checkpoint's tensors.
+        shape: of the whole model.
+        rank: whose part is read, of ``size`` ranks.
+    """
+    block, found, rest = name.partition(".experts.")
+    if not found:
+        return None
+    number, matrix = rest.split(".")
+    inner, own = shape.intermediate_size, shape.intermediate_size // size
+    dim, start = (1 if matrix == "down_proj" else 0), rank * own
+    parts = _MATRICES[matrix]
+    stack = f"model.{block}.experts.{matrix}"
+    if stack in stored:
+        return [
+            (
+                stack,
+                Shard(
+                    dim,
+                    len(parts) * inner,
+                    first + start,
+                    first + start + own,
+                    num_stacked=shape.num_experts,
+                    index=int(number),
+                ),
+            )
+            for first in range(0, len(parts) * inner, inner)
+        ]
+    module = stored_block(f"{block}.experts.{number}", stored)
+    names = [_MIXTRAL[part] for part in parts] if ".block_sparse_moe." in module else parts
+    return [(f"{module}.{part}.weight", Shard(dim, inner, start, start + own)) for part in names]

@@ -1,0 +1,67 @@
+"""Shard: the part of a checkpoint's tensor that one tensor-parallel rank holds. Knows names and sizes, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.models.config.model_config import ModelConfig
+
+__all__ = ["Shard", "shard_of", "vocab_range"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A range along one dimension of a matrix or vector, which may be one of several that a tensor stacks."""
+
+    dim: int  # of the matrix
+    full: int  # the whole matrix's size along dim
+    start: int
+    stop: int
+    num_stacked: int | None = None  # matrices in the tensor, [num_stacked, rows, columns]; None: it is the matrix
+    index: int = 0  # which of them
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return self.num_stacked is None and self.stop - self.start == self.full
+
+    def stored_shape(self, own: list[int]) -> list[int]:
+        """Return the shape of the whole tensor, of which a rank's part of a matrix has the shape ``own``."""
+        matrix = [self.full if dim == self.dim else size for dim, size in enumerate(own)]
+        return matrix if self.num_stacked is None else [self.num_stacked, *matrix]
+
+
+def vocab_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
+    """Return a rank's first token id and number of ids: the same on every rank, so the last may have padding."""
+    num_ids = -(-vocab_size // size)
+    return rank * num_ids, num_ids
+
+
+def shard_of(name: str, config: ModelConfig, rank: int, size: int) -> Shard | None:
+    """Return the part of the tensor ``name`` that a rank reads, or None if every rank reads the whole.
+
+    If there are fewer KV heads than ranks, neighbouring ranks read the same head.
+    """
+    module, kind = name.split(".")[-2:]
+    if module in ("embed_tokens", "lm_head"):
+        start, num_ids = vocab_range(config.vocab_size, rank, size)
+        return Shard(0, config.vocab_size, min(start, config.vocab_size), min(start + num_ids, config.vocab_size))
+    own = config.shard(size)
+    inner, own_inner = config.intermediate_size, own.intermediate_size
+    if ".shared_expert." in name and config.experts is not None:
+        inner = config.experts.shared_intermediate_size
+        own_inner = inner // size
+    features = {
+        "q_proj": (0, config.num_heads, own.num_heads, config.head_dim),
+        "k_proj": (0, config.num_kv_heads, own.num_kv_heads, config.head_dim),
+        "v_proj": (0, config.num_kv_heads, own.num_kv_heads, config.head_dim),
+        "o_proj": (1, config.num_heads, own.num_heads, config.head_dim),
+        "gate_proj": (0, inner, own_inner, 1),
+        "up_proj": (0, inner, own_inner, 1),
+        "down_proj": (1, inner, own_inner, 1),
+    }
+    if module not in features or (module in ("o_proj", "down_proj") and kind == "bias"):
+        return None
+    dim, full, count, width = features[module]
+    start = rank * full // size
+    return Shard(dim, full * width, start * width, (start + count) * width)

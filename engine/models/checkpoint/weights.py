@@ -1,0 +1,213 @@
+"""read_weights: yields the parameters of our model from a checkpoint's tensors, one at a time.
+
+A parameter of ours is one tensor of the checkpoint or several concatenated ones (fused projections). Every parameter
+must be found and every tensor used: a checkpoint that does not match its config is rejected before anything is read. A
+tensor-parallel rank reads only its own part of each tensor, so no process ever holds the whole model. Nothing here
+keeps a parameter that the caller has released.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import ModelLoadError
+from engine.models.checkpoint.checkpoint import Checkpoint
+from engine.models.checkpoint.expert_weights import expert_parts, stored_block, unstack
+from engine.models.checkpoint.finite import is_finite
+from engine.models.checkpoint.own_memory import own_memory
+from engine.models.checkpoint.progress import with_progress
+from engine.models.checkpoint.read_ahead import read_ahead
+from engine.models.checkpoint.sharding import Shard, shard_of
+from engine.models.checkpoint.weight_errors import weights_not_finite
+from engine.models.config.model_config import ModelConfig
+from engine.models.tensor_parallel import TensorParallel
+
+__all__ = ["EMBEDDING", "HEAD", "read_weights"]
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
+_ROTATED = ("q_proj", "k_proj")
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """One parameter of ours, and the stored tensors that make it up."""
+
+    name: str
+    shape: list[int]  # this rank's
+    parts: list[tuple[str, Shard | None]]  # stored name, and this rank's part of it
+    orders: list[list[int] | None]  # of the elements of each part's heads, as RopeConfig.element_order has it
+
+    @property
+    def is_tied_head(self) -> bool:
+        """Whether it shares the embedding's tensor."""
+        return self.name == HEAD and self.parts[0][0] != HEAD
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of memory that it takes."""
+        return 0 if self.is_tied_head else math.prod(self.shape) * dtype.itemsize
+
+
+def read_weights(
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, Sequence[int]],
+    config: ModelConfig,
+    parallel: TensorParallel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    may_be_mapped: Callable[[str], bool] = lambda name: True,
+    show_progress: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter's name and its tensor on the device, in the order of ``shapes``.
+
+    Stacked experts come one by one, as ``unstack`` names them.
+
+    They are read on several threads, ahead of the caller by no more than the largest file has. On the CPU, a tensor
+    that is stored in this ``dtype`` may be a view of the mapped file; writing to it changes a private copy. All others
+    are filled from the file in one pass. With tied embeddings the head is the same tensor as the embedding. All weights
+    are checked to be finite: one NaN makes every answer noise, without an error.
+
+    Args:
+        checkpoint: must stay open while the weights are read.
+        shapes: of this rank's parameters, by name.
+        config: of the whole model.
+        parallel: the rank whose share is read.
+        may_be_mapped: whether a parameter of this name may be a view of the file, if it needs no change. A caller that
+            copies it says no: then its memory is freed with it, and not with the last tensor of the file.
+        show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
+
+    Raises:
+        ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says; while they are
+            read, if one has NaN or infinite weights.
+    """
+    wanted = (_parameter(name, shape, checkpoint, config, parallel) for name, shape in unstack(shapes))
+    parameters = _require_match(checkpoint, wanted, config)
+    checkpoint.expect(dict.fromkeys(name for parameter in parameters for name, _ in parameter.parts))
+    weights = _read_each(checkpoint, parameters, dtype, device, may_be_mapped)
+    return with_progress(weights, {one.name: one.num_bytes(dtype) for one in parameters}) if show_progress else weights
+
+
+def _parameter(
+    name: str, shape: list[int], checkpoint: Checkpoint, config: ModelConfig, parallel: TensorParallel
+) -> _Parameter:
+    rank, size = parallel.rank, parallel.size
+    if config.experts is not None and (experts := expert_parts(name, checkpoint, config.experts, rank, size)):
+        return _Parameter(name, shape, [*experts], [None] * len(experts))
+    stored = _stored_names(name, checkpoint, config)
+    shards = [shard_of(part, config, rank, size) for part in stored]
+    order = config.rope.element_order(config.head_dim)
+    orders = [order if any(module in part for module in _ROTATED) else None for part in stored]
+    for fused, modules in _FUSED.items():
+        if fused in name and fused in config.family.fused:
+            stored = ["model." + name] * len(modules)
+            shards = _within_fused(shards)
+    return _Parameter(name, shape, list(zip(stored, shards, strict=True)), orders)
+
+
+def _within_fused(shards: Sequence[Shard | None]) -> list[Shard | None]:
+    """Return the same parts of tensors that are stored one after another in one."""
+    within: list[Shard | None] = []
+    full, start = sum(shard.full for shard in shards if shard is not None), 0
+    for shard in shards:
+        assert shard is not None  # fused projections are always sharded
+        within.append(Shard(shard.dim, full, start + shard.start, start + shard.stop))
+        start += shard.full
+    return within
+
+
+def _stored_names(name: str, checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
+    """Return the checkpoint's names of our parameter ``name``: several where it is fused."""
+    if name == HEAD:
+        return ["model." + EMBEDDING if config.tie_word_embeddings else HEAD]
+    *path, module, kind = name.split(".")
+    if module in config.family.stored_norms:
+        return [".".join(("model", *path, config.family.stored_norms[module], kind))]
+    for fused, parts in _FUSED.items():
+        if fused in name:
+            return ["model." + name.replace(fused, part) for part in parts]
+    return [stored_block(name, checkpoint)]
+
+
+def _require_match(checkpoint: Checkpoint, wanted: Iterable[_Parameter], config: ModelConfig) -> list[_Parameter]:
+    """Return the parameters; raise ModelLoadError unless the checkpoint has exactly the tensors that they need.
+
+    Each is checked before the next is taken: a config may say that there are many more experts than are stored.
+    """
+    unused, parameters = set(checkpoint.names), []
+    for parameter in wanted:
+        parameters.append(parameter)
+        for name, shard in parameter.parts:
+            checkpoint.require(name, parameter.shape if shard is None else shard.stored_shape(parameter.shape))
+            unused.discard(name)
+    if config.tie_word_embeddings:
+        unused.discard(HEAD)  # a copy that some checkpoints keep
+    if left := sorted(name for name in unused if not _DERIVED.search(name)):
+        raise ModelLoadError(
+            f"checkpoint '{checkpoint.path}' has {len(left)} tensors that a {config.architecture} does not, "
+            f"'{left[0]}' for one; its config.json does not describe it: download both again"
+        )
+    return parameters
+
+
+def _read_each(
+    checkpoint: Checkpoint,
+    parameters: Sequence[_Parameter],
+    dtype: torch.dtype,
+    device: torch.device,
+    may_be_mapped: Callable[[str], bool],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(parameter: _Parameter) -> torch.Tensor | None:
+        if parameter.is_tied_head:
+            return None  # the embedding is yielded again
+        for name, _ in parameter.parts:
+            checkpoint.reached(name)
+        is_mapped = may_be_mapped(parameter.name) and ".experts." not in parameter.name  # those are put into one tensor
+        weight = _assemble(checkpoint, parameter, dtype, device, may_be_mapped=is_mapped)
+        if not is_finite(weight):
+            raise weights_not_finite(checkpoint, parameter.name, parameter.parts, dtype)
+        return weight
+
+    is_tied = any(parameter.is_tied_head for parameter in parameters)
+    embedding: torch.Tensor | None = None
+    for parameter, weight in read_ahead(
+        parameters, read, lambda one: one.num_bytes(dtype), checkpoint.largest_file_bytes
+    ):
+        if is_tied and parameter.name == EMBEDDING:
+            embedding = weight  # held for the head
+        if weight is None:
+            assert embedding is not None  # our models have it first
+            weight = embedding
+        yield parameter.name, weight
+        del weight  # or it would be held while the next one is waited for
+
+
+def _assemble(
+    checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype, device: torch.device, *, may_be_mapped: bool
+) -> torch.Tensor:
+    """Return a parameter on the device: a view of the file if it may be and its bytes need no change, else a copy."""
+    if may_be_mapped and len(parameter.parts) == 1 and device.type == "cpu":
+        weight = checkpoint.read(*parameter.parts[0])
+        if list(weight.shape) == parameter.shape and weight.dtype == dtype:
+            return weight
+    weight = _new_tensor(parameter.shape, dtype, device)
+    filled = 0
+    for (name, shard), order in zip(parameter.parts, parameter.orders, strict=True):
+        count = len(weight) if shard is None or shard.dim else shard.stop - shard.start
+        part = weight[filled : filled + count]
+        checkpoint.read_into(part, name, shard)
+        if order is not None:
+            part.copy_(part.view(-1, len(order), *part.shape[1:])[:, order].flatten(0, 1))
+        filled += count
+    weight[filled:].zero_()  # the last ranks' part of the vocabulary may be padded
+    return weight
+
+
+def _new_tensor(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return own_memory(tuple(shape), dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)

@@ -1,0 +1,93 @@
+"""config.json as it is written: what its raw fields alone decide, before transformers or torch is imported.
+
+So a launcher finds in milliseconds what an engine would find after its start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, ModelLoadError, shown
+from engine.models.config.architectures import ALIASES, PROVEN, REFUSED, require_proven
+from engine.models.config.families import ARCHITECTURES
+from engine.models.config.limits import require_plausible
+
+__all__ = ["context_length", "read_config_json", "read_json"]
+
+logger = logging.getLogger(__name__)
+
+
+def read_config_json(path: str | Path) -> dict[str, Any]:
+    """Return the fields of a checkpoint's config.json; reject checkpoints that need code of their own.
+
+    Code that comes with an architecture that is computed here is never run, and not needed: the checkpoint is older
+    than transformers' own classes, as Microsoft's Phi-3 and Phi-4 are.
+
+    Raises:
+        ConfigError: if the directory or its config.json does not exist.
+        ModelLoadError: if the file is malformed, names remote code or a refused architecture, is of a quantized
+            checkpoint, or has values that no model has.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"model '{path}' has no config.json; give the path of a Hugging Face checkpoint")
+    try:
+        raw = read_json(file)
+    except OSError as error:
+        raise ModelLoadError(f"config.json of '{path}' could not be read: {error}") from error
+    if "auto_map" in raw:
+        _ignore_own_code(raw, path)
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        raise ModelLoadError(f"model '{path}' is quantised ({method}); give the checkpoint in bf16, fp16 or fp32")
+    match raw.get("architectures"):
+        case [str(name), *_] if name in REFUSED:
+            require_proven(name)  # which says why; no limit below was chosen for such a model
+    require_plausible(raw, path)
+    return raw
+
+
+def _ignore_own_code(raw: dict[str, Any], path: str | Path) -> None:
+    """Remove ``auto_map``; raise ModelLoadError unless its architecture is computed without it."""
+    match raw.get("architectures"):
+        case [str(name), *_] if ALIASES.get(name, name) in PROVEN | ARCHITECTURES.keys():
+            logger.info("The code of '%s' (auto_map) is not run: %s is computed without it", path, name)
+            del raw["auto_map"]
+        case names:
+            raise ModelLoadError(
+                f"model '{path}' names code of its own (auto_map), which Pagoda never runs, for {shown(names)}; "
+                "docs/models.md lists what is served"
+            )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds.
+
+    Raises:
+        OSError: if it cannot be read.
+        ModelLoadError: if it holds something else.
+    """
+    try:
+        raw = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"'{file}' is not valid JSON: {error}; download it again") from error
+    if not isinstance(raw, dict):
+        raise ModelLoadError(f"'{file}' holds a {type(raw).__name__}; a JSON object is expected; download it again")
+    return raw
+
+
+def context_length(requested: int | None, longest: int) -> int:
+    """Return the context length in tokens: ``requested`` or, if that is None, the model's ``longest``.
+
+    Raises:
+        ConfigError: more is requested than the model has positions.
+    """
+    if requested is not None and requested > longest:
+        raise ConfigError(f"max_model_len={requested} exceeds the model's {longest} positions; lower it")
+    return requested or longest

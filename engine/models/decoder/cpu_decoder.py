@@ -1,0 +1,303 @@
+"""CpuDecoder: the model of decoder.py, computed by the C kernels on packed weights.
+
+It computes the same function through the same interface. One call computes all layers. Tensor-parallel ranks sum their
+results after each half of a layer, so they make two calls for each layer. The residual stream is float32, and so are
+norms, rotations and sums, whatever the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from engine.models.config.model_config import ModelConfig
+from engine.models.decoder.decoder import ForwardContext, VocabParallelEmbedding
+from engine.models.tensor_parallel import TensorParallel
+from kernels.attention import c_kernel
+from kernels.cpu.experts import ExpertSizes, PackedExperts, experts
+from kernels.cpu.gather import gather_packed_rows, gather_rows
+from kernels.cpu.layer import LayerShape, NormName, PackedLayer
+from kernels.cpu.linear import PackedLinear, WeightKind, has_int8
+from kernels.cpu.scratch import Scratch
+from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, attention_half, logits, mlp_half
+
+__all__ = ["CpuDecoder", "can_run", "head_is_embedding"]
+
+_TIMES_MEASURED = 3
+_LAYERS_MEASURED = 4  # together, the experts of one token are larger than the processor's caches
+_MANY_TOKENS = 32  # with so many, computing takes longer than reading weights on any processor
+_MOST_FREE_TOKENS = 256
+
+_NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
+    "input_layernorm": "input_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "attention_output_norm": "attention_output_norm",
+    "mlp_output_norm": "mlp_output_norm",
+    "q_norm": "query_norm",
+    "k_norm": "key_norm",
+}
+
+
+def can_run(config: ModelConfig, dtype: torch.dtype, kind: WeightKind, device: torch.device) -> bool:
+    """Return whether the C kernels are available on this machine and can compute this model on this device."""
+    if device.type != "cpu" or not c_kernel.is_supported(dtype, config.head_dim):
+        return False
+    return kind is not WeightKind.INT8 or has_int8()
+
+
+def head_is_embedding(config: ModelConfig, parallel: TensorParallel, kind: WeightKind) -> bool:
+    """Return whether the embedding is read from the head's packed weights, so that memory holds them once."""
+    return config.tie_word_embeddings and parallel.size == 1 and kind is not WeightKind.INT8
+
+
+class CpuDecoder:
+    """A decoder-only language model on a CPU.
+
+    Args:
+        embed_tokens: the embedding, whose weights are set later; it is not used where ``head_is_embedding``.
+        config: the whole model's shape.
+        rope: cosines and sines of every position it may see, float32 [num_tables, length, 2, head_dim // 2].
+        parallel: this rank and its group.
+        dtype: of the KV cache, float32 or bfloat16.
+        kind: the type of the linear layers' packed weights.
+
+    Attributes:
+        attention: the shape of this rank's attention layers.
+    """
+
+    def __init__(
+        self,
+        embed_tokens: VocabParallelEmbedding,
+        config: ModelConfig,
+        rope: torch.Tensor,
+        parallel: TensorParallel,
+        dtype: torch.dtype,
+        kind: WeightKind,
+    ) -> None:
+        self.embed_tokens = embed_tokens
+        self.config, self.parallel = config, parallel
+        self._head_is_embedding = head_is_embedding(config, parallel, kind)
+        self._embedding_multiplier = config.embedding_multiplier_in(dtype)
+        own = config.shard(parallel.size)
+        self.attention = own.attention
+        self.layers = [PackedLayer(_layer_shape(own, index), kind, dtype) for index in range(config.num_layers)]
+        self._set_experts(own, kind)
+        widest_mlp = max(layer.intermediate_size for layer in self.layers)
+        for layer, table in zip(self.layers, config.rope.tables, strict=True):
+            if table is not None:
+                layer.set_rope(rope[table])
+        self.norm = torch.empty(0)
+        self.lm_head = PackedLinear(kind, config.hidden_size, self.embed_tokens.num_embeddings)
+        self._scratch = Scratch(
+            kind,
+            width=max(config.hidden_size, own.num_heads * own.head_dim, widest_mlp),
+            outputs=max(config.hidden_size, self.layers[0].qkv.out_features, widest_mlp),
+            attention_width=own.num_heads * own.head_dim,
+            cache_dtype=dtype,
+        )
+        self._logits = torch.empty(0)
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def _set_experts(self, own: ModelConfig, kind: WeightKind) -> None:
+        """Give the sparse layers their experts."""
+        if (experts := own.experts) is None:
+            return
+        sizes = ExpertSizes(
+            hidden_size=own.hidden_size,
+            num_experts=experts.num_experts,
+            top_k=experts.experts_per_token,
+            intermediate_size=experts.intermediate_size,
+            shared_intermediate_size=experts.shared_intermediate_size,
+            normalizes_weights=experts.normalizes_weights,
+        )
+        for index in experts.layers:
+            self.layers[index].set_experts(PackedExperts(sizes, kind))
+
+    def set_weight(self, name: str, weight: torch.Tensor) -> None:
+        """Set one parameter, by its name in decoder.py's Decoder.
+
+        The packed layers copy it. The embedding keeps the tensor itself, which may be mapped from a file; where it is
+        read from the head, it is set as the head, and the head is not set.
+        """
+        match name.split("."):
+            case ["embed_tokens", "weight"] if self._head_is_embedding:
+                self.lm_head.set_weight(weight)
+            case ["embed_tokens", "weight"]:
+                self.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
+            case ["norm", "weight"]:
+                self.norm = self._norm_weight(weight) / self.config.logits_divisor
+            case ["lm_head", "weight"]:
+                self.lm_head.set_weight(weight)
+            case ["layers", index, "mlp", *rest] if (experts := self.layers[int(index)].experts) is not None:
+                _set_expert_weight(experts, rest, weight)
+            case ["layers", index, *_, module, "weight"] if module in _NORMS:
+                self.layers[int(index)].set_norm(_NORMS[module], self._norm_weight(weight))
+            case ["layers", index, *_, module, "weight"]:
+                _set_layer_weight(self.layers[int(index)], module, weight)
+            case ["layers", index, *_, module, "bias"]:
+                if module in ("qkv_proj", "gate_up_proj") or self.parallel.rank == 0:  # the ranks' outputs are summed
+                    _set_layer_bias(self.layers[int(index)], module, weight)
+            case _:
+                raise AssertionError(f"no parameter is called {name}")
+
+    def _norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what a norm multiplies by, float32."""
+        weight = weight.float().contiguous()
+        return 1.0 + weight if self.config.norms_add_one else weight
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allocate the scratch memory of a step of ``num_tokens``, so that no step waits for it."""
+        self._scratch.reserve(num_tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the packed weights take."""
+        return self.lm_head.num_bytes + sum(layer.num_bytes for layer in self.layers)
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Return the hidden states before the last norm, float32 [num_tokens, hidden_size]."""
+        hidden = self._embed(token_ids)
+        addend = torch.empty_like(hidden) if self.parallel.size > 1 else None
+        block_size = context.kv_cache.block_size
+        step = CpuStep(hidden, positions, context.metadata, block_size, self._scratch, addend)
+        if addend is None:
+            all_layers(self.layers, step, context.kv_cache.layers)
+            return hidden
+        for layer, (key_cache, value_cache) in zip(self.layers, context.kv_cache.layers, strict=True):
+            attention_half(layer, step, key_cache, value_cache)
+            add_attention(layer, hidden, self.parallel.all_reduce(addend))
+            mlp_half(layer, step)
+            add_mlp(layer, hidden, self.parallel.all_reduce(addend))
+        return hidden
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._head_is_embedding:
+            return gather_packed_rows(self.lm_head, token_ids, self._embedding_multiplier)
+        if self.parallel.size == 1:
+            return gather_rows(self.embed_tokens.weight, token_ids, self._embedding_multiplier)
+        hidden: torch.Tensor = self.embed_tokens(token_ids)  # which also sums over the ranks
+        return hidden.float() * self._embedding_multiplier
+
+    def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor | None:
+        """Return float32 logits [len(token_indices), vocab_size] on rank 0, None elsewhere; valid until the next call.
+
+        Args:
+            hidden: [num_tokens, hidden_size].
+            token_indices: int64, the tokens of ``hidden`` whose logits are wanted.
+        """
+        gathered = self.parallel.gather_columns(self._compute_own_logits(gather_rows(hidden, token_indices)))
+        return None if gathered is None else gathered[:, : self.config.vocab_size]
+
+    def _compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the vocabulary, [num_tokens, own part]."""
+        num_tokens = hidden.shape[0]
+        if self._logits.shape[0] < num_tokens:
+            self._logits = torch.empty(num_tokens, self.lm_head.out_features)
+        config = self.config
+        logits(self._logits, hidden, self.norm, config.rms_norm_eps, self.lm_head, self._scratch, config.logits_softcap)
+        return self._logits[:num_tokens]
+
+    # --- speed --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def free_tokens(self) -> int:
+        """Tokens that a step computes in about the time of one, because reading the weights takes longer.
+
+        Measured once, on the head, the largest weights that are not experts': small ones would come from the
+        processor's caches. Each further token needs further experts, whose weights are read as well, so some layers'
+        experts are measured too, with random tokens, which are spread over many.
+        """
+        few, many = (self._seconds_of_weights(num_tokens) for num_tokens in (1, _MANY_TOKENS))
+        return min(max(round(_MANY_TOKENS * few / many), 1), _MOST_FREE_TOKENS)
+
+    def _seconds_of_weights(self, num_tokens: int) -> float:
+        """Return about how long the products with all weights take; without experts those with the head are enough."""
+        hidden = torch.randn(num_tokens, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        seconds = _fastest(lambda: self._compute_own_logits(hidden))
+        sparse = [layer.experts for layer in self.layers if layer.experts is not None]
+        if not sparse:
+            return seconds
+        num_dense_bytes = self.num_bytes - sum(one.num_bytes for one in sparse)
+        measured, norm = sparse[:_LAYERS_MEASURED], torch.ones(self.config.hidden_size)
+
+        def compute_experts() -> None:
+            for one in measured:
+                experts(hidden, one, norm, self.config.rms_norm_eps)
+
+        of_experts = _fastest(compute_experts) * len(sparse) / len(measured)
+        return seconds * num_dense_bytes / self.lm_head.num_bytes + of_experts
+
+
+def _fastest(compute: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of several runs, because disturbances only make them longer."""
+    times = []
+    for _ in range(_TIMES_MEASURED):
+        started = perf_counter()
+        compute()
+        times.append(perf_counter() - started)
+    return min(times)
+
+
+def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
+    """Return the shape of a layer of a rank's share of the model."""
+    return LayerShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=0 if config.has_experts(index) else config.intermediate_size,
+        sliding_window=config.sliding_windows[index],
+        norm_eps=config.rms_norm_eps,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        mlp_bias=config.mlp_bias,
+        scale=config.attention_scale,
+        softcap=config.attention_softcap,
+        norms_all_heads=config.qk_norm == "projection",
+        activation=config.activation,
+        residual_multiplier=config.residual_multiplier,
+    )
+
+
+def _set_layer_weight(layer: PackedLayer, module: str, weight: torch.Tensor) -> None:
+    if module == "gate_up_proj":
+        layer.set_gate_up_weight(weight)
+    else:
+        _linear(layer, module).set_weight(weight)
+
+
+def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Tensor) -> None:
+    """Set a weight of a sparse layer's feed-forward, by its name in decoder.py after ``mlp``."""
+    match name:
+        case ["gate", "weight"]:
+            experts.set_router_weight(weight)
+        case ["experts", index, "gate_up_proj"]:
+            experts.set_gate_up_weight(int(index), weight)
+        case ["experts", index, "down_proj"]:
+            experts.set_down_weight(int(index), weight)
+        case ["shared_expert", "gate_up_proj", "weight"]:
+            experts.set_shared_gate_up_weight(weight)
+        case ["shared_expert", "down_proj", "weight"]:
+            experts.set_shared_down_weight(weight)
+        case ["shared_expert_gate", "weight"]:
+            experts.set_shared_gate_weight(weight)
+        case _:
+            raise AssertionError(f"no parameter of experts is called {'.'.join(name)}")
+
+
+def _set_layer_bias(layer: PackedLayer, module: str, bias: torch.Tensor) -> None:
+    if module == "gate_up_proj":
+        layer.set_gate_up_bias(bias)
+    else:
+        _linear(layer, module).set_bias(bias)
+
+
+def _linear(layer: PackedLayer, module: str) -> PackedLinear:
+    return {"qkv_proj": layer.qkv, "o_proj": layer.output, "down_proj": layer.down}[module]

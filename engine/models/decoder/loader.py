@@ -1,0 +1,141 @@
+"""load_decoder: reads a checkpoint directory into a Decoder or CpuDecoder, with its weights on the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from engine.errors import ConfigError
+from engine.models.checkpoint.checkpoint import open_checkpoint
+from engine.models.checkpoint.weights import EMBEDDING, HEAD, read_weights
+from engine.models.config.model_config import ModelConfig
+from engine.models.decoder.batch_invariant import check_batch_invariant, make_batch_invariant
+from engine.models.decoder.cpu_decoder import CpuDecoder, head_is_embedding
+from engine.models.decoder.cpu_decoder import can_run as cpu_kernels_can_run
+from engine.models.decoder.decoder import Decoder
+from engine.models.decoder.experts import Experts
+from engine.models.decoder.int8_linear import quantize_linears
+from engine.models.decoder.rope import rope_tables
+from engine.models.tensor_parallel import TensorParallel
+from kernels.cpu.linear import WeightKind
+from kernels.layer_ops.select import select_layer_ops
+
+__all__ = ["load_decoder"]
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {torch.float32: WeightKind.FLOAT32, torch.bfloat16: WeightKind.BFLOAT16}
+
+
+def load_decoder(
+    path: str | Path,
+    hf_config: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    parallel: TensorParallel,
+    quantization: str | None = None,
+    batch_invariant: bool = False,
+    use_cpu_kernels: bool = True,
+    show_progress: bool = False,
+) -> Decoder | CpuDecoder:
+    """Build the model that ``hf_config`` describes and fill it from the directory's safetensors.
+
+    Args:
+        quantization: ``int8`` quantizes the weights of linear layers while loading.
+        batch_invariant: whether a token's logits must have the same bits in any batch.
+        use_cpu_kernels: whether the C kernels may compute the model, attention included; compiles them if need be.
+        show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
+
+    Returns:
+        The model for the C kernels if they can run it on this device, else the one for torch's operators.
+
+    Raises:
+        ModelLoadError: if tensors are missing, unexpected, of another shape than the config says, or not finite.
+        ConfigError: if the ranks cannot share the model evenly, experts cannot be quantized here, the model cannot be
+            batch-invariant here, or the context is too long for a RoPE table.
+    """
+    config = ModelConfig.from_hf(hf_config)
+    rope = rope_tables(hf_config, config.rope, config.head_dim, max_model_len)
+    with torch.device("meta"), _Uninitialised():
+        model = Decoder(config, rope, parallel, select_layer_ops(device))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    kind = _packed_kind(config, dtype, device, quantization) if use_cpu_kernels else None
+    if kind is None and quantization is not None and config.experts is not None:
+        raise ConfigError(
+            "is computed only by the C kernels on a CPU if a model has experts",
+            param="quantization",
+            value=quantization,
+            remedy="leave it out",
+        )
+    if is_head := kind is not None and head_is_embedding(config, parallel, kind):
+        del shapes[HEAD]  # the embedding's weights are packed as the head's
+    if kind is None and batch_invariant:
+        check_batch_invariant(device, parallel.size)
+    started = perf_counter()
+    with open_checkpoint(path) as checkpoint:
+        weights = read_weights(
+            checkpoint,
+            shapes,
+            config,
+            parallel,
+            dtype=dtype,
+            device=device,
+            may_be_mapped=lambda name: kind is None or (name == EMBEDDING and not is_head),
+            show_progress=show_progress,
+        )
+        if kind is not None:
+            packed = CpuDecoder(model.embed_tokens, config, rope, parallel, dtype, kind)
+            _pack(packed, weights)
+            logger.info("Loading weights took %.2f seconds", perf_counter() - started)
+            return packed
+        model.rope = rope.to(device)
+        _fill(model, weights)
+    if quantization == "int8":
+        quantize_linears(model)
+    if batch_invariant:
+        make_batch_invariant(model)
+    logger.info("Loading weights took %.2f seconds", perf_counter() - started)
+    return model.eval()
+
+
+def _packed_kind(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str | None
+) -> WeightKind | None:
+    """Return the type of the weights that the C kernels would pack; None if they cannot run the model."""
+    kind = WeightKind.INT8 if quantization == "int8" else _KINDS.get(dtype)
+    return kind if kind is not None and cpu_kernels_can_run(config, dtype, kind, device) else None
+
+
+def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, weight in weights:
+        module, _, attribute = name.rpartition(".")
+        parent, _, number = module.rpartition(".")
+        if isinstance(experts := model.get_submodule(parent), Experts):
+            experts.set_weight(int(number), attribute, weight)
+        else:
+            setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
+
+
+def _pack(model: CpuDecoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, weight in weights:
+        model.set_weight(name, weight)
+
+
+class _Uninitialised(TorchFunctionMode):
+    """A context in which new modules get no random weights: on the meta device those import torch's compiler."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,72 @@
+"""Rotary position embedding (Su et al., 2021) with the scalings that checkpoints ask for.
+
+transformers computes the frequencies of scaled RoPE. This module tabulates cosines and sines for all positions once;
+kernels rotate queries and keys with them, in the half-split layout of the Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.errors import ConfigError, ModelLoadError
+from engine.models.checkpoint.finite import is_finite
+from engine.models.config.rope_config import RopeConfig, rope_parameters
+
+__all__ = ["rope_tables"]
+
+
+_MAX_BYTES = 4 * 2**30
+
+
+def rope_tables(hf_config: Any, rope: RopeConfig, head_dim: int, length: int) -> torch.Tensor:
+    """Return the cosines and sines of positions 0 to ``length`` - 1, for each of ``rope``'s layer types.
+
+    float32 [num_tables, length, 2, head_dim // 2], in the order of ``rope.element_order``.
+
+    Raises:
+        ConfigError: if the tables of so long a context take too much memory.
+        ModelLoadError: if the config's parameters cannot be computed with, or the angles are no finite numbers.
+    """
+    bytes_per_token = 4 * head_dim * len(rope.layer_types)
+    if (num_bytes := bytes_per_token * length) > _MAX_BYTES:
+        raise ConfigError(
+            f"takes {num_bytes / 1e9:.0f} GB for the angles of RoPE",
+            param="max_model_len",
+            value=length,
+            remedy=f"set {_MAX_BYTES // bytes_per_token} or less",
+        )
+    tables = torch.zeros(len(rope.layer_types), length, 2, head_dim // 2)
+    tables[:, :, 0] = 1.0  # elements that are not rotated
+    try:
+        for table, layer_type in zip(tables, rope.layer_types, strict=True):
+            frequencies, factor = _frequencies(hf_config, layer_type, rope.rotary_dim)
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+            rotated = table[:, :, : rope.rotary_dim // 2]
+            torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1, out=rotated)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelLoadError(
+            f"the rope_parameters of config.json cannot be computed with: {error!r}; correct them"
+        ) from error
+    if not is_finite(tables):
+        raise ModelLoadError(
+            "the rope_parameters of config.json result in angles that are no finite numbers; correct them"
+        )
+    return tables
+
+
+def _frequencies(hf_config: Any, layer_type: str | None, rotary_dim: int) -> tuple[torch.Tensor, float]:
+    """Return radians per position, float32 [rotary_dim // 2], and a factor of the cosines and sines."""
+    parameters = rope_parameters(hf_config, layer_type)
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type == "default":
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        return 1.0 / (parameters.get("rope_theta", 10000.0) ** exponents), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies: torch.Tensor
+    factor: float
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"), **options)
+    return frequencies, factor

@@ -1,0 +1,43 @@
+"""store_kvcache: writes a step's keys and values to their slots in the paged cache.
+
+The caller decides which token goes to which slot; this module knows slots, not sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def store_kvcache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Copy token i's key and value into slot `slot_mapping[i]` of the caches.
+
+    key, value    [num_tokens, num_kv_heads, head_dim], any strides: slices of a fused QKV output need no copy
+    caches        [num_blocks, block_size, num_kv_heads, head_dim], contiguous
+    slot_mapping  int64 [num_tokens], block_id * block_size + offset; a token whose slot is -1 is skipped
+    """
+    if key.device.type == "cpu":
+        _store_on_cpu(key, value, key_cache, value_cache, slot_mapping)
+    else:
+        from kernels.cache.triton.store_kvcache import store_kvcache_triton
+
+        store_kvcache_triton(key, value, key_cache, value_cache, slot_mapping)
+
+
+def _store_on_cpu(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    written = slot_mapping >= 0
+    if not bool(written.all()):  # only a padded step pays for the selection
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    key_cache.view(-1, *key_cache.shape[2:])[slot_mapping] = key  # twice as fast as index_copy_
+    value_cache.view(-1, *value_cache.shape[2:])[slot_mapping] = value

@@ -1,0 +1,1 @@
+"""The writes of kernels/cache in Triton. Knows pointers and strides."""

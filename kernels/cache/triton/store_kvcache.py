@@ -1,0 +1,71 @@
+"""The KV cache write as a Triton kernel: one program a token copies all heads of its key and value.
+
+Imported on the first write on a GPU, so that a CPU needs no Triton. The contract is `kernels.cache.store_kvcache`'s.
+"""
+
+# ruff: noqa: N803 - Triton's users write compile-time constants in capitals
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+# The alignment of slot_mapping may change from step to step, and a step must not wait for a compilation.
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+def _store_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    key_token_stride,
+    key_head_stride,
+    key_dim_stride,
+    value_token_stride,
+    value_head_stride,
+    value_dim_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two, at least NUM_KV_HEADS * HEAD_DIM
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        element = tl.arange(0, BLOCK)  # of the slot, whose heads are contiguous
+        head, dim = element // HEAD_DIM, element % HEAD_DIM
+        mask = element < NUM_KV_HEADS * HEAD_DIM
+        key_offset = token * key_token_stride + head * key_head_stride + dim * key_dim_stride
+        value_offset = token * value_token_stride + head * value_head_stride + dim * value_dim_stride
+        cache_offset = slot.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM) + element
+        tl.store(key_cache + cache_offset, tl.load(key + key_offset, mask=mask), mask=mask)
+        tl.store(value_cache + cache_offset, tl.load(value + value_offset, mask=mask), mask=mask)
+
+
+def store_kvcache_triton(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Launch the write of `kernels.cache.store_kvcache`, whose shapes it shares."""
+    assert key_cache.is_contiguous()
+    assert value_cache.is_contiguous()
+    num_tokens, num_kv_heads, head_dim = key.shape
+    if num_tokens == 0:
+        return
+    _store_kernel[(num_tokens,)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        *key.stride(),
+        *value.stride(),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK=triton.next_power_of_2(num_kv_heads * head_dim),
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,233 @@
+/* See experts.h. The rows of a step are the pairs of a token and one of its experts, sorted by expert, so that an
+ * expert's rows are adjacent and its weights are read once. All experts' products are one loop of the thread pool. */
+#include "experts/experts.h"
+
+#include <math.h>
+#include <stdbool.h>
+
+#include "runtime/integers.h"
+#include "runtime/maximum.h"
+#include "linear/pack_rows.h"
+#include "runtime/scratch.h"
+#include "runtime/threads.h"
+#include "runtime/vector.h"
+
+enum { MOST_TOKENS_AT_ONCE = 1024 }; /* of which scratch memory holds all experts' results */
+
+/* The chosen experts of some tokens, and memory for their results. */
+typedef struct {
+    const pagoda_experts *experts;
+    float *output;
+    const float *hidden, *norm;
+    float eps;
+    int32_t num_tokens, is_added, num_logits;
+    float *logits;             /* [num_tokens, num_logits], of the router */
+    float *weights;            /* [num_tokens, top_k] */
+    int32_t *ids;              /* [num_tokens, top_k], the chosen experts */
+    int32_t *rows;             /* [num_tokens, top_k], where each pair is computed */
+    int32_t *tokens;           /* [num_tokens * top_k], of each row */
+    int32_t *starts;           /* [num_experts + 1], each expert's first row */
+    int32_t *cursors;          /* [num_experts] */
+    int32_t *tiles;            /* first row of each tile of an expert's rows, and the number of rows */
+    int32_t num_tiles, num_jobs;
+    pagoda_linear_job *jobs;   /* [num_experts] */
+    uint32_t *words;           /* packed rows: of the router's input, then of the experts' */
+    float *row_scales;         /* [num_tokens * top_k] */
+    pagoda_rows packed;        /* every token's row, apart, as experts read it */
+    float *wide;               /* [num_tokens * top_k, intermediate_size], or of the shared expert */
+    float *results;            /* [num_tokens * top_k, hidden_size] */
+    float *shared;             /* [num_tokens, hidden_size] */
+} batch;
+
+/* --- memory ---------------------------------------------------------------------------------------------------- */
+
+/* Takes `bytes` from a block of memory, whole vectors of them; with a NULL block only the size counts. */
+static void *take(char *block, size_t *used, int64_t bytes) {
+    char *taken = block ? block + *used : NULL;
+    *used += (size_t)divide_up(bytes, 64) * 64;
+    return taken;
+}
+
+/* Divides a block among the arrays of a batch, and returns the bytes that they need. */
+static size_t divide_memory(batch *b, char *block) {
+    const pagoda_experts *e = b->experts;
+    const int64_t tokens = b->num_tokens, pairs = tokens * e->top_k, width = e->hidden_size;
+    const bool has_shared = e->shared_gate_up.words != NULL;
+    const int64_t shared_width = has_shared ? e->shared_down.in_features : 0;
+    const int kind = e->gate_up.kind;
+    int64_t row_words = max(pagoda_num_words(kind, (int32_t)width), pagoda_num_words(kind, e->intermediate_size));
+    int64_t shared_words = has_shared ? pagoda_num_words(kind, (int32_t)shared_width) : 0;
+    int64_t num_words = max(tokens * max(width, shared_words), pairs * row_words);
+    size_t used = 0;
+    b->logits = take(block, &used, tokens * b->num_logits * 4);
+    b->weights = take(block, &used, pairs * 4);
+    b->ids = take(block, &used, pairs * 4);
+    b->rows = take(block, &used, pairs * 4);
+    b->tokens = take(block, &used, pairs * 4);
+    b->starts = take(block, &used, (e->num_experts + 1) * 4);
+    b->cursors = take(block, &used, e->num_experts * 4);
+    b->tiles = take(block, &used, (pairs / ROWS_PER_TILE + e->num_experts + 1) * 4);
+    b->jobs = take(block, &used, e->num_experts * (int64_t)sizeof *b->jobs);
+    b->words = take(block, &used, num_words * 4);
+    b->row_scales = take(block, &used, pairs * 4);
+    b->packed.num_rows = b->num_tokens;
+    b->packed.words = take(block, &used, tokens * pagoda_num_words(kind, (int32_t)width) * 4);
+    b->packed.scales = take(block, &used, tokens * 4);
+    b->wide = take(block, &used, max(pairs * e->intermediate_size, tokens * shared_width) * 4);
+    b->results = take(block, &used, pairs * width * 4);
+    b->shared = take(block, &used, has_shared ? tokens * width * 4 : 0);
+    return used;
+}
+
+/* --- routing --------------------------------------------------------------------------------------------------- */
+
+/* Chooses the experts of one token: of equal logits the first. */
+static void choose_experts(void *args, int64_t token) {
+    const batch *b = args;
+    const int32_t top_k = b->experts->top_k;
+    const int64_t num_experts = b->experts->num_experts, padded = divide_up(num_experts, LANES) * LANES;
+    float *logits = pagoda_scratch(SCRATCH_ROW, (size_t)(2 * padded) * sizeof *logits), *exponentials = logits + padded;
+    float *weights = b->weights + token * top_k, chosen = 0;
+    int32_t *ids = b->ids + token * top_k;
+    memcpy(logits, b->logits + token * b->num_logits, (size_t)num_experts * sizeof *logits);
+    for (int64_t i = num_experts; i < padded; i++) logits[i] = -INFINITY;
+    const float largest = largest_of_row(logits, padded);
+    f32x16 sums = {0};
+    for (int64_t i = 0; i < padded; i += LANES) {
+        f32x16 exponential = f32x16_exp(f32x16_load(logits + i) - largest);
+        f32x16_store(exponentials + i, exponential);
+        sums += exponential;
+    }
+    const float total = f32x16_sum(sums);
+    for (int32_t choice = 0; choice < top_k; choice++) {
+        ids[choice] = first_index_of(logits, largest_of_row(logits, padded), padded);
+        weights[choice] = exponentials[ids[choice]] / total;
+        chosen += weights[choice];
+        logits[ids[choice]] = -INFINITY;
+    }
+    if (b->experts->normalizes_weights)
+        for (int32_t choice = 0; choice < top_k; choice++) weights[choice] /= chosen;
+}
+
+/* Computes the router and chooses each token's experts. */
+static void route(batch *b) {
+    const pagoda_experts *e = b->experts;
+    pagoda_rows rows = {b->words, b->row_scales, b->num_tokens};
+    pagoda_pack_rows(&rows, b->hidden, false, e->router.kind, e->hidden_size, b->norm, b->eps);
+    pagoda_linear(b->logits, b->num_logits, &rows, &e->router, PAGODA_STORE);
+    pagoda_for_each_row(b->num_tokens, (int64_t)b->num_tokens * e->num_experts, choose_experts, b);
+}
+
+/* Gives each pair of a token and an expert its row, and divides each expert's rows into tiles. */
+static void sort_by_expert(batch *b) {
+    const pagoda_experts *e = b->experts;
+    const int32_t num_pairs = b->num_tokens * e->top_k;
+    for (int32_t i = 0; i <= e->num_experts; i++) b->starts[i] = 0;
+    for (int32_t pair = 0; pair < num_pairs; pair++) b->starts[b->ids[pair] + 1]++;
+    for (int32_t i = 0; i < e->num_experts; i++) {
+        b->starts[i + 1] += b->starts[i];
+        b->cursors[i] = b->starts[i];
+        for (int32_t row = b->starts[i]; row < b->starts[i + 1]; row += ROWS_PER_TILE) b->tiles[b->num_tiles++] = row;
+    }
+    b->tiles[b->num_tiles] = num_pairs;
+    for (int32_t pair = 0; pair < num_pairs; pair++) {
+        int32_t row = b->cursors[b->ids[pair]]++;
+        b->rows[pair] = row;
+        b->tokens[row] = pair / e->top_k;
+    }
+}
+
+/* --- the experts' feed-forward ------------------------------------------------------------------------------------ */
+
+/* The weights of one expert: `outputs` of those of all, `stride` of them from one expert to the next. */
+static pagoda_weight expert_weight(const pagoda_weight *all, int64_t expert, int64_t stride, int64_t outputs) {
+    pagoda_weight weight = *all;
+    weight.words += expert * stride * pagoda_num_words(all->kind, all->in_features);
+    if (all->scales) weight.scales += expert * stride;
+    if (all->sums) weight.sums += expert * stride;
+    weight.out_features = (int32_t)outputs;
+    return weight;
+}
+
+/* Multiplies every expert's rows, which have been packed, with its part of `weights`. */
+static void multiply(batch *b, float *output, int64_t width, const pagoda_weight *weights, int64_t outputs,
+                     pagoda_epilogue epilogue) {
+    const pagoda_experts *e = b->experts;
+    const int64_t num_words = pagoda_num_words(weights->kind, weights->in_features);
+    const int64_t stride = weights->out_features / e->num_experts;
+    int32_t num_jobs = 0;
+    for (int64_t expert = 0; expert < e->num_experts; expert++) {
+        const int64_t first = b->starts[expert];
+        const int32_t num_rows = b->starts[expert + 1] - (int32_t)first;
+        if (num_rows)
+            b->jobs[num_jobs++] = (pagoda_linear_job){
+                .output = output + first * width,
+                .rows = {b->words + first * num_words, b->row_scales + first, num_rows},
+                .weight = expert_weight(weights, expert, stride, outputs),
+            };
+    }
+    pagoda_grouped_linear(b->jobs, num_jobs, width, epilogue);
+}
+
+/* Computes the chosen experts of all rows. */
+static void compute_routed(batch *b) {
+    const pagoda_experts *e = b->experts;
+    const pagoda_rows rows = {b->words, b->row_scales, b->num_tokens * e->top_k};
+    const pagoda_tiles tiles = {b->tiles, b->num_tiles};
+    pagoda_gather_tiles(&rows, &tiles, b->tokens, &b->packed, e->gate_up.kind, e->hidden_size);
+    multiply(b, b->wide, e->intermediate_size, &e->gate_up, 2 * (int64_t)e->intermediate_size, PAGODA_SILU_MUL);
+    pagoda_pack_tiles(&rows, &tiles, b->wide, e->down.kind, e->intermediate_size);
+    multiply(b, b->results, e->hidden_size, &e->down, e->hidden_size, PAGODA_STORE);
+}
+
+/* Computes the expert that every token has. */
+static void compute_shared(batch *b) {
+    const pagoda_experts *e = b->experts;
+    const int32_t width = e->shared_down.in_features;
+    pagoda_rows rows = {b->words, b->row_scales, b->num_tokens};
+    pagoda_gather_tiles(&rows, NULL, NULL, &b->packed, e->shared_gate_up.kind, e->hidden_size);
+    pagoda_linear(b->wide, width, &rows, &e->shared_gate_up, PAGODA_SILU_MUL);
+    pagoda_pack_rows(&rows, b->wide, false, e->shared_down.kind, width, NULL, 0);
+    pagoda_linear(b->shared, e->hidden_size, &rows, &e->shared_down, PAGODA_STORE);
+}
+
+/* Sums one token's results. */
+static void combine(void *args, int64_t token) {
+    const batch *b = args;
+    const pagoda_experts *e = b->experts;
+    const int64_t width = e->hidden_size;
+    const bool has_shared = e->shared_gate_up.words != NULL;
+    const float gate = has_shared ? 1 / (1 + expf(-b->logits[token * b->num_logits + e->num_experts])) : 0;
+    const float *shared = b->shared + token * width;
+    float *output = b->output + token * width;
+    for (int64_t i = 0; i < width; i += LANES) {
+        f32x16 sum = {0};
+        for (int32_t choice = 0; choice < e->top_k; choice++) {
+            const int64_t pair = token * e->top_k + choice;
+            f32x16 result = load_some(b->results + b->rows[pair] * width, false, i, width - i);
+            sum = f32x16_fma(f32x16_set(b->weights[pair]), result, sum);
+        }
+        if (has_shared) sum = f32x16_fma(f32x16_set(gate), load_some(shared, false, i, width - i), sum);
+        if (b->is_added) sum += load_some(output, false, i, width - i);
+        store_some(output, false, i, sum, width - i);
+    }
+}
+
+void pagoda_compute_experts(const pagoda_experts *experts, float *output, const float *hidden, int32_t num_tokens,
+                            const float *norm, float eps, int32_t is_added) {
+    const int64_t width = experts->hidden_size;
+    for (int64_t first = 0; first < num_tokens; first += MOST_TOKENS_AT_ONCE) {
+        batch b = {
+            .experts = experts, .output = output + first * width, .hidden = hidden + first * width, .norm = norm,
+            .eps = eps, .num_tokens = (int32_t)min(num_tokens - first, MOST_TOKENS_AT_ONCE), .is_added = is_added,
+            .num_logits = experts->router.out_features,
+        };
+        divide_memory(&b, pagoda_scratch(SCRATCH_EXPERTS, divide_memory(&b, NULL)));
+        route(&b);
+        sort_by_expert(&b);
+        pagoda_pack_rows_apart(&b.packed, b.hidden, experts->gate_up.kind, experts->hidden_size, norm, eps);
+        compute_routed(&b);
+        if (experts->shared_gate_up.words) compute_shared(&b);
+        pagoda_for_each_row(b.num_tokens, b.num_tokens * (experts->top_k + 1) * width, combine, &b);
+    }
+}

@@ -1,0 +1,27 @@
+/* Mixture of experts: each token is computed by the few experts that a router chooses for it (Shazeer et al., 2017). */
+#ifndef PAGODA_EXPERTS_H
+#define PAGODA_EXPERTS_H
+
+#include <stdint.h>
+
+#include "linear/linear.h"
+
+/* One layer's experts: CExperts in kernels/cpu/bindings.py. The weights of all experts are one matrix, in which each
+ * expert's outputs begin at a multiple of 64; gate_up's panels alternate between the gate's and up's. */
+typedef struct {
+    pagoda_weight router;         /* float32; with a shared expert the last output is the logit of its gate */
+    pagoda_weight gate_up, down;  /* of num_experts experts */
+    pagoda_weight shared_gate_up; /* of the expert that computes every token; without one its words are NULL */
+    pagoda_weight shared_down;
+    int32_t num_experts, top_k, hidden_size;
+    int32_t intermediate_size;   /* of an expert; a multiple of 32: padded with zeros */
+    int32_t normalizes_weights;  /* the chosen experts' probabilities are divided by their sum */
+} pagoda_experts;
+
+/* Computes experts(norm(hidden)) of rows [num_tokens, hidden_size] and stores it in output, or adds it with is_added. A
+ * token gets the same bits whatever the other tokens are: its experts' outputs are summed in the order of their
+ * probabilities. `output` may be `hidden`. */
+void pagoda_compute_experts(const pagoda_experts *experts, float *output, const float *hidden, int32_t num_tokens,
+                            const float *norm, float eps, int32_t is_added);
+
+#endif

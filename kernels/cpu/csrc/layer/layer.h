@@ -1,0 +1,73 @@
+/* Decoder layers: all of them in one call, or for tensor-parallel ranks each in two halves, between which the ranks sum.
+ *
+ * `hidden`, the residual stream, is float32. The caller's scratch buffers hold what a step of num_tokens tokens needs;
+ * attention and packing have memory of their own, see scratch.h.
+ */
+#ifndef PAGODA_LAYER_H
+#define PAGODA_LAYER_H
+
+#include <stdint.h>
+
+#include "experts/experts.h"
+#include "linear/linear.h"
+
+enum { PAGODA_SILU = 0, PAGODA_GELU = 1 };
+
+/* One layer's weights and sizes: CLayer in kernels/cpu/bindings.py. */
+typedef struct {
+    pagoda_weight qkv, output, gate_up, down; /* gate_up: panels alternate between the gate's and up's */
+    const float *input_norm;                  /* [hidden_size], of attention's input, or NULL */
+    const float *post_attention_norm;         /* [hidden_size], of the feed-forward's input, or NULL */
+    const float *attention_output_norm;       /* [hidden_size], or NULL */
+    const float *mlp_output_norm;             /* [hidden_size], or NULL */
+    const float *query_norm;                  /* [head_dim], or with norms_all_heads of all heads; or NULL */
+    const float *key_norm;
+    const float *rope;                        /* [positions, 2, head_dim / 2]; NULL: no position embedding */
+    const pagoda_experts *experts;            /* NULL: the feed-forward is dense, gate_up and down. Experts have
+                                               * SiLU, and neither output norm nor multiplier */
+    int32_t num_heads, num_kv_heads, head_dim, hidden_size;
+    int32_t intermediate_size; /* a multiple of 16: padded with zeros */
+    int32_t sliding_window;    /* 0: none */
+    int32_t is_bf16;           /* the KV cache; else float32 */
+    int32_t norms_all_heads;   /* query_norm and key_norm are over a token's heads together; else over each head */
+    int32_t activation;        /* of the feed-forward: PAGODA_SILU, PAGODA_GELU */
+    float eps, scale;
+    float softcap;             /* of attention's scores; 0: none */
+    float residual_multiplier; /* of what is added to the residual stream */
+} pagoda_layer;
+
+/* One step's batch and scratch memory: CStep in kernels/cpu/bindings.py. */
+typedef struct {
+    float *hidden;  /* [num_tokens, hidden_size] */
+    float *addend;  /* [num_tokens, hidden_size]: takes what tensor-parallel ranks must sum; NULL: hidden takes it */
+    const int64_t *positions;
+    const int64_t *slot_mapping;
+    const int32_t *cu_seqlens_q;
+    const int32_t *seq_lens;
+    const int32_t *block_tables;
+    int32_t num_tokens, num_seqs, max_blocks, block_size;
+    /* Scratch. */
+    uint32_t *words;   /* [num_tokens, the widest row's words] */
+    float *row_scales; /* [num_tokens] */
+    float *wide;       /* [num_tokens, the widest linear's outputs] */
+    void *query;       /* [num_tokens, num_heads, head_dim], the cache's type */
+    void *attended;
+} pagoda_step;
+
+/* hidden += output(attention(qkv(norm(hidden)))), and stores the step's keys and values before the attention. With an
+ * output norm that is first applied to what is added, and so is the multiplier. */
+void pagoda_attention_half(const pagoda_layer *layer, const pagoda_step *step, void *key_cache, void *value_cache);
+
+/* hidden += down(activation(gate(norm(hidden))) * up(norm(hidden))), likewise. */
+void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step);
+
+/* Both halves of every layer; the caches are each layer's. One call, because between calls a Python program's
+ * other threads could delay the next one. */
+void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
+                   void *const *key_caches, void *const *value_caches);
+
+/* logits [num_rows, out_features] = head(norm(hidden)), float32; with a soft-cap C (0: none), C * tanh(logits / C). */
+void pagoda_logits(float *logits, const float *hidden, int32_t num_rows, const float *norm, float eps,
+                   const pagoda_weight *head, float softcap, uint32_t *words, float *row_scales);
+
+#endif

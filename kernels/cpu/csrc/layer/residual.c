@@ -1,0 +1,56 @@
+/* See residual.h. */
+#include "layer/residual.h"
+
+#include "runtime/rms_norm.h"
+#include "runtime/threads.h"
+#include "runtime/vector.h"
+
+/* Arguments of pagoda_add_to_residual. */
+typedef struct {
+    float *hidden;
+    const float *addend, *norm;
+    int64_t width;
+    float eps, multiplier;
+} residual_call;
+
+/* Adds one row. */
+static void add_row(void *args, int64_t index) {
+    const residual_call *call = args;
+    float *hidden = call->hidden + index * call->width;
+    const float *addend = call->addend + index * call->width;
+    float factor = call->norm ? rms_norm_factor(addend, false, call->width, call->eps) : 1;
+    for (int64_t i = 0; i < call->width; i += LANES) {
+        int64_t count = call->width - i;
+        f32x16 x = load_some(addend, false, i, count);
+        if (call->norm) x = x * factor * load_some(call->norm, false, i, count);
+        store_some(hidden, false, i, load_some(hidden, false, i, count) + x * call->multiplier, count);
+    }
+}
+
+void pagoda_add_to_residual(float *hidden, const float *addend, int32_t num_rows, int32_t width, const float *norm,
+                            float eps, float multiplier) {
+    residual_call call = {hidden, addend, norm, width, eps, multiplier};
+    pagoda_for_each_row(num_rows, (int64_t)num_rows * width, add_row, &call);
+}
+
+/* Arguments of pagoda_cap_rows. */
+typedef struct {
+    float *scores;
+    int64_t width;
+    float softcap;
+} cap_call;
+
+/* Caps one row. */
+static void cap_row(void *args, int64_t index) {
+    const cap_call *call = args;
+    float *scores = call->scores + index * call->width;
+    for (int64_t i = 0; i < call->width; i += LANES) {
+        f32x16 score = load_some(scores, false, i, call->width - i);
+        store_some(scores, false, i, f32x16_tanh(score / call->softcap) * call->softcap, call->width - i);
+    }
+}
+
+void pagoda_cap_rows(float *scores, int32_t num_rows, int32_t width, float softcap) {
+    cap_call call = {scores, width, softcap};
+    pagoda_for_each_row(num_rows, (int64_t)num_rows * width, cap_row, &call);
+}

@@ -1,0 +1,63 @@
+/* See rope.h. */
+#include "layer/rope.h"
+
+#include "runtime/rms_norm.h"
+#include "runtime/threads.h"
+#include "runtime/vector.h"
+
+/* Multiplies one head by `factor` and `norm` if there is a norm, and rotates it into element `at` of `to`. */
+static void rotate(const pagoda_rope_call *call, const float *head, const float *norm, float factor,
+                   const float *cosines, void *to, int64_t at) {
+    int64_t half = call->head_dim / 2;
+    const float *sines = cosines + half;
+    for (int64_t i = 0; i < half; i += LANES) {
+        int64_t count = half - i;
+        f32x16 first = load_some(head, false, i, count), second = load_some(head, false, half + i, count);
+        f32x16 cosine = f32x16_set(1), sine = f32x16_set(0);
+        if (call->rope) {
+            cosine = load_some(cosines, false, i, count);
+            sine = load_some(sines, false, i, count);
+        }
+        if (norm) {
+            first *= factor * load_some(norm, false, i, count);
+            second *= factor * load_some(norm, false, half + i, count);
+        }
+        store_some(to, call->is_bf16, at + i, first * cosine - second * sine, count);
+        store_some(to, call->is_bf16, at + half + i, second * cosine + first * sine, count);
+    }
+}
+
+/* Normalizes and rotates `num_heads` heads of a token into `to`, from element `at` on. */
+static void rotate_heads(const pagoda_rope_call *call, const float *head, int64_t num_heads, const float *norm,
+                         const float *cosines, void *to, int64_t at) {
+    int64_t width = call->head_dim;
+    float factor = 1;
+    if (norm && call->norms_all_heads) factor = rms_norm_factor(head, false, num_heads * width, call->eps);
+    for (int64_t i = 0; i < num_heads; i++, head += width, at += width) {
+        if (norm && !call->norms_all_heads) factor = rms_norm_factor(head, false, width, call->eps);
+        rotate(call, head, norm, factor, cosines, to, at);
+        if (norm && call->norms_all_heads) norm += width;
+    }
+}
+
+/* Rotates the queries and keys of one token, and stores its keys and values. */
+static void rope_token(void *args, int64_t token) {
+    const pagoda_rope_call *call = args;
+    int64_t width = call->head_dim;
+    const float *head = call->qkv + token * (call->num_heads + 2 * call->num_kv_heads) * width;
+    const float *cosines = call->rope ? call->rope + call->positions[token] * width : head; /* not read without */
+    int64_t size = call->num_kv_heads * width;
+    rotate_heads(call, head, call->num_heads, call->query_norm, cosines, call->query, token * call->num_heads * width);
+    int64_t slot = call->slot_mapping[token];
+    if (slot < 0) return;
+    head += call->num_heads * width;
+    rotate_heads(call, head, call->num_kv_heads, call->key_norm, cosines, call->key_cache, slot * size);
+    head += size;
+    for (int64_t i = 0; i < size; i += LANES)
+        store_some(call->value_cache, call->is_bf16, slot * size + i, load_some(head, false, i, size - i), size - i);
+}
+
+void pagoda_rope_and_store(const pagoda_rope_call *call) {
+    int64_t elements = (int64_t)call->num_tokens * (call->num_heads + 2 * call->num_kv_heads) * call->head_dim;
+    pagoda_for_each_row(call->num_tokens, elements, rope_token, (void *)call);
+}

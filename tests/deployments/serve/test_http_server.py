@@ -1,0 +1,126 @@
+"""The ingress's HTTP server, on Ray's event loop: how many connections it accepts in one turn."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import uvicorn
+
+from deployments.api.turns import CLIENT_HEADER
+from deployments.serve.http_server import StartInTurns, accept_many
+
+uvloop = pytest.importorskip("uvloop", reason="Ray uses asyncio's event loop here")
+
+CLIENTS = 40
+
+
+@pytest.fixture(autouse=True)
+def _uvicorn_as_it_is() -> Iterator[None]:
+    startup: Any = uvicorn.Server.startup
+    uvicorn.Server.startup = getattr(startup, "__wrapped__", startup)  # an ingress of an earlier test has changed it
+    yield
+    uvicorn.Server.startup = startup  # type: ignore[method-assign]
+
+
+async def _app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body"})
+
+
+async def _most_accepted_in_a_turn() -> tuple[int, int]:
+    """Let clients connect before the server looks; return the most that a turn accepted, and how many in all."""
+    listening, clients = socket.socket(), list[socket.socket]()
+    listening.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(_app, lifespan="off", log_config=None))
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    clients = [socket.create_connection(listening.getsockname()) for _ in range(CLIENTS)]
+    counts = [0]
+    for _ in range(3 * CLIENTS):
+        await asyncio.sleep(0)
+        counts.append(len(server.server_state.connections))
+    for client in clients:
+        client.close()
+    server.should_exit = True
+    with suppress(asyncio.CancelledError):
+        await serving
+    return max(after - before for before, after in itertools.pairwise(counts)), counts[-1]
+
+
+def _run() -> tuple[int, int]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_most_accepted_in_a_turn())
+
+
+def test_one_connection_a_turn_is_what_the_event_loop_does() -> None:
+    """If this fails, accept_many is no longer needed."""
+    assert _run() == (1, CLIENTS)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_several_connections_are_accepted_in_a_turn(times: int) -> None:
+    for _ in range(times):  # the second call replaces the first
+        accept_many(8)
+    assert _run() == (8, CLIENTS)
+
+
+def test_asyncios_own_event_loop_is_left_alone() -> None:
+    accept_many(8)
+    most, accepted = asyncio.run(_most_accepted_in_a_turn())
+    assert (most, accepted) == (CLIENTS, CLIENTS)
+
+
+async def _turns_of_requests(methods: list[str], clients: list[str]) -> list[int]:
+    """Return in which turn of the event loop each of the requests that arrive at once starts."""
+    turns, started = [0], [0] * len(methods)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        started[scope["number"]] = turns[0]
+
+    async def count() -> None:
+        while True:
+            await asyncio.sleep(0)
+            turns[0] += 1
+
+    gate, counting = StartInTurns(app, 3), asyncio.create_task(count())
+    scopes = [
+        {"type": "http", "method": method, "headers": [(CLIENT_HEADER.encode(), client.encode())], "number": number}
+        for number, (method, client) in enumerate(zip(methods, clients, strict=True))
+    ]
+    await asyncio.gather(*(gate(scope, None, None) for scope in scopes))  # type: ignore[arg-type]
+    counting.cancel()
+    return started
+
+
+async def test_few_requests_with_a_body_start_in_a_turn() -> None:
+    turns = await _turns_of_requests(["POST"] * 12, ["a"] * 12)
+    assert turns == sorted(turns)
+    assert max(turns.count(one) for one in turns) == 3
+
+
+async def test_health_checks_and_other_clients_do_not_wait_for_the_end_of_a_burst() -> None:
+    turns = await _turns_of_requests([*["POST"] * 30, "GET", "POST"], [*["a"] * 31, "b"])
+    assert turns[30] == turns[0]
+    assert turns[31] < turns[10]
+
+
+def test_the_requests_of_every_server_start_in_turns() -> None:
+    async def run() -> uvicorn.Server:
+        server = uvicorn.Server(uvicorn.Config(_app, lifespan="off", log_config=None, port=0))
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        server.should_exit = True
+        with suppress(asyncio.CancelledError):
+            await serving
+        return server
+
+    accept_many()
+    assert isinstance(asyncio.run(run()).config.loaded_app, StartInTurns)

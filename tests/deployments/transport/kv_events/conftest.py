@@ -1,0 +1,31 @@
+"""Fixtures of the KV transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.deployments.kv_listener import eventually
+from tests.deployments.transport.kv_events.transport import (
+    HOST,
+    LossyPublisher,
+    Transport,
+)
+
+
+@pytest.fixture
+def transport() -> Iterator[Transport]:
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+        yield Transport(stack)
+    eventually(lambda: set(threading.enumerate()) <= before)
+
+
+@pytest.fixture
+def lossy() -> Iterator[LossyPublisher]:
+    made = LossyPublisher("r1", HOST, heartbeat_s=0.05)
+    yield made
+    made.close()

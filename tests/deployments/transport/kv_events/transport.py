@@ -1,0 +1,102 @@
+"""Helpers for tests of the KV transport on real sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import zmq
+
+from deployments.observability.recorder import Recorder
+from deployments.transport.kv_events.publisher import KVEventPublisher
+from deployments.transport.kv_events.subscriber import KVEventSubscriber
+from engine.observability.metrics import Metric
+from tests.deployments.kv_listener import Known
+
+HOST = "127.0.0.1"
+
+
+class Ingress:
+    """A subscriber with its listener and metrics."""
+
+    def __init__(self, known: Known, **options: float) -> None:
+        self.known, self.recorder = known, Recorder()
+        self.subscriber = KVEventSubscriber(known, self.recorder, **options)
+        self.set_endpoints, self.close = self.subscriber.set_endpoints, self.subscriber.close
+
+    def join(self, *publishers: KVEventPublisher, names: Iterable[str] = ("r1",)) -> None:
+        """Subscribe to these and wait for their snapshots."""
+        endpoints = {name: one.endpoint for name, one in zip(names, publishers, strict=True)}
+        self.set_endpoints(endpoints)
+        for name in endpoints:
+            self.known.wait_count("replaced", name)
+
+    def metric(self, metric: Metric, *labels: str) -> float:
+        return sum(one.value for one in self.recorder.snapshot() if one.metric is metric and one.labels == labels)
+
+    def wait_for_blocks(self, replica: str, *hashes: int) -> None:
+        self.known.wait(lambda: self.known.blocks[replica] == set(hashes), for_what=f"blocks {hashes}")
+
+
+class Transport:
+    """Makes publishers and ingresses, and closes them at the end of the test."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def publisher(self, replica: str = "r1", **options: float) -> KVEventPublisher:
+        made = KVEventPublisher(replica, HOST, **options)  # type: ignore[arg-type]
+        self._stack.callback(made.close)
+        return made
+
+    def ingress(self, known: Known | None = None, **options: float) -> Ingress:
+        made = Ingress(known or Known(), **options)
+        self._stack.callback(made.close)
+        return made
+
+
+@contextmanager
+def fake_publisher(port: int = 0) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A bare socket in the role of a publisher."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.XPUB) as made:
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.RCVTIMEO, 10_000)
+        made.bind(f"tcp://{HOST}:{port or '*'}")
+        yield made, made.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def reuse_port(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the next publisher bind to a port that is already known."""
+
+    def bind(context: zmq.Context[zmq.Socket[bytes]], host: str, max_queued: int) -> tuple[zmq.Socket[bytes], str]:
+        made = context.socket(zmq.XPUB)
+        made.bind(endpoint)
+        return made, endpoint
+
+    monkeypatch.setattr("deployments.transport.kv_events.publisher.bind_publisher", bind)
+
+
+class LossyPublisher(KVEventPublisher):
+    """Drops the messages whose topic satisfies ``loses``."""
+
+    loses: Callable[[bytes], bool] = staticmethod(lambda topic: False)
+
+    def _send(self, topic: bytes, data: bytes | zmq.Frame) -> None:
+        if not self.loses(topic):
+            super()._send(topic, data)
+
+
+class PausedListener(Known):
+    """Blocks at its first batch until ``go_on`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_paused, self.go_on = threading.Event(), threading.Event()
+
+    def stored(self, replica: str, hashes: Iterable[int]) -> None:
+        self.is_paused.set()
+        assert self.go_on.wait(60)
+        super().stored(replica, hashes)

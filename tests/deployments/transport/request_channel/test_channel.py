@@ -1,0 +1,177 @@
+"""A replica and its ingresses: requests, outputs, errors, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from deployments.transport.request_channel.codec import decode_from_ingress
+from deployments.transport.request_channel.errors import ReplicaDrainingError, ReplicaFullError
+from deployments.transport.request_channel.messages import Abort, Hello, Submit
+from engine.errors import EngineDeadError, PromptTooLongError, RequestError
+from engine.structured_outputs.params import StructuredOutputsParams
+from tests.deployments.transport.request_channel.peers import Peers, outputs_of, tokens_of, until
+from tests.engine.async_streams import Gate
+
+
+async def test_concurrent_streams_of_two_ingresses_each_get_their_own_tokens(peers: Peers) -> None:
+    replica, first = await peers.pair()
+    second = peers.ingress()
+    await second.join(r1=replica.server.address)
+    prompts = [[i, i + 1, i % 3] for i in range(40)]
+    streams = [(first, second)[i % 2].submit(prompt, 12) for i, prompt in enumerate(prompts)]
+    answers = await asyncio.gather(*map(tokens_of, streams))
+    assert answers == [replica.answer(prompt, 12) for prompt in prompts]
+    await until(lambda: replica.is_idle)
+    assert not first.links["r1"].num_streams
+
+
+async def test_an_answer_arrives_with_all_that_the_engine_says_of_it(peers: Peers) -> None:
+    replica, ingress = await peers.pair()
+    stream = ingress.submit([1, 2, 3, 4, 5], 4, hashes=[7, 2**64 - 1], logprobs=2, prompt_logprobs=1)
+    outputs = await outputs_of(stream)
+    first, last = outputs[0], outputs[-1]
+    assert [token for one in outputs for token in one.token_ids] == replica.answer([1, 2, 3, 4, 5], 4)
+    assert (last.finish_reason, last.is_last, last.replica) == ("length", True, "r1")
+    assert first.timing is not None
+    assert last.timing is not None
+    assert sum(len(one.logprobs or ()) for one in outputs) == 4
+    assert first.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == 5
+    assert replica.hashes == [[7, 2**64 - 1]]
+
+
+async def test_messages_of_one_turn_go_as_one_in_their_order(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica, ingress = await peers.pair()
+    link = ingress.links["r1"]
+    sent: list[list[Submit | Abort]] = []
+    send = link._requests.send
+
+    def record(*frames: bytes) -> None:
+        sent.append([one for one in map(decode_from_ingress, frames) if not isinstance(one, Hello)])
+        send(*frames)
+
+    monkeypatch.setattr(link._requests, "send", record)
+    streams = [ingress.submit([i], 5) for i in range(3)]
+    link.cancel(streams[1])
+    link._say_hello(resend=True)
+    assert not sent
+    for i in (0, 2):
+        assert await tokens_of(streams[i]) == replica.answer([i], 5)
+    await until(lambda: replica.is_idle)
+    (together,) = filter(None, sent)
+    assert [(type(one), one.number) for one in together] == [(Submit, 1), (Submit, 2), (Submit, 3), (Abort, 4)]
+
+
+async def test_a_slow_reader_gets_what_has_queued_in_one_output(peers: Peers) -> None:
+    replica, ingress = await peers.pair()
+    stream = ingress.submit([1, 2], 30)
+    await until(lambda: replica.is_idle)
+    await until(lambda: not ingress.links["r1"].num_streams)
+    (output,) = await outputs_of(stream)
+    assert output.token_ids == replica.answer([1, 2], 30)
+    assert output.timing is not None
+
+
+async def test_a_cancelled_stream_frees_its_blocks_and_disturbs_no_other(peers: Peers) -> None:
+    replica, ingress = await peers.pair()
+    gate = Gate(replica.runner)
+    cancelled, other = ingress.submit([1], 200), ingress.submit([2], 20)
+    await cancelled.wait()
+    ingress.links["r1"].cancel(cancelled)
+    ingress.links["r1"].cancel(cancelled)
+    assert ingress.links["r1"].num_streams == 1
+    gate.opened.set()
+    assert await tokens_of(other) == replica.answer([2], 20)
+    await until(lambda: replica.is_idle)
+    output = cancelled.take()
+    assert output is not None
+    assert not output.is_last
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "kind", "problem"),
+    [
+        ([1] * 2000, {}, PromptTooLongError, "has 2000 tokens"),
+        ([999], {}, RequestError, "has the id 999"),
+        ([1], {"structured_outputs": StructuredOutputsParams(regex="(")}, RequestError, "structured_outputs"),
+    ],
+)
+async def test_an_invalid_request_fails_with_the_engines_error(
+    peers: Peers, prompt: list[int], params: dict[str, Any], kind: type[Exception], problem: str
+) -> None:
+    replica, ingress = await peers.pair()
+    stream = ingress.submit(prompt, 5, **params)
+    with pytest.raises(kind, match=problem) as caught:
+        await tokens_of(stream)
+    assert type(caught.value) is kind
+    await until(lambda: replica.is_idle)
+
+
+async def test_a_full_replica_returns_the_request(peers: Peers) -> None:
+    replica, ingress = await peers.pair(max_requests=2)
+    gate = Gate(replica.runner)
+    running = [ingress.submit([i], 20) for i in range(2)]
+    late = ingress.submit([3], 20)
+    gate_opens = asyncio.get_running_loop().call_later(0.1, gate.opened.set)
+    await until(lambda: ingress.returned)
+    gate_opens.cancel()
+    gate.opened.set()
+    assert ingress.returned[0][0] is late
+    assert isinstance(ingress.returned[0][1], ReplicaFullError)
+    for number, stream in enumerate(running):
+        assert await tokens_of(stream) == replica.answer([number], 20)
+    await until(lambda: replica.is_idle)
+    assert await tokens_of(ingress.submit([3], 20)) == replica.answer([3], 20)
+
+
+async def test_a_draining_replica_finishes_its_streams_and_returns_new_requests(peers: Peers) -> None:
+    replica, ingress = await peers.pair()
+    gate = Gate(replica.runner)
+    running = ingress.submit([1], 50)
+    await running.wait()
+    draining = asyncio.create_task(replica.server.drain())
+    ingress.links.set_replicas({})  # as Serve announces it
+    late = ingress.submit([2], 20)
+    gate.opened.set()
+    await until(lambda: ingress.returned)
+    assert ingress.returned[0][0] is late
+    assert isinstance(ingress.returned[0][1], ReplicaDrainingError)
+    assert await tokens_of(running) == replica.answer([1], 50)
+    await asyncio.wait_for(draining, 5)
+    assert not len(ingress.links)
+    await until(lambda: not ingress.links._retired)
+
+
+async def test_a_failed_engine_fails_the_streams_and_takes_no_more(peers: Peers) -> None:
+    replica, ingress = await peers.pair()
+    gate = Gate(replica.runner)
+    stream = ingress.submit([1], 50)
+    await stream.wait()
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no more")
+
+    gate.run = fail
+    gate.opened.set()
+    with pytest.raises(EngineDeadError, match="MemoryError: no more") as caught:
+        await tokens_of(stream)
+    assert caught.value.replica == "r1"
+    await until(lambda: not ingress.links.ready)
+    await asyncio.sleep(0.1)
+    assert not ingress.links.ready
+
+
+async def test_grammars_are_compiled_while_other_requests_run(peers: Peers) -> None:
+    replica, ingress = await peers.pair()
+    form = StructuredOutputsParams(regex="a+")
+    streams = [ingress.submit([i], 5, structured_outputs=form) for i in range(3)]
+    plain = ingress.submit([9], 5)
+    ingress.links["r1"].cancel(streams[0])
+    assert await tokens_of(plain) == replica.answer([9], 5)
+    for stream in streams[1:]:
+        with pytest.raises(RequestError):  # the shadow engine has no tokenizer
+            await tokens_of(stream)
+    await until(lambda: replica.is_idle)

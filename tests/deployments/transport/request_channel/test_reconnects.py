@@ -1,0 +1,321 @@
+"""Connections between live peers break: no stream notices. Peers that die or vanish are noticed at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+
+from deployments.transport.request_channel import link as link_module
+from deployments.transport.request_channel import server as server_module
+from deployments.transport.request_channel import sockets as sockets_module
+from deployments.transport.request_channel.address import ReplicaAddress
+from deployments.transport.request_channel.codec import encode
+from deployments.transport.request_channel.messages import Hello
+from engine.errors import EngineDeadError
+from tests.deployments.transport.request_channel.peers import Ingress, Peers, Proxy, Replica, tokens_of, until
+from tests.engine.async_streams import Gate
+
+
+class Paced:
+    """Makes the engine take its time for each step."""
+
+    def __init__(self, replica: Replica, seconds: float) -> None:
+        run = replica.runner.run
+
+        def slow(*args: object) -> object:
+            time.sleep(seconds)
+            return run(*args)  # type: ignore[arg-type]
+
+        replica.runner.run = slow  # type: ignore[method-assign,assignment]
+
+
+async def disturb(proxies: list[Proxy], rng: random.Random) -> None:
+    """Cut, delay and refuse connections at random until cancelled."""
+    while True:
+        await asyncio.sleep(rng.random() * 0.06)
+        proxy = rng.choice(proxies)
+        proxy.delay_s = rng.choice([0.0, 0.0, 0.002, 0.01])
+        proxy.cut()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_every_stream_gets_exactly_its_tokens_through_a_line_that_breaks(peers: Peers, seed: int) -> None:
+    rng = random.Random(seed)
+    replica = peers.replica(num_blocks=1024, max_num_seqs=64, tick_s=1.0)
+    Paced(replica, 0.002)
+    ingresses, proxies = [], []
+    for _ in range(2):
+        address, between = await peers.proxied(replica.server.address)
+        proxies += between
+        ingresses.append(peers.ingress())
+        await ingresses[-1].join(r1=address)
+    disturbing = asyncio.create_task(disturb(proxies, rng))
+
+    async def client(ingress: Ingress, number: int) -> None:
+        for turn in range(6):
+            prompt = [number, turn, 1, 2]
+            stream = ingress.submit(prompt, 40, logprobs=rng.choice([None, 1]))
+            if rng.random() < 0.2:
+                await stream.wait()
+                ingress.links["r1"].cancel(stream)
+            else:
+                assert await tokens_of(stream) == replica.answer(prompt, 40)
+            await asyncio.sleep(rng.random() * 0.02)
+
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(client(ingresses[number % 2], number) for number in range(40)))
+    finally:
+        disturbing.cancel()
+    assert sum(proxy.num_connections for proxy in proxies) > 10, "nothing was cut"
+    for proxy in proxies:
+        proxy.delay_s = 0.0
+    await until(lambda: replica.is_idle)
+    for ingress in ingresses:
+        link = ingress.links["r1"]
+        await until(lambda link=link: not link.num_streams and not len(link._outbox))  # type: ignore[misc]
+    await until(lambda: all(not one.connection._outbox.num_bytes or one.connection.acknowledged ==
+                            one.connection.last_number for one in replica.server._ingresses.values()))  # fmt: skip
+
+
+@pytest.mark.parametrize("which", [0, 1])
+async def test_the_last_output_of_a_stream_survives_a_break(peers: Peers, which: int) -> None:
+    """No later message would show the gap."""
+    replica = peers.replica()
+    address, proxies = await peers.proxied(replica.server.address)
+    ingress = peers.ingress()
+    await ingress.join(r1=address)
+    gate = Gate(replica.runner)
+    stream = ingress.submit([1], 5)
+    await stream.wait()
+    proxies[which].cut()
+    gate.opened.set()
+    await until(lambda: replica.engine.stats().num_running == 0)
+    assert await asyncio.wait_for(tokens_of(stream), 3) == replica.answer([1], 5)
+
+
+async def test_outputs_that_are_lost_without_a_break_are_sent_again(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, ingress = await peers.pair()
+    arrive = ingress.links["r1"]._on_outputs
+    accept = ingress.links["r1"]._arrivals.accept
+    dropped: list[int] = []
+
+    def lossy(number: int) -> bool:
+        if number in (2, 5) and number not in dropped:
+            dropped.append(number)
+            return False
+        return accept(number)
+
+    monkeypatch.setattr(ingress.links["r1"]._arrivals, "accept", lossy)
+    assert arrive is not None
+    assert await asyncio.wait_for(tokens_of(ingress.submit([1], 5)), 5) == replica.answer([1], 5)
+    assert dropped == [2, 5]
+
+
+async def test_a_replica_that_is_killed_fails_its_streams_at_once(peers: Peers) -> None:
+    replica = peers.replica()
+    address, proxies = await peers.proxied(replica.server.address)
+    ingress = peers.ingress()
+    await ingress.join(r1=address)
+    gate = Gate(replica.runner)
+    streams = [ingress.submit([i], 50) for i in range(5)]
+    await streams[0].wait()
+    for proxy in proxies:
+        await proxy.refuse()
+    started = time.monotonic()
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="does not listen") as caught:
+            await tokens_of(stream)
+        assert caught.value.replica == "r1"
+    assert time.monotonic() - started < 0.3
+    assert not ingress.links.ready
+    gate.opened.set()
+    await until(lambda: replica.is_idle)  # it was not the replica that died
+    for proxy in proxies:
+        await proxy.listen()
+    await until(lambda: ingress.links.ready)
+    assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
+
+
+async def test_a_replica_that_dies_before_its_connection_is_back_fails_its_streams(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: only the break was a reason to look whether it still listens, and the streams hung."""
+    monkeypatch.setattr(sockets_module, "RECONNECT_IVL_MS", 10_000)
+    replica = peers.replica()
+    address, proxies = await peers.proxied(replica.server.address)
+    ingress = peers.ingress()
+    await ingress.join(r1=address)
+    gate = Gate(replica.runner)
+    stream = ingress.submit([1], 50)
+    await stream.wait()
+    for proxy in proxies:
+        proxy.cut()
+    await until(lambda: not ingress.links["r1"]._is_connected)
+    await asyncio.sleep(0.05)  # it was looked for, and found
+    assert ingress.links["r1"].is_ready
+    for proxy in proxies:
+        await proxy.refuse()
+    with pytest.raises(EngineDeadError, match="does not listen"):
+        await asyncio.wait_for(tokens_of(stream), 3)
+    gate.opened.set()
+
+
+async def test_an_ingress_that_vanishes_leaves_nothing(peers: Peers) -> None:
+    replica, ingress = await peers.pair()
+    gate = Gate(replica.runner)
+    survivor = peers.ingress()
+    await survivor.join(r1=replica.server.address)
+    kept = survivor.submit([1], 30)
+    await kept.wait()
+    for number in range(50):
+        ingress.submit([number], 100)
+    await until(lambda: replica.server.num_requests == 51)
+    ingress.links.close()
+    gate.opened.set()
+    assert await tokens_of(kept) == replica.answer([1], 30)
+    await until(lambda: replica.is_idle)
+    await until(lambda: len(replica.server._ingresses) == 1)
+    assert not replica.engine._readers
+
+
+async def test_five_hundred_clients_that_vanish_leave_no_block_task_or_buffer(peers: Peers) -> None:
+    replica, ingress = await peers.pair(num_blocks=2048)
+    tasks = len(asyncio.all_tasks())
+    rng = random.Random(1)
+
+    async def client(number: int) -> None:
+        stream = ingress.submit([number % 50, number], 60) if number % 64 < 50 else ingress.submit([number % 50], 60)
+        try:
+            async with asyncio.timeout(rng.random() * 0.2):
+                await tokens_of(stream)
+        except TimeoutError:
+            pass
+        finally:
+            ingress.links["r1"].cancel(stream)
+
+    await asyncio.gather(*(client(number % 60) for number in range(500)))
+    await until(lambda: replica.is_idle)
+    link = ingress.links["r1"]
+    assert not link._streams
+    assert not link._number_of
+    await until(lambda: not len(link._outbox))
+    (served,) = replica.server._ingresses.values()
+    await until(lambda: served.connection.acknowledged == served.connection.last_number)
+    assert len(asyncio.all_tasks()) <= tasks
+
+
+async def test_a_replica_forgets_an_ingress_that_was_silent_and_the_ingress_starts_again(peers: Peers) -> None:
+    replica, ingress = await peers.pair()
+    gate = Gate(replica.runner)
+    stream = ingress.submit([1], 50)
+    await stream.wait()
+    await asyncio.sleep(0.05)
+    for identity in list(replica.server._ingresses):
+        replica.server._remove(identity, "a test")
+    gate.opened.set()
+    with pytest.raises(EngineDeadError, match="closed the connection"):
+        await tokens_of(stream)
+    await until(lambda: ingress.links.ready)
+    assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_hello_that_was_on_the_way_does_not_revive_a_closed_connection(peers: Peers, answered: bool) -> None:
+    """Regression: the replica took it for a new connection, and waited for messages that it had acknowledged before."""
+    replica = peers.replica()
+    ingress = peers.ingress(tick_s=1e6)  # the test says hello
+    await ingress.join(r1=replica.server.address)
+    gate, link = Gate(replica.runner), ingress.links["r1"]
+    stream = ingress.submit([1], 50)
+    if answered:
+        await stream.wait()
+    link._say_hello()
+    await until(lambda: not len(link._outbox))
+    for identity in list(replica.server._ingresses):
+        replica.server._remove(identity, "a test")
+    link._requests.send(encode(Hello(link.address.secret, 0, 0, 0, False)))
+    link._say_hello()
+    gate.opened.set()
+    with pytest.raises(EngineDeadError, match="closed the connection"):
+        await tokens_of(stream)
+    link.tick()
+    await until(lambda: ingress.links.ready)
+    assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
+
+
+async def test_what_an_ingress_does_not_receive_is_bounded(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests arrive, but its connection for outputs passes nothing on."""
+    monkeypatch.setattr(server_module, "MAX_KEPT_BYTES", 500)
+    replica = peers.replica()
+    address, (requests, outputs) = await peers.proxied(replica.server.address)
+    outputs.delay_s = 1e6
+    ingress = peers.ingress()
+    await ingress.join(r1=address)
+    stream = ingress.submit([1], 200)
+    with pytest.raises(EngineDeadError, match="closed the connection"):
+        await tokens_of(stream)
+    await until(lambda: replica.is_idle)
+    assert requests.num_connections
+
+
+async def test_a_link_with_too_many_bytes_on_the_way_takes_no_request(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "MAX_KEPT_BYTES", 500)
+    replica, ingress = await peers.pair()
+    stream = ingress.submit([1] * 200, 5)
+    assert not ingress.links.ready
+    await until(lambda: ingress.links.ready)  # it is acknowledged
+    assert await tokens_of(stream) == replica.answer([1] * 200, 5)
+
+
+async def test_a_replica_that_is_not_listed_keeps_its_link_until_its_streams_end(peers: Peers) -> None:
+    replica, ingress = await peers.pair()
+    gate = Gate(replica.runner)
+    stream = ingress.submit([1], 50)
+    await stream.wait()
+    link = ingress.links["r1"]
+    ingress.links.set_replicas({})
+    await until(lambda: not len(ingress.links))
+    ingress.links.set_replicas({"r1": replica.server.address.metadata})
+    await until(lambda: len(ingress.links))
+    assert ingress.links["r1"] is link
+    ingress.links.set_replicas({"r2": {"block_size": 4}})  # of a version without a channel
+    gate.opened.set()
+    assert await tokens_of(stream) == replica.answer([1], 50)
+    await until(lambda: not ingress.links._retired)
+    assert ingress.links.ready == []
+
+
+async def test_an_address_that_is_none_is_ignored(peers: Peers) -> None:
+    ingress = peers.ingress()
+    good = "tcp://127.0.0.1:1"
+    for number, bad in enumerate(("tcp://localhost:1", "ipc:///tmp/x", "tcp://127.0.0.1:99999")):
+        for requests, outputs in ((bad, bad), (good, bad)):
+            ingress.links.set_replicas({f"{number}{requests}": ReplicaAddress(requests, outputs, "secret").metadata})
+            await asyncio.sleep(0.05)
+            assert not len(ingress.links)
+
+
+async def test_links_that_are_lost_while_their_connection_breaks_stop_no_other(peers: Peers) -> None:
+    """Regression: ZeroMQ's I/O thread waited forever for the closed reader of a connection's events."""
+    replica, other = peers.replica(), peers.replica()
+    address, proxies = await peers.proxied(replica.server.address)
+    ingress = peers.ingress()
+    await ingress.join(r1=address, r2=other.server.address)
+    link = ingress.links["r1"]
+    for turn in range(60):
+        for proxy in proxies:
+            proxy.cut()
+        await asyncio.sleep(0.001 * (turn % 5))
+        link._lose("a test")
+        link._open()
+        await asyncio.sleep(0.01)
+    answer = tokens_of(ingress.submit([3], 5, replica="r2"))
+    assert await asyncio.wait_for(answer, 5) == other.answer([3], 5)
