@@ -144,7 +144,7 @@ class TruncatedDraw(Draw):
     whose sums are exact (``weights_of``), so that all devices keep the same tokens.
 
     A GPU's kernels find them by bisection (kernels/sampling/triton/truncation.py), and a CPU's among the most likely
-    ones (kernels/cpu/csrc/sampling/truncated_draw.c). In torch, since they are few tokens nearly always, ``choose`` looks at
+    ones (csrc/sampling/truncated_draw.c). In torch, since they are few tokens nearly always, ``choose`` looks at
     ``num_candidates`` of them. Where the candidates' probabilities do not reach p, it leaves the sequence UNDECIDED,
     because only the device knows it at that time. Once the host knows it too, ``choose_sorted`` sorts the whole
     vocabulary for those sequences.

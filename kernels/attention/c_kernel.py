@@ -1,4 +1,4 @@
-"""Paged attention in C, float32 and bfloat16, decodes and chunks of prefills: csrc/attention/attention.h, called with tensors.
+"""Paged attention in C, float32 and bfloat16, decodes and chunks of prefills (csrc/attention/attention.h).
 
 `is_supported` says what the C kernel computes; sdpa.py computes the rest.
 """

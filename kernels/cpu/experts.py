@@ -1,4 +1,4 @@
-"""PackedExperts: the experts of one layer as the C kernels read them (csrc/experts/experts.h), and computing them alone."""
+"""PackedExperts: the experts of one layer as the C kernels read them (csrc/experts/experts.h), and their product."""
 
 from __future__ import annotations
 

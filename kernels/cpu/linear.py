@@ -1,6 +1,6 @@
 """PackedLinear: a linear layer's weights packed for the C kernels, and the product with them.
 
-csrc/linear/linear.h draws the layout. A weight is packed once, part by part, and the tensors it came from are not needed
+csrc/linear/linear.h draws the layout. A weight is packed once, part by part; the tensors it came from are not needed
 afterwards.
 """
 

@@ -1,8 +1,8 @@
 """Noise and probability weights whose bits are the same on a CPU and on a GPU, so that both choose the same tokens.
 
-The C kernels (cpu/csrc/sampling/noise.h, cpu/csrc/sampling/truncated_draw.c) and the Triton kernels (triton_math.py) evaluate the same
-polynomials with the same roundings; a * b + c is rounded once. This is how torch computes them, slowly, where neither
-can run.
+The C kernels (noise.h and truncated_draw.c of cpu/csrc/sampling/) and the Triton kernels (triton/math.py) evaluate the
+same polynomials with the same roundings; a * b + c is rounded once. This is how torch computes them, slowly, where
+neither can run.
 """
 
 from __future__ import annotations
