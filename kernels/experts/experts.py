@@ -1,6 +1,6 @@
 """Mixture of experts: routing tokens to experts, and the experts' feed-forward of only their own tokens.
 
-On a CPU torch computes expert by expert, and kernels/cpu/experts.py in C; on a GPU experts_triton.py all at once.
+On a CPU torch computes expert by expert, and kernels/cpu/experts.py in C; on a GPU triton/experts.py all at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ModelConfig: what a checkpoint's config.json says, reduced to what the decoder needs.
 
-transformers' AutoConfig reads all but the plainest config files (see plain_config.py), as it knows their many
+transformers' AutoConfig reads all but the plainest config files (see without_transformers.py), as it knows their many
 spellings. This module checks the result, reduces it to typed fields, and rejects what the decoder would compute
 wrongly. It does not touch weights.
 """

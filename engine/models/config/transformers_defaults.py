@@ -1,6 +1,6 @@
 """PlainFamily: which fields a config.json of each family has, and what transformers takes where one is absent.
 
-Only what plain_config.py needs in order to read such a file without transformers. families.py says what fields mean.
+Only what without_transformers.py needs to read such a file. families.py says what the fields mean.
 """
 
 from __future__ import annotations

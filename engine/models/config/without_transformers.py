@@ -1,8 +1,8 @@
 """plain_config: reads the config.json of a common checkpoint without transformers, whose import takes most of a second.
 
-It knows the fields that checkpoints of our families have and how transformers reads them (plain_fields.py). It returns
-None for anything else: another family, an unknown or missing field, a value of another type, scaled RoPE. Transformers
-reads those, and reports what is wrong with them.
+It knows the fields that checkpoints of our families have and how transformers reads them (transformers_defaults.py).
+It returns None for anything else: another family, an unknown or missing field, a value of another type, scaled RoPE.
+Transformers reads those, and reports what is wrong with them.
 """
 
 from __future__ import annotations

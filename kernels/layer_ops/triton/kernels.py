@@ -1,4 +1,4 @@
-"""The Triton kernels of triton_ops.py, which says what they compute: each reads and writes an operation's rows once.
+"""The Triton kernels of ops.py, which says what they compute: each reads and writes an operation's rows once.
 
 All compute in float32 and round what they store. A row is reduced by one program, in the same order for any number of
 rows, so that what a token gets does not depend on the others.

@@ -1,4 +1,4 @@
-"""TritonOps: each operation of a layer as one launch of a kernel of triton_kernels.py.
+"""TritonOps: each operation of a layer as one launch of a kernel of kernels.py.
 
 Every launch parameter follows from shapes, never from what a tensor holds, so a CUDA graph can capture a step. Those
 that compile follow from the model alone, so the first step compiles what all steps launch.

@@ -1,4 +1,4 @@
-"""The Triton kernels that change logits before a token is chosen: triton_ops.py says what they compute.
+"""The Triton kernels that change logits before a token is chosen: ops.py says what they compute.
 
 They load and store only the logits that change, and nothing that they are compiled for depends on the batch.
 """

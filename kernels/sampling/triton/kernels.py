@@ -1,4 +1,4 @@
-"""The Triton kernels of triton_ops.py, which says what they compute.
+"""The Triton kernels of ops.py, which says what they compute.
 
 A token's rank among others is an integer, its noisy logit in the order of floats above the complement of its id, so
 that a maximum finds the smallest id of equal ones in any order.
