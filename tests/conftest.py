@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 # Without a GPU, Triton interprets kernels. It decides when it is imported, which transformers' models do, so this comes
@@ -20,3 +21,11 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, suppres
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("mutation", settings.get_profile("repeatable"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test that only `make test-all` runs, if its marker does not say why."""
+    for item in items:
+        for mark in item.iter_markers("exhaustive"):
+            if not mark.args:
+                raise pytest.UsageError(f"{item.nodeid}: say why in the marker: exhaustive('a soak of N minutes')")
