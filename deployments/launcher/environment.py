@@ -31,7 +31,7 @@ SETTINGS = {
 }
 INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give to clients
 
-_HAPROXY_WRAPPER = Path(__file__).parents[1] / "haproxy.sh"
+_HAPROXY_WRAPPER = Path(__file__).parents[1] / "proxy" / "haproxy.sh"
 
 
 def environment(limits: ProxyLimits, files: Path) -> dict[str, str]:

