@@ -53,5 +53,21 @@ async def until_async(
     return value
 
 
+async def until_in_loop(
+    condition: Callable[[], Value],
+    what: str = "the condition",
+    *,
+    pause_s: float = 0.002,
+    hang_s: float = HANG_S,
+    details: Callable[[], object] = lambda: "",
+) -> Value:
+    """Do the same where ``condition`` looks at what the event loop owns: it runs in the loop, and must not block."""
+    deadline = time.monotonic() + hang_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, _failure(what, hang_s, value, details)
+        await asyncio.sleep(pause_s)
+    return value
+
+
 def _failure(what: str, hang_s: float, value: object, details: Callable[[], object]) -> str:
     return f"{what}: not after {hang_s:g} s; last result: {value!r}; {details()}"
