@@ -28,7 +28,7 @@ from deployments.config import AppConfig
 from deployments.errors import ApiError
 from deployments.request_log.log import RequestLog
 from deployments.request_log.record import current_record
-from deployments.requests.beam_search import Beam, BeamSearch, with_beams
+from deployments.requests.beams import BestBeam, OtherBeam, join_beams
 from deployments.requests.engine_client import EngineClient
 from deployments.requests.generation import Generation
 from deployments.requests.merge import merge
@@ -177,12 +177,12 @@ class Serving:
         generations: list[Generation] = []
         for prompt, params in zip(prompts, await builder.params(body, prompts), strict=True):
             if params.uses_beam_search:
-                kinds: list[type[Generation]] = [BeamSearch, *[Beam] * (params.n - 1)]
+                kinds: list[type[Generation]] = [BestBeam, *[OtherBeam] * (params.n - 1)]
                 search = [
                     self._generation(len(generations) + index, body, prompt, params, builder, kind)
                     for index, kind in enumerate(kinds)
                 ]
-                generations += with_beams(search)
+                generations += join_beams(search)
                 continue
             for one in params_for_answers(params):
                 generations.append(self._generation(len(generations), body, prompt, one, builder))

@@ -19,8 +19,8 @@ import zmq
 from deployments.observability.ingress_metrics import KV_INDEX_DROPPED
 from deployments.transport.kv_events.codec import KVMessageError
 from deployments.transport.kv_events.feed import Listener, ReplicaFeed
-from deployments.transport.kv_events.link import Link, Target
 from deployments.transport.kv_events.sockets import Wakeup, check_endpoint, connect_subscriber
+from deployments.transport.kv_events.subscription import Subscription, Target
 from deployments.transport.kv_events.topics import Topics
 from engine.errors import ConfigError
 from engine.observability.metrics import MetricSink
@@ -69,8 +69,8 @@ class KVEventSubscriber:
         self._targets: dict[str, Target] = {}  # never modified, only replaced
         self._targets_lock = threading.Lock()
         self._rejected: set[tuple[str, str]] = set()
-        self._links: dict[zmq.Socket[bytes], Link] = {}
-        self._joined: dict[str, Target] = {}  # the targets that have links
+        self._subscriptions: dict[zmq.Socket[bytes], Subscription] = {}
+        self._joined: dict[str, Target] = {}  # the targets that have subscriptions
         self._is_closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
@@ -120,38 +120,39 @@ class KVEventSubscriber:
         self._poller.register(self._wakeup.reader, zmq.POLLIN)
         try:
             while not self._is_closed:
-                timeout_ms = math.ceil(1000 * self._tick_s) if self._links else None
+                timeout_ms = math.ceil(1000 * self._tick_s) if self._subscriptions else None
                 self._run_once([socket for socket, _ in self._poller.poll(timeout_ms)])
                 time.sleep(MIN_TURN_S)
         except Exception:
             logger.exception("the KV subscriber has ended; this ingress will route without events")
-            for link in self._links.values():
-                self._listener.events_lost(link.target.replica)
+            for subscription in self._subscriptions.values():
+                self._listener.events_lost(subscription.target.replica)
         finally:
             self._is_closed = True
-            for link in self._links.values():
-                link.socket.close(0)
+            for subscription in self._subscriptions.values():
+                subscription.socket.close(0)
             self._wakeup.close()
             self._context.term()
 
     def _run_once(self, ready: list[zmq.Socket[bytes]]) -> None:
         self._wakeup.clear()
-        self._update_links()
+        self._update_subscriptions()
         for socket in ready:
-            if socket in self._links:
-                self._receive(self._links[socket])
+            if socket in self._subscriptions:
+                self._receive(self._subscriptions[socket])
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + self._tick_s
-            for link in list(self._links.values()):
-                self._tick(link, now)
+            for subscription in list(self._subscriptions.values()):
+                self._tick(subscription, now)
 
-    def _update_links(self) -> None:
+    def _update_subscriptions(self) -> None:
         targets = self._targets
         if targets is self._joined:
             return
-        for link in [one for one in self._links.values() if targets.get(one.target.replica) is not one.target]:
-            self._leave(link)
+        for subscription in list(self._subscriptions.values()):
+            if targets.get(subscription.target.replica) is not subscription.target:
+                self._leave(subscription)
         for target in targets.values():
             if self._joined.get(target.replica) is not target:
                 self._join(target)
@@ -174,45 +175,45 @@ class KVEventSubscriber:
         except zmq.ZMQError:
             logger.exception("cannot connect to replica %s at %s", target.replica, target.endpoint)
             return
-        self._links[socket] = Link(target, socket, feed, time.monotonic() + self._renew_s)
+        self._subscriptions[socket] = Subscription(target, socket, feed, time.monotonic() + self._renew_s)
         self._poller.register(socket, zmq.POLLIN)
 
-    def _leave(self, link: Link) -> None:
-        del self._links[link.socket]
-        self._poller.unregister(link.socket)
-        link.socket.close(0)
+    def _leave(self, subscription: Subscription) -> None:
+        del self._subscriptions[subscription.socket]
+        self._poller.unregister(subscription.socket)
+        subscription.socket.close(0)
 
-    def _receive(self, link: Link) -> None:
+    def _receive(self, subscription: Subscription) -> None:
         for _ in range(MAX_MESSAGES_PER_TURN):
-            if not self._is_listed(link):
+            if not self._is_listed(subscription):
                 return
             try:
-                if not link.receive(self._sink):
+                if not subscription.receive(self._sink):
                     return
             except KVMessageError as error:
-                self._drop(link, error)
+                self._drop(subscription, error)
             except Exception:
-                logger.exception("a message of replica %s could not be applied", link.target.replica)
-                link.feed.restart(time.monotonic())
-            link.subscribe_to_snapshot()
+                logger.exception("a message of replica %s could not be applied", subscription.target.replica)
+                subscription.feed.restart(time.monotonic())
+            subscription.subscribe_to_snapshot()
 
-    def _tick(self, link: Link, now: float) -> None:
-        if not self._is_listed(link):
+    def _tick(self, subscription: Subscription, now: float) -> None:
+        if not self._is_listed(subscription):
             return
         try:
-            link.feed.tick(now)
+            subscription.feed.tick(now)
         except Exception:
-            logger.exception("the loss of replica %s could not be reported", link.target.replica)
-        link.subscribe_to_snapshot()
-        if link.feed.is_silent and now >= link.renew_at:
-            self._leave(link)
-            self._connect(link.target, link.feed)
+            logger.exception("the loss of replica %s could not be reported", subscription.target.replica)
+        subscription.subscribe_to_snapshot()
+        if subscription.feed.is_silent and now >= subscription.renew_at:
+            self._leave(subscription)
+            self._connect(subscription.target, subscription.feed)
 
-    def _is_listed(self, link: Link) -> bool:
-        return self._targets.get(link.target.replica) is link.target and not self._is_closed
+    def _is_listed(self, subscription: Subscription) -> bool:
+        return self._targets.get(subscription.target.replica) is subscription.target and not self._is_closed
 
-    def _drop(self, link: Link, error: KVMessageError) -> None:
+    def _drop(self, subscription: Subscription, error: KVMessageError) -> None:
         self._sink.increment(KV_INDEX_DROPPED, reason=error.reason)
-        if not link.has_logged_drop:
-            link.has_logged_drop = True
-            logger.warning("a message of replica %s is dropped: %s", link.target.replica, error)
+        if not subscription.has_logged_drop:
+            subscription.has_logged_drop = True
+            logger.warning("a message of replica %s is dropped: %s", subscription.target.replica, error)

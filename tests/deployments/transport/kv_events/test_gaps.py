@@ -133,19 +133,19 @@ def test_only_the_socket_of_a_replica_that_stays_silent_is_replaced(
     """A new socket costs a gap."""
     ingress = transport.ingress(silence_s=0.4, renew_s=0.05)
     ingress.join(lossy)
-    before = list(ingress.subscriber._links)
+    before = list(ingress.subscriber._subscriptions)
     lossy.publish_load(load())
     ingress.known.wait_count("report", "r1", 4)  # the time is over, but it sends
-    assert list(ingress.subscriber._links) == before
+    assert list(ingress.subscriber._subscriptions) == before
     lossy.loses = lambda topic: True
-    eventually(lambda: ingress.subscriber._links and list(ingress.subscriber._links) != before)
+    eventually(lambda: ingress.subscriber._subscriptions and list(ingress.subscriber._subscriptions) != before)
 
 
 def test_the_socket_of_a_silent_replica_is_kept_for_a_while(transport: Transport, lossy: LossyPublisher) -> None:
     ingress = transport.ingress(silence_s=0.4, renew_s=60.0)
     ingress.join(lossy)
-    before = list(ingress.subscriber._links)
+    before = list(ingress.subscriber._subscriptions)
     lossy.loses = lambda topic: True
     ingress.known.wait_count("events_lost", "r1")
     time.sleep(0.2)  # several ticks
-    assert list(ingress.subscriber._links) == before
+    assert list(ingress.subscriber._subscriptions) == before

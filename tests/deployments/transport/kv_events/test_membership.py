@@ -75,7 +75,7 @@ def test_messages_of_a_removed_replica_are_not_applied(transport: Transport) -> 
     eventually(lambda: not publisher._batches)
     ingress.set_endpoints({})
     paused.go_on.set()
-    eventually(lambda: not ingress.subscriber._links)
+    eventually(lambda: not ingress.subscriber._subscriptions)
     assert paused.blocks["r1"] == {0}, "more than the message in progress was applied"
 
 

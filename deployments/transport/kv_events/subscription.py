@@ -1,6 +1,6 @@
-"""Link: the socket of one replica in a subscriber, and the feed that its messages go to.
+"""Subscription: the socket of one replica in a subscriber, and the feed that its messages go to.
 
-On a gap the feed chooses a nonce, and the link subscribes to the snapshot topic of that nonce.
+On a gap the feed chooses a nonce, and the subscription adds the snapshot topic of that nonce.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deployments.transport.kv_events.feed import ReplicaFeed
 from deployments.transport.kv_events.topics import Topics
 from engine.observability.metrics import MetricSink
 
-__all__ = ["Link", "Target"]
+__all__ = ["Subscription", "Target"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Target:
     topics: Topics
 
 
-class Link:
+class Subscription:
     """The socket and the feed of one target.
 
     Args:

@@ -1,4 +1,4 @@
-"""BeamSearch: one request to an engine that returns several answers, the beams of a search, together at its end.
+"""BestBeam and OtherBeam: the answers of one beam search, which the engine sends together at its end.
 
 Other answers to one prompt are engine requests of their own.
 """
@@ -10,29 +10,29 @@ from collections.abc import AsyncGenerator, Sequence
 from deployments.requests.generation import Delta, Generation
 from engine.outputs import EngineOutput
 
-__all__ = ["Beam", "BeamSearch", "with_beams"]
+__all__ = ["BestBeam", "OtherBeam", "join_beams"]
 
 
-def with_beams(answers: Sequence[Generation]) -> Sequence[Generation]:
+def join_beams(answers: Sequence[Generation]) -> Sequence[Generation]:
     """Return the answers of one search: the first one receives all of them."""
-    search, *others = answers
-    assert isinstance(search, BeamSearch)
-    search.others = others
+    best, *others = answers
+    assert isinstance(best, BestBeam)
+    best.others = others
     return answers
 
 
-class Beam(Generation):
-    """An answer of a search that another Generation receives."""
+class OtherBeam(Generation):
+    """An answer of a search that its BestBeam receives."""
 
     async def deltas(self) -> AsyncGenerator[Delta | None, None]:
-        """Yield nothing: the search yields this answer's delta."""
+        """Yield nothing: the BestBeam yields this answer's delta."""
         nothing: tuple[Delta, ...] = ()
         for delta in nothing:
             yield delta
 
 
-class BeamSearch(Generation):
-    """The first answer of a search. Its deltas are those of all answers.
+class BestBeam(Generation):
+    """The first answer of a search. It sends the request, and its deltas are those of all answers.
 
     Attributes:
         others: the other answers, the best first.
@@ -42,7 +42,7 @@ class BeamSearch(Generation):
 
     @property
     def _has_ended(self) -> bool:
-        return all(one.finish_reason is not None for one in (self, *self.others))
+        return all(beam.finish_reason is not None for beam in (self, *self.others))
 
     def _receive(self, output: EngineOutput) -> Delta:
         if not output.index:
