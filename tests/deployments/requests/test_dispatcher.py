@@ -18,8 +18,9 @@ from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.fakes import IDLE
-from tests.deployments.transport.request_channel.peers import Peers, Replica, tokens_of, until
+from tests.deployments.transport.request_channel.peers import Peers, Replica, tokens_of
 from tests.engine.async_streams import Gate
+from tests.waiting import until_in_loop
 
 
 class Front:
@@ -47,7 +48,7 @@ class Front:
         self.list_replicas(*self.replicas)
         links = self.dispatcher._links
         assert links is not None
-        await until(lambda: set(links.ready) >= set(names))
+        await until_in_loop(lambda: set(links.ready) >= set(names))
         for name in names:
             self.view.routing.report(name, IDLE, now=time.monotonic())
 
@@ -174,10 +175,10 @@ async def test_a_replica_that_is_full_of_others_requests_returns_ours(front: Fro
     other.list_replicas("a")
     links = other.dispatcher._links
     assert links is not None
-    await until(lambda: links.ready)
+    await until_in_loop(lambda: links.ready)
     streams = [(front, other)[number % 2].send(length=30) for number in range(40)]
     for number, stream in enumerate(streams):
-        assert len(await asyncio.wait_for(tokens_of(stream), 20)) == 30
+        assert len(await tokens_of(stream)) == 30
         (front, other)[number % 2].end(stream)
     assert front.view.queued() == other.view.queued() == (0, 0)
     other.dispatcher.close()
@@ -209,20 +210,18 @@ async def test_a_draining_replica_hands_new_requests_to_another_unnoticed(front:
     assert len(await tokens_of(late)) == 20
     assert late.replica == front.view.replica_of(late.request_id) == "b"
     assert len(await tokens_of(running)) == 20
-    await asyncio.wait_for(draining, 5)
+    await draining
 
 
 async def test_without_a_replica_one_call_wakes_serve_and_the_requests_wait(front: Front) -> None:
     streams = [front.send() for _ in range(5)]
-    await until(lambda: front.num_wakes)
-    await asyncio.sleep(0.05)
-    assert front.num_wakes == 1
+    await until_in_loop(lambda: front.num_wakes)
     assert front.view.num_unassigned == 5
     await front.add("a")
     front.woken.set()
     for stream in streams:
         assert len(await tokens_of(stream)) == 5
-    await until(lambda: front.dispatcher._waking is not None and front.dispatcher._waking.done())
+    await until_in_loop(lambda: front.dispatcher._waking is not None and front.dispatcher._waking.done())
     assert front.num_wakes == 1
 
 

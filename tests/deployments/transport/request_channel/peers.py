@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.shadow import make_engine
+from tests.waiting import HANG_S, until_in_loop
 
 HOST = "127.0.0.1"
 REPLICA = "r1"
@@ -73,7 +74,7 @@ class Ingress:
     async def join(self, **addresses: ReplicaAddress) -> None:
         """Link to replicas, by name, and wait until they take requests."""
         self.links.set_replicas({name: address.metadata for name, address in addresses.items()})
-        await until(lambda: sorted(self.links.ready) == sorted(addresses))
+        await until_in_loop(lambda: sorted(self.links.ready) == sorted(addresses))
 
     def submit(
         self, prompt: list[int], length: int, *, replica: str = REPLICA, hashes: Iterable[int] = (), **params: Any
@@ -84,11 +85,17 @@ class Ingress:
         return stream
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
+def in_lockstep(replica: Replica) -> None:
+    """Let the event loop turn before each step of a replica's engine, so that outputs come one by one."""
+    run, loop = replica.runner.run, asyncio.get_running_loop()
+
+    def step(*args: Any) -> Any:
+        has_turned = threading.Event()
+        loop.call_soon_threadsafe(has_turned.set)
+        assert has_turned.wait(HANG_S)
+        return run(*args)
+
+    replica.runner.run = step  # type: ignore[method-assign]
 
 
 async def outputs_of(stream: ReplicaStream) -> list[EngineOutput]:
@@ -148,7 +155,8 @@ class Proxy:
     """Passes bytes between an ingress and a replica until a connection is cut.
 
     Attributes:
-        delay_s: how long each piece of data waits here, at most.
+        is_open: cleared, data waits here until it is set.
+        on_data: called after each piece of data.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -158,7 +166,9 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._port = 0
-        self.delay_s = 0.0
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+        self.on_data: Callable[[], None] = lambda: None
         self.num_connections = 0
 
     @classmethod
@@ -218,8 +228,8 @@ class Proxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(2**16):
-                if self.delay_s:
-                    await asyncio.sleep(random.random() * self.delay_s)
+                await self.is_open.wait()
                 writer.write(data)
                 await writer.drain()
+                self.on_data()
         writer.transport.abort()

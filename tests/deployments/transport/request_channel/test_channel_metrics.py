@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from deployments.observability.ingress_metrics import (
@@ -13,8 +11,9 @@ from deployments.observability.ingress_metrics import (
     ingress_recorder,
 )
 from engine.errors import EngineDeadError
-from tests.deployments.transport.request_channel.peers import Peers, tokens_of, until
+from tests.deployments.transport.request_channel.peers import Peers, tokens_of
 from tests.engine.async_streams import Gate
+from tests.waiting import until_in_loop
 
 
 def _counts() -> dict[str, float]:
@@ -40,7 +39,7 @@ async def test_each_connection_of_a_live_replica_that_is_made_again_counts(peers
     for number in range(1, 4):
         for proxy in proxies:
             proxy.cut()
-        await until(lambda number=number: _since(before).get("channel_reconnections") == 2 * number)  # type: ignore[misc]
+        await until_in_loop(lambda number=number: _since(before).get("channel_reconnections") == 2 * number)  # type: ignore[misc]
     assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
     assert _since(before) == {"channel_reconnections": 6}
 
@@ -61,10 +60,10 @@ async def test_a_replica_that_is_lost_counts_once_and_only_with_streams(peers: P
     assert _since(before) == {"channel_lost_replicas": 1}
     for proxy in proxies:
         await proxy.listen()
-    await until(lambda: ingress.links.ready)
+    await until_in_loop(lambda: ingress.links.ready)
     for proxy in proxies:
         await proxy.refuse()
-    await until(lambda: not ingress.links.ready)
+    await until_in_loop(lambda: not ingress.links.ready)
     assert _since(before) == {"channel_lost_replicas": 1}
     gate.opened.set()
 
@@ -81,11 +80,11 @@ async def test_a_gap_counts_by_what_is_missing(peers: Peers) -> None:
         return accept(number)
 
     link._arrivals.accept = lossy  # type: ignore[method-assign]
-    assert await asyncio.wait_for(tokens_of(ingress.submit([1], 5)), 5) == replica.answer([1], 5)
+    assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
     assert _since(before) == {"channel_gaps outputs": 1}
     send = link._send
     link._send = lambda data: None  # type: ignore[method-assign]
     stream = ingress.submit([2], 5)
     link._send = send  # type: ignore[method-assign]
-    assert await asyncio.wait_for(tokens_of(stream), 5) == replica.answer([2], 5)
+    assert await tokens_of(stream) == replica.answer([2], 5)
     assert _since(before) == {"channel_gaps outputs": 1, "channel_gaps requests": 1}

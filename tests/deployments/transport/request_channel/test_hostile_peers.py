@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from collections.abc import Iterator
@@ -13,11 +12,12 @@ import pytest
 import zmq
 
 from deployments.transport.request_channel import sockets as sockets_module
-from deployments.transport.request_channel.codec import encode, encode_request
-from deployments.transport.request_channel.messages import Abort, Hello, Outputs
+from deployments.transport.request_channel.codec import decode_from_replica, encode, encode_request
+from deployments.transport.request_channel.messages import Abort, Hello, Outputs, Status
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.deployments.transport.request_channel.peers import HOST, Peers, tokens_of, until
+from tests.deployments.transport.request_channel.peers import HOST, Peers, Replica, tokens_of
+from tests.waiting import until_in_loop
 
 REQUEST = EngineRequest("id", [1, 2], SamplingParams(max_tokens=5))
 
@@ -33,22 +33,40 @@ def dealer(endpoint: str, identity: bytes = b"evil") -> Iterator[zmq.Socket[byte
         yield made
 
 
+def count_received(replica: Replica, identity: bytes) -> list[bytes]:
+    """Return a list to which the first frame of each message of a peer is added when the replica has handled it."""
+    received: list[bytes] = []
+    handle = replica.server._reader._on_message
+
+    def record(frames: list[bytes]) -> None:
+        handle(frames)
+        if frames[0] == identity:
+            received.append(frames[1])
+
+    replica.server._reader._on_message = record
+    return received
+
+
 async def test_without_the_secret_nothing_is_served_or_answered(peers: Peers) -> None:
     replica, ingress = await peers.pair()
+    received = count_received(replica, b"evil")
     with dealer(replica.server.address.requests) as evil:
         for secret in ("", "x" * 64, "\ud7ff", replica.server.address.secret[:-1]):
             evil.send(encode(Hello(secret, 0, 0, 0, False)))
             evil.send(encode_request(1, 1, REQUEST, []))
             evil.send(encode(Abort(2, 1)))
-        await asyncio.sleep(0.1)
-        assert not evil.poll(100)
-    assert len(replica.server._ingresses) == 1
-    assert replica.server.num_requests == 0
+        await until_in_loop(lambda: len(received) == 12)
+        assert len(replica.server._ingresses) == 1
+        assert replica.server.num_requests == 0
+        evil.send(encode(Hello(replica.server.address.secret, 0, 0, 0, False)))
+        await until_in_loop(lambda: evil.poll(0))
+        assert isinstance(decode_from_replica(evil.recv()), Status)  # the first answer is to the secret
     assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
 
 
 async def test_malformed_messages_disturb_no_one(peers: Peers, caplog: pytest.LogCaptureFixture) -> None:
     replica, ingress = await peers.pair()
+    received = count_received(replica, b"evil")
     stream = ingress.submit([1], 100)
     secret = replica.server.address.secret
     bad = [
@@ -69,7 +87,7 @@ async def test_malformed_messages_disturb_no_one(peers: Peers, caplog: pytest.Lo
             evil.send_multipart([message, message])
             other.send(message)
         assert await tokens_of(stream) == replica.answer([1], 100)
-        await asyncio.sleep(0.1)
+        await until_in_loop(lambda: len(received) == 2 * len(bad) * 20)
     logger.removeHandler(caplog.handler)
     assert sum("is dropped" in record.message for record in caplog.records) == 1
     assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
@@ -83,9 +101,9 @@ async def test_a_peer_with_the_secret_cannot_confuse_the_numbers(peers: Peers) -
         for number in (5, 1, 1, 3, 2**60):
             odd.send(encode_request(number, 1, REQUEST, []))
         odd.send(encode(Hello(replica.server.address.secret, 10**9, 10**9, 0, True)))
-        await until(lambda: replica.is_idle)
+        await until_in_loop(lambda: replica.is_idle)
         assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
-    await until(lambda: len(replica.server._ingresses) == 1)
+    await until_in_loop(lambda: len(replica.server._ingresses) == 1)
 
 
 async def test_a_message_over_the_limit_closes_only_its_connection(
@@ -94,8 +112,10 @@ async def test_a_message_over_the_limit_closes_only_its_connection(
     monkeypatch.setattr(sockets_module, "MAX_REQUEST_BYTES", 10_000)
     replica, ingress = await peers.pair()
     with dealer(replica.server.address.requests) as evil:
-        evil.send(bytes(20_000))
-        await asyncio.sleep(0.1)
+        with evil.get_monitor_socket(zmq.EVENT_DISCONNECTED) as events:
+            evil.send(bytes(20_000))
+            await until_in_loop(lambda: events.poll(0))
+            evil.disable_monitor()
         assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
 
 
@@ -117,8 +137,10 @@ async def test_a_replica_that_sends_something_else_is_lost(peers: Peers) -> None
         address = replica.server.address
         other = type(address)(f"tcp://{HOST}:{port}", address.outputs, address.secret)
         ingress.links.set_replicas({"r1": other.metadata})
-        await until(lambda: fake.poll(0))
+        await until_in_loop(lambda: fake.poll(0))
         identity, *_ = fake.recv_multipart()  # a Hello for each of its two connections, in one message or two
+        link = ingress.links["r1"]
+        requests = link._requests
         fake.send_multipart([identity, b"surprise"])
-        await asyncio.sleep(0.1)
+        await until_in_loop(lambda: requests.is_closed)
         assert not ingress.links.ready

@@ -13,7 +13,8 @@ from deployments.transport.request_channel.codec import decode_from_replica, enc
 from deployments.transport.request_channel.errors import StreamPausedError
 from deployments.transport.request_channel.messages import Output, Outputs
 from deployments.transport.request_channel.stream import MAX_QUEUED_LOGPROBS, ReplicaStream
-from tests.deployments.transport.request_channel.peers import Peers, outputs_of, tokens_of, until
+from tests.deployments.transport.request_channel.peers import Peers, outputs_of, tokens_of
+from tests.waiting import until_in_loop
 
 BYTES_PER_TOKEN, MAX_LOGPROB_BYTES = 45, 1.4e6
 TOP = 21  # log-probabilities of a token with top_logprobs 20
@@ -77,7 +78,7 @@ async def test_a_stream_whose_reader_takes_nothing_is_paused_and_frees_its_block
     others = [ingress.submit([3, number], 200, logprobs=0) for number in range(8)]
     answers = await asyncio.gather(*map(tokens_of, others))
     assert answers == [replica.answer([3, number], 200) for number in range(8)]
-    await until(lambda: replica.is_idle)
+    await until_in_loop(lambda: replica.is_idle)
     assert not ingress.links["r1"].num_streams
     output = slow.take()
     assert output is not None
@@ -92,7 +93,7 @@ async def test_an_answer_that_ends_is_not_paused(peers: Peers, monkeypatch: pyte
     monkeypatch.setattr(stream_module, "MAX_QUEUED_LOGPROBS", 30)
     replica, ingress = await peers.pair()
     stream = ingress.submit([1, 2], 31, logprobs=0)
-    await until(lambda: replica.is_idle and not ingress.links["r1"].num_streams)
+    await until_in_loop(lambda: replica.is_idle and not ingress.links["r1"].num_streams)
     (output,) = await outputs_of(stream)
     assert output.token_ids == replica.answer([1, 2], 31)
 
