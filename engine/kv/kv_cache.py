@@ -1,33 +1,35 @@
 """KVCache: the keys and values of one rank, in a pool on the device and a pool on the host for swapped-out blocks.
 
 It copies blocks by id. The block manager decides which block belongs to which sequence, and which may be overwritten.
+Each layer declares what it caches (layer_cache.py). Keys and values of one shape are one tensor of the device pool, so
+that one operation copies them; most models have one shape.
 
-    device pool   [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]    a layer's keys are one tensor
-    host pool     [num_host_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]    a block is one piece of memory
+    device pool   [num_parts, num_blocks, block_size, heads, dim] for each shape    a layer's keys are one part
+    host pool     [num_host_blocks, bytes_per_block]                                a block is one piece of memory
 
 Copies preserve every bit, also the payload of a NaN, because they use integer views of both pools.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.errors import ConfigError, KVCacheError
+from engine.kv.layer_cache import KeyValue, bytes_per_token
 from engine.kv.pinned_memory import pinned_zeros, unpin
 from kernels.cpu.memory import huge_zeros
 from kernels.cpu.prefaulter import Prefaulter
 from kernels.device_copy import to_device
 
 __all__ = ["KVCache"]
-
-_PARTS = ("key", "value")
 
 
 class KVCache:
@@ -37,18 +39,16 @@ class KVCache:
     before it and before those launched later. Only code that reads the host pool itself must synchronize.
 
     Args:
-        num_layers: layers of the model.
+        layers: what each layer caches.
         num_blocks: blocks of the device pool.
         block_size: tokens per block.
-        num_kv_heads: key-value heads of this rank.
-        head_dim: elements per head.
         dtype: dtype of keys and values.
         device: device on which attention reads them.
         num_host_blocks: blocks of the host pool; pinned memory if ``device`` is a GPU.
         num_blocks_ahead: blocks to prefault before they are used; only with CPU kernels.
 
     Attributes:
-        layers: each layer's (keys, values), both ``[num_blocks, block_size, num_kv_heads, head_dim]``; views.
+        layers: each layer's (keys, values), ``[num_blocks, block_size, heads, key_dim or value_dim]``; views.
 
     Raises:
         ConfigError: if the memory for a pool cannot be allocated.
@@ -56,12 +56,10 @@ class KVCache:
 
     def __init__(
         self,
+        layers: Sequence[KeyValue],
         *,
-        num_layers: int,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
@@ -71,27 +69,33 @@ class KVCache:
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.device = device
-        self.bytes_per_block = num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
-        block = (block_size, num_kv_heads, head_dim)
+        self.bytes_per_block = block_size * bytes_per_token(layers, dtype.itemsize)
+        shapes = [(layer.heads, dim) for layer in layers for dim in (layer.key_dim, layer.value_dim)]
         remedy = "lower num_blocks, kv_cache_memory or gpu_memory_utilization"
         with _explained(f"{num_blocks} KV blocks on {device}", self.num_bytes, remedy):
-            self._cache = _zeros((num_layers, 2, num_blocks, *block), dtype, device)
+            pools = {
+                shape: _zeros((num_parts, num_blocks, block_size, *shape), dtype, device)
+                for shape, num_parts in Counter(shapes).items()
+            }
         with _explained(
             f"{num_host_blocks} swapped KV blocks on the host", self.num_host_bytes, "lower swap_space_gib"
         ):
-            self._host = self._make_host_pool((num_host_blocks, num_layers, 2, *block), dtype)
-        self.layers = [(layer[0], layer[1]) for layer in self._cache]
+            self._host = self._make_host_pool((num_host_blocks, self.bytes_per_block))
+        parts = {shape: iter(pool) for shape, pool in pools.items()}
+        views = [next(parts[shape]) for shape in shapes]
+        self.layers = list(zip(views[::2], views[1::2], strict=True))
         self._prefaulter = None
         if num_blocks_ahead:
-            self._prefaulter = Prefaulter([part for layer in self.layers for part in layer], num_blocks_ahead)
+            self._prefaulter = Prefaulter(views, num_blocks_ahead)
             self._prefaulter.use(0)
-        self._words = _as_words(self._cache.flatten(0, 1).flatten(2))  # [num_layers * 2, num_blocks, words]
-        self._host_words = _as_words(self._host.flatten(1, 2).flatten(2))  # [num_host_blocks, num_layers * 2, words]
+        # For each shape [num_parts, num_blocks, words] on the device and [num_host_blocks, num_parts, words] there.
+        self._words = _as_words([pool.flatten(2) for pool in pools.values()])
+        self._host_words = _split_host_pool(self._host, self._words)
 
-    def _make_host_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _make_host_pool(self, shape: tuple[int, int]) -> torch.Tensor:
         if self.device.type == "cpu" or not self.num_host_blocks:
-            return torch.empty(shape, dtype=dtype)
-        pool = pinned_zeros(shape, dtype)
+            return torch.empty(shape, dtype=torch.uint8)
+        pool = pinned_zeros(shape, torch.uint8)
         weakref.finalize(self, unpin, pool, self.device)  # which keeps the memory until it is unlocked
         return pool
 
@@ -119,26 +123,6 @@ class KVCache:
 
     # --- copies -------------------------------------------------------------------------------------------------
 
-    def gather(self, block_ids: list[int], layer: int | None = None, *, which: Literal["key", "value"]) -> torch.Tensor:
-        """Return a copy of the keys or the values of some blocks, in the order of ``block_ids``.
-
-        Returns:
-            ``[len(block_ids) * block_size, num_kv_heads, head_dim]`` for one layer; if ``layer`` is None, the same with
-            ``num_layers`` as the first dimension.
-
-        Raises:
-            KVCacheError: for a block, a layer or a part that does not exist.
-        """
-        if which not in _PARTS:
-            raise KVCacheError(f"which={which!r} is not a part of the KV cache; choose 'key' or 'value'")
-        if layer is not None:
-            _check_ids("layer", [layer], len(self.layers))
-        _check_ids("block", block_ids, self.num_blocks)
-        part, index = _PARTS.index(which), self._index(block_ids)
-        if layer is None:
-            return self._cache[:, part].index_select(1, index).flatten(1, 2)
-        return self._cache[layer, part].index_select(0, index).flatten(0, 1)
-
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks ``(source, target)`` on the device, in all layers, as if all at the same time.
 
@@ -149,7 +133,9 @@ class KVCache:
         """
         sources, targets = self._check_pairs(pairs, ("block", self.num_blocks), ("block", self.num_blocks))
         if pairs:
-            self._words.index_copy_(1, self._index(targets), self._words.index_select(1, self._index(sources)))
+            source_index, target_index = self._index(sources), self._index(targets)
+            for words in self._words:
+                words.index_copy_(1, target_index, words.index_select(1, source_index))
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks ``(device block, host block)`` to the host pool.
@@ -162,7 +148,8 @@ class KVCache:
         self._check_pairs(pairs, ("block", self.num_blocks), ("host block", self.num_host_blocks))
         # One block at a time: staging memory for all blocks would not fit on a full GPU.
         for block_id, host_id in pairs:
-            self._host_words[host_id].copy_(self._words[:, block_id], non_blocking=True)
+            for words, host_words in zip(self._words, self._host_words, strict=True):
+                host_words[host_id].copy_(words[:, block_id], non_blocking=True)
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks ``(host block, device block)`` back to the device; the host blocks keep their content.
@@ -174,7 +161,8 @@ class KVCache:
         """
         self._check_pairs(pairs, ("host block", self.num_host_blocks), ("block", self.num_blocks))
         for host_id, block_id in pairs:
-            self._words[:, block_id].copy_(self._host_words[host_id], non_blocking=True)
+            for words, host_words in zip(self._words, self._host_words, strict=True):
+                words[:, block_id].copy_(host_words[host_id], non_blocking=True)
 
     def _index(self, block_ids: list[int]) -> torch.Tensor:
         return to_device(block_ids, torch.int64, self.device)
@@ -216,10 +204,17 @@ def _check_ids(kind: str, ids: Iterable[int], count: int) -> None:
             raise KVCacheError(f"{kind} {number} is out of range; valid are {valid}")
 
 
-def _as_words(blocks: torch.Tensor) -> torch.Tensor:
-    """Return a view of the last dimension as the widest integers that divide it: these copy fastest."""
-    num_bytes = blocks.shape[-1] * blocks.dtype.itemsize
+def _as_words(pools: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of the last dimensions as the widest integers that divide all of them: these copy fastest."""
+    num_bytes = math.gcd(*(pool.shape[-1] * pool.dtype.itemsize for pool in pools))
     widest = next(
         dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if num_bytes % dtype.itemsize == 0
     )
-    return blocks.view(widest)
+    return [pool.view(widest) for pool in pools]
+
+
+def _split_host_pool(host: torch.Tensor, pools: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of the host pool [num_host_blocks, num_parts, words] with the parts and words of each pool."""
+    shapes = [(pool.shape[0], pool.shape[2]) for pool in pools]
+    sections = torch.split(host.view(pools[0].dtype), [math.prod(shape) for shape in shapes], dim=1)
+    return [section.view(len(host), *shape) for section, shape in zip(sections, shapes, strict=True)]

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
+from engine.kv.layer_cache import bytes_per_token
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.config.implementation import read_shape
@@ -332,7 +333,7 @@ class ModelWorker:
     @property
     def bytes_per_block(self) -> int:
         """Size of a block's keys and values on this rank."""
-        return self.block_size * self.model.attention.kv_bytes_per_token(self.dtype)
+        return self.block_size * bytes_per_token(self.model.layer_caches, self.dtype.itemsize)
 
     @property
     def _num_preallocated_tokens(self) -> int:
@@ -375,11 +376,9 @@ class ModelWorker:
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
         return KVCache(
-            num_layers=self.model.attention.num_layers,
+            self.model.layer_caches,
             num_blocks=num_blocks,
             block_size=self.block_size,
-            num_kv_heads=self.model.attention.num_kv_heads,
-            head_dim=self.model.attention.head_dim,
             dtype=self.dtype,
             device=self.device,
             num_host_blocks=num_host_blocks,

@@ -30,7 +30,7 @@ class AttentionInputs:
 
     query: torch.Tensor  # [num_tokens, num_heads, head_dim], packed: see AttentionMetadata
     key_cache: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: torch.Tensor  # the same shape
+    value_cache: torch.Tensor  # the same shape; reference.py also computes values of another size
     metadata: AttentionMetadata
     scale: float  # factor of Q K^T
     sliding_window: int | None = None  # tokens; None: no window

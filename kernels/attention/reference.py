@@ -14,7 +14,7 @@ from kernels.attention.base import AttentionInputs
 
 def attention(inputs: AttentionInputs) -> torch.Tensor:
     """Compute `AttentionBackend.forward`."""
-    output = torch.zeros_like(inputs.query)
+    output = inputs.query.new_zeros(*inputs.query.shape[:2], inputs.value_cache.shape[3])
     metadata = inputs.metadata
     for i, (start, end) in enumerate(pairwise(metadata.cu_seqlens_q.tolist())):
         seq_len = int(metadata.seq_lens[i])

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from engine.errors import ModelLoadError
+from engine.kv.layer_cache import KeyValue
 from engine.models.adapter.attention import AttentionCall, attention_by
 from engine.models.adapter.linears import CpuLinear
 from engine.models.config.shape import AttentionShape
@@ -37,6 +38,7 @@ class TransformersDecoder:
 
     Attributes:
         attention: the shape of its attention layers, as measured.
+        layer_caches: what each of them caches.
 
     Raises:
         ModelLoadError: if a layer asks for attention that the paged cache does not serve.
@@ -49,9 +51,10 @@ class TransformersDecoder:
         self._given = _GivenHiddenStates()
         name = next(name for name, module in model.named_modules() if module is self._backbone)
         model.set_submodule(name, self._given)
-        self.attention = self._measure()
+        probe = self._measure()
+        self.attention, self.layer_caches = probe.shape(config), probe.layer_caches()
 
-    def _measure(self) -> AttentionShape:
+    def _measure(self) -> _Probe:
         """Compute a few tokens and their logits, to see that it can be done and what the attention layers ask for."""
         probe = _Probe()
         tokens = torch.arange(_PROBE_TOKENS, device=self._model.device)
@@ -62,7 +65,7 @@ class TransformersDecoder:
             raise self._not_servable(f"its modules could not compute a few tokens: {error}") from error
         if logits.isnan().any(dim=1).all():  # one token may be of those that were never trained
             raise self._not_servable("the logits of a few tokens are no numbers")
-        return probe.shape(self.config)
+        return probe
 
     def _not_servable(self, problem: str) -> ModelLoadError:
         return ModelLoadError(
@@ -82,7 +85,7 @@ class TransformersDecoder:
         layers = _PagedLayers(context)
         with attention_by(layers):
             hidden = self._hidden_states(token_ids, positions)
-        assert layers.num_computed == self.attention.num_layers
+        assert layers.num_computed == len(self.layer_caches)
         return hidden
 
     def _hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -193,7 +196,7 @@ class _Probe:
         return answers.to(call.query.dtype)
 
     def shape(self, config: TransformersConfig) -> AttentionShape:
-        """Return the shape of all layers.
+        """Return the shape that all layers have.
 
         Raises:
             ModelLoadError: if they differ in heads, or keys and values do.
@@ -210,9 +213,12 @@ class _Probe:
         if not options <= config.attention_options:
             raise ModelLoadError(f"{asked}its layers have an unexpected {' and '.join(sorted(options))}")
         return AttentionShape(
-            num_layers=len(self._calls),
             num_heads=query[0],
             num_kv_heads=key[0],
             head_dim=key[1],
             sliding_windows=frozenset(call.sliding_window for call in self._calls),
         )
+
+    def layer_caches(self) -> tuple[KeyValue, ...]:
+        """Return what each layer caches."""
+        return tuple(KeyValue(call.key.shape[1], call.key.shape[2], call.value.shape[2]) for call in self._calls)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engine.errors import ConfigError, ModelLoadError, RequestError, UnsupportedModelError
+from engine.kv.layer_cache import KeyValue
 from engine.models.config.config_json import read_config_json, read_json
 from engine.models.config.experts_shape import ExpertsShape
 from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, QKNorm
@@ -93,12 +94,16 @@ class ModelConfig(ModelShape):
     def attention(self) -> AttentionShape:
         """The attention layers."""
         return AttentionShape(
-            num_layers=self.num_layers,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             sliding_windows=frozenset(self.sliding_windows),
         )
+
+    @property
+    def layer_caches(self) -> tuple[KeyValue, ...]:
+        """What each layer caches."""
+        return (KeyValue(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     def check_options(self, *, max_model_len: int, tensor_parallel_size: int, quantization: str | None) -> None:
         """Raise ConfigError if the ranks cannot share the model, or LongRoPE cannot serve the context."""

@@ -19,17 +19,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """The attention layers that one rank computes; all have the same heads."""
+    """The heads of the attention layers that one rank computes, which all layers have in common."""
 
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_windows: frozenset[int | None]  # of all layers, in tokens; None: the layer attends to everything
-
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes that one token's keys and values take in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

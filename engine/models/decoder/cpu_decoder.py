@@ -67,6 +67,7 @@ class CpuDecoder:
 
     Attributes:
         attention: the shape of this rank's attention layers.
+        layer_caches: what each layer caches on this rank.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class CpuDecoder:
         self._head_is_embedding = head_is_embedding(config, parallel, kind)
         self._embedding_multiplier = config.embedding_multiplier_in(dtype)
         own = config.shard(parallel.size)
-        self.attention = own.attention
+        self.attention, self.layer_caches = own.attention, own.layer_caches
         self.layers = [PackedLayer(_layer_shape(own, index), kind, dtype) for index in range(config.num_layers)]
         self._set_experts(own, kind)
         widest_mlp = max(layer.intermediate_size for layer in self.layers)

@@ -192,6 +192,7 @@ class Decoder(nn.Module):
 
     Attributes:
         attention: the shape of this rank's attention layers.
+        layer_caches: what each layer caches on this rank.
     """
 
     def __init__(self, config: ModelConfig, rope: torch.Tensor, parallel: TensorParallel, ops: LayerOps) -> None:
@@ -199,7 +200,7 @@ class Decoder(nn.Module):
         self.config = config
         self.parallel, self.ops = parallel, ops
         own = config.shard(parallel.size)
-        self.attention = own.attention
+        self.attention, self.layer_caches = own.attention, own.layer_caches
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
         self.layers = nn.ModuleList(DecoderLayer(own, layer, parallel, ops) for layer in range(config.num_layers))
         self.norm = RMSNorm(config, config.hidden_size)

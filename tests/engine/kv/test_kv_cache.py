@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,11 +11,19 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError, KVCacheError
 from engine.kv.kv_cache import KVCache
+from engine.kv.layer_cache import KeyValue
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 LAYERS, BLOCKS, HOST_BLOCKS = 3, 6, 4
 Pairs = list[tuple[int, int]]
+DECLARATIONS = [  # whose blocks are copied as integers of each width
+    [KeyValue(heads=1, key_dim=1, value_dim=1)],
+    [KeyValue(heads=2, key_dim=3, value_dim=3)] * 3,
+    [KeyValue(heads=2, key_dim=8, value_dim=8)] * 2,
+    [KeyValue(heads=2, key_dim=8, value_dim=4)] * 3,
+    [KeyValue(heads=1, key_dim=3, value_dim=2), KeyValue(heads=2, key_dim=2, value_dim=3)],
+]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,16 +35,14 @@ def make_cache(
     dtype: torch.dtype = torch.float32,
     *,
     block_size: int = 2,
-    head_dim: int = 3,
+    layers: Sequence[KeyValue] = (KeyValue(heads=2, key_dim=3, value_dim=3),) * LAYERS,
     host: int = 0,
     device: str = "cpu",
 ) -> KVCache:
     return KVCache(
-        num_layers=LAYERS,
+        layers,
         num_blocks=BLOCKS,
         block_size=block_size,
-        num_kv_heads=2,
-        head_dim=head_dim,
         dtype=dtype,
         device=torch.device(device),
         num_host_blocks=host,
@@ -44,13 +50,13 @@ def make_cache(
 
 
 class ReferenceCache:
-    """Two dictionaries, block -> bits ``[num_layers, 2, block_size, heads, dim]``, and nothing clever."""
+    """Two dictionaries, block -> the bits of each layer's keys and values, and nothing clever."""
 
     def __init__(self, cache: KVCache, seed: int) -> None:
         self.cache = cache
         self.generator = torch.Generator().manual_seed(seed)
-        self.device: dict[int, torch.Tensor] = {}
-        self.host: dict[int, torch.Tensor] = {}
+        self.device: dict[int, list[tuple[torch.Tensor, ...]]] = {}
+        self.host: dict[int, list[tuple[torch.Tensor, ...]]] = {}
         for block_id in range(cache.num_blocks):
             self.write(block_id)
         cache.swap_out([(0, host_id) for host_id in range(cache.num_host_blocks)])
@@ -65,8 +71,9 @@ class ReferenceCache:
                 tensor[block_id] = random.to(tensor.dtype)
                 infinity = torch.full((), float("inf"), dtype=key.dtype)
                 tensor[block_id].view(-1)[::3] = bits(infinity) | 5
-        stored = [torch.stack([bits(key)[block_id], bits(value)[block_id]]) for key, value in self.cache.layers]
-        self.device[block_id] = torch.stack(stored).to("cpu", copy=True)
+        self.device[block_id] = [
+            tuple(bits(part)[block_id].to("cpu", copy=True) for part in layer) for layer in self.cache.layers
+        ]
 
     def move(self, operation: str, pairs: Pairs) -> None:
         source, target = {
@@ -81,8 +88,8 @@ class ReferenceCache:
         """Compare every block of the device pool; the host pool shows itself when it is swapped in."""
         for block_id, expected in self.device.items():
             for layer, (key, value) in enumerate(self.cache.layers):
-                assert torch.equal(bits(key)[block_id].cpu(), expected[layer, 0])
-                assert torch.equal(bits(value)[block_id].cpu(), expected[layer, 1])
+                assert torch.equal(bits(key)[block_id].cpu(), expected[layer][0])
+                assert torch.equal(bits(value)[block_id].cpu(), expected[layer][1])
 
 
 def pairs_between(sources: int, targets: int) -> st.SearchStrategy[Pairs]:
@@ -102,14 +109,20 @@ OPERATIONS = st.one_of(
 @given(
     device=st.sampled_from(DEVICES),
     dtype=st.sampled_from(DTYPES),
-    shape=st.sampled_from([(1, 1), (2, 3), (4, 8)]),  # so that every width of integer gets its turn
+    block_size=st.sampled_from([1, 2, 4]),
+    layers=st.sampled_from(DECLARATIONS),
     operations=st.lists(OPERATIONS, max_size=12),
     seed=st.integers(0, 99),
 )
 def test_random_copies_and_swaps_preserve_content(
-    device: str, dtype: torch.dtype, shape: tuple[int, int], operations: list[tuple[str, int | Pairs]], seed: int
+    device: str,
+    dtype: torch.dtype,
+    block_size: int,
+    layers: list[KeyValue],
+    operations: list[tuple[str, int | Pairs]],
+    seed: int,
 ) -> None:
-    cache = make_cache(dtype, block_size=shape[0], head_dim=shape[1], host=HOST_BLOCKS, device=device)
+    cache = make_cache(dtype, block_size=block_size, layers=layers, host=HOST_BLOCKS, device=device)
     reference = ReferenceCache(cache, seed)
     for operation, argument in operations:
         if isinstance(argument, int):
@@ -124,36 +137,13 @@ def test_random_copies_and_swaps_preserve_content(
     reference.check()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("which", ["key", "value"])
-def test_gather_copies_the_blocks_in_the_order_asked_for(
-    dtype: torch.dtype, which: Literal["key", "value"], device: str
-) -> None:
-    cache = make_cache(dtype, device=device)
-    reference = ReferenceCache(cache, seed=0)
-    part = ("key", "value").index(which)
-    gathered = cache.gather([4, 1, 4], which=which)
-    assert gathered.shape == (LAYERS, 6, 2, 3)
-    for layer in range(LAYERS):
-        expected = torch.cat([reference.device[block_id][layer, part] for block_id in (4, 1, 4)])
-        assert torch.equal(bits(gathered[layer]).cpu(), expected)
-        one_layer = cache.gather([4, 1, 4], layer, which=which)
-        assert one_layer.shape == (6, 2, 3)
-        assert torch.equal(bits(one_layer).cpu(), expected)
-        one_layer.zero_()
-    gathered.zero_()
-    reference.check()  # it was a copy
-    assert cache.gather([], which=which).shape == (LAYERS, 0, 2, 3)
-
-
 def test_a_chain_and_a_cycle_of_copies_read_before_they_write() -> None:
     cache = make_cache()
     reference = ReferenceCache(cache, seed=1)
     before = dict(reference.device)
     cache.copy_blocks([(0, 1), (1, 2), (2, 0), (2, 3)])
     for target, source in {1: 0, 2: 1, 0: 2, 3: 2, 4: 4, 5: 5}.items():
-        assert torch.equal(bits(cache.layers[1][0])[target], before[source][1, 0])
+        assert torch.equal(bits(cache.layers[1][0])[target], before[source][1][0])
 
 
 def test_layers_are_views_that_attention_writes_through() -> None:
@@ -165,13 +155,26 @@ def test_layers_are_views_that_attention_writes_through() -> None:
         assert value.is_contiguous()
         key.fill_(layer)
         value.fill_(-layer)
-    assert cache.gather([5], which="key")[:, 0, 0, 0].tolist() == [0, 1, 2]
-    assert cache.gather([5], 2, which="value").unique().tolist() == [-2]
+    assert [key.unique().tolist() for key, _ in cache.layers] == [[0], [1], [2]]
+    assert [value.unique().tolist() for _, value in cache.layers] == [[0], [-1], [-2]]
 
 
-def test_sizes_say_what_the_tensors_take() -> None:
-    cache = make_cache(torch.bfloat16, host=4)
-    assert cache.bytes_per_block == LAYERS * 2 * 2 * 2 * 3 * 2
+def test_layers_have_the_shapes_that_they_declare() -> None:
+    cache = make_cache(layers=[KeyValue(heads=2, key_dim=4, value_dim=3), KeyValue(heads=1, key_dim=3, value_dim=6)])
+    assert [[part.shape[2:] for part in layer] for layer in cache.layers] == [[(2, 4), (2, 3)], [(1, 3), (1, 6)]]
+    assert all(part.is_contiguous() and part.shape[:2] == (BLOCKS, 2) for layer in cache.layers for part in layer)
+
+
+@pytest.mark.parametrize(
+    ("layers", "elements_per_token"),
+    [
+        ([KeyValue(heads=2, key_dim=3, value_dim=3)] * LAYERS, LAYERS * 2 * 2 * 3),
+        ([KeyValue(heads=2, key_dim=4, value_dim=3), KeyValue(heads=1, key_dim=3, value_dim=6)], 2 * 7 + 9),
+    ],
+)
+def test_sizes_say_what_the_tensors_take(layers: list[KeyValue], elements_per_token: int) -> None:
+    cache = make_cache(torch.bfloat16, layers=layers, host=4)
+    assert cache.bytes_per_block == elements_per_token * 2 * 2
     assert cache.num_bytes == sum(tensor.nbytes for layer in cache.layers for tensor in layer)
     assert cache.num_host_bytes == 4 * cache.bytes_per_block
     assert cache.num_tokens == BLOCKS * 2
@@ -201,16 +204,6 @@ def test_a_move_of_what_does_not_exist_names_it_and_moves_nothing(
     reference.check()
 
 
-def test_gather_names_what_does_not_exist() -> None:
-    cache = make_cache()
-    with pytest.raises(KVCacheError, match="block 6 is out of range; valid are 0 to 5"):
-        cache.gather([0, 6], which="key")
-    with pytest.raises(KVCacheError, match="layer -1 is out of range; valid are 0 to 2"):
-        cache.gather([0], -1, which="key")
-    with pytest.raises(KVCacheError, match="which='k' is not a part of the KV cache; choose 'key' or 'value'"):
-        cache.gather([0], which="k")  # type: ignore[arg-type]
-
-
 def test_without_a_host_pool_nothing_can_be_swapped() -> None:
     cache = make_cache()
     cache.swap_out([])
@@ -223,11 +216,9 @@ def test_without_a_host_pool_nothing_can_be_swapped() -> None:
 def test_a_pool_larger_than_memory_is_an_error_that_says_what_to_lower(blocks: int, host: int, remedy: str) -> None:
     with pytest.raises(ConfigError, match=f"take .* GiB, which cannot be allocated; .*{remedy}"):
         KVCache(
-            num_layers=2,
+            [KeyValue(heads=2, key_dim=64, value_dim=64)] * 2,
             num_blocks=blocks,
             block_size=16,
-            num_kv_heads=2,
-            head_dim=64,
             dtype=torch.float32,
             device=torch.device("cpu"),
             num_host_blocks=host,

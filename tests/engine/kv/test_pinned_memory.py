@@ -11,6 +11,7 @@ import torch
 from engine.errors import ConfigError
 from engine.kv import kv_cache
 from engine.kv.kv_cache import KVCache
+from engine.kv.layer_cache import KeyValue
 from engine.kv.pinned_memory import pinned_zeros, unpin
 
 GPU = torch.device("cuda", 0)
@@ -46,15 +47,16 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
 
 
 def make_cache(num_host_blocks: int) -> KVCache:
-    sizes: dict[str, Any] = {"num_layers": 3, "num_blocks": 2, "block_size": 16, "num_kv_heads": 2, "head_dim": 32}
-    return KVCache(**sizes, dtype=torch.bfloat16, device=GPU, num_host_blocks=num_host_blocks)
+    layers = [KeyValue(heads=2, key_dim=32, value_dim=32)] * 3
+    sizes: dict[str, Any] = {"num_blocks": 2, "block_size": 16, "num_host_blocks": num_host_blocks}
+    return KVCache(layers, **sizes, dtype=torch.bfloat16, device=GPU)
 
 
 def test_the_host_pool_locks_its_own_size_and_not_the_next_power_of_two(cudart: Cudart) -> None:
     cache = make_cache(num_host_blocks=900)  # 10.5 MiB
     assert list(cudart.locked.values()) == [cache.num_host_bytes]
     assert list(cudart.locked) == [cache._host.data_ptr()]
-    assert cache._host_words.data_ptr() == cache._host.data_ptr()
+    assert cache._host_words[0].data_ptr() == cache._host.data_ptr()
 
 
 def test_the_memory_is_unlocked_with_the_cache(cudart: Cudart) -> None:

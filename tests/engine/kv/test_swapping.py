@@ -73,7 +73,7 @@ class SwapWitness:
 
     def _bytes(self, table: list[int], count: int) -> torch.Tensor:
         """The keys and values of the first ``count`` tokens, as integers."""
-        parts = [self._cache.gather(table, which=which)[:, :count] for which in ("key", "value")]  # type: ignore[arg-type]
+        parts = [part[table].flatten(0, 1)[:count] for layer in self._cache.layers for part in layer]
         return torch.stack(parts).view(torch.int32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +36,13 @@ def _dense_attention(batch: Batch, sliding_window: int | None) -> torch.Tensor:
 def test_one_sequence_equals_dense_attention(shape: Shape, query_len: int, sliding_window: int | None) -> None:
     batch = make_batch([(query_len, 21)], shape)
     assert_matches(batch.expected(sliding_window), _dense_attention(batch, sliding_window))
+
+
+def test_values_may_have_another_size_than_keys() -> None:
+    batch = make_batch([(4, 21)], Shape())
+    batch = replace(batch, value_cache=torch.randn(*batch.value_cache.shape[:3], 5))
+    assert batch.expected().shape == (4, batch.query.shape[1], 5)
+    assert_matches(batch.expected(), _dense_attention(batch, None))
 
 
 def test_a_softcap_limits_scores_and_a_sink_takes_a_share_of_the_weights() -> None:

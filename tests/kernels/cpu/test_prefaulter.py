@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.kv.kv_cache import KVCache
+from engine.kv.layer_cache import KeyValue
 from kernels.cpu.library import library
 from kernels.cpu.memory import huge_zeros
 from kernels.cpu.prefaulter import Prefaulter
@@ -149,11 +150,9 @@ print(prefaulter.num_ready < 32_000)
 
 def test_a_cache_is_ready_for_the_first_step_and_for_expected_slots() -> None:
     cache = KVCache(
-        num_layers=2,
+        [KeyValue(heads=8, key_dim=128, value_dim=128)] * 2,
         num_blocks=1000,
         block_size=16,
-        num_kv_heads=8,
-        head_dim=128,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
         num_blocks_ahead=64,
@@ -170,11 +169,9 @@ def test_a_cache_is_ready_for_the_first_step_and_for_expected_slots() -> None:
 
 def test_a_cache_prefaults_nothing_by_default() -> None:
     cache = KVCache(
-        num_layers=1,
+        [KeyValue(heads=8, key_dim=128, value_dim=128)] * 1,
         num_blocks=1000,
         block_size=16,
-        num_kv_heads=8,
-        head_dim=128,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )

@@ -47,13 +47,10 @@ def packed_logits(
 
     A sequence that has no chunk has no logits.
     """
-    shape = decoder.attention
     cache = KVCache(
-        num_layers=shape.num_layers,
+        decoder.layer_caches,
         num_blocks=len(sequences) * BLOCKS_EACH,
         block_size=BLOCK_SIZE,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
         dtype=dtype,
         device=torch.device("cpu"),
     )

@@ -60,13 +60,10 @@ def load(path: str, kind: type[Any], monkeypatch: pytest.MonkeyPatch, dtype: tor
 
 def logits_of_two_steps(model: Any, dtype: torch.dtype) -> torch.Tensor:
     """Compute a prefill of two sequences, then a step that continues both and starts a third one."""
-    config = model.config
     cache = KVCache(
-        num_layers=config.num_layers,
+        model.layer_caches,
         num_blocks=64,
         block_size=BLOCK_SIZE,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         dtype=dtype,
         device=CPU,
     )
@@ -88,7 +85,7 @@ def logits_of_two_steps(model: Any, dtype: torch.dtype) -> torch.Tensor:
             max_query_len=max(count for _, _, count in parts),
             max_seq_len=max(start + count for _, start, count in parts),
         )
-        token_ids = (positions * 7 + sequences * 31) % config.vocab_size
+        token_ids = (positions * 7 + sequences * 31) % model.config.vocab_size
         hidden = model(token_ids, positions, ForwardContext(backend, metadata, cache))
         logits = model.compute_logits(hidden, torch.arange(len(hidden)).flip(0))  # any tokens, in any order
         assert logits is not None

@@ -94,7 +94,8 @@ class Checks:
     def _poison(self, graph: DecodeGraph) -> None:
         """Keep what a replay may read: weights, KV cache, block tables, and the constant bounds of its sequences."""
         worker, inputs = self.worker, graph.inputs
-        kept = [*worker.model.parameters(), worker.model.rope, worker.kv_cache._cache, worker.block_tables._array]
+        caches = [part for layer in worker.kv_cache.layers for part in layer]
+        kept = [*worker.model.parameters(), worker.model.rope, *caches, worker.block_tables._array]
         kept += [one.inputs._cu_seqlens_q for one in self.graphs._graphs]
         self._device.poison_all_but(kept)
         poison(inputs._slab)  # which the step's copy must fill
