@@ -13,11 +13,12 @@ from tests.engine.structured_outputs.random_texts import (
     MODEL,
     VOCAB_SIZE,
 )
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(MODEL, VOCAB_SIZE, EOS_TOKEN_IDS)
+    compiler = GrammarCompiler(MODEL, VOCAB_SIZE, EOS_TOKEN_IDS, timeout_s=HANG_S)
     compiler.load()
     yield compiler
     compiler.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import perf_counter, sleep
 
 import pytest
 from transformers import AutoTokenizer
@@ -16,11 +17,12 @@ from engine.structured_outputs.grammar import Grammar
 from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.probe import GrammarProbe
 from tests.engine.structured_outputs.random_texts import MODEL, TOKENS
+from tests.waiting import HANG_S, until
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(MODEL, TOKENS, [2])
+    compiler = GrammarCompiler(MODEL, TOKENS, [2], timeout_s=HANG_S)
     yield compiler
     compiler.close()
 
@@ -34,7 +36,8 @@ def test_a_grammar_that_many_want_at_once_is_compiled_once(
 
     def check(probe: GrammarProbe, params: StructuredOutputsParams) -> str | None:
         checked.append(params)
-        sleep(0.2)  # until all the others have come
+        waiting = compiler._compiling[params]._condition._waiters  # type: ignore[attr-defined]
+        until(lambda: len(waiting) == 7, "the others wait for this one")
         return probe_check(probe, params)
 
     def compile_it(_: int) -> Grammar | str:
@@ -54,39 +57,47 @@ def test_a_grammar_that_many_want_at_once_is_compiled_once(
 
 
 def test_a_new_engine_compiles_as_many_grammars_as_come_at_once() -> None:
-    compiler = GrammarCompiler(MODEL, TOKENS, [2])
+    compiler = GrammarCompiler(MODEL, TOKENS, [2], timeout_s=HANG_S)
     with ThreadPoolExecutor(20) as pool:
         grammars = list(pool.map(compiler.compile, [StructuredOutputsParams(regex=f"[a-f]{{{i}}}") for i in range(20)]))
     assert len(grammars) == 20
     compiler.close()
 
 
-SLOW = [StructuredOutputsParams(json={"type": "integer", "multipleOf": 10_000_019 + 2 * i}) for i in range(12)]
+SLOW = StructuredOutputsParams(json={"type": "integer", "multipleOf": 10_000_019})
 
 
-def test_slow_grammars_hold_up_neither_cached_ones_nor_choices() -> None:
-    compiler = GrammarCompiler(MODEL, TOKENS, [2], timeout_s=2.0)
+def test_a_slow_grammar_holds_up_neither_cached_ones_nor_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(MODEL, TOKENS, [2], timeout_s=HANG_S)
     known, json_object = StructuredOutputsParams(regex="[a-f]{3}"), StructuredOutputsParams(json_object=True)
     compiler.compile(known)
+    is_tried, may_end = threading.Event(), threading.Event()
 
-    def refusal(params: StructuredOutputsParams) -> RequestError:
-        with pytest.raises(RequestError) as caught:
-            compiler.compile(params)
-        return caught.value
+    def check(probe: GrammarProbe, params: StructuredOutputsParams) -> str | None:
+        is_tried.set()
+        assert may_end.wait(HANG_S)
+        return "it takes longer than 2.5 seconds"
 
-    with ThreadPoolExecutor(len(SLOW)) as pool:
-        refusals = pool.map(refusal, SLOW)
-        sleep(0.1)
-        started = perf_counter()
+    monkeypatch.setattr(GrammarProbe, "check", check)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(compiler.compile, SLOW)
+        assert is_tried.wait(HANG_S)
         assert compiler.cached(known) is not None
         assert compiler.cached(json_object) is None
         compiler.compile(json_object)
         compiler.compile(StructuredOutputsParams(choice=["a", "b"]))
-        assert perf_counter() - started < 0.8  # one slow grammar alone takes a second to be given up
-        # Nothing is wrong with those for which there was no time: they may come again.
-        kinds = [type(error) for error in refusals]
-    assert RequestError in kinds
-    assert OverloadedError in kinds
+        assert not slow.done()
+        may_end.set()
+        assert isinstance(slow.exception(), RequestError)
+    compiler.close()
+
+
+def test_a_grammar_for_which_there_is_no_time_may_come_again() -> None:
+    compiler = GrammarCompiler(MODEL, TOKENS, [2], timeout_s=0.01)
+    probe, params = compiler._toolchain().probe, StructuredOutputsParams(regex="[a-f]{4}")
+    with probe._lock, pytest.raises(OverloadedError, match="other grammars are being compiled"):
+        compiler.compile(params)
+    assert compiler.cached(params) is None  # it was not refused
     compiler.close()
 
 
@@ -125,19 +136,18 @@ def test_the_grammar_that_was_not_used_for_the_longest_time_leaves_the_cache(mon
 
 
 def test_closing_ends_the_child_in_the_middle_of_its_work() -> None:
-    compiler = GrammarCompiler(MODEL, TOKENS, [2], timeout_s=20.0)
-    compiler.compile(StructuredOutputsParams(regex="a"))
-    child = compiler._toolchain().probe._child
+    compiler = GrammarCompiler(MODEL, TOKENS, [2], timeout_s=HANG_S)
+    compiler.load()
+    probe = compiler._toolchain().probe
+    child = probe._child
     assert child is not None
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(compiler.compile, SLOW[0])
-        sleep(0.2)
-        started = perf_counter()
+        slow = pool.submit(compiler.compile, SLOW)
+        until(probe._lock.locked, "the child has the grammar", pause_s=0.001)
         compiler.close()
         assert isinstance(slow.exception(), OverloadedError)
-    assert perf_counter() - started < 5.0
-    assert child.returncode is not None
-    assert compiler._toolchain().probe._child is None
+    assert child.returncode == -signal.SIGKILL
+    assert probe._child is None
 
 
 def test_an_added_token_that_is_not_special_is_text(tmp_path: Path) -> None:
@@ -146,7 +156,7 @@ def test_an_added_token_that_is_not_special_is_text(tmp_path: Path) -> None:
     tokenizer.add_tokens(["<tool_call>", "<Ä ö>"])
     tokenizer.add_tokens(["<|tool_end|>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path)
-    compiler = GrammarCompiler(tmp_path, len(tokenizer), [2])
+    compiler = GrammarCompiler(tmp_path, len(tokenizer), [2], timeout_s=HANG_S)
     form = StructuredOutputsParams(grammar='start: "<tool_call>" /[a-z]*/ "<Ä ö>" /(.*)/')
     ids = tokenizer.encode("<tool_call>hello<Ä ö>")
     assert tokenizer.convert_tokens_to_ids(["<tool_call>", "<Ä ö>"]) == [ids[0], ids[-1]]

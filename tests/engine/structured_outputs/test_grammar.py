@@ -23,6 +23,7 @@ from tests.engine.structured_outputs.random_texts import (
     closing_text,
     consumes,
 )
+from tests.waiting import HANG_S
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -150,7 +151,7 @@ def test_every_eos_id_ends_where_the_grammar_accepts_an_end_and_nowhere_else(
 
 def test_an_eos_id_that_is_ordinary_text_still_means_an_end(tokenizer: Tokenizer) -> None:
     (letter,) = tokenizer.encode("a")
-    compiler = GrammarCompiler(MODEL, VOCAB_SIZE, [letter])
+    compiler = GrammarCompiler(MODEL, VOCAB_SIZE, [letter], timeout_s=HANG_S)
     grammar = compiler.compile(StructuredOutputsParams(regex="[a-c]{2}"))
     assert letter not in allowed_tokens(grammar)
     assert consumes(grammar, tokenizer, "bc")

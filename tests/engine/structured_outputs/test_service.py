@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from engine.errors import RequestError
@@ -11,6 +9,7 @@ from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.service import GrammarService
 from tests.engine.structured_outputs.random_texts import EOS_TOKEN_IDS, MODEL, VOCAB_SIZE
+from tests.waiting import HANG_S, until_in_loop
 
 
 async def test_a_cached_grammar_waits_for_no_thread(compiler: GrammarCompiler) -> None:
@@ -32,12 +31,12 @@ async def test_a_cached_grammar_waits_for_no_thread(compiler: GrammarCompiler) -
 
 
 async def test_a_service_that_has_loaded_keeps_a_child_ready_for_the_first_grammar() -> None:
-    compiler = GrammarCompiler(MODEL, VOCAB_SIZE, EOS_TOKEN_IDS)
+    compiler = GrammarCompiler(MODEL, VOCAB_SIZE, EOS_TOKEN_IDS, timeout_s=HANG_S)
     grammars = GrammarService(compiler, on_rejected=lambda _: None)
     grammars.load()
-    async with asyncio.timeout(30):
-        while compiler._loaded is None or (child := compiler._loaded.probe._child) is None:
-            await asyncio.sleep(0.05)
+    child = await until_in_loop(lambda: compiler._loaded and compiler._loaded.probe._child, "a child is ready")
+    assert child is not None
+    assert compiler._loaded is not None
     await grammars.compile_async(StructuredOutputsParams(regex="[a-z]{3}"))
     assert compiler._loaded.probe._child is child
     grammars.close()

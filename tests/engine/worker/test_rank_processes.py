@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.worker import rank_process
 from tests.engine.worker.parallel_answers import OPTIONS, Answers, answer, check_equal
+from tests.waiting import HANG_S, until
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
 
@@ -41,13 +41,6 @@ def rank_processes(parent: int | None = None) -> dict[int, int]:
         if b"engine.worker.rank_process" in argv and int(argv[-3]) == (parent or os.getpid()):
             found[int(argv[-5])] = int(directory.name)
     return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @dataclass
@@ -104,18 +97,17 @@ def test_two_engines_at_once_do_not_collide(two: Ranks, four: Ranks, checkpoint:
 
 
 def test_a_rank_killed_in_mid_step_ends_the_engine(four: Ranks) -> None:
-    def kill_soon() -> None:
-        time.sleep(0.5)
+    def kill_in_mid_step() -> None:
+        engine = four.llm.engine
+        until(lambda: engine.load().num_running, "the request runs")
         os.kill(four.processes[2], signal.SIGKILL)
 
-    killer = threading.Thread(target=kill_soon)
+    killer = threading.Thread(target=kill_in_mid_step)
     killer.start()
-    started = time.monotonic()
     with pytest.raises(EngineDeadError, match=r"rank 2 of 4 was killed by SIGKILL"):
         four.llm.generate({"prompt_token_ids": [5, 6, 7]}, ENDLESS, use_tqdm=False)
-    assert time.monotonic() - started < 10
     killer.join()
-    wait_until(lambda: four.are_gone)
+    until(lambda: four.are_gone, "no process is left")
     assert four.llm.engine.stats().num_used_blocks == 0
     with pytest.raises(EngineDeadError, match=r"rank 2 of 4"):  # and from now on
         four.llm.generate({"prompt_token_ids": [5, 6, 7]}, ENDLESS, use_tqdm=False)
@@ -132,12 +124,10 @@ def is_unhealthy(runner: Any) -> bool:
 def test_a_rank_killed_while_idle_shows_at_once_and_ends_the_engine_at_the_next_step(two: Ranks) -> None:
     assert not is_unhealthy(two.llm.engine.runner)
     os.kill(two.processes[1], signal.SIGTERM)
-    started = time.monotonic()
-    wait_until(lambda: is_unhealthy(two.llm.engine.runner))
+    until(lambda: is_unhealthy(two.llm.engine.runner), "its death shows")
     with pytest.raises(EngineDeadError, match=r"rank 1 of 2 was killed by signal 15; restart the engine"):
         two.llm.generate({"prompt_token_ids": [5, 6, 7]}, ENDLESS, use_tqdm=False)
-    assert time.monotonic() - started < 10
-    wait_until(lambda: two.are_gone)
+    until(lambda: two.are_gone, "no process is left")
 
 
 async def test_the_async_engine_reports_a_dead_rank(checkpoint: Callable[[str], str]) -> None:
@@ -209,9 +199,9 @@ def test_no_process_is_left_when_the_interpreter_ends(
         if "sleep" in end:
             assert sorted(rank_processes(process.pid)) == [1]
             process.kill()
-        assert process.wait(30) in (1, -signal.SIGKILL)
-        wait_until(lambda: not rank_processes(process.pid))
-    wait_until(lambda: not list(tmp_path.iterdir()))
+        assert process.wait(HANG_S) in (1, -signal.SIGKILL)
+        until(lambda: not rank_processes(process.pid), "no process is left")
+    until(lambda: not list(tmp_path.iterdir()), "no file is left")
 
 
 class OpenSocket:

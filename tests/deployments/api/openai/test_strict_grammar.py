@@ -19,6 +19,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.openai.test_tool_requests import CHAT
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines
+from tests.waiting import HANG_S
 
 MODEL = Path(__file__).resolve().parents[4] / "demo" / "model"
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/C"}}, "required": ["city"]}
@@ -49,7 +50,7 @@ def _tool(name: str, strict: bool | None, parameters: Any = None) -> Tool:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(MODEL, len(Tokenizer(MODEL)), [0])
+    made = GrammarCompiler(MODEL, len(Tokenizer(MODEL)), [0], timeout_s=HANG_S)
     yield made
     made.close()
 
