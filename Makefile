@@ -1,12 +1,17 @@
-# make serve   runs the server in the foreground          make test        runs the tests, in at most 10 minutes
-# make lint    ruff and mypy                              make test-long   runs those marked `long`, in some 20 minutes
-# make bench   runs the benchmarks                        make status      shows the replicas of the running server
-# make test-clients   runs the tests with client libraries whose dependencies exclude the server's
-# Each installs what it needs into .venv first, and again only when pyproject.toml has changed.
+# make serve        runs the server in the foreground
+# make status       shows the replicas of the running server
+# make lint         ruff, mypy, and the length of the new commits' subjects
+# make test         runs the tests, except those marked `long` or `exhaustive`
+# make test-long    runs those marked `long`: restarts, chaos, more seeds and settings
+# make test-all     runs both, then those marked `exhaustive`, then test-clients
+# make test-clients runs the tests with client libraries whose dependencies exclude the server's
+# make test-gpu-rehearsal   runs the GPU path on a machine without a GPU: the engine computes on tensors that say they
+#                   are on cuda:0, and each step's waits, copies, launches and compilations are checked
+# make bench        runs the benchmarks
 #
-# make test-gpu-rehearsal   runs the GPU path on a machine without a GPU, which the others do not: the engine computes
-# on tensors that say they are on cuda:0, and each step's waits, copies, launches and compilations are checked. It needs
-# torch's CUDA build, so it has an environment of its own in build/ (4.8 GB), from tests/gpu_rehearsal/requirements.txt.
+# Each installs what it needs into .venv first, and again only when pyproject.toml has changed. The client libraries and
+# the rehearsal, which needs torch's CUDA build (4.8 GB), have environments of their own in build/.
+# .ci/run runs lint, test, test-long and test-gpu-rehearsal.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -19,7 +24,7 @@ CLIENTS := build/clients
 # Hundreds of the tests' processes would each compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve status test test-long test-clients test-gpu-rehearsal lint bench clean
+.PHONY: serve status test test-long test-exhaustive test-all test-clients test-gpu-rehearsal lint bench clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -30,16 +35,23 @@ status:
 	@RAY_AUTH_MODE=token $(BIN)/serve status || \
 	  { echo "pagoda: no server answers; start one with make serve, or set RAY_DASHBOARD_ADDRESS" >&2; exit 1; }
 
-# Tests of tests/e2e run alone, because their servers need the whole machine; the others run in parallel. Together the
-# two targets run every test: test-long has those that wait for restarts, cause chaos, or repeat what another test does
-# with more seeds and settings.
+# The tests of tests/e2e run one after the other, because their servers need the whole machine; the others run in
+# parallel. Each test is in one of the three targets. .ci/run runs those of tests/e2e with RUN_E2E of its own.
+RUN_E2E ?= $(BIN)/python -m pytest
 test: $(VENV)/.installed-test
-test-long: $(VENV)/.installed-clients
-test test-long:
+test-long test-exhaustive: $(VENV)/.installed-clients
+test test-long test-exhaustive:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/e2e -m $(MARKED) --numprocesses 2 --dist worksteal
-	$(BIN)/python -m pytest tests/e2e -m $(MARKED)
-test: MARKED := "not long"
-test-long: MARKED := long
+	$(RUN_E2E) tests/e2e -m $(MARKED)
+test: MARKED := "not long and not exhaustive"
+test-long: MARKED := "long and not exhaustive"
+test-exhaustive: MARKED := exhaustive
+
+test-all:
+	$(MAKE) test
+	$(MAKE) test-long
+	$(MAKE) test-exhaustive
+	$(MAKE) test-clients
 
 test-clients: $(VENV)/.installed-clients $(CLIENTS)/.installed
 	$(BIN)/python -m pytest tests/e2e/test_client_libraries.py
@@ -49,9 +61,10 @@ test-gpu-rehearsal: $(REHEARSAL)/.installed
 	  tests/gpu_rehearsal
 
 lint: $(VENV)/.installed-test
+	@$(BIN)/python .ci/commit_subjects.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict engine kernels deployments k8s benchmarks demo
+	$(BIN)/mypy --strict engine kernels deployments k8s benchmarks demo .ci/*.py
 
 # On a model with random weights, which it writes first (1.2 GB), or on yours: make bench BENCH_MODEL=DIR.
 # benchmarks/README.md describes the measurements and the comparison with peers.
