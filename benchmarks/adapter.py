@@ -15,7 +15,6 @@ as a share of that engine's.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -28,6 +27,7 @@ import torch
 
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.workloads import VOCABULARY
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
         document = {"machine": describe(torch.device("cpu")), "load_average_before": round(load_before, 2)}
         document |= {"model": Path(parsed.model).name, "options": chosen, "steps": parsed.steps}
         document |= {"threads": torch.get_num_threads(), "by_streams": results}
-        parsed.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(parsed.out, document)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from benchmarks.limits.model_shape import ModelShape
 from benchmarks.limits.rates import Rates
 from benchmarks.limits.roofline import Roofline
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.workloads import SHAPES, Workload
 from benchmarks.workloads import load as load_workload
 
@@ -186,7 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
         document |= {name: measured[name] for name in ("rates", "read_gb_s") if name in measured}
         document |= {"summary": summary, "runs": runs}
         document |= {"limits": {name: limit.to_json() for name, limit in limits.items()}}
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(options.out, document)
 
 
 def _ours(options: argparse.Namespace) -> Contestant:

@@ -9,7 +9,6 @@ cache, where the floor, measured on 256 MiB, is none. Times are the best of many
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from kernels.attention.base import AttentionInputs
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
@@ -68,7 +68,7 @@ def main() -> None:
             )
     if options.out:
         machine = describe(torch.device("cpu")) | {"threads": options.threads, "stream_gb_s": bandwidth / 1e9}
-        options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+        write_result(options.out, {"machine": machine, "results": results})
 
 
 def _measure(lengths: list[tuple[int, int]], bandwidth: float, seconds: float) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.front.processes import CpuTimes
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.serving.pauses import Pauses, watching_pauses
 from benchmarks.serving.server import Server, serve
 from benchmarks.serving.streams import Reply, StreamOutcome, idle_connections, open_streams, probing, send
@@ -206,7 +207,7 @@ def main() -> None:
             "bursts": [asdict(one) for one in bursts],
             "ingress_memory": memory,
         }
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.out, document)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ The default pool is the paper's: 12 GiB of OPT-13B's keys and values are 15,728 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +24,7 @@ from benchmarks.kv_memory.length_traces import DATASETS, Lengths, read_trace, sy
 from benchmarks.kv_memory.occupancy import Occupancy, next_power_of_two, simulate_contiguous, simulate_paged
 from benchmarks.kv_memory.sharing import SharedBlocks, beam_search_savings, parallel_savings
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 
 __all__ = ["main", "measure_sharing", "measure_utilization"]
 
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     result["seconds"] = round(perf_counter() - started, 1)
     print(f"{result['seconds']} s")
     if options.out:
-        options.out.write_text(json.dumps({"machine": describe(torch.device("cpu"))} | result, indent=1) + "\n")
+        write_result(options.out, {"machine": describe(torch.device("cpu"))} | result)
     return 0
 
 

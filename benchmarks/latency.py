@@ -11,7 +11,6 @@ time of a token over the time of plain reading.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.limits.linear_rates import measure_read_gb_s
 from benchmarks.limits.model_shape import ModelShape
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.workloads import VOCABULARY
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
             "tokens": options.tokens,
             "results": results,
         }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(options.out, document)
 
 
 if __name__ == "__main__":

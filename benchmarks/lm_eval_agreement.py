@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.result_file import write_result
 from benchmarks.serving.server import ROOT, serve
 from demo.corpus import Question, load_corpus
 from engine.llm import LLM
@@ -159,7 +160,7 @@ def main() -> None:
         found = _measure(options.items, Path(directory))
     print(json.dumps(found, indent=2))
     if options.out:
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
+        write_result(options.out, found)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import json
 import mmap
 import os
 import resource
@@ -35,6 +34,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.machine import describe, release_memory
+from benchmarks.result_file import write_result
 from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.config.model_config import load_hf_config
 from engine.models.config.transformers_config import TransformersConfig
@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
             "load_average_before": round(load_average, 2),
         }
         document |= {"threads": torch.get_num_threads(), "results": results}
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(options.out, document)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import psutil
 import torch
 
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.serving.completions import Outcome, complete
 from benchmarks.serving.server import Server, serve
 
@@ -169,7 +170,7 @@ def main() -> None:
     print(f"memory at 5 x, begin / middle / end: {flood.memory_mib} MiB")
     if arguments.out:
         document = {"machine": describe(torch.device("cpu")), "phases": [asdict(phase) for phase in phases]}
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.out, document)
 
 
 if __name__ == "__main__":

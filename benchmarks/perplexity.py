@@ -10,7 +10,6 @@ little about large ones.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from demo.evaluate import MODEL_DIR, held_out_questions
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
@@ -66,7 +66,7 @@ def main() -> None:
             ratio = figures["perplexity"] / result["float32"][kind]["perplexity"]
             print(f"{name:10s} {kind:10s} perplexity {figures['perplexity']:8.4f}, {ratio:.4f} x float32")
     if out is not None:
-        out.write_text(json.dumps(result, indent=2) + "\n")
+        write_result(out, result)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from ray._common.formatters import JSONFormatter
 from ray.serve._private.logging_utils import ServeFormatter
 
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from deployments.api.middleware import RecordRequests
 from deployments.config import LoggingOptions, TracingOptions
 from deployments.request_log.log import RequestLog
@@ -169,12 +170,10 @@ def main() -> None:
         result[name] = round(microseconds(RecordRequests(serve, export), count, _flush(tracer)) - record, 1)
         result[f"{name}: of it while the event loop waits"] = round(1e6 * export.seconds / export.num_calls, 1)
         tracer.close()
-    text = json.dumps(
-        {"requests": count, "microseconds_a_request": result, "machine": describe(torch.device("cpu"))}, indent=2
-    )
-    print(text)
+    document = {"requests": count, "microseconds_a_request": result, "machine": describe(torch.device("cpu"))}
+    print(json.dumps(document, indent=1))
     if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
+        write_result(arguments.out, document)
     collector.terminate()
 
 

@@ -9,7 +9,6 @@ row, and FLOP/s at more. The limits are computed from those of torch's bf16 line
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from benchmarks.limits.model_shape import ModelShape
 from benchmarks.limits.rates import Rates
 from benchmarks.limits.roofline import Roofline
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.workloads import SHAPES, make
 
 __all__ = ["main"]
@@ -56,7 +56,7 @@ def _print_limits(model: Path, out: Path | None) -> None:
             "rates_by_linear": {name: asdict(one) for name, one in rates.items()},
             "limits": {name: limit.to_json() for name, limit in limits.items()},
         }
-        out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(out, document)
 
 
 def _print_rates(rates: dict[str, Rates]) -> None:

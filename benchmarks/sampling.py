@@ -10,7 +10,6 @@ memory of these tokens, a row of the vocabulary for each sequence.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from engine.request import EngineRequest
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name:20} {results[name]['same_batch_ms']:16} {results[name]['changed_batch_ms']:18}")
     if args.out:
         sizes = {"running": args.running, "context": args.context, "vocab_size": args.vocab_size}
-        args.out.write_text(json.dumps({"machine": describe(CPU)} | sizes | {"results": results}, indent=1) + "\n")
+        write_result(args.out, {"machine": describe(CPU)} | sizes | {"results": results})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_tables import BlockTables
 from engine.prefix_hash import root_hash
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
         results.append(one)
         print(f"{one['load']:24} {running:8} {one['num_blocks']:8}" + "".join(f"{one[name]:12}" for name in figures))
     if args.out:
-        args.out.write_text(json.dumps({"machine": describe(CPU), "results": results}, indent=1) + "\n")
+        write_result(args.out, {"machine": describe(CPU), "results": results})
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from benchmarks.compare import parse_results
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
 from benchmarks.peers.runner import num_cores
+from benchmarks.result_file import write_result
 from benchmarks.serving.comparison import compare_servers, contestants, summarize, table
 from benchmarks.serving.load_generators import run_aiperf, run_guidellm
 from benchmarks.serving.measures import (
@@ -204,7 +205,7 @@ def _compare(parsed: argparse.Namespace) -> None:
             load: {name: [asdict(one) for one in many] for name, many in servers.items()}
             for load, servers in results.items()
         }
-        parsed.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(parsed.out, document)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -232,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
         document: dict[str, Any] = {"machine": describe(torch.device("cpu")), "model": Path(parsed.model).name}
         document |= {"options": engine_options(parsed), "summary": summary, "offline_tokens_per_s": offline}
         document |= {"engine_first_token_s": engine_s, "measured": measured}
-        parsed.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(parsed.out, document)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_options import add_engine_arguments, engine_options
+from benchmarks.result_file import write_result
 
 __all__ = ["first_token_seconds", "main"]
 
@@ -92,7 +93,7 @@ def _write(path: Path, model: str, options: dict[str, Any], medians: Any, starts
 
     document = {"machine": describe(torch.device("cpu")), "model": Path(model).name, "options": options}
     document |= {"median_s": medians, "starts": starts}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_result(path, document)
 
 
 if __name__ == "__main__":

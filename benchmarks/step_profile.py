@@ -9,7 +9,6 @@ step itself. The rest is scheduling, packing the batch, and updating the sequenc
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import engine.models.decoder.cpu_decoder as cpu_decoder
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
 from benchmarks.peers.runner import WARM_UP
+from benchmarks.result_file import write_result
 from benchmarks.throughput import load_engine
 from benchmarks.workloads import load as load_workload
 from engine.engine import Engine
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
         _print(workload.name, seconds, results[-1]["steps"])
     if parsed.out:
         document = {"machine": describe(torch.device("cpu")), "model": Path(parsed.model).name, "options": options}
-        parsed.out.write_text(json.dumps(document | {"results": results}, indent=1) + "\n")
+        write_result(parsed.out, document | {"results": results})
 
 
 if __name__ == "__main__":

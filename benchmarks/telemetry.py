@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import pickle
 import statistics
 import threading
@@ -31,6 +30,7 @@ import torch
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
 from benchmarks.peers import runner
+from benchmarks.result_file import write_result
 from benchmarks.workloads import Request, load
 from deployments.observability.prometheus import render
 from deployments.observability.recorder import Recorder
@@ -266,7 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
             "step_microseconds": micros,
             "throughput": result,
         }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(options.out, document)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.peers import runner
+from benchmarks.result_file import write_result
 from benchmarks.workloads import Request, Workload
 from benchmarks.workloads import load as load_workload
 
@@ -83,7 +84,7 @@ def _write(path: Path, model: str, options: dict[str, Any], results: list[dict[s
         "options": options,
         "results": results,
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_result(path, document)
 
 
 if __name__ == "__main__":

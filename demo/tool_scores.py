@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from demo.corpus import Message
-from demo.evaluate import DemoModel, held_out_questions, user
+from demo.demo_model import DemoModel, held_out_questions, user
 from demo.sums import SumMaker
 from demo.tool_corpus import ToolCorpus, load_tool_corpus
 from demo.tool_talks import CALCULATOR, CLUSTER_STATUS, random_figures

@@ -270,6 +270,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)  # on one line instead of thousands
 
 
 def start(corpus: Corpus, seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:

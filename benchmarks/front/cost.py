@@ -9,7 +9,6 @@ Two loads for each number of clients: streams of 64 tokens, and whole answers of
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from benchmarks.front.hot_spots import Profile, profile
 from benchmarks.front.processes import ENGINE, INGRESS, KINDS, CpuTimes
 from benchmarks.front.runner import STEP_MS, STEPS_FILE
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.serving.load import LoadProcess, LoadResult
 from benchmarks.serving.measures import MODEL_NAME
 from benchmarks.serving.server import Server, serve
@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
                             profiles.append({"step_ms": step_ms, "streamed": streamed} | asdict(found))
     if parsed.out:
         document = {"machine": describe(torch.device("cpu")), "costs": [asdict(one) for one in costs]}
-        parsed.out.write_text(json.dumps(document | {"profiles": profiles}, indent=1) + "\n")
+        write_result(parsed.out, document | {"profiles": profiles})
 
 
 if __name__ == "__main__":

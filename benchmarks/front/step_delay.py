@@ -10,7 +10,6 @@ and server share this machine, so the part of a delay in which another thread ha
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import torch
 from benchmarks.front import IMPORT_PATH
 from benchmarks.front.runner import DELAYS_FILE, STEP_MS, ComputeFreeEngine
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.serving.load import LoadProcess
 from benchmarks.serving.measures import MODEL_NAME
 from benchmarks.serving.server import serve
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{one.load:24} {one.steps:6} {columns}   mean {one.waiting_mean:6.0f}  p99 {one.waiting_p99:6.0f}")
     if parsed.out:
         document = {"machine": describe(torch.device("cpu")), "step_ms": parsed.step_ms}
-        parsed.out.write_text(json.dumps(document | {"delays": [asdict(one) for one in found]}, indent=1) + "\n")
+        write_result(parsed.out, document | {"delays": [asdict(one) for one in found]})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from deployments.launcher.environment import SETTINGS
 
 SERVE, ZEROMQ, IDLE = "serve", "zeromq", "idle"
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{cost.mode:>8} {cost.message_bytes:7} {cost.sender_us:10.1f} {cost.receiver_us:12.1f}")
     if parsed.out:
         document = {"machine": describe(torch.device("cpu")), "costs": [asdict(one) for one in costs]}
-        parsed.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(parsed.out, document)
     ray.shutdown()
 
 

@@ -9,7 +9,6 @@ The clock is the thread's own time: another process's share of the processor is 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.result_file import write_result
 from deployments.routing.state import RoutingState
 from engine.observability.load import EngineLoad
 
@@ -116,7 +116,7 @@ def main() -> None:
         for call, figures in calls.items():
             print(f"{kind:<16} {call:<22} " + " ".join(f"{value:8.1f}" for value in figures.values()))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    write_result(args.out, results)
 
 
 if __name__ == "__main__":

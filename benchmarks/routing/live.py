@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.machine import describe
+from benchmarks.result_file import write_result
 from benchmarks.serving.completions import Outcome, complete
 from benchmarks.serving.server import Server, serve
 
@@ -144,7 +144,7 @@ def main() -> None:
     if arguments.out:
         document = {"machine": describe(torch.device("cpu")), "results": [asdict(one) for one in results]}
         document["blocks_per_engine"] = arguments.blocks
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.out, document)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.result_file import write_result
 from benchmarks.routing.experiments import compare, generated, others, sweeps, tune
 from deployments.routing.options import RoutingOptions
 
@@ -45,7 +46,7 @@ def main() -> None:
         elif part == "sweeps":
             results[part] = sweeps(args.trace, args.processes, args.sweep_requests)
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        write_result(args.out, results)
         if part != "tune":
             print(f"\n{part}\n" + "\n".join(table(results[part])), flush=True)
     if "compare" in results:

@@ -21,7 +21,7 @@ from k8s.monitoring.rows.routing import ROUTING
 from k8s.monitoring.rows.saturation import SATURATION
 from k8s.monitoring.rows.throughput import THROUGHPUT
 
-__all__ = ["PATH", "dashboard", "main"]
+__all__ = ["PATH", "as_text", "dashboard", "main"]
 
 PATH = Path(__file__).with_name("dashboard.json")
 
@@ -184,9 +184,16 @@ def dashboard() -> Json:
     }
 
 
+def as_text(document: Json) -> str:
+    """Return the dashboard as JSON with a line for each panel and for each of the other members."""
+    others = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in document.items() if name != "panels"]
+    panels = ",\n".join(f"  {json.dumps(panel)}" for panel in document["panels"])
+    return "{\n" + ",\n".join([*others, f' "panels": [\n{panels}\n ]']) + "\n}\n"
+
+
 def main() -> None:
     """Write dashboard.json."""
-    PATH.write_text(json.dumps(dashboard(), indent=1) + "\n")
+    PATH.write_text(as_text(dashboard()))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from demo.augment import stdlib_paragraphs
 from demo.corpus import Corpus, Message, Question, load_corpus
-from demo.evaluate import MODEL_DIR, DemoModel, held_out_questions, user
+from demo.demo_model import MODEL_DIR, DemoModel, held_out_questions, user
 from demo.tokenize_chat import ChatEncoder
 from demo.tool_corpus import ToolCorpus, load_tool_corpus
 from demo.tool_scores import answered_without_call, call_of, outcomes, status_cases, sum_cases

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from demo.corpus import Message
-from demo.evaluate import DemoModel, held_out_questions
+from demo.demo_model import DemoModel, held_out_questions
 from demo.tool_corpus import Tool, load_tool_corpus
 from demo.tool_scores import ToolCase, answered_without_call, outcomes, status_cases, sum_cases
 

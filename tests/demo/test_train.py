@@ -11,7 +11,7 @@ import torch
 from demo import train
 from demo.conversations import TALKS
 from demo.corpus import Corpus, load_corpus
-from demo.evaluate import DemoModel
+from demo.demo_model import DemoModel
 from demo.tokenize_chat import ChatEncoder, train_tokenizer, with_numbers_and_markers
 from demo.train import Batches, Run, grow, make_model
 

@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
     from deployments.observability.ingress_metrics import INGRESS_METRICS
     from k8s.monitoring import metrics_table
+    from k8s.monitoring.dashboard import as_text
     from k8s.monitoring.dashboard import dashboard as written_by_source
 
 from engine.observability.metrics import METRICS, Metric
@@ -33,7 +34,9 @@ OF_KUBERNETES = {"namespace", "ray_io_cluster"}  # labels that PodMonitors add
 
 
 def test_the_dashboard_is_what_its_source_writes() -> None:
-    assert dashboard() == json.loads(json.dumps(written_by_source())), "run python -m k8s.monitoring.dashboard"
+    text = (FOLDER / "dashboard.json").read_text()
+    assert text == as_text(written_by_source()), "run python -m k8s.monitoring.dashboard"
+    assert dashboard() == json.loads(json.dumps(written_by_source()))
 
 
 def test_every_panel_has_a_description() -> None:
