@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.machine import describe
 from benchmarks.result_file import write_result
-from demo.evaluate import MODEL_DIR, held_out_questions
+from demo.demo_model import MODEL_DIR, held_out_questions
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 
