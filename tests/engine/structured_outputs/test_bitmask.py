@@ -18,9 +18,22 @@ from tests.engine.structured_outputs.random_texts import (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, 3077])
-@pytest.mark.parametrize("indices", [[0, 1, 2, 3], [2], [1, 2, 3], [3, 0], [3, 2], []])
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "indices"),
+    [
+        (torch.float32, 1, [0, 1, 2, 3]),
+        (torch.bfloat16, 31, [0, 1, 2, 3]),
+        (torch.float32, 32, [2]),
+        (torch.bfloat16, 32, [1, 2, 3]),
+        (torch.float32, 33, [3, 0]),
+        (torch.bfloat16, 33, [3, 2]),
+        (torch.float32, 100, [1, 2, 3]),
+        (torch.bfloat16, 1, [2]),
+        (torch.float32, 3077, [3, 2]),
+        (torch.bfloat16, 3077, [3, 0]),
+        (torch.float32, 31, []),
+    ],
+)
 def test_apply_bitmask_agrees_with_a_loop(dtype: torch.dtype, vocab_size: int, indices: list[int]) -> None:
     rng = np.random.default_rng(vocab_size + len(indices))
     words = rng.integers(-(2**31), 2**31, (len(indices), -(-vocab_size // 32)), dtype=np.int64).astype(np.int32)

@@ -23,15 +23,17 @@ from tests.kernels.attention.paged_batches import (
     with_padding_of_length_one,
     without_blocks_before,
 )
+from tests.pairs import each_pair
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
 DTYPES = [torch.float32, torch.bfloat16]
+NUM_THREADS = [1, 2, 3]
 MIXED = [(1, 130), (40, 90), PADDING, (3, 3), (1, 1), (70, 70), (2, 65)]
 LONG = [(1, 4100), (4, 2000), (9, 1500), (130, 700)]  # several spans where there are several threads
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     set_num_threads(request.param)
     yield request.param
@@ -42,43 +44,40 @@ def run(batch: Batch, sliding_window: int | None = None) -> torch.Tensor:
     return paged_attention(batch.inputs(sliding_window))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128, 256])
+@each_pair(head_dim=[16, 32, 64, 80, 128, 256], group_size=[1, 2, 3, 4, 5, 8, 9], dtype=DTYPES)
 def test_head_dims_and_groups(head_dim: int, group_size: int, dtype: torch.dtype) -> None:
     batch = make_batch(MIXED, Shape(2 * group_size, 2, head_dim, dtype=dtype))
     assert_matches(run(batch), batch.expected())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [1, 7, 16, 256])
-@pytest.mark.parametrize("sliding_window", [None, 1, 15, 64, 1000])
+@each_pair(sliding_window=[None, 1, 15, 64, 1000], block_size=[1, 7, 16, 256], dtype=DTYPES)
 def test_block_sizes_and_windows(sliding_window: int | None, block_size: int, dtype: torch.dtype) -> None:
     batch = make_batch(MIXED, Shape(4, 2, 48, block_size, dtype))
     assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
 
 
-@pytest.mark.parametrize("query_len", range(1, 18))
+@pytest.mark.parametrize("query_len", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17])
 def test_few_queries_over_a_context(query_len: int) -> None:
     batch = make_batch([(query_len, 200), (query_len, query_len)], Shape(2, 1, 64, dtype=torch.bfloat16))
     assert_matches(run(batch), batch.expected())
 
 
-@pytest.mark.usefixtures("num_threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sliding_window", [None, 300])
-def test_spans_of_long_contexts_are_merged(sliding_window: int | None, dtype: torch.dtype) -> None:
+@each_pair(indirect=["num_threads"], num_threads=NUM_THREADS, sliding_window=[None, 300], dtype=DTYPES)
+def test_spans_of_long_contexts_are_merged(num_threads: int, sliding_window: int | None, dtype: torch.dtype) -> None:
     batch = make_batch(LONG, Shape(4, 2, 128, dtype=dtype))
     assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
 
 
-@pytest.mark.usefixtures("num_threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [1, 7, 16, 256])
-@pytest.mark.parametrize("sliding_window", [None, 40, 300, 2000])
-@pytest.mark.parametrize("query_len", [1, 3])
+@each_pair(
+    indirect=["num_threads"],
+    num_threads=NUM_THREADS,
+    query_len=[1, 3],
+    sliding_window=[None, 40, 300, 2000],
+    block_size=[1, 7, 16, 256],
+    dtype=DTYPES,
+)
 def test_sequences_that_begin_with_the_same_blocks(
-    query_len: int, sliding_window: int | None, block_size: int, dtype: torch.dtype
+    num_threads: int, query_len: int, sliding_window: int | None, block_size: int, dtype: torch.dtype
 ) -> None:
     lengths = [(query_len, seq_len) for seq_len in (700, 512, 901, 300, 257, 640)] + [(1, 520), (1, 512)]
     batch = make_batch(lengths, Shape(num_heads=4, num_kv_heads=2, head_dim=32, block_size=block_size, dtype=dtype))
@@ -89,22 +88,29 @@ def test_sequences_that_begin_with_the_same_blocks(
     assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
 
 
-@pytest.mark.usefixtures("num_threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("shape", "num_seqs"),
-    [(Shape(4, 2, 32), 20), (Shape(2, 1, 64), 150), (Shape(16, 8, 128), 40), (Shape(6, 2, 16), 90)],
-    ids=["few", "more than an item's rows", "each head by itself", "odd groups"],
+@each_pair(
+    indirect=["num_threads"],
+    num_threads=NUM_THREADS,
+    batch={
+        "few": (Shape(4, 2, 32), 20),
+        "more than an item's rows": (Shape(2, 1, 64), 150),
+        "each head by itself": (Shape(16, 8, 128), 40),
+        "odd groups": (Shape(6, 2, 16), 90),
+    },
+    dtype=DTYPES,
 )
-def test_many_sequences_that_begin_with_the_same_blocks(shape: Shape, num_seqs: int, dtype: torch.dtype) -> None:
+def test_many_sequences_that_begin_with_the_same_blocks(
+    num_threads: int, batch: tuple[Shape, int], dtype: torch.dtype
+) -> None:
     """The last few share less, and a prefill goes before them."""
+    shape, num_seqs = batch
     prefill = [(30, 90)]
-    batch = make_batch(prefill + [(1, 290 + 7 * (i % 9)) for i in range(num_seqs)], replace(shape, dtype=dtype))
-    tables = batch.metadata.block_tables.clone()
+    whole = make_batch(prefill + [(1, 290 + 7 * (i % 9)) for i in range(num_seqs)], replace(shape, dtype=dtype))
+    tables = whole.metadata.block_tables.clone()
     tables[2:, :12] = tables[1, :12]
     tables[2:-3, :18] = tables[1, :18]
-    batch = replace(batch, metadata=replace(batch.metadata, block_tables=tables))
-    assert_matches(run(batch), batch.expected())
+    whole = replace(whole, metadata=replace(whole.metadata, block_tables=tables))
+    assert_matches(run(whole), whole.expected())
 
 
 def test_a_long_prompt_of_many_heads_beside_decodes() -> None:
@@ -141,6 +147,7 @@ def test_rows_after_the_last_sequence_do_not_matter() -> None:
     assert_matches(output[: len(batch.query)], batch.expected())
 
 
+@pytest.mark.parametrize("num_threads", [3], indirect=True)
 @pytest.mark.usefixtures("num_threads")
 def test_several_threads_may_call_at_once() -> None:
     batches = [make_batch(LONG, Shape(4, 2, 64, dtype=dtype), seed=seed) for seed in range(2) for dtype in DTYPES]
@@ -149,7 +156,7 @@ def test_several_threads_may_call_at_once() -> None:
 
     def repeat(index: int) -> list[torch.Tensor]:
         together.wait()
-        return [run(batches[index]) for _ in range(10)]
+        return [run(batches[index]) for _ in range(5)]
 
     with ThreadPoolExecutor(len(batches)) as threads:
         outputs = list(threads.map(repeat, range(len(batches))))
@@ -158,7 +165,7 @@ def test_several_threads_may_call_at_once() -> None:
             assert torch.equal(output, expected[index])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_random_batches(data: st.DataObject) -> None:
     set_num_threads(data.draw(st.integers(1, 3)))

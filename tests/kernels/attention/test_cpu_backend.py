@@ -23,16 +23,17 @@ from tests.kernels.attention.paged_batches import (
     with_padding_of_length_one,
     without_blocks_before,
 )
+from tests.pairs import each_pair
+
+BACKENDS = {"c kernel": True, "torch": False}
 
 
-@pytest.fixture(params=[True, False], ids=["c kernel", "torch"])
+@pytest.fixture(params=BACKENDS.values(), ids=BACKENDS.keys())
 def backend(request: pytest.FixtureRequest) -> CpuBackend:
     return CpuBackend(use_c_kernel=request.param)
 
 
-@pytest.mark.parametrize("sliding_window", WINDOWS)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
+@each_pair(indirect=["backend"], backend=BACKENDS, lengths=BATCHES, shape=SHAPES, sliding_window=WINDOWS)
 def test_matches_the_reference(
     backend: CpuBackend, lengths: list[tuple[int, int]], shape: Shape, sliding_window: int | None
 ) -> None:
@@ -40,9 +41,13 @@ def test_matches_the_reference(
     assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=" and ".join)
-@pytest.mark.parametrize("sliding_window", WINDOWS)
-@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
+@each_pair(
+    indirect=["backend"],
+    backend=BACKENDS,
+    lengths=BATCHES,
+    sliding_window=WINDOWS,
+    options={" and ".join(options): options for options in OPTIONS},
+)
 def test_softcaps_and_sinks_match_the_reference(
     backend: CpuBackend, lengths: list[tuple[int, int]], sliding_window: int | None, options: tuple[str, ...]
 ) -> None:
@@ -85,7 +90,7 @@ def test_short_decodes_are_not_padded_to_a_long_one() -> None:
 
 
 @pytest.mark.parametrize("use_c_kernel", [True, False])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_random_mixed_batches(use_c_kernel: bool, data: st.DataObject) -> None:
     sequence = st.integers(1, 70).flatmap(lambda seq_len: st.tuples(st.integers(1, seq_len), st.just(seq_len)))

@@ -10,6 +10,7 @@ import torch
 
 from kernels.cache import reference
 from kernels.cache.store_kvcache import store_kvcache
+from tests.pairs import each_pair
 
 Store = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 NUM_BLOCKS = 5
@@ -50,13 +51,17 @@ def _check(store: Store, key: torch.Tensor, value: torch.Tensor, slots: list[int
     torch.testing.assert_close(_run(store, key, value, slot_mapping), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 1), (2, 80), (3, 16), (8, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each_pair(
+    indirect=["store"],
+    store=["torch", "triton"],
+    slots=SLOTS,
+    heads=[(1, 1), (2, 80), (3, 16), (8, 128)],
+    dtype=[torch.float32, torch.float16, torch.bfloat16],
+)
 def test_writes_each_token_to_its_slot_and_nothing_else(
-    store: Store, device: torch.device, slots: list[int], num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    store: Store, device: torch.device, slots: list[int], heads: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    key, value = torch.randn(2, len(slots), num_kv_heads, head_dim).to(device, dtype)
+    key, value = torch.randn(2, len(slots), *heads).to(device, dtype)
     _check(store, key, value, slots)
 
 
