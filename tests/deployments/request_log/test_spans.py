@@ -20,7 +20,7 @@ from engine.errors import OverloadedError
 from engine.outputs import RequestTiming
 from tests.deployments.collector import ERROR, SERVER, Collector, Span, child_spans, root_span
 from tests.deployments.fakes import FakeEngines, output
-from tests.deployments.requests.conftest import FIRST, LAST
+from tests.deployments.request_log.conftest import FIRST, LAST
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the secret cache"}]}
 PHASES = ["route", "queue", "prefill", "decode"]

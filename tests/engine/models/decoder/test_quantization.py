@@ -13,7 +13,7 @@ from engine.models.decoder import loader
 from engine.sampling_params import SamplingParams
 from kernels.cpu.library import library
 
-DEMO_MODEL = Path(__file__).parents[3] / "demo" / "model"
+DEMO_MODEL = Path(__file__).parents[4] / "demo" / "model"
 CHAT = [{"role": "user", "content": "What is a block table?"}]
 
 
