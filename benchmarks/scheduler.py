@@ -29,7 +29,6 @@ from benchmarks.machine import describe
 from benchmarks.result_file import write_result
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_tables import BlockTables
-from engine.prefix_hash import root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
@@ -107,14 +106,12 @@ class Load:
     def _arrive(self, *, first: bool) -> None:
         length = self._context or self._random.randint(64, LONGEST_RANDOM)
         longest = 10**6 if self._steady else self._random.randint(16 if first else 64, self._longest)
+        prompt = [self._random.randrange(VOCAB_SIZE) for _ in range(length)]
+        request = EngineRequest(str(self._num_arrived), prompt, SamplingParams(max_tokens=None))
         group = SequenceGroup(
-            EngineRequest(
-                str(self._num_arrived),
-                [self._random.randrange(VOCAB_SIZE) for _ in range(length)],
-                SamplingParams(max_tokens=None),
-            ),
+            request,
             arrival=self._num_arrived,
-            root=root_hash("null"),
+            root=request.cache_root("null"),
             stop_token_ids=frozenset((VOCAB_SIZE,)),
             max_total_tokens=length + longest,
             seed=0,

@@ -76,9 +76,10 @@ def in_process_first_tokens(config: EngineConfig, prompts: Prompts) -> list[list
     """Return the seconds to the first token for each length of prompt, with an engine in this process."""
 
     async def run() -> list[list[float]]:
-        engine = AsyncEngine(Engine.from_config(config))
+        inner = Engine.from_config(config)
+        engine = AsyncEngine(inner)
         await engine_first_tokens(engine, prompts[0][:3])  # warm
-        await engine.reset_prefix_cache()
+        engine.call_in_step_thread(inner.reset_prefix_cache)
         seconds = [await engine_first_tokens(engine, of_length) for of_length in prompts]
         await engine.shutdown()
         return seconds

@@ -63,7 +63,7 @@ class EngineReplica:
 
     def _start_engine(self, config: EngineConfig) -> AsyncEngine:
         engine = Engine.from_config(config, sink=self._recorder, on_kv_events=self._publisher.publish_events)
-        started = AsyncEngine(engine, on_load=self._publisher.publish_load, replica=self._name)
+        started = AsyncEngine(engine, on_load=self._publisher.publish_load)
         started.load_grammar_compiler()
         return started
 

@@ -1,7 +1,7 @@
 """AsyncEngine: drives an Engine from a thread of its own and delivers each request's tokens to its reader.
 
 The engine belongs to that thread; other threads only put commands into its inbox. After each step the thread calls
-each reader once, however many of its requests got a token.
+each reader once, however many of its requests got a token. Knows neither event loops nor sockets.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
 
 from engine.engine import Engine
-from engine.errors import EngineDeadError, OverloadedError, RequestError
+from engine.errors import EngineDeadError, OverloadedError
 from engine.kv.block_map import BlockMap, cell_size, cells_by_slice
 from engine.observability.load import EngineLoad, EngineStats
 from engine.observability.load_reporter import LoadReporter
-from engine.output_reader import OutputReader
-from engine.output_streams import OutputStreams, post
-from engine.outputs import EngineOutput
+from engine.outputs import EngineOutput, OutputReader, StepOutputs
 from engine.request import EngineRequest
 from engine.structured_outputs.grammar import Grammar
 
@@ -36,14 +34,13 @@ MAP_PAUSE_S = 0.001  # between two slices of the block map, so that the step thr
 
 
 class AsyncEngine:
-    """Runs an engine in a thread and serves requests of event loops and of other readers.
+    """Runs an engine in a thread and serves the requests of several readers.
 
     Args:
         engine: only this object may use it from now on.
         on_load: receives the load in the step thread: when requests have arrived or left or the queue has changed, at
             most every 10 ms, now and then while the engine only decodes, and when it becomes idle. It must be quick;
             its exceptions are logged.
-        replica: name that the outputs carry.
         clock: monotonic seconds.
     """
 
@@ -52,16 +49,12 @@ class AsyncEngine:
         engine: Engine,
         on_load: Callable[[EngineLoad], None] | None = None,
         *,
-        replica: str = "",
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.info = engine.info
         self._engine = engine
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._streams = OutputStreams(
-            replica, on_closed_loop=lambda loop: self._inbox.put(lambda: self._abort_loop(loop))
-        )
-        self._readers: dict[str, tuple[OutputReader, Any]] = {}  # key -> (reader, tag); of the step thread alone
+        self._readers = _Readers()  # of the step thread alone
         self._why_dead: str | None = None  # set when the step loop has ended
         self._clock = clock
         self._busy_since: float | None = None  # start of the step or command that runs now
@@ -71,69 +64,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="engine-step-loop", daemon=True)
         self._thread.start()
 
-    # --- called from event loops --------------------------------------------------------------------------------
-
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """Run one request and yield its answers' tokens as they come. Closing the iterator aborts the request.
-
-        Each answer's last output has a ``finish_reason``. Where the best answers are known only at the end
-        (``best_of``, beams), there is one output for each. After ``output_token_ids``, which were generated elsewhere,
-        the answer goes on, and only new tokens are yielded.
-
-        Raises:
-            RequestError: before the first output, if the request is invalid.
-            OverloadedError: before the first output, if the queue is full, or if the request is rejected from the
-                queue to make room for one of higher priority. Neither happens with ``output_token_ids``.
-            RuntimeError: if the engine has a bug that this request triggers; other requests go on.
-            EngineDeadError: if the step loop has ended or ends meanwhile.
-        """
-        self.check_request(request)
-        grammar = await self.compile_grammar(request)
-        self.check_health()
-        stream = self._streams.open(request.request_id)
-        if stream is None:
-            raise RequestError("is in use", param="request_id", value=request.request_id, remedy="choose another")
-        try:
-            self.submit(replace(request, request_id=stream.key), self._streams, stream, grammar)
-            while not stream.is_done:
-                for output in await stream.take():
-                    yield output
-        finally:
-            self._streams.close(stream)
-            if not stream.is_done:
-                self.abort_key(stream.key)
-
-    def abort(self, request_id: str) -> None:
-        """End a request if it is unfinished and free its blocks; its reader gets the reason ``abort``."""
-        stream = self._streams.find(request_id)
-        if stream is not None:
-            self.abort_key(stream.key)
-
-    def end_answer(self, request_id: str, index: int = 0) -> None:
-        """End one answer of a request with reason ``stop``, when a stop string was found in its text for example.
-
-        Its reader gets no further output of that answer, and the iterator ends with the last answer. Answers that are
-        output only at the end go on, and so do several answers before the first token of any.
-        """
-        stream = self._streams.find(request_id)
-        if stream is not None:
-            self._inbox.put(lambda: self._end_answer(stream.key, index))
-
-    async def reset_prefix_cache(self) -> None:
-        """Drop every cached prefix; returns when it is done."""
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-        def reset() -> None:
-            self._engine.reset_prefix_cache()
-            post(loop, done.set)
-
-        self._inbox.put(reset)
-        while not done.is_set():
-            self.check_health()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), timeout=1.0)
-
-    # --- called for readers of any kind, from any thread ----------------------------------------------------------
+    # --- called from any thread -----------------------------------------------------------------------------------
 
     def check_request(self, request: EngineRequest) -> None:
         """Reject a request that can never run.
@@ -176,9 +107,9 @@ class AsyncEngine:
         if self._why_dead is not None:  # the step thread may have emptied its inbox before
             raise EngineDeadError(self._why_dead)
 
-    def abort_key(self, key: str) -> None:
-        """End the request that was submitted under the id ``key``, if it is unfinished."""
-        self._inbox.put(lambda: self._abort(key))
+    def abort(self, request_id: str) -> None:
+        """End a request and free its blocks, if it is unfinished."""
+        self._inbox.put(lambda: self._abort(request_id))
 
     def remove_reader(self, reader: OutputReader) -> None:
         """Abort all requests of a reader."""
@@ -234,7 +165,8 @@ class AsyncEngine:
         try:
             while self._run_commands():
                 self._busy_since = self._clock()
-                self._publish(self._engine.step())
+                for reader in self._readers.publish(self._engine.step()):  # its mistake ends no other's requests
+                    self._abort_all(reader)
         except BaseException as error:  # whatever ends the loop, no reader may wait for it any longer
             logger.exception("the engine's step loop failed")
             reason = f"the engine's step loop failed: {type(error).__name__}: {error}"
@@ -271,24 +203,6 @@ class AsyncEngine:
                 logger.exception("the engine's load could not be reported")
         return None
 
-    def _publish(self, outputs: list[EngineOutput]) -> None:
-        """Deliver the outputs of a step, with one call to each reader."""
-        by_reader: dict[OutputReader, list[tuple[Any, EngineOutput]]] = {}
-        for output in outputs:
-            found = self._readers.get(output.request_id)
-            if found is None:
-                continue
-            reader, tag = found
-            by_reader.setdefault(reader, []).append((tag, output))
-            if output.is_last:
-                del self._readers[output.request_id]
-        for reader, tagged in by_reader.items():
-            try:
-                reader.publish(tagged)
-            except Exception:  # a reader's mistake must not end the requests of the others
-                logger.exception("a reader could not take its outputs; its requests are aborted")
-                self._abort_all(reader)
-
     def _queue(
         self, request: EngineRequest, reader: OutputReader, tag: Any, grammar: Grammar | None, arrived: float
     ) -> None:
@@ -297,51 +211,98 @@ class AsyncEngine:
         if self._why_dead is not None:
             reader.fail(tag, EngineDeadError(self._why_dead))
             return
-        self._readers[key] = (reader, tag)
+        self._readers.add(key, reader, tag)
         try:
-            self._engine.queue_request(request, grammar=grammar, on_rejected=self._fail, arrived=arrived)
+            self._engine.queue_request(request, grammar=grammar, on_rejected=self._readers.fail, arrived=arrived)
         except OverloadedError as error:
-            self._fail(key, error)
+            self._readers.fail(key, error)
         except Exception as error:  # a bug of ours must not end the other requests
             logger.exception("request %s could not be queued", key)
-            self._fail(key, RuntimeError(f"the request could not be queued: {type(error).__name__}: {error}"))
-
-    def _fail(self, key: str, error: Exception) -> None:
-        """Report the error of a request that is not, or no longer, in the engine."""
-        reader, tag = self._readers.pop(key)
-        reader.fail(tag, error)
+            self._readers.fail(key, RuntimeError(f"the request could not be queued: {type(error).__name__}: {error}"))
 
     def _fail_all(self, reason: str) -> None:
         """Fail every request with an error of its own, those in the inbox included."""
-        for key in list(self._readers):
-            self._fail(key, EngineDeadError(reason))
+        for key in self._readers.request_ids():
+            self._readers.fail(key, EngineDeadError(reason))
         while not self._inbox.empty():
             if (command := self._inbox.get()) is not None:
                 with contextlib.suppress(Exception):  # of the engine that has failed
                     command()
 
-    def _abort(self, key: str) -> None:
-        if key in self._readers:
-            self._engine.abort(key)
-            self._end(key, is_aborted=True)
-
-    def _end_answer(self, key: str, index: int) -> None:
-        if key in self._readers and self._engine.end_sequence(key, index) and not self._engine.is_unfinished(key):
-            self._end(key, is_aborted=False)
-
-    def _end(self, key: str, *, is_aborted: bool) -> None:
-        reader, tag = self._readers.pop(key)
-        reader.end(tag, is_aborted=is_aborted)
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._readers:
+            self._engine.abort(request_id)
+            self._readers.end(request_id)
 
     def _abort_all(self, reader: OutputReader) -> None:
         """Abort the requests of a reader."""
-        for key in [key for key, (one, _) in self._readers.items() if one is reader]:
-            self._abort(key)
+        for request_id in self._readers.request_ids(reader):
+            self._abort(request_id)
 
-    def _abort_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Abort the requests of an event loop that was closed."""
-        self._streams.remove_loop(loop)
-        tagged = [(key, tag) for key, (reader, tag) in self._readers.items() if reader is self._streams]
-        for key, stream in tagged:
-            if stream.loop is loop:
-                self._abort(key)
+
+class _Readers:
+    """The reader of each unfinished request, and the reader's tag for it."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, tuple[OutputReader, Any]] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_request
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def request_ids(self, reader: OutputReader | None = None) -> list[str]:
+        """Return the unfinished requests of one reader, or all."""
+        return [name for name, (other, _) in self._by_request.items() if reader is None or other is reader]
+
+    def add(self, request_id: str, reader: OutputReader, tag: Any) -> None:
+        """Add a request."""
+        self._by_request[request_id] = (reader, tag)
+
+    def publish(self, outputs: StepOutputs) -> list[OutputReader]:
+        """Deliver the outputs of a step, with one call to each reader; return the readers that could not take them."""
+        batches: dict[OutputReader, _Batch] = {}
+        by_request = self._by_request
+        for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+            if (entry := by_request.get(request_id)) is not None:  # else it was aborted
+                reader, tag = entry
+                if (batch := batches.get(reader)) is None:
+                    batch = batches[reader] = _Batch()
+                batch.tags.append(tag)
+                batch.token_ids.append(token_id)
+        for output in outputs.others:
+            if (entry := by_request.get(output.request_id)) is not None:
+                reader, tag = entry
+                batches.setdefault(reader, _Batch()).others.append((tag, output))
+                if output.is_last:
+                    del by_request[output.request_id]
+        return [reader for reader, batch in batches.items() if not batch.publish(reader)]
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """Report the error of a request that is not, or no longer, in the engine."""
+        reader, tag = self._by_request.pop(request_id)
+        reader.fail(tag, error)
+
+    def end(self, request_id: str) -> None:
+        """Report the end of a request that was aborted."""
+        reader, tag = self._by_request.pop(request_id)
+        reader.end(tag)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The outputs of one step for one reader."""
+
+    tags: list[Any] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    others: list[tuple[Any, EngineOutput]] = field(default_factory=list)
+
+    def publish(self, reader: OutputReader) -> bool:
+        """Call the reader; False if it raises."""
+        try:
+            reader.publish(self.tags, self.token_ids, self.others)
+        except Exception:
+            logger.exception("a reader could not take its outputs; its requests are aborted")
+            return False
+        return True

@@ -23,8 +23,7 @@ from engine.observability.load_meter import LoadMeter
 from engine.observability.metrics import MetricSink, NullSink
 from engine.observability.observer import EngineObservers
 from engine.observability.sharing_log import SharingLog
-from engine.outputs import EngineOutput, FinishReason
-from engine.prefix_hash import root_hash
+from engine.outputs import FinishReason, StepOutputs
 from engine.request import EngineRequest, RequestValidator
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.ngram_proposer import NgramProposer
@@ -211,7 +210,7 @@ class Engine:
         group = SequenceGroup(
             request,
             arrival=self._num_arrived,
-            root=root_hash(self.info.model, "", request.cache_salt),
+            root=request.cache_root(self.info.model),
             stop_token_ids=frozenset((*eos_ids, *(params.stop_token_ids or ()))),
             max_total_tokens=max_total_tokens,
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
@@ -249,10 +248,6 @@ class Engine:
         self.observers.state_changed()
         return True
 
-    def is_unfinished(self, request_id: str) -> bool:
-        """Whether a request is known and has not ended."""
-        return request_id in self._groups
-
     def _remove(self, group: SequenceGroup, rejection: OverloadedError | None = None) -> None:
         """Remove a request that has ended. Every request leaves the engine here."""
         del self._groups[group.request_id]
@@ -260,7 +255,7 @@ class Engine:
 
     # --- the step -----------------------------------------------------------------------------------------------
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> StepOutputs:
         """Schedule, compute and sample one batch; return the sampled tokens of each answer.
 
         With ``async_scheduling`` the batch is only launched, and the tokens are those of the batch that the last call
@@ -272,7 +267,7 @@ class Engine:
             self.block_manager.prefix_cache.reset()  # blocks are published before they are computed
             raise
 
-    def _step(self) -> list[EngineOutput]:
+    def _step(self) -> StepOutputs:
         times = StepTimes()
         self.observers.step_started()
         started = perf_counter()
@@ -282,11 +277,11 @@ class Engine:
         if self._overlaps_steps:
             return self._launch(output, times)
         if output.is_empty:
-            return []
+            return StepOutputs()
         sampled = self.runner.run(output, times)
         return self._finish_step(output, self.scheduler.update(output, sampled), times)
 
-    def _launch(self, output: SchedulerOutput, times: StepTimes) -> list[EngineOutput]:
+    def _launch(self, output: SchedulerOutput, times: StepTimes) -> StepOutputs:
         """Launch a batch unless it is empty, then wait for the one in flight and return what that has sampled.
 
             host    | schedule n+1, launch n+1 | wait for n, update with n |schedule n+2, launch n+2 | wait for n+1 ...
@@ -296,22 +291,22 @@ class Engine:
         """
         previous, self._in_flight = self._in_flight, None  # none is in flight after an exception
         launched = None if output.is_empty else _Launched(output, times, self.runner.start(output))
-        outputs = [] if previous is None else self._collect(previous, output)
+        outputs = StepOutputs() if previous is None else self._collect(previous, output)
         if launched is not None:
             self.scheduler.launch(output)
             if output.lacks_blocks:
-                outputs += self._collect(launched)
+                outputs.extend(self._collect(launched))
             else:
                 self._in_flight = launched
         return outputs
 
-    def _collect(self, launched: _Launched, following: SchedulerOutput | None = None) -> list[EngineOutput]:
+    def _collect(self, launched: _Launched, following: SchedulerOutput | None = None) -> StepOutputs:
         """Wait for a step in flight; return what it has sampled."""
         output, times, in_flight = launched
         sampled: SampledTokens = in_flight.finish(times)
         return self._finish_step(output, self.scheduler.collect(output, sampled, following), times)
 
-    def _finish_step(self, output: SchedulerOutput, updated: list[Sequence], times: StepTimes) -> list[EngineOutput]:
+    def _finish_step(self, output: SchedulerOutput, updated: list[Sequence], times: StepTimes) -> StepOutputs:
         """Remove the requests that have ended in a step; return its outputs."""
         self.observers.step_finished(output, updated, times)
         for sequence in updated:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from engine.config import EngineConfig
@@ -287,7 +288,7 @@ class _Request:
         if step.prompt_logprobs is not None:
             self.output.prompt_logprobs = self._decoded(step.prompt_logprobs)
         stopped = self._add_text(completion, step)
-        self.output.num_cached_tokens = step.num_cached_tokens
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, step.num_cached_tokens)
         self.output.finished = all(one.finish_reason is not None for one in self.output.outputs)
         return stopped
 

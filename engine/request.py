@@ -8,18 +8,20 @@ same code, before the request travels to an engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
+from msgspec import Struct
+
 from engine.errors import MAX_LISTED, PromptTooLongError, RequestError, listed
+from engine.prefix_hash import root_hash
 from engine.sampling_params import SamplingParams
 
 __all__ = ["EngineRequest", "PromptValidator", "RequestValidator"]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """One request to an engine. It pickles.
+class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One request to an engine, in the ingress, on the wire and in the engine.
 
     Attributes:
         request_id: unique among the unfinished requests of an engine.
@@ -39,12 +41,24 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str = ""
     client: str = ""
-    output_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = []
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the answer so far: those whose KV the engine needs to continue."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def cache_key(self) -> str:
+        """What separates the caches of one model's requests: they share blocks only under equal keys."""
+        return self.cache_salt
+
+    def cache_root(self, model: str) -> int:
+        """Return the root of the block hashes, in the engine's cache and in the router's index.
+
+        Whatever separates caches enters the hashes here and ``cache_key``, and nowhere else.
+        """
+        return root_hash(model, cache_salt=self.cache_salt)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from engine.errors import RequestError, listed, shown
 from engine.options.rules import (
-    Rule,
     RuleError,
     apply_rules,
     flag,
+    instance,
     integer,
     is_integer,
     is_number,
     items,
     number,
     optional,
+    rules_of,
     strings,
 )
 from engine.options.thinking_budget import ThinkingBudget
@@ -113,18 +116,6 @@ def _logprob_token_ids(value: Any) -> Any:
     return ids
 
 
-def _structured_outputs(value: Any) -> Any:
-    if not isinstance(value, StructuredOutputsParams):
-        raise RuleError("must be StructuredOutputsParams", value=value)
-    return value
-
-
-def _thinking_budget(value: Any) -> Any:
-    if not isinstance(value, ThinkingBudget):
-        raise RuleError("must be a ThinkingBudget", value=value)
-    return value
-
-
 def _bad_words_token_ids(value: Any) -> Any:
     words = items(value, 2 * MAX_BAD_WORDS, "words")  # a word may have a spelling with and without a space
     for word in words:
@@ -134,38 +125,6 @@ def _bad_words_token_ids(value: Any) -> Any:
         _checked_ids(items(word, None, "ids"))
     return tuple(dict.fromkeys(map(tuple, words)))
 
-
-_RULES: dict[str, Rule] = {
-    "n": integer(1, MAX_SEQUENCES),
-    "best_of": optional(integer(1, MAX_SEQUENCES)),
-    "beam_width": optional(integer(1, MAX_BEAM_WIDTH)),
-    "length_penalty": number(-10.0, 10.0, "in [-10, 10]"),  # a length to its power must be finite
-    "early_stopping": _flag_or_never,
-    "temperature": number(0.0, 2.0, "in [0, 2]"),
-    "top_p": number(math.nextafter(0.0, 1.0), 1.0, "in (0, 1]"),
-    "top_k": integer(-1),
-    "min_p": number(0.0, 1.0, "in [0, 1]"),
-    "presence_penalty": number(-2.0, 2.0, "in [-2, 2]"),
-    "frequency_penalty": number(-2.0, 2.0, "in [-2, 2]"),
-    "repetition_penalty": number(2.0**-10, 2.0**10, "in [1/1024, 1024]"),  # a float32 logit stays finite
-    "logit_bias": optional(_logit_bias),
-    "allowed_token_ids": optional(_allowed_token_ids),
-    "bad_words": strings(MAX_BAD_WORDS),
-    "bad_words_token_ids": optional(_bad_words_token_ids),
-    "seed": optional(integer(-(2**63), 2**63 - 1)),
-    "max_tokens": optional(integer(1)),
-    "min_tokens": integer(0),
-    "stop": _stop,
-    "stop_token_ids": _stop_token_ids,
-    "include_stop_str_in_output": flag,
-    "ignore_eos": flag,
-    "skip_special_tokens": flag,
-    "logprobs": optional(integer(0, MAX_LOGPROBS)),
-    "prompt_logprobs": optional(integer(0, MAX_LOGPROBS)),
-    "logprob_token_ids": optional(_logprob_token_ids),
-    "structured_outputs": optional(_structured_outputs),
-    "thinking_budget": optional(_thinking_budget),
-}
 
 # Beams are sorted by the model's own probabilities, so parameters that change, cut or report those are rejected unless
 # they have one of these neutral values.
@@ -191,9 +150,8 @@ REJECTED_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Sampling parameters of one request, named as in vLLM and in the OpenAI API.
+class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, dict=True):
+    """Sampling parameters of one request, named as in vLLM and in the OpenAI API. The annotation of each has its rule.
 
     Attributes:
         n: sequences returned, at most 128.
@@ -230,40 +188,45 @@ class SamplingParams:
         RequestError: for a value out of range; its ``param`` names the parameter.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int | None = None
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | tuple[int, ...] | None = None
-    bad_words: list[str] | tuple[str, ...] | None = None
-    bad_words_token_ids: tuple[tuple[int, ...], ...] | None = None
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | list[str] | tuple[str, ...] | None = None
-    stop_token_ids: list[int] | tuple[int, ...] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | tuple[int, ...] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    thinking_budget: ThinkingBudget | None = None
+    n: Annotated[int, integer(1, MAX_SEQUENCES)] = 1
+    best_of: Annotated[int | None, optional(integer(1, MAX_SEQUENCES))] = None
+    beam_width: Annotated[int | None, optional(integer(1, MAX_BEAM_WIDTH))] = None
+    length_penalty: Annotated[float, number(-10, 10)] = 1.0  # a length to its power must be finite
+    early_stopping: Annotated[bool | Literal["never"], _flag_or_never] = False
+    temperature: Annotated[float, number(0, 2)] = 1.0
+    top_p: Annotated[float, number(math.nextafter(0, 1), 1, "in (0, 1]")] = 1.0
+    top_k: Annotated[int, integer(-1)] = 0
+    min_p: Annotated[float, number(0, 1)] = 0.0
+    presence_penalty: Annotated[float, number(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, number(-2, 2)] = 0.0
+    # A float32 logit stays finite.
+    repetition_penalty: Annotated[float, number(2.0**-10, 2.0**10, "in [1/1024, 1024]")] = 1.0
+    logit_bias: Annotated[dict[int, float] | None, optional(_logit_bias)] = None
+    allowed_token_ids: Annotated[Sequence[int] | None, optional(_allowed_token_ids)] = None
+    bad_words: Annotated[Sequence[str] | None, strings(MAX_BAD_WORDS)] = ()
+    bad_words_token_ids: Annotated[Sequence[Sequence[int]] | None, optional(_bad_words_token_ids)] = None
+    seed: Annotated[int | None, optional(integer(-(2**63), 2**63 - 1))] = None
+    max_tokens: Annotated[int | None, optional(integer(1))] = 16
+    min_tokens: Annotated[int, integer(0)] = 0
+    stop: Annotated[str | Sequence[str] | None, _stop] = ()
+    stop_token_ids: Annotated[Sequence[int] | None, _stop_token_ids] = ()
+    include_stop_str_in_output: Annotated[bool, flag] = False
+    ignore_eos: Annotated[bool, flag] = False
+    skip_special_tokens: Annotated[bool, flag] = True
+    logprobs: Annotated[int | None, optional(integer(0, MAX_LOGPROBS))] = None
+    prompt_logprobs: Annotated[int | None, optional(integer(0, MAX_LOGPROBS))] = None
+    logprob_token_ids: Annotated[Sequence[int] | None, optional(_logprob_token_ids)] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None, optional(instance(StructuredOutputsParams, "must be StructuredOutputsParams"))
+    ] = None
+    thinking_budget: Annotated[
+        ThinkingBudget | None, optional(instance(ThinkingBudget, "must be a ThinkingBudget"))
+    ] = None
 
     def __post_init__(self) -> None:
-        values = vars(self)
-        given = {name: rule for name, rule in _RULES.items() if values[name] is not _DEFAULTS[name]}
-        apply_rules(self, given | _EMPTY, RequestError)
+        # Most parameters of a request have their default, which needs no check.
+        given = {name: rule for name, rule in _RULES.items() if getattr(self, name) is not _DEFAULTS[name]}
+        apply_rules(self, given, RequestError, store=force_setattr)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"exceeds max_tokens={self.max_tokens}", param="min_tokens", value=self.min_tokens, remedy="lower it"
@@ -363,6 +326,5 @@ class SamplingParams:
                 yield name, ids
 
 
-# Most parameters of a request have their default, which needs no check; three defaults stand for an empty tuple.
-_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
-_EMPTY = {name: _RULES[name] for name in ("bad_words", "stop", "stop_token_ids")}
+_RULES = rules_of(SamplingParams)
+_DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))

@@ -53,6 +53,7 @@ class Sequence:
         "grammar",
         "group",
         "has_failed",
+        "has_plain_outputs",
         "host_table",
         "index",
         "is_single",
@@ -89,6 +90,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token that ended it (None for EOS), or why it failed
         self.has_failed = False  # it ended because it had no token to continue with
+        self.has_plain_outputs = False  # each further token is output alone, unless it ends the answer: see StepOutputs
         self.grammar: Grammar | None = None
         self.logprobs: list[TokenLogprobs] = []  # of the generated tokens, if the request wants them
         self.cumulative_logprob = 0.0
@@ -111,9 +113,9 @@ class Sequence:
         return self.group.request_id
 
     @property
-    def cache_salt(self) -> str:
-        """Salt of the root of the hash chain; only sequences with equal salts share blocks."""
-        return self.group.cache_salt
+    def cache_key(self) -> str:
+        """Only sequences with equal keys share blocks."""
+        return self.group.request.cache_key
 
     @property
     def num_tokens(self) -> int:
@@ -295,11 +297,6 @@ class SequenceGroup:
     def priority(self) -> int:
         """The request's priority: higher is more important."""
         return self.request.priority
-
-    @property
-    def cache_salt(self) -> str:
-        """Salt of the root of the hash chain."""
-        return self.request.cache_salt
 
     @property
     def priority_key(self) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
 from engine.kv.events import KVEventBatch
 from engine.observability.metrics import MetricSink
-from engine.outputs import EngineOutput
+from engine.outputs import StepOutputs
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.worker.runner import ComputedStep
 
@@ -100,7 +100,7 @@ class ComputeFreeEngine(Engine):
         made._delays = runner.delays
         return made
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> StepOutputs:
         """Run one step."""
         started = thread_time()
         outputs = super().step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import aclosing
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from benchmarks.serving.completions import Outcome, complete
 from benchmarks.workloads import VOCABULARY, Workload
 from engine.async_engine import AsyncEngine
+from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
@@ -76,15 +76,36 @@ async def http_first_tokens(url: str, prompts: list[list[int]]) -> list[float]:
         return [(await complete(session, url, _body(prompt, 1))).first_token_s for prompt in prompts]
 
 
+class _OneToken:
+    """The OutputReader of a request for one token.
+
+    Attributes:
+        arrived: is set when the token arrives.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.arrived = self._loop.create_future()
+
+    def publish(self, tags: list[Any], token_ids: list[int], others: list[tuple[Any, EngineOutput]]) -> None:
+        self._loop.call_soon_threadsafe(self.arrived.set_result, None)
+
+    def fail(self, tag: Any, error: Exception) -> None:
+        self._loop.call_soon_threadsafe(self.arrived.set_exception, error)
+
+    def end(self, tag: Any) -> None:
+        self.fail(tag, RuntimeError("the request was aborted"))
+
+
 async def engine_first_tokens(engine: AsyncEngine, prompts: list[list[int]]) -> list[float]:
     """Return the seconds to the first token of each prompt, without a server."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     seconds = []
     for number, prompt in enumerate(prompts):
-        started = perf_counter()
-        async with aclosing(engine.generate(EngineRequest(str(number), prompt, params))) as batches:
-            async for _ in batches:
-                seconds.append(perf_counter() - started)
+        started, reader = perf_counter(), _OneToken()
+        engine.submit(EngineRequest(str(number), prompt, params), reader, None)
+        await reader.arrived
+        seconds.append(perf_counter() - started)
     return seconds
 
 

@@ -12,7 +12,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from deployments.errors import ReplicasLostError, is_replica_loss
 from deployments.observability.ingress_metrics import REQUEST_MIGRATIONS, ingress_recorder

@@ -18,8 +18,6 @@ class BlockStored:
     """A full block was published and can be hit."""
 
     block_hash: int
-    parent_hash: int  # of the previous block; the root of the chain for a first block
-    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ The LRU prefix cache follows vLLM's PagedAttention (Kwon et al., 2023).
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 
 from engine.kv.block_pool import Block, BlockPool
@@ -66,7 +65,7 @@ class PrefixCache:
     def match(self, sequence: Sequence) -> PrefixMatch:
         """Return the longest chain of published blocks that the sequence's tokens begin with. Changes nothing."""
         blocks: list[Block] = []
-        parent: int | str = sequence.cache_salt
+        parent: int | str = sequence.cache_key
         size = self._block_size
         for index in range(sequence.num_tokens // size):
             block = self._by_hash.get(sequence.block_hash(index, size))
@@ -100,7 +99,7 @@ class PrefixCache:
         if first >= last or sequence.cache_epoch != self.epoch:
             return
         packed, width = pack_tokens(sequence.token_ids[first * size : last * size]), size * BYTES_PER_TOKEN
-        parent: int | str = contents[-1] if contents else sequence.cache_salt
+        parent: int | str = contents[-1] if contents else sequence.cache_key
         parent_hash = hashes[first - 1] if first else sequence.group.root
         for index in range(first, last):
             token_bytes = packed[(index - first) * width : (index - first + 1) * width]
@@ -113,7 +112,7 @@ class PrefixCache:
                 if holder is not None:  # a hash collision, or a chain with a new parent: the newest content wins
                     self._unpublish(holder)
                 holder = self._pool.blocks[sequence.block_table[index]]
-                self._publish_block(holder, hashes[index], token_bytes, parent, parent_hash)
+                self._publish_block(holder, hashes[index], token_bytes, parent)
             parent, parent_hash = holder.content_id, hashes[index]
             contents.append(parent)
 
@@ -143,14 +142,12 @@ class PrefixCache:
         events, self._events = tuple(self._events), []
         return events
 
-    def _publish_block(
-        self, block: Block, block_hash: int, token_bytes: bytes, parent: int | str, parent_hash: int
-    ) -> None:
+    def _publish_block(self, block: Block, block_hash: int, token_bytes: bytes, parent: int | str) -> None:
         block.block_hash, block.token_bytes, block.parent = block_hash, token_bytes, parent
         block.content_id, self._next_content_id = self._next_content_id, self._next_content_id + 1
         self._by_hash[block_hash] = block
         if self._events is not None:
-            self._events.append(BlockStored(block_hash, parent_hash, tuple(array("I", token_bytes))))
+            self._events.append(BlockStored(block_hash))
 
     def _publish_instead(self, block: Block, unused: Block) -> Block:
         """Publish a block in use instead of an unused one with the same content; return it.

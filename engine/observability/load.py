@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
 
 __all__ = ["EngineLoad", "EngineStats"]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
+_Count: TypeAlias = Annotated[int, Meta(ge=0)]
+_Measure: TypeAlias = Annotated[float, Meta(ge=0, le=1e15)]  # excludes NaN and infinity
+
+
+class EngineLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The state of an engine's queue and batch and its speed, for routers and the autoscaler. It can be pickled."""
 
-    num_running: int  # sequences in the batch
-    num_waiting: int  # requests in the queue, preempted ones included
-    queued_prefill_tokens: int  # prompt tokens of waiting and running requests, neither computed nor cached
-    num_blocks: int  # of the KV pool
-    num_free_blocks: int  # including those that hold a cached prefix
-    prefill_tokens_per_s: float  # measured; 0 before the first prefill
-    decode_step_s: float  # measured time of a step that only decodes; 0 before the first one
-    num_steps: int  # since the engine started; if a busy engine does not increase it, the engine is stuck
+    num_running: _Count  # sequences in the batch
+    num_waiting: _Count  # requests in the queue, preempted ones included
+    queued_prefill_tokens: _Count  # prompt tokens of waiting and running requests, neither computed nor cached
+    num_blocks: _Count  # of the KV pool
+    num_free_blocks: _Count  # including those that hold a cached prefix
+    prefill_tokens_per_s: _Measure  # measured; 0 before the first prefill
+    decode_step_s: _Measure  # measured time of a step that only decodes; 0 before the first one
+    num_steps: _Count  # since the engine started; if a busy engine does not increase it, the engine is stuck
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from engine.errors import InvalidValueError, shown
 
@@ -18,6 +18,7 @@ __all__ = [
     "apply_rules",
     "choice",
     "flag",
+    "instance",
     "integer",
     "is_integer",
     "is_number",
@@ -26,6 +27,7 @@ __all__ = [
     "name_or_null",
     "number",
     "optional",
+    "rules_of",
     "strings",
 ]
 
@@ -44,16 +46,27 @@ class RuleError(Exception):
         self.fields = fields
 
 
+def rules_of(kind: type) -> dict[str, Rule]:
+    """Return the rule of each attribute that has one in its annotation: ``Annotated[float, number(0, 2)]``."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+
+
 def apply_rules(
-    target: object, rules: Mapping[str, Rule], error: type[InvalidValueError], param: str | None = None
+    target: object,
+    rules: Mapping[str, Rule],
+    error: type[InvalidValueError],
+    param: str | None = None,
+    store: Callable[[Any, str, Any], None] = object.__setattr__,
 ) -> None:
-    """Check the attributes of a frozen dataclass, and store the values that the rules return.
+    """Check the attributes of a frozen object, and store the values that the rules return.
 
     Args:
         target: the object.
         rules: attribute to rule.
         error: the type to raise.
         param: the parameter whose parts the attributes are; None if each attribute is a parameter.
+        store: sets an attribute although the object is frozen.
     """
     for name, rule in rules.items():
         try:
@@ -61,7 +74,7 @@ def apply_rules(
         except RuleError as found:
             names = {"param": name} if param is None else {"param": param, "part": name}
             raise error(found.problem, **names, **found.fields) from None
-        object.__setattr__(target, name, value)
+        store(target, name, value)
 
 
 def is_integer(value: object) -> bool:
@@ -74,8 +87,9 @@ def is_number(value: Any, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
-def number(low: float, high: float, interval: str) -> Rule:
+def number(low: float, high: float, interval: str | None = None) -> Rule:
     """Return the rule for a finite number in [low, high], which messages write as ``interval``."""
+    interval = interval or f"in [{low:g}, {high:g}]"
 
     def check(value: Any) -> Any:
         if not is_number(value, low, high):
@@ -110,6 +124,17 @@ def choice(*values: str) -> Rule:
         if not isinstance(value, str) or value not in values:
             remedy = f"choose one of {', '.join(values)}" if len(values) > 1 else f"choose {values[0]}"
             raise RuleError("is unknown", value=value, remedy=remedy)
+        return value
+
+    return check
+
+
+def instance(kind: type, problem: str) -> Rule:
+    """Return the rule for an object of one type."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise RuleError(problem, value=value)
         return value
 
     return check

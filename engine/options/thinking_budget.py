@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from engine.errors import RequestError
 from engine.options.rules import is_integer
@@ -16,8 +17,7 @@ NOT_STARTED = -1
 ENDED = -2
 
 
-@dataclass(frozen=True, slots=True)
-class ThinkingBudget:
+class ThinkingBudget(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The maximum number of tokens of reasoning, and the tokens around it.
 
     The state of a sequence is a pure function of its output, so a budget holds after a preemption and on another

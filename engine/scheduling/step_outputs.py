@@ -1,37 +1,41 @@
-"""step_outputs: the EngineOutputs of a step; requests with ``best_of`` or beams get their best answers at the end."""
+"""step_outputs: what a step generated; requests with ``best_of`` or beams get their best answers at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
-from engine.outputs import EngineOutput, FinishReason
+from engine.outputs import EngineOutput, FinishReason, StepOutputs
 from engine.sequence import Sequence, SequenceGroup
 
 __all__ = ["step_outputs"]
 
 
-def step_outputs(updated: Iterable[Sequence], num_accepted: Mapping[Sequence, int] | None = None) -> list[EngineOutput]:
+def step_outputs(updated: Iterable[Sequence], num_accepted: Mapping[Sequence, int]) -> StepOutputs:
     """Return the outputs of a step.
 
     Args:
         updated: the sequences that sampled a token in the step, or ended without one.
-        num_accepted: accepted draft tokens that some of them got besides.
+        num_accepted: accepted draft tokens that some of them got in addition.
     """
-    outputs: list[EngineOutput] = []
-    last: dict[SequenceGroup, int] = {}  # index of the last output of each group that has ended
+    step = StepOutputs()
+    request_ids, token_ids, outputs = step.request_ids, step.token_ids, step.others
+    last: dict[SequenceGroup, EngineOutput] = {}  # the last output of each group that has ended
     for sequence in updated:
         group = sequence.group
+        if sequence.has_plain_outputs and sequence.finish_reason is None and sequence not in num_accepted:
+            request_ids.append(group.request.request_id)
+            token_ids.append(sequence.token_ids[-1])
+            continue
         has_ended = sequence.is_finished and group.is_finished
         if not group.outputs_at_end:
-            outputs.append(_sampled_output(sequence, 1 + num_accepted.get(sequence, 0) if num_accepted else 1))
+            outputs.append(_sampled_output(sequence, 1 + num_accepted.get(sequence, 0)))
         elif has_ended and group not in last:
             outputs += _best_answers(group)
         if has_ended:
-            last[group] = len(outputs) - 1
-    for group, index in last.items():
-        outputs[index] = replace(outputs[index], is_last=True, timing=group.timing)
-    return outputs
+            last[group] = outputs[-1]
+    for group, output in last.items():
+        output.is_last, output.timing = True, group.timing
+    return step
 
 
 def _sampled_output(sequence: Sequence, count: int) -> EngineOutput:
@@ -40,6 +44,7 @@ def _sampled_output(sequence: Sequence, count: int) -> EngineOutput:
     num_generated = sequence.num_output_tokens - sequence.group.num_resumed_tokens
     is_first = num_generated == (0 if sequence.has_failed else count)
     has_prompt_logprobs = params.prompt_logprobs is not None and sequence.index == 0 and is_first
+    sequence.has_plain_outputs = not sequence.index and not params.needs_logprobs
     return EngineOutput(
         sequence.group.request_id,
         sequence.index,

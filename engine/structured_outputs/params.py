@@ -7,9 +7,11 @@ its way from the ingress to a replica. It does not know tokens; compiler.py comp
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from engine.errors import RequestError
 
@@ -26,8 +28,7 @@ _PARAM = "structured_outputs"
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StructuredOutputsParams:
+class StructuredOutputsParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The form that a request's text must have; exactly one attribute is set. Names follow vLLM's.
 
     Attributes:
@@ -44,7 +45,7 @@ class StructuredOutputsParams:
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
-    choice: list[str] | tuple[str, ...] | None = None
+    choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -54,9 +55,9 @@ class StructuredOutputsParams:
             got = f"sets {' and '.join(given)}" if given else "sets nothing"
             _reject(got, f"give exactly one of {', '.join(KINDS)}")
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            force_setattr(self, "json", _schema_text(self.json))
         elif self.choice is not None:
-            object.__setattr__(self, "choice", _checked_choices(self.choice))
+            force_setattr(self, "choice", _checked_choices(self.choice))
         elif self.regex is not None:
             _check_text("regex", self.regex, MAX_REGEX_CHARACTERS)
         elif self.grammar is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine.outputs import EngineOutput, FinishReason, Logprob, TokenLogprobs
 from engine.request import EngineRequest

@@ -78,7 +78,7 @@ def eventually(is_reached: Callable[[], bool], deadline_s: float = DEADLINE_S) -
 
 
 def stored(*hashes: int) -> tuple[KVEvent, ...]:
-    return tuple(BlockStored(one, 0, (1, 2, 3, 4)) for one in hashes)
+    return tuple(BlockStored(one) for one in hashes)
 
 
 def removed(*hashes: int) -> tuple[KVEvent, ...]:

@@ -56,7 +56,7 @@ class AnswerChecks:
 
     def undisturbed(self, prompt: list[int], group: SequenceGroup) -> list[list[int]]:
         """Return the answers, or hypotheses, of an engine that runs nothing else."""
-        params, salt = group.params, group.cache_salt
+        params, salt = group.params, group.request.cache_key
         if params.uses_beam_search:
             found = self._runner.search(prompt, params, group.max_total_tokens, salt)
             return [hypothesis.token_ids for hypothesis in found]
@@ -64,7 +64,7 @@ class AnswerChecks:
 
     def _draw(self, prompt: list[int], group: SequenceGroup, index: int) -> list[int]:
         tokens = list(prompt)
-        prefix: object = self._runner.ids.chain(group.cache_salt, prompt)[-1]
+        prefix: object = self._runner.ids.chain(group.request.cache_key, prompt)[-1]
         while True:
             assert isinstance(prefix, int)
             tokens.append(next_token(prefix, index))

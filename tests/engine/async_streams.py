@@ -1,15 +1,60 @@
-"""What tests of AsyncEngine share: reading a stream, holding a step, and waiting for the end of all work."""
+"""What tests of AsyncEngine share: a reader on an event loop, holding a step, and waiting for the end of all work."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from engine.async_engine import AsyncEngine
-from engine.outputs import EngineOutput
+from engine.outputs import EngineOutput, FinishReason
+from engine.request import EngineRequest
 from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from tests.engine.shadow import ShadowRunner
+
+
+class LoopReader:
+    """An OutputReader of one request: a queue on the event loop that creates it."""
+
+    def __init__(self) -> None:
+        self.arrived: asyncio.Queue[EngineOutput | Exception] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def publish(self, tags: list[None], token_ids: list[int], others: list[tuple[None, EngineOutput]]) -> None:
+        assert len(tags) == len(token_ids)
+        for token_id in token_ids:
+            self._put(EngineOutput("", 0, [token_id]))
+        for _, output in others:
+            self._put(output)
+
+    def fail(self, tag: None, error: Exception) -> None:
+        self._put(error)
+
+    def end(self, tag: None) -> None:
+        self._put(EngineOutput("", 0, [], FinishReason.ABORT, is_last=True))
+
+    def _put(self, arrived: EngineOutput | Exception) -> None:
+        self._loop.call_soon_threadsafe(self.arrived.put_nowait, arrived)
+
+
+async def stream(engine: AsyncEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    """Run a request and yield its outputs, as the replica's server does; closing the iterator aborts the request."""
+    engine.check_request(request)
+    grammar = await engine.compile_grammar(request)
+    engine.check_health()
+    reader, is_done = LoopReader(), False
+    engine.submit(request, reader, None, grammar)
+    try:
+        while not is_done:
+            arrived = await reader.arrived.get()
+            if isinstance(arrived, Exception):
+                is_done = True
+                raise arrived
+            is_done = arrived.is_last
+            yield arrived
+    finally:
+        if not is_done:
+            engine.abort(request.request_id)
 
 
 async def collect(stream: AsyncIterator[EngineOutput]) -> list[int]:

@@ -104,7 +104,7 @@ class ShadowRunner:
         self._copy("swap_in", output.swap_in, self.host_slots, self.slots)
         self._copy("copy", output.block_copies, self.slots, self.slots)
         drafts = output.drafts
-        chains = [self.ids.chain(one.cache_salt, self.tokens(one) + drafts.get(one, [])) for one in output.sequences]
+        chains = [self.ids.chain(one.cache_key, self.tokens(one) + drafts.get(one, [])) for one in output.sequences]
         written: set[int] = set()
         for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
             assert count >= 1, "a scheduled sequence has an empty query"
@@ -232,7 +232,7 @@ class ShadowProposer:
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Return up to ``limit`` tokens."""
-        prefix = self._ids.chain(sequence.cache_salt, sequence.token_ids)[-1]
+        prefix = self._ids.chain(sequence.cache_key, sequence.token_ids)[-1]
         draft: list[int] = []
         while len(draft) < limit and mix(5 * prefix + 1) % 8:
             is_wrong = mix(7 * prefix + 3) % 4 == 0

@@ -82,7 +82,7 @@ class StepChecks:
         ]
         for index, (first, num_first) in enumerate(started):
             for second, num_second in started[:index]:
-                if first.cache_salt != second.cache_salt:
+                if first.cache_key != second.cache_key:
                     continue
                 end = min(first.num_computed_tokens + num_first, second.num_computed_tokens + num_second)
                 blocks = 0

@@ -12,11 +12,10 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.engine import Engine
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
-from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
-from tests.engine.async_streams import Gate, collect, wait_until_idle
+from tests.engine.async_streams import Gate, collect, stream, wait_until_idle
 from tests.engine.shadow import ShadowRunner, make_engine
 
 
@@ -32,43 +31,27 @@ async def test_concurrent_streams_each_get_their_own_tokens(running: tuple[Async
     engine, runner, _ = running
     prompts = [[i, i + 1, i % 3] for i in range(40)]
     streams = [
-        engine.generate(EngineRequest(str(i), prompt, SamplingParams(max_tokens=12)))
-        for i, prompt in enumerate(prompts)
+        stream(engine, EngineRequest(str(i), prompt, SamplingParams(max_tokens=12))) for i, prompt in enumerate(prompts)
     ]
     answers = await asyncio.gather(*map(collect, streams))
     assert answers == [runner.answer(prompt, 12) for prompt in prompts]
 
 
 async def test_the_last_batch_says_why_it_ended(running: tuple[AsyncEngine, ShadowRunner, Engine]) -> None:
-    batches = [batch async for batch in running[0].generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=3)))]
+    batches = [batch async for batch in stream(running[0], EngineRequest("a", [1, 2], SamplingParams(max_tokens=3)))]
     assert [batch.finish_reason for batch in batches[:-1]] == [None] * (len(batches) - 1)
     assert batches[-1].finish_reason == "length"
-
-
-async def test_a_slow_reader_gets_what_has_queued_in_one_batch() -> None:
-    engine, runner = make_engine()
-    gate = Gate(runner)
-    async_engine = AsyncEngine(engine)
-    stream = async_engine.generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=30)))
-    first = await anext(stream)
-    assert len(first.token_ids) == 1, "the first token comes at once"
-    gate.opened.set()
-    await wait_until_idle(async_engine)
-    rest = [batch async for batch in stream]
-    assert len(rest) == 1
-    assert first.token_ids + rest[0].token_ids == runner.answer([1, 2], 30)
-    await async_engine.shutdown()
 
 
 async def test_the_first_batch_and_the_last_one_say_how_long_it_took() -> None:
     engine, runner = make_engine()
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
-    stream = async_engine.generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=30)))
-    first = await anext(stream)
+    answer = stream(async_engine, EngineRequest("a", [1, 2], SamplingParams(max_tokens=30)))
+    first = await anext(answer)
     await asyncio.sleep(0.05)
     gate.opened.set()
-    rest = [batch async for batch in stream]
+    rest = [batch async for batch in answer]
     assert first.timing is not None
     assert rest[-1].timing is not None
     assert first.timing.queue_s >= 0
@@ -77,7 +60,7 @@ async def test_the_first_batch_and_the_last_one_say_how_long_it_took() -> None:
     assert rest[-1].timing.decode_s >= 0.04  # it was held up
     assert (rest[-1].timing.queue_s, rest[-1].timing.prefill_s) == (first.timing.queue_s, first.timing.prefill_s)
     assert all(batch.timing is None for batch in rest[:-1])
-    only = [batch async for batch in async_engine.generate(EngineRequest("b", [1, 2], SamplingParams(max_tokens=1)))]
+    only = [batch async for batch in stream(async_engine, EngineRequest("b", [1, 2], SamplingParams(max_tokens=1)))]
     assert only[0].timing is not None
     assert only[0].timing.decode_s == 0
     await async_engine.shutdown()
@@ -87,10 +70,10 @@ async def test_the_wait_for_the_end_of_a_step_counts_as_queueing() -> None:
     engine, runner = make_engine()
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
-    first = async_engine.generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=30)))
+    first = stream(async_engine, EngineRequest("a", [1, 2], SamplingParams(max_tokens=30)))
     await anext(first)
     assert await asyncio.to_thread(gate.is_held.wait, 30), "a step that the second request is too late for"
-    second = asyncio.create_task(anext(async_engine.generate(EngineRequest("b", [1, 3], SamplingParams(max_tokens=1)))))
+    second = asyncio.create_task(anext(stream(async_engine, EngineRequest("b", [1, 3], SamplingParams(max_tokens=1)))))
     await asyncio.sleep(0.1)
     gate.opened.set()
     timing = (await second).timing
@@ -104,100 +87,14 @@ async def test_an_abort_by_a_caller_reaches_the_reader_after_its_last_tokens() -
     engine, runner = make_engine()
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
-    stream = async_engine.generate(EngineRequest("a", [1], SamplingParams(max_tokens=100)))
-    await anext(stream)
+    answer = stream(async_engine, EngineRequest("a", [1], SamplingParams(max_tokens=100)))
+    await anext(answer)
     async_engine.abort("a")
     async_engine.abort("unknown")
     gate.opened.set()
-    batches = [batch async for batch in stream]
+    batches = [batch async for batch in answer]
     assert (batches[-1].token_ids, batches[-1].finish_reason) == ([], "abort")
     await wait_until_idle(async_engine)
-    await async_engine.shutdown()
-
-
-async def test_an_id_may_be_used_again_at_once_and_gets_only_its_own_tokens() -> None:
-    """The old sequence may still be in a step when its reader has gone."""
-    engine, runner = make_engine()
-    gate = Gate(runner)
-    async_engine = AsyncEngine(engine)
-    first = async_engine.generate(EngineRequest("same", [1], SamplingParams(max_tokens=50)))
-    await anext(first)
-    await first.aclose()  # type: ignore[attr-defined]
-    second = asyncio.ensure_future(
-        collect(async_engine.generate(EngineRequest("same", [9], SamplingParams(max_tokens=6))))
-    )
-    await asyncio.sleep(0.01)
-    gate.opened.set()
-    assert await second == runner.answer([9], 6)
-    await async_engine.shutdown()
-
-
-@pytest.mark.parametrize("noticed", [False, True])
-def test_an_id_whose_loop_was_closed_is_free_and_its_old_reader_ends_no_other(noticed: bool) -> None:
-    """Regression: closing the old iterator removed the new reader's stream."""
-    engine, runner = make_engine()
-    gate = Gate(runner)
-    async_engine = AsyncEngine(engine)
-    loop = asyncio.new_event_loop()
-    old = async_engine.generate(EngineRequest("same", [1], SamplingParams(max_tokens=100)))
-    loop.run_until_complete(anext(old))  # type: ignore[arg-type]
-    loop.close()
-
-    async def use_again() -> list[int]:
-        if noticed:
-            gate.opened.set()
-            await wait_until_idle(async_engine)
-        new = async_engine.generate(EngineRequest("same", [9], SamplingParams(max_tokens=6)))
-        reader = asyncio.ensure_future(collect(new))
-        await asyncio.sleep(0.01)
-        await old.aclose()  # type: ignore[attr-defined]
-        gate.opened.set()
-        answer = await asyncio.wait_for(reader, 10)
-        await wait_until_idle(async_engine)
-        await async_engine.shutdown()
-        return answer
-
-    assert asyncio.run(use_again()) == runner.answer([9], 6)
-    assert not len(async_engine._streams)
-    assert not async_engine._streams._by_request
-
-
-def test_an_abort_reaches_the_new_reader_of_an_id_whose_old_reader_has_closed() -> None:
-    engine, runner = make_engine()
-    gate = Gate(runner)
-    async_engine = AsyncEngine(engine)
-    loop = asyncio.new_event_loop()
-    old = async_engine.generate(EngineRequest("same", [1], SamplingParams(max_tokens=100)))
-    loop.run_until_complete(anext(old))  # type: ignore[arg-type]
-    loop.close()
-
-    async def abort_new() -> EngineOutput:
-        new = async_engine.generate(EngineRequest("same", [9], SamplingParams(max_tokens=100)))
-        first = asyncio.ensure_future(anext(new))  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
-        await old.aclose()  # type: ignore[attr-defined]
-        async_engine.abort("same")
-        gate.opened.set()
-        batches = [await first, *[batch async for batch in new]]
-        await async_engine.shutdown()
-        return batches[-1]
-
-    assert asyncio.run(abort_new()).finish_reason == "abort"
-
-
-async def test_an_answer_that_is_ended_while_its_tokens_are_queued_ends_after_them() -> None:
-    engine, runner = make_engine()
-    gate = Gate(runner)
-    async_engine = AsyncEngine(engine)
-    stream = async_engine.generate(EngineRequest("a", [1, 2], SamplingParams(max_tokens=100)))
-    first = await anext(stream)
-    await asyncio.to_thread(gate.is_held.wait, 30)
-    async_engine.end_answer("a")  # in its second step
-    gate.opened.set()
-    await wait_until_idle(async_engine)
-    await asyncio.sleep(0)  # until the end is queued too
-    rest = await asyncio.wait_for(collect(stream), 5)
-    assert first.token_ids + rest == runner.answer([1, 2], 2)
     await async_engine.shutdown()
 
 
@@ -206,7 +103,7 @@ async def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch: pytest.M
     async_engine = AsyncEngine(engine)
     for bad in ({"priority": "x"}, {"priority": 1.5}, {"cache_salt": None}, {"cache_salt": "\ud800"}):
         with pytest.raises(RequestError, match=next(iter(bad))):
-            await collect(async_engine.generate(EngineRequest("bad", [1], SamplingParams(), **bad)))  # type: ignore[arg-type]
+            await collect(stream(async_engine, EngineRequest("bad", [1], SamplingParams(), **bad)))  # type: ignore[arg-type]
     queue = engine.queue_request
 
     def trip(request: EngineRequest, **options: Any) -> object:
@@ -216,8 +113,8 @@ async def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch: pytest.M
 
     monkeypatch.setattr(engine, "queue_request", trip)
     with pytest.raises(RuntimeError, match="could not be queued: KeyError"):  # not the request's fault
-        await collect(async_engine.generate(EngineRequest("unlucky", [1], SamplingParams())))
-    assert await collect(async_engine.generate(EngineRequest("b", [1], SamplingParams(max_tokens=3)))) == runner.answer(
+        await collect(stream(async_engine, EngineRequest("unlucky", [1], SamplingParams())))
+    assert await collect(stream(async_engine, EngineRequest("b", [1], SamplingParams(max_tokens=3)))) == runner.answer(
         [1], 3
     )
     await async_engine.shutdown()
@@ -228,29 +125,18 @@ async def test_bad_requests_are_refused_before_anything_is_queued(
 ) -> None:
     engine = running[0]
     with pytest.raises(PromptTooLongError):
-        await collect(engine.generate(EngineRequest("a", [1] * 400, SamplingParams())))
+        await collect(stream(engine, EngineRequest("a", [1] * 400, SamplingParams())))
     with pytest.raises(RequestError, match="999"):
-        await collect(engine.generate(EngineRequest("a", [999], SamplingParams())))
+        await collect(stream(engine, EngineRequest("a", [999], SamplingParams())))
     assert engine.stats().num_waiting == 0
-    assert len(await collect(engine.generate(EngineRequest("a", [1], SamplingParams(max_tokens=2))))) == 2
-
-
-async def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
-    running: tuple[AsyncEngine, ShadowRunner, Engine],
-) -> None:
-    engine, runner, _ = running
-    stream = engine.generate(EngineRequest("same", [1], SamplingParams(max_tokens=20)))
-    head = await anext(stream)
-    with pytest.raises(RequestError, match="'same' is in use"):
-        await collect(engine.generate(EngineRequest("same", [2], SamplingParams())))
-    assert head.token_ids + await collect(stream) == runner.answer([1], 20)
+    assert len(await collect(stream(engine, EngineRequest("a", [1], SamplingParams(max_tokens=2))))) == 2
 
 
 async def test_closing_a_stream_frees_its_blocks(running: tuple[AsyncEngine, ShadowRunner, Engine]) -> None:
     engine = running[0]
-    stream = engine.generate(EngineRequest("a", [1] * 8, SamplingParams(max_tokens=200)))
-    await anext(stream)
-    await stream.aclose()  # type: ignore[attr-defined]
+    answer = stream(engine, EngineRequest("a", [1] * 8, SamplingParams(max_tokens=200)))
+    await anext(answer)
+    await answer.aclose()
     await wait_until_idle(engine)
 
 
@@ -258,18 +144,18 @@ async def test_after_shutdown_requests_fail_clearly_and_the_thread_is_gone() -> 
     inner, runner = make_engine()
     gate = Gate(runner)
     engine = AsyncEngine(inner)
-    stream = engine.generate(EngineRequest("a", [1], SamplingParams(max_tokens=200)))
-    await anext(stream)
+    answer = stream(engine, EngineRequest("a", [1], SamplingParams(max_tokens=200)))
+    await anext(answer)
     shutdown = asyncio.ensure_future(engine.shutdown())
     await asyncio.sleep(0.01)
     gate.opened.set()
     await shutdown
     with pytest.raises(EngineDeadError, match="shut down"):
-        await collect(stream)
+        await collect(answer)
     with pytest.raises(EngineDeadError):
         engine.check_health()
     with pytest.raises(EngineDeadError):
-        await collect(engine.generate(EngineRequest("b", [1], SamplingParams())))
+        await collect(stream(engine, EngineRequest("b", [1], SamplingParams())))
     assert not any(thread.name == "engine-step-loop" for thread in threading.enumerate())
 
 
@@ -282,11 +168,11 @@ async def test_a_failing_step_ends_every_stream_with_its_cause(error: BaseExcept
         raise error
 
     async_engine = AsyncEngine(engine)
-    stream = async_engine.generate(EngineRequest("a", [1], SamplingParams(max_tokens=200)))
-    await anext(stream)
+    answer = stream(async_engine, EngineRequest("a", [1], SamplingParams(max_tokens=200)))
+    await anext(answer)
     gate.run = fail
     gate.opened.set()
     with pytest.raises(EngineDeadError, match=f"{type(error).__name__}: no more"):
-        await collect(stream)
+        await collect(answer)
     with pytest.raises(EngineDeadError):
         async_engine.check_health()

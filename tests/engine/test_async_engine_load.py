@@ -7,22 +7,21 @@ import gc
 import random
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from engine import async_engine as async_engine_module
 from engine.async_engine import AsyncEngine
-from engine.output_streams import OutputStream
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
-from tests.engine.async_streams import collect, wait_until_idle
+from tests.engine.async_streams import collect, stream, wait_until_idle
 from tests.engine.shadow import ShadowRunner, make_engine
 
 
 class Client:
-    """Sends random requests, and disconnects from, aborts or ends some of them in the middle."""
+    """Sends random requests, and leaves or aborts some of them in the middle."""
 
     def __init__(self, engine: AsyncEngine, rng: random.Random) -> None:
         self.engine = engine
@@ -41,33 +40,31 @@ class Client:
 
     async def request(self, index: int) -> None:
         prompt = [self.rng.randrange(4) for _ in range(self.rng.randint(1, 30))]
-        params, what = self.draw_params(), self.rng.choice(["", "", "leave", "abort", "end", "cancel"])
-        stream = self.engine.generate(EngineRequest(str(index), prompt, params, priority=self.rng.randint(0, 2)))
+        params, what = self.draw_params(), self.rng.choice(["", "", "leave", "abort", "cancel"])
+        answer = stream(self.engine, EngineRequest(str(index), prompt, params, priority=self.rng.randint(0, 2)))
         if what == "cancel":
-            task = asyncio.ensure_future(collect(stream))
+            task = asyncio.ensure_future(collect(answer))
             for _ in range(self.rng.randrange(20)):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         else:
-            answers = await self.read(str(index), stream, what, self.rng.randrange(6))
+            answers = await self.read(str(index), answer, what, self.rng.randrange(6))
             if not what:
                 self.undisturbed.append((prompt, params, answers))
         self.did[what] += 1
 
     async def read(
-        self, request_id: str, stream: AsyncIterator[EngineOutput], what: str, when: int
+        self, request_id: str, answer: AsyncGenerator[EngineOutput, None], what: str, when: int
     ) -> dict[int, list[int]]:
         answers: dict[int, list[int]] = {}
         position = 0
-        async for batch in stream:
+        async for batch in answer:
             answers.setdefault(batch.index, []).extend(batch.token_ids)
             if position == when and what == "abort":
                 self.engine.abort(request_id)
-            elif position == when and what == "end":
-                self.engine.end_answer(request_id, batch.index)
             elif position == when and what == "leave":
-                await stream.aclose()  # type: ignore[attr-defined]
+                await answer.aclose()
             position += 1
         return answers
 
@@ -99,7 +96,7 @@ def memory_of_the_engine() -> int:
 
 def num_objects_of_requests() -> int:
     gc.collect()
-    kinds = {Sequence, SequenceGroup, EngineOutput, EngineOutput, OutputStream}
+    kinds = {Sequence, SequenceGroup}
     return sum(type(one) in kinds for one in gc.get_objects())
 
 
@@ -120,7 +117,7 @@ async def test_a_thousand_mixed_requests_with_random_aborts_leave_nothing_behind
                 await asyncio.gather(*(client.request(50 * wave + i) for i in range(50)))
                 await wait_until_idle(async_engine)
                 assert not engine.has_unfinished
-                assert not len(async_engine._streams)
+                assert not len(async_engine._readers)
                 assert engine.block_manager.num_free_blocks == 48
                 assert engine.block_manager.host_pool.num_free == 24
                 assert len(asyncio.all_tasks()) == 1
@@ -131,7 +128,7 @@ async def test_a_thousand_mixed_requests_with_random_aborts_leave_nothing_behind
         tracemalloc.stop()
         await async_engine.shutdown()
     # Of each kind enough; how many exactly depends on how fast the machine is.
-    assert min(client.did[what] for what in ("", "leave", "abort", "end", "cancel")) > 50
+    assert min(client.did[what] for what in ("", "leave", "abort", "cancel")) > 50
     assert runner.num_copied["swap_out"] > 50
     # 40 bytes a request would be seen. Tables that were made before the tracing are counted from their next
     # growth on, so the fullest of the first readings is what the second half is held to.

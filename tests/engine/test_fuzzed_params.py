@@ -6,10 +6,10 @@ import asyncio
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
@@ -20,6 +20,7 @@ from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from tests.engine.async_streams import stream
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.conftest import SavedModel
 from tests.engine.oracle import Activity, answers, check_idle, make_llm, random_tokens, run
@@ -190,7 +191,7 @@ async def test_fuzzed_requests_of_the_async_engine_all_end(qwen3: SavedModel) ->
 
     async def ask(request_id: str, prompt: list[int], one: SamplingParams) -> list[list[int]]:
         tokens: list[list[int]] = [[] for _ in range(one.n)]
-        async for batch in engine.generate(EngineRequest(request_id, prompt, one)):
+        async for batch in stream(engine, EngineRequest(request_id, prompt, one)):
             tokens[batch.index] += batch.token_ids
         return tokens
 
@@ -261,7 +262,7 @@ async def test_beams_without_a_token_to_go_on_with_do_not_end_the_step_loop(qwen
     engine = AsyncEngine(Engine.from_config(config))
     params = SamplingParams(**NOTHING_LEFT["the same with beams"], max_tokens=10)
     async with asyncio.timeout(10):
-        batches = [batch async for batch in engine.generate(EngineRequest("a", [5, 6], params))]
+        batches = [batch async for batch in stream(engine, EngineRequest("a", [5, 6], params))]
     assert [(batch.index, batch.finish_reason) for batch in batches] == [(0, "abort"), (1, "abort")]
     engine.check_health()
     await engine.shutdown()

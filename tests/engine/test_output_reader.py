@@ -1,4 +1,4 @@
-"""AsyncEngine with readers that are no event loops."""
+"""AsyncEngine with readers in the step thread."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ class Recording:
     ends: dict[int, object] = field(default_factory=dict)
     threads: set[str] = field(default_factory=set)
 
-    def publish(self, outputs: list[tuple[int, EngineOutput]]) -> None:
+    def publish(self, tags: list[int], token_ids: list[int], others: list[tuple[int, EngineOutput]]) -> None:
         self.threads.add(threading.current_thread().name)
-        self.calls.append([tag for tag, _ in outputs])
-        for tag, output in outputs:
+        self.calls.append([*tags, *(tag for tag, _ in others)])
+        for tag, token_id in zip(tags, token_ids, strict=True):
+            assert tag not in self.ends
+            self.tokens[tag].append(token_id)
+        for tag, output in others:
             assert tag not in self.ends
             self.tokens[tag] += output.token_ids
             if output.is_last:
@@ -43,9 +46,9 @@ class Recording:
         assert tag not in self.ends
         self.ends[tag] = error
 
-    def end(self, tag: int, *, is_aborted: bool) -> None:
+    def end(self, tag: int) -> None:
         assert tag not in self.ends
-        self.ends[tag] = "aborted" if is_aborted else "ended"
+        self.ends[tag] = "aborted"
 
     def wait(self, count: int) -> None:
         """Wait until so many requests have ended."""
@@ -88,7 +91,7 @@ def test_each_reader_is_called_once_a_step_with_its_own_requests(running: Runnin
             assert reader.ends[number] == "length"
         assert reader.threads == {"engine-step-loop"}
     assert second.calls == [[1, 3, 5, 7]] * 6
-    assert not engine._readers
+    assert not len(engine._readers)
 
 
 def test_a_reader_that_leaves_takes_only_its_own_requests_along(running: Running) -> None:
@@ -97,8 +100,8 @@ def test_a_reader_that_leaves_takes_only_its_own_requests_along(running: Running
     leaving, staying = Recording(), Recording()
     for number in range(6):
         engine.submit(request(number, 40), (leaving, staying)[number % 2], number)
-    engine.abort_key("r5")
-    engine.abort_key("unknown")
+    engine.abort("r5")
+    engine.abort("unknown")
     engine.remove_reader(leaving)
     gate.opened.set()
     leaving.wait(3)
@@ -111,7 +114,7 @@ def test_a_reader_that_leaves_takes_only_its_own_requests_along(running: Running
 
 def test_a_reader_that_raises_loses_its_own_requests_only(running: Running) -> None:
     class Broken(Recording):
-        def publish(self, outputs: list[tuple[int, EngineOutput]]) -> None:
+        def publish(self, tags: list[int], token_ids: list[int], others: list[tuple[int, EngineOutput]]) -> None:
             raise ValueError("a bug")
 
     engine, inner, runner = running
@@ -141,4 +144,4 @@ async def test_every_request_fails_when_the_step_loop_ends_those_in_the_inbox_in
     engine._thread.join()
     with pytest.raises(EngineDeadError, match="shut down"):
         engine.submit(request(3), reader, 3)
-    assert not engine._readers
+    assert not len(engine._readers)

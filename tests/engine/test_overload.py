@@ -14,7 +14,7 @@ from engine.errors import EngineDeadError, OverloadedError
 from engine.observability.load import EngineLoad
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.engine.async_streams import Gate, collect, wait_until_idle
+from tests.engine.async_streams import Gate, collect, stream, wait_until_idle
 from tests.engine.observability.clock import Clock
 from tests.engine.shadow import ShadowRunner, make_engine, metrics_of
 
@@ -28,12 +28,12 @@ class Held:
         self.inner, self.runner = make_engine(max_num_seqs=1, **options)  # type: ignore[arg-type]
         self.gate = Gate(self.runner)
         self.engine = AsyncEngine(self.inner)
-        self.first = self.engine.generate(EngineRequest("first", [1], SamplingParams(max_tokens=3)))
+        self.first = stream(self.engine, EngineRequest("first", [1], SamplingParams(max_tokens=3)))
         self.readers: dict[str, asyncio.Future[list[int]]] = {}
 
     async def arrive(self, name: str, prompt: list[int], priority: int = 0, **options: list[int]) -> None:
         """Start a reader; the step thread gets the requests in the order of these calls."""
-        answer = collect(self.engine.generate(EngineRequest(name, prompt, PARAMS, priority=priority, **options)))  # type: ignore[arg-type]
+        answer = collect(stream(self.engine, EngineRequest(name, prompt, PARAMS, priority=priority, **options)))  # type: ignore[arg-type]
         self.readers[name] = asyncio.ensure_future(answer)
         await asyncio.sleep(0)
 
@@ -44,8 +44,7 @@ class Held:
             await collect(self.first)
             results = await asyncio.gather(*self.readers.values(), return_exceptions=True)
             await wait_until_idle(self.engine)
-        assert not len(self.engine._streams)
-        assert not self.engine._streams._by_request
+        assert not len(self.engine._readers)
         assert not self.inner._groups
         assert not metrics_of(self.inner)._times
         assert len(asyncio.all_tasks()) == 1
@@ -110,8 +109,8 @@ async def test_a_step_that_does_not_end_fails_the_health_check_until_it_does() -
     engine = AsyncEngine(inner, clock=clock)
     clock.now += 1000
     engine.check_health()  # idle for long, and healthy
-    stream = engine.generate(EngineRequest("a", [1], SamplingParams(max_tokens=5)))
-    head = await anext(stream)
+    answer = stream(engine, EngineRequest("a", [1], SamplingParams(max_tokens=5)))
+    head = await anext(answer)
     while runner.num_steps < 1 or engine._busy_since is None:
         await asyncio.sleep(0.001)
     clock.now += 59
@@ -120,31 +119,29 @@ async def test_a_step_that_does_not_end_fails_the_health_check_until_it_does() -
     with pytest.raises(EngineDeadError, match=r"running for 6\d s, and step_timeout_s=60; restart it"):
         engine.check_health()
     with pytest.raises(EngineDeadError, match="running for"):
-        await collect(engine.generate(EngineRequest("b", [1], PARAMS)))
+        await collect(stream(engine, EngineRequest("b", [1], PARAMS)))
     gate.opened.set()
-    assert head.token_ids + await collect(stream) == runner.answer([1], 5)
+    assert head.token_ids + await collect(answer) == runner.answer([1], 5)
     engine.check_health()
-    assert await collect(engine.generate(EngineRequest("b", [2], PARAMS))) == runner.answer([2], 4)
+    assert await collect(stream(engine, EngineRequest("b", [2], PARAMS))) == runner.answer([2], 4)
     await engine.shutdown()
 
 
-async def test_a_command_that_does_not_end_is_noticed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_that_does_not_end_is_noticed_too() -> None:
     inner, _ = make_engine()
     clock, entered, opened = Clock(), threading.Event(), threading.Event()
 
-    def reset() -> None:
+    def wait() -> None:
         entered.set()
         opened.wait(30)
 
-    monkeypatch.setattr(inner, "reset_prefix_cache", reset)
     engine = AsyncEngine(inner, clock=clock)
-    task = asyncio.ensure_future(engine.reset_prefix_cache())
+    engine.call_in_step_thread(wait)
     await asyncio.to_thread(entered.wait, 10)
     clock.now += 301
     with pytest.raises(EngineDeadError, match="running for 301 s"):
         engine.check_health()
     opened.set()
-    await task
     while engine._busy_since is not None:  # the command ends a little later than what it is for
         await asyncio.sleep(0.001)
     engine.check_health()
@@ -177,12 +174,12 @@ async def test_arrivals_and_the_return_to_idleness_are_reported(
 ) -> None:
     engine, runner, inner, listener = listening
     gate = Gate(runner)
-    stream = engine.generate(EngineRequest("a", [1] * 9, SamplingParams(max_tokens=30)))
-    await anext(stream)
-    others = [asyncio.ensure_future(collect(engine.generate(EngineRequest(str(i), [i], PARAMS)))) for i in range(3)]
+    answer = stream(engine, EngineRequest("a", [1] * 9, SamplingParams(max_tokens=30)))
+    await anext(answer)
+    others = [asyncio.ensure_future(collect(stream(engine, EngineRequest(str(i), [i], PARAMS)))) for i in range(3)]
     await asyncio.sleep(0.02)
     gate.opened.set()
-    await asyncio.gather(*others, collect(stream))
+    await asyncio.gather(*others, collect(answer))
     async with asyncio.timeout(10):
         while not listener.reports or listener.reports[-1] != inner.load() or engine.load().num_running:
             await asyncio.sleep(0.005)
@@ -201,7 +198,7 @@ async def test_a_listener_that_raises_ends_no_request(caplog: pytest.LogCaptureF
         raise KeyError("a bug")
 
     engine = AsyncEngine(inner, fail)
-    assert await collect(engine.generate(EngineRequest("a", [1], PARAMS))) == runner.answer([1], 4)
+    assert await collect(stream(engine, EngineRequest("a", [1], PARAMS))) == runner.answer([1], 4)
     await wait_until_idle(engine)
     assert "the engine's load could not be reported" in caplog.text
     await engine.shutdown()

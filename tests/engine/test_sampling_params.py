@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.errors import PromptTooLongError, RequestError
-from engine.sampling_params import _RULES, SamplingParams
+from engine.sampling_params import _DEFAULTS, _RULES, SamplingParams
 
 BAD: list[tuple[str, Any]] = [
     ("temperature", -0.1),
@@ -216,7 +216,7 @@ JUNK = st.recursive(
     ),
     max_leaves=6,
 )
-NAMES = [one.name for one in fields(SamplingParams)]
+NAMES = SamplingParams.__struct_fields__
 SANE = {
     "n": st.integers(1, 4),
     "best_of": st.none() | st.integers(1, 4),
@@ -296,6 +296,6 @@ def test_a_temperature_that_float32_cannot_tell_from_zero_is_greedy() -> None:
 def test_defaults_are_stored_as_their_rules_return_them() -> None:
     """The constructor does not check a default."""
     params = SamplingParams()
-    for field in fields(SamplingParams):
-        checked = _RULES[field.name](field.default)
-        assert (type(checked), checked) == (type(getattr(params, field.name)), getattr(params, field.name))
+    for name in NAMES:
+        checked = _RULES[name](_DEFAULTS[name])
+        assert (type(checked), checked) == (type(getattr(params, name)), getattr(params, name))

@@ -14,9 +14,9 @@ A ZeroMQ message has two frames: the topic (topics.py) and a msgpack array with 
     sent_at     Unix seconds of the sender
     kind        0 stored, 1 removed, 2 cleared
     hashes      bytes, 64-bit little-endian words
-    load        the fields of EngineLoad
+    load        an EngineLoad
 
-The schema has no field for token ids, so none can leave the replica. This module knows neither sockets nor receivers.
+This module knows neither sockets nor receivers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ __all__ = [
     "LoadMessage",
     "Snapshot",
     "events_message",
-    "load_message",
 ]
 
 MAX_SNAPSHOT_BYTES = 64 * 2**20  # 8M blocks
@@ -102,34 +101,16 @@ class Snapshot(_Message, frozen=True):
         return unpack_hashes(self.packed)
 
 
-class _Load(_Message, frozen=True):
-    """EngineLoad, field by field."""
-
-    num_running: _Count
-    num_waiting: _Count
-    queued_prefill_tokens: _Count
-    num_blocks: _Count
-    num_free_blocks: _Count
-    prefill_tokens_per_s: _Measure
-    decode_step_s: _Measure
-    num_steps: _Count
-
-
 class LoadMessage(_Message, frozen=True):
     """A load report. Its ``number`` reveals the loss of the last batch, which no later batch would show."""
 
     run_id: _Count
     number: _Number
-    fields: _Load | None  # None: the engine has not reported a load yet
-
-    @property
-    def load(self) -> EngineLoad | None:
-        """The load that the engine reported."""
-        return None if self.fields is None else EngineLoad(*msgspec.structs.astuple(self.fields))
+    load: EngineLoad | None  # None: the engine has not reported a load yet
 
 
 def events_message(batch: KVEventBatch, sent_at: float) -> EventsMessage:
-    """Return the message of a batch: its events in order, without token ids."""
+    """Return the message of a batch: its events in order."""
     groups: list[tuple[_Kind, list[int]]] = []
     for event in batch.events:
         kind = _kind(event)
@@ -145,20 +126,3 @@ def _kind(event: KVEvent) -> _Kind:
     if isinstance(event, AllBlocksCleared):
         return CLEARED
     return STORED if isinstance(event, BlockStored) else REMOVED
-
-
-def load_message(run_id: int, number: int, load: EngineLoad | None) -> LoadMessage:
-    """Return the message of a load report."""
-    if load is None:
-        return LoadMessage(run_id, number, None)
-    fields = _Load(
-        load.num_running,
-        load.num_waiting,
-        load.queued_prefill_tokens,
-        load.num_blocks,
-        load.num_free_blocks,
-        load.prefill_tokens_per_s,
-        load.decode_step_s,
-        load.num_steps,
-    )
-    return LoadMessage(run_id, number, fields)

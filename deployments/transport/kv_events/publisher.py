@@ -26,8 +26,8 @@ from deployments.transport.kv_events.messages import (
     MAX_EVENT_GROUPS,
     MAX_SNAPSHOT_BYTES,
     AwaitedMessage,
+    LoadMessage,
     events_message,
-    load_message,
 )
 from deployments.transport.kv_events.mirror import KVMirror
 from deployments.transport.kv_events.sockets import Wakeup, bind_publisher
@@ -175,7 +175,7 @@ class KVEventPublisher:
             return
         self._has_new_load = False  # before the load is read, so that a newer one is sent again
         self._next_load_at = now + self._heartbeat_s
-        self._send(self._topics.load, encode(load_message(self._mirror.run_id, self._mirror.number, self._load)))
+        self._send(self._topics.load, encode(LoadMessage(self._mirror.run_id, self._mirror.number, self._load)))
 
     def _receive_subscriptions(self) -> None:
         for _ in range(MAX_SUBSCRIPTIONS_PER_TURN):

@@ -1,4 +1,4 @@
-"""Messages to bytes and back, and the engine's objects to messages and back.
+"""Messages to bytes and back, and requests to messages and back.
 
 Bytes that fit no message raise ``ChannelMessageError``; the receiver drops them.
 """
@@ -6,9 +6,11 @@ Bytes that fit no message raise ``ChannelMessageError``; the receiver drops them
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from deployments.transport.hashes import pack_hashes
 from deployments.transport.request_channel.messages import (
@@ -16,15 +18,13 @@ from deployments.transport.request_channel.messages import (
     FromIngress,
     FromReplica,
     Hello,
-    Output,
     Outputs,
     Status,
     Submit,
 )
-from deployments.transport.request_channel.params import pack_params, unpack_params
 from engine.errors import PagodaError, RequestError
-from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming, TokenLogprobs
 from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
 
 __all__ = [
     "ChannelMessageError",
@@ -32,11 +32,12 @@ __all__ = [
     "decode_from_replica",
     "encode",
     "encode_request",
-    "is_plain_token",
-    "output_of",
-    "pack_output",
     "request_of",
 ]
+
+_TEXTS: Final = ("stop", "bad_words")  # may hold unpaired surrogates, which msgpack's strings cannot
+_UNBOUNDED: Final = ("top_k", "max_tokens", "min_tokens")
+_MAX_INT: Final = 2**63 - 1  # a larger bound has the same effect, and does not fit
 
 
 class ChannelMessageError(PagodaError, ValueError):
@@ -46,6 +47,7 @@ class ChannelMessageError(PagodaError, ValueError):
 _encode = msgspec.msgpack.Encoder().encode
 _from_ingress: msgspec.msgpack.Decoder[FromIngress] = msgspec.msgpack.Decoder(Hello | Submit | Abort)
 _from_replica: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(Status | Outputs)
+_request: msgspec.msgpack.Decoder[EngineRequest] = msgspec.msgpack.Decoder(EngineRequest)
 
 
 def encode(message: FromIngress | FromReplica) -> bytes:
@@ -54,7 +56,7 @@ def encode(message: FromIngress | FromReplica) -> bytes:
 
 
 def decode_from_ingress(data: bytes) -> FromIngress:
-    """Return the message in ``data``; raises ChannelMessageError if it is none of an ingress."""
+    """Return the message in ``data``; raises ChannelMessageError if it is not a message of an ingress."""
     try:
         return _from_ingress.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -62,37 +64,30 @@ def decode_from_ingress(data: bytes) -> FromIngress:
 
 
 def decode_from_replica(data: bytes) -> FromReplica:
-    """Return the message in ``data``; raises ChannelMessageError if it is none of a replica."""
+    """Return the message in ``data``; raises ChannelMessageError if it is not a message of a replica."""
     try:
         return _from_replica.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ChannelMessageError(str(error)) from None
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------
-
-
 def encode_request(number: int, stream: int, request: EngineRequest, block_hashes: Sequence[int]) -> bytes:
     """Return a request as the Submit with this number.
 
     Raises:
-        RequestError: a value does not fit the message: a number of more than 64 bits, say, or half a character.
+        RequestError: a value does not fit the message: a number of more than 64 bits, say, or an unpaired surrogate.
     """
     try:
-        return _encode(
-            Submit(
-                number,
-                stream,
-                request.request_id,
-                array("i", request.prompt_token_ids).tobytes(),
-                pack_params(request.params),
-                request.priority,
-                request.cache_salt,
-                request.client,
-                array("i", request.output_token_ids).tobytes(),
-                pack_hashes(block_hashes) if block_hashes else b"",
-            )
-        )
+        prompt, output = _packed(request.prompt_token_ids), _packed(request.output_token_ids)
+        packed = replace(request, prompt_token_ids=[], output_token_ids=[])
+        texts: dict[str, list[bytes]] = {}
+        try:
+            fields = _encode(packed)
+        except (OverflowError, UnicodeEncodeError):
+            texts = _encoded_texts(request.params)
+            fields = _encode(replace(packed, params=_bounded(request.params, without=texts)))
+        hashes = pack_hashes(block_hashes) if block_hashes else b""
+        return _encode(Submit(number, stream, msgspec.Raw(fields), prompt, output, hashes, texts))
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
         raise RequestError(f"the request cannot be sent to an engine: {error}") from None
 
@@ -105,13 +100,20 @@ def request_of(message: Submit, request_id: str) -> EngineRequest:
         ChannelMessageError: the message cannot come from an ingress of this version.
     """
     try:
-        params = unpack_params(message.params)
+        request = _request.decode(message.request)
+        params = replace(request.params, **_decoded_texts(message.texts)) if message.texts else request.params
         prompt, output = _token_ids(message.prompt), _token_ids(message.output)
     except RequestError:
         raise
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error.__cause__, RequestError):  # of the constructor of the parameters
+            raise error.__cause__ from None
         raise ChannelMessageError(str(error)) from None
-    return EngineRequest(request_id, prompt, params, message.priority, message.cache_salt, message.client, output)
+    return replace(request, request_id=request_id, prompt_token_ids=prompt, params=params, output_token_ids=output)
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return array("i", token_ids).tobytes()
 
 
 def _token_ids(packed: bytes) -> list[int]:
@@ -120,73 +122,17 @@ def _token_ids(packed: bytes) -> list[int]:
     return words.tolist()
 
 
-# --- outputs ----------------------------------------------------------------------------------------------------------
+def _bounded(params: SamplingParams, *, without: Mapping[str, object]) -> SamplingParams:
+    """Return parameters whose integers fit, without some of them."""
+    values = {name: getattr(params, name) for name in _UNBOUNDED}
+    bounded = {name: min(value, _MAX_INT) for name, value in values.items() if value is not None}
+    return replace(params, **bounded, **dict.fromkeys(without, ()))
 
 
-def is_plain_token(output: EngineOutput) -> bool:
-    """Return whether an output is one token of answer 0 and nothing else."""
-    return (
-        len(output.token_ids) == 1
-        and output.finish_reason is None
-        and output.timing is None
-        and output.logprobs is None
-        and output.prompt_logprobs is None
-        and output.cumulative_logprob is None
-        and not output.index
-        and not output.is_last
-    )
+def _encoded_texts(params: SamplingParams) -> dict[str, list[bytes]]:
+    texts = {name: getattr(params, name) for name in _TEXTS}
+    return {name: [text.encode(errors="surrogatepass") for text in of_name] for name, of_name in texts.items()}
 
 
-def pack_output(stream: int, output: EngineOutput) -> Output:
-    """Return an output of a stream as a message."""
-    prompt_logprobs, timing = output.prompt_logprobs, output.timing
-    return Output(
-        stream,
-        output.index,
-        output.token_ids,
-        output.finish_reason,
-        output.stop_reason,
-        output.num_cached_tokens,
-        output.is_last,
-        None if output.logprobs is None else [_pack_logprobs(one) for one in output.logprobs],
-        None
-        if prompt_logprobs is None
-        else [None if position is None else _pack_logprobs(position) for position in prompt_logprobs],
-        output.cumulative_logprob,
-        None if timing is None else (timing.queue_s, timing.prefill_s, timing.decode_s),
-    )
-
-
-def output_of(message: Output, request_id: str, replica: str) -> EngineOutput:
-    """Return the output in a message.
-
-    Args:
-        message: the message.
-        request_id: of its stream.
-        replica: name of the replica that has sent it.
-    """
-    prompt_logprobs = message.prompt_logprobs
-    return EngineOutput(
-        request_id,
-        message.index,
-        message.token_ids,
-        None if message.finish_reason is None else FinishReason(message.finish_reason),
-        message.stop_reason,
-        message.num_cached_tokens,
-        message.is_last,
-        None if message.logprobs is None else [_logprobs_of(one) for one in message.logprobs],
-        None
-        if prompt_logprobs is None
-        else [None if position is None else _logprobs_of(position) for position in prompt_logprobs],
-        message.cumulative_logprob,
-        None if message.timing is None else RequestTiming(*message.timing),
-        replica,
-    )
-
-
-def _pack_logprobs(position: TokenLogprobs) -> list[tuple[int, float, int]]:
-    return [(token_id, one.logprob, one.rank) for token_id, one in position.items()]
-
-
-def _logprobs_of(position: list[tuple[int, float, int]]) -> TokenLogprobs:
-    return {token_id: Logprob(logprob, rank) for token_id, logprob, rank in position}
+def _decoded_texts(texts: Mapping[str, list[bytes]]) -> dict[str, list[str]]:
+    return {name: [text.decode(errors="surrogatepass") for text in texts[name]] for name in _TEXTS if name in texts}

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import zmq
 
-from deployments.transport.request_channel.codec import encode, is_plain_token, pack_output
+from deployments.transport.request_channel.codec import encode
 from deployments.transport.request_channel.errors import failure_of
-from deployments.transport.request_channel.messages import Failure, Output, Outputs
+from deployments.transport.request_channel.messages import Outputs
 from deployments.transport.request_channel.numbering import Outbox
 from deployments.transport.request_channel.sockets import Socket
 from engine.outputs import EngineOutput
@@ -73,26 +73,17 @@ class Connection:
 
     # --- OutputReader; the tags are the ingress's streams ------------------------------------------------------------
 
-    def publish(self, outputs: list[tuple[int, EngineOutput]]) -> None:
+    def publish(self, tags: list[int], token_ids: list[int], others: list[tuple[int, EngineOutput]]) -> None:
         """Send the outputs of one step."""
-        streams: list[int] = []
-        token_ids: list[int] = []
-        others: list[Output] = []
-        for stream, output in outputs:
-            if is_plain_token(output):
-                streams.append(stream)
-                token_ids.append(output.token_ids[0])
-            else:
-                others.append(pack_output(stream, output))
-                self._count.num_ended += output.is_last
-        self._send(streams, token_ids, others, [])
+        self._count.num_ended += sum(output.is_last for _, output in others)
+        self._send(Outputs(self._outbox.last_number + 1, tags, token_ids, others, []))
 
     def fail(self, stream: int, error: Exception) -> None:
         """Send the error of a request that was queued."""
         self._count.num_ended += 1
         self.refuse(stream, error)
 
-    def end(self, stream: int, *, is_aborted: bool) -> None:
+    def end(self, stream: int) -> None:
         """Count the end of a request that the ingress has aborted; it expects no answer."""
         self._count.num_ended += 1
 
@@ -100,7 +91,7 @@ class Connection:
 
     def refuse(self, stream: int, error: Exception) -> None:
         """Send the error of a request that was never queued."""
-        self._send([], [], [], [failure_of(stream, error)])
+        self._send(Outputs(self._outbox.last_number + 1, [], [], [], [failure_of(stream, error)]))
 
     def resend(self, received: int) -> None:
         """Send the messages after ``received`` again."""
@@ -121,10 +112,9 @@ class Connection:
         self._is_closed = True
         self._outbox.clear()
 
-    def _send(self, streams: list[int], token_ids: list[int], others: list[Output], failures: list[Failure]) -> None:
+    def _send(self, message: Outputs) -> None:
         if self._is_closed:
             return
         self._outbox.acknowledge(self.acknowledged)
-        number = self._outbox.last_number + 1
-        self._outbox.add(encode(Outputs(number, streams, token_ids, others, failures)))
+        self._outbox.add(encode(message))
         self.flush()

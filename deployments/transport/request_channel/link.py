@@ -31,7 +31,6 @@ from deployments.transport.request_channel.codec import (
     decode_from_replica,
     encode,
     encode_request,
-    output_of,
 )
 from deployments.transport.request_channel.errors import (
     ReplicaDrainingError,
@@ -238,11 +237,12 @@ class Link:
         for number, token_id in zip(message.streams, message.token_ids, strict=True):
             if (stream := streams.get(number)) is not None:  # else it was cancelled
                 stream.put_token(token_id)
-        for output in message.others:
-            if (stream := streams.get(output.stream)) is not None:
-                stream.put(output_of(output, stream.request_id, self.replica))
+        for number, output in message.others:
+            if (stream := streams.get(number)) is not None:
+                output.request_id, output.replica = stream.request_id, self.replica
+                stream.put(output)
                 if output.is_last:
-                    self._forget(output.stream)
+                    self._forget(number)
                 elif stream.is_full:
                     self._pause(stream)
         for failure in message.failures:

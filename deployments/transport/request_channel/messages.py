@@ -5,30 +5,31 @@ messages of one turn of its event loop as the frames of one ZeroMQ message.
 
     message   direction             fields
     Hello     ingress -> replica    secret, received, acknowledged, sent, resend
-    Submit    ingress -> replica    number, stream, and the fields of EngineRequest
+    Submit    ingress -> replica    number, stream, EngineRequest without token ids, prompt, output, hashes, texts
     Abort     ingress -> replica    number, stream
     Status    replica -> ingress    received, sent, resend, error or nil
-    Outputs   replica -> ingress    number, [stream, ...], [token id, ...], [Output, ...], [Failure, ...]
+    Outputs   replica -> ingress    number, [stream, ...], [token id, ...], [[stream, EngineOutput], ...], [Failure, ..]
 
 Submit and Abort are numbered together from 1, and so are Outputs. ``received`` is the last number up to which the
 sender of the message has everything, ``sent`` the last one that it has sent, so each side finds what it lacks
 (numbering.py). The ingress numbers its streams.
 
-Nearly every output is one token of one stream. Those are two lists of integers, and everything else is an ``Output``.
+Nearly every output is one token of one stream. Those are two lists of integers, and every other one an EngineOutput.
 Token ids of prompts are 32-bit, block hashes 64-bit little-endian words. Nothing here is pickled.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-__all__ = ["Abort", "Failure", "FromIngress", "FromReplica", "Hello", "Output", "Outputs", "Status", "Submit"]
+from engine.outputs import EngineOutput
+
+__all__ = ["Abort", "Failure", "FromIngress", "FromReplica", "Hello", "Outputs", "Status", "Submit"]
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
-_Logprobs: TypeAlias = list[tuple[int, float, int]]  # of one position: (token id, log-probability, rank)
 
 
 class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -55,23 +56,24 @@ class Hello(_Message, tag=1):
 
 
 class Submit(_Message, tag=2):
-    """A request. Its fields are those of EngineRequest.
+    """A request.
 
     Attributes:
-        params: the parameters that differ from the defaults (params.py).
+        request: the EngineRequest without its token ids. It is decoded on its own, so that an invalid one is refused
+            under its number and stream.
+        prompt: token ids.
+        output: token ids that another replica has generated.
         hashes: of the prompt's full blocks.
+        texts: parameters with unpaired surrogates, which a string of msgpack cannot hold.
     """
 
     number: _Count
     stream: _Count
-    request_id: str
+    request: msgspec.Raw
     prompt: bytes
-    params: dict[str, Any]
-    priority: int
-    cache_salt: str
-    client: str
     output: bytes
     hashes: bytes
+    texts: dict[str, list[bytes]]
 
 
 class Abort(_Message, tag=3):
@@ -97,22 +99,6 @@ class Status(_Message, tag=4):
     error: str | None
 
 
-class Output(_Message):
-    """An EngineOutput that is more than one token."""
-
-    stream: _Count
-    index: _Count
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None
-    num_cached_tokens: int
-    is_last: bool
-    logprobs: list[_Logprobs] | None
-    prompt_logprobs: list[_Logprobs | None] | None
-    cumulative_logprob: float | None
-    timing: tuple[float, float, float] | None
-
-
 class Failure(_Message):
     """A request that has ended with an error.
 
@@ -131,17 +117,18 @@ class Failure(_Message):
 
 
 class Outputs(_Message, tag=5):
-    """What one step has brought for the streams of one ingress.
+    """What one step generated for the streams of one ingress.
 
     Attributes:
-        streams: the streams that got one token, and nothing else.
+        streams: the streams that got a plain token (engine/outputs.py, StepOutputs).
         token_ids: the token of each.
+        others: all other outputs.
     """
 
     number: _Count
     streams: list[int]
     token_ids: list[int]
-    others: list[Output]
+    others: list[tuple[_Count, EngineOutput]]
     failures: list[Failure]
 
 

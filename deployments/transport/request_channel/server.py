@@ -199,7 +199,7 @@ class ChannelServer:
         except RequestError as error:
             self._refuse(ingress, message.stream, error)
         except Exception as error:  # a bug of ours must not end the other requests
-            logger.exception("request %s could not be submitted", message.request_id)
+            logger.exception("request %s could not be submitted", ingress.key(message.stream))
             problem = f"the request could not be submitted: {type(error).__name__}: {error}"
             self._refuse(ingress, message.stream, RuntimeError(problem))
 
@@ -257,7 +257,7 @@ class ChannelServer:
         if (compiling := ingress.compiling.get(stream)) is not None:
             compiling.cancel()
         else:
-            self._engine.abort_key(ingress.key(stream))
+            self._engine.abort(ingress.key(stream))
 
     # --- lost ingresses -------------------------------------------------------------------------------------------
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engine.output_reader import OutputReader
-from engine.outputs import EngineOutput, FinishReason, RequestTiming, TokenLogprobs
+from engine.outputs import EngineOutput, FinishReason, OutputReader, RequestTiming, TokenLogprobs
 from engine.request import EngineRequest
 
 RESUMED_CACHED_TOKENS = 1000  # cached at a replica that continues an answer; the client must not see them
@@ -97,7 +96,9 @@ class ScriptedEngine:
             if output.is_last:
                 del self.running[key]
         for reader, outputs in by_reader.items():
-            reader.publish(outputs)
+            plain = [(tag, output.token_ids[0]) for tag, output in outputs if _is_plain(output)]
+            others = [(tag, output) for tag, output in outputs if not _is_plain(output)]
+            reader.publish([tag for tag, _ in plain], [token_id for _, token_id in plain], others)
 
     # --- what a ChannelServer calls ---------------------------------------------------------------------------------
 
@@ -117,8 +118,8 @@ class ScriptedEngine:
 
         self._commands.append(queue)
 
-    def abort_key(self, key: str) -> None:
-        self._commands.append(lambda: self._abort(key))
+    def abort(self, request_id: str) -> None:
+        self._commands.append(lambda: self._abort(request_id))
 
     def remove_reader(self, reader: OutputReader) -> None:
         def abort_all() -> None:
@@ -129,4 +130,11 @@ class ScriptedEngine:
 
     def _abort(self, key: str) -> None:
         if (one := self.running.pop(key, None)) is not None:
-            one.reader.end(one.tag, is_aborted=True)
+            one.reader.end(one.tag)
+
+
+def _is_plain(output: EngineOutput) -> bool:
+    """Whether an output is one token and nothing else."""
+    return output == EngineOutput(
+        output.request_id, 0, output.token_ids[:1], num_cached_tokens=output.num_cached_tokens
+    ) and bool(output.token_ids)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from deployments.routing import state as state_module
 from deployments.routing.options import RoutingOptions
@@ -252,7 +253,7 @@ def test_a_report_includes_dispatches_from_well_before_it() -> None:
 def test_equal_costs_are_a_tie_without_any_tolerance() -> None:
     """Else the order of the candidates, which differs among ingresses, would decide."""
     state = make_state()
-    state.options = replace(state.options, load_bound=1.0)
+    state.options = dataclasses.replace(state.options, load_bound=1.0)
     for number in range(20):
         assert len({first(state, prompt(number), names) for names in ("abcd", "dcba", "cadb")}) == 1
 

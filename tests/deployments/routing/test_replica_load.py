@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from deployments.routing.replica_load import ReplicaLoad
 from engine.observability.load import EngineLoad

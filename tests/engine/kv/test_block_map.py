@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import random
 import time
+from functools import partial
 
 import pytest
 
@@ -16,6 +18,7 @@ from engine.kv.block_pool import Block, BlockCounts
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
+from tests.engine.async_streams import stream
 from tests.engine.random_load import RandomLoad
 from tests.engine.random_requests import random_arrival
 from tests.engine.shadow import make_engine
@@ -103,11 +106,14 @@ async def test_it_is_drawn_while_the_engine_runs() -> None:
     try:
         assert (await running.block_map()).counts() == BlockCounts(64, 0, 0, 0)
         seen = []
-        async for _ in running.generate(EngineRequest("a", [1] * 40, SamplingParams(max_tokens=100))):
+        async for _ in stream(running, EngineRequest("a", [1] * 40, SamplingParams(max_tokens=100))):
             seen.append(await running.block_map(max_cells=16))
         assert all(made.blocks_per_cell == 4 for made in seen)
         assert any(made.counts().used >= 10 for made in seen)
-        await running.reset_prefix_cache()  # after everything that the step thread had to do
+        reset = asyncio.Event()
+        running.call_in_step_thread(engine.reset_prefix_cache)
+        running.call_in_step_thread(partial(asyncio.get_running_loop().call_soon_threadsafe, reset.set))
+        await reset.wait()  # after everything that the step thread had to do
         assert (await running.block_map()).counts() == _map_of(engine).counts() == engine.block_manager.pool.counts()
     finally:
         await running.shutdown()

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.kv.block_pool import Block
 from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from engine.prefix_hash import block_hash, root_hash
+from engine.prefix_hash import packed_block_hash, root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.random_load import RandomLoad, drive
@@ -22,7 +23,8 @@ class Replica:
     def __init__(self) -> None:
         self.stored: set[int] = set()
         self.ever_stored = {root_hash("shadow", "", salt) for salt in ("", "a")}
-        self.parents: dict[int, int] = {}
+        self.parents: dict[int, int] = {}  # what ``learn_parents`` has seen: hash -> hash
+        self._hash_of: dict[int, int] = {}  # content id -> hash
         self.batches: list[KVEventBatch] = []
 
     def apply(self, batch: KVEventBatch) -> None:
@@ -34,21 +36,33 @@ class Replica:
             match event:
                 case BlockStored():
                     assert event.block_hash not in self.stored, "a block is stored twice"
-                    assert event.parent_hash in self.ever_stored, "a block follows one that was never stored"
-                    assert event.block_hash == block_hash(event.parent_hash, event.token_ids)
                     self.stored.add(event.block_hash)
-                    self.parents[event.block_hash] = event.parent_hash
                     self.ever_stored.add(event.block_hash)
                 case BlockRemoved():
                     self.stored.remove(event.block_hash)
                 case AllBlocksCleared():
                     self.stored.clear()
 
+    def learn_parents(self, blocks: list[Block]) -> None:
+        """Note the parents of all published blocks, which the events do not name, and check the hashes."""
+        published = [block for block in blocks if block.block_hash is not None]
+        self._hash_of |= {block.content_id: block.block_hash for block in published if block.block_hash is not None}
+        for block in published:
+            assert block.block_hash is not None
+            assert block.token_bytes is not None
+            is_first = isinstance(block.parent, str)
+            parent = root_hash("shadow", "", block.parent) if is_first else self._hash_of.get(block.parent)
+            if parent is None:  # it was evicted in the step that had stored it
+                continue
+            assert parent in self.ever_stored, "a block follows one that was never stored"
+            assert block.block_hash == packed_block_hash(parent, block.token_bytes)
+            self.parents[block.block_hash] = parent
+
     @property
     def holes(self) -> list[int]:
         """What is stored without the block before it."""
         roots = {root_hash("shadow", "", salt) for salt in ("", "a")}
-        return [one for one in self.stored if self.parents[one] not in self.stored | roots]
+        return [one for one in self.stored if self.parents.get(one) not in self.stored | roots]
 
 
 def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:
@@ -60,9 +74,10 @@ def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:
         published = manager.prefix_cache.published_hashes()
         assert replica.stored == set(published)
         assert sorted(published) == sorted(one.block_hash for one in manager.pool.blocks if one.block_hash is not None)
+        replica.learn_parents(manager.pool.blocks)
         counts.update(blocks=len(published), holes=len(replica.holes))
         position = {block_hash: index for index, block_hash in enumerate(published)}
-        late = [one for one in published if position.get(replica.parents[one], -1) > position[one]]
+        late = [one for one in published if position.get(replica.parents.get(one, -1), -1) > position[one]]
         counts["children before parents"] += len(late)
 
     for name in ("step", "reset_prefix_cache"):
@@ -144,7 +159,7 @@ def test_without_a_listener_no_events_pile_up_and_without_caching_there_are_none
 
 
 def test_batches_pickle() -> None:
-    batch = KVEventBatch(1, 2, (BlockStored(3, 4, (5, 6)), BlockRemoved(3), AllBlocksCleared()))
+    batch = KVEventBatch(1, 2, (BlockStored(3), BlockRemoved(3), AllBlocksCleared()))
     assert pickle.loads(pickle.dumps(batch)) == batch
 
 

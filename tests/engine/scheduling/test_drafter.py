@@ -26,7 +26,7 @@ class Oracle:
         self._runner, self._wrong = runner, wrong
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
-        answer = self._runner.answer(sequence.token_ids, limit, sequence.cache_salt)
+        answer = self._runner.answer(sequence.token_ids, limit, sequence.cache_key)
         first = sequence.num_output_tokens
         return [token + (first + index in self._wrong) for index, token in enumerate(answer)]
 

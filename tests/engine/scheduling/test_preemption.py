@@ -70,7 +70,7 @@ def test_a_group_is_preempted_and_resumes_as_a_whole(
         output = engine.scheduler.schedule()
         preempted += [(one, one.status, len(output.swap_out)) for one in output.preempted]
         updated = engine.scheduler.update(output, runner.run(output, None))  # type: ignore[arg-type]
-        for one in step_outputs(updated):
+        for one in step_outputs(updated, {}):
             if one.request_id == "group":
                 outputs_by_index.setdefault(one.index, []).extend(one.token_ids)
         check_integrity(engine)

@@ -57,7 +57,7 @@ def test_the_queue_fills_to_its_limit_and_the_error_names_both_numbers() -> None
         queue.arrive("d")
     assert caught.value.param is None
     assert queue.waiting == ["a", "b", "c"]
-    assert not queue.engine.is_unfinished("d")
+    assert "d" not in queue.engine._groups
     queue.engine.step()  # "a" runs now
     with pytest.raises(OverloadedError, match="2 requests wait"):
         queue.arrive("d")
@@ -71,7 +71,7 @@ def test_an_early_rejection_makes_no_sequence_and_hashes_nothing(monkeypatch: py
     queue = Queue(is_busy=True, max_queued_requests=1)
     queue.arrive("a")
     monkeypatch.setattr("engine.engine.SequenceGroup", None)
-    monkeypatch.setattr("engine.engine.root_hash", None)
+    monkeypatch.setattr("engine.request.root_hash", None)
     with pytest.raises(OverloadedError):
         queue.arrive("b")
 
@@ -99,7 +99,7 @@ def test_the_lowest_priorities_are_rejected_and_no_more_than_needed() -> None:
     assert sorted(queue.rejected) == ["late", "low"]
     assert queue.waiting == ["mid", "new", "peer"]
     assert "of priority -2 made room for one of priority 0" in str(queue.rejected["low"])
-    assert not queue.engine.is_unfinished("low")
+    assert "low" not in queue.engine._groups
     assert queue.queued == 40
     assert queue.sink.counters[m.REQUESTS_REJECTED, "overloaded"] == 2
     assert not queue.sink.counters[m.REQUESTS_FINISHED, "abort"]
@@ -185,7 +185,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert before, "an empty queue rejects"
             assert scheduler.waiting == before
             assert queue.queued <= queued_before, "what was evicted meanwhile may count less, nothing counts more"
-            assert not queue.engine.is_unfinished(name)
+            assert name not in queue.engine._groups
             return
         rejected = {group for group in before if group.request_id in queue.rejected.keys() - rejected_before}
         kept = [group for group in before if group not in rejected]

@@ -24,6 +24,7 @@ from engine.llm import LLM
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.worker import rank_process
+from tests.engine.async_streams import stream
 from tests.engine.worker.parallel_answers import OPTIONS, Answers, answer, check_equal
 from tests.waiting import HANG_S, until
 
@@ -137,7 +138,7 @@ async def test_the_async_engine_reports_a_dead_rank(checkpoint: Callable[[str], 
     (pid,) = set(rank_processes().values()) - before
 
     async def kill_at_first_token() -> None:
-        async for _ in engine.generate(EngineRequest("a", [5, 6, 7], ENDLESS)):
+        async for _ in stream(engine, EngineRequest("a", [5, 6, 7], ENDLESS)):
             os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(EngineDeadError, match=r"rank 1 of 2 was killed by SIGKILL"):

@@ -8,7 +8,7 @@ from deployments.observability.ingress_metrics import KV_INDEX_GAPS
 from deployments.observability.recorder import Recorder
 from deployments.transport.hashes import pack_hashes
 from deployments.transport.kv_events.feed import ReplicaFeed
-from deployments.transport.kv_events.messages import Snapshot, events_message, load_message
+from deployments.transport.kv_events.messages import LoadMessage, Snapshot, events_message
 from engine.kv.events import KVEvent
 from tests.deployments.kv_listener import Known, batch, load, removed, stored
 
@@ -24,7 +24,7 @@ class Feed:
         self.feed.events(events_message(batch(number, events, run_id), 0.0), self.now)
 
     def load(self, number: int, run_id: int = 1) -> None:
-        self.feed.load(load_message(run_id, number, load()), self.now)
+        self.feed.load(LoadMessage(run_id, number, load()), self.now)
 
     def snapshot(self, number: int, *hashes: int, run_id: int = 1, nonce: str | None = None) -> None:
         nonce = nonce or self.feed.nonce

@@ -13,7 +13,7 @@ from deployments.observability.ingress_metrics import KV_INDEX_DROPPED, KV_INDEX
 from deployments.transport.hashes import pack_hashes
 from deployments.transport.kv_events import sockets as kv_sockets
 from deployments.transport.kv_events.codec import MAX_MESSAGE_BYTES, encode
-from deployments.transport.kv_events.messages import Snapshot, events_message, load_message
+from deployments.transport.kv_events.messages import LoadMessage, Snapshot, events_message
 from deployments.transport.kv_events.topics import Topics
 from tests.deployments.kv_listener import Known, batch, eventually, load, removed, stored
 from tests.deployments.transport.kv_events.transport import (
@@ -30,7 +30,7 @@ def test_malformed_messages_are_counted_and_dropped(transport: Transport, caplog
         [topics.events, b""],
         [topics.events, good[:-1]],
         [topics.events, good + b"\0"],
-        [topics.events, encode(load_message(0, -1, load()))],
+        [topics.events, encode(LoadMessage(0, -1, load()))],
         [topics.load, good],
         [topics.events],
         [topics.events, good, good],
@@ -74,7 +74,7 @@ def test_a_message_over_the_socket_limit_closes_the_connection(
 
 
 def _receives_reports(sender: zmq.Socket[bytes], topics: Topics, ingress: Ingress) -> bool:
-    sender.send_multipart([topics.load, encode(load_message(0, -1, load()))])
+    sender.send_multipart([topics.load, encode(LoadMessage(0, -1, load()))])
     return ingress.known.count("report", "r1") > 0
 
 

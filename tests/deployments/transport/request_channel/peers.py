@@ -47,7 +47,7 @@ class Replica:
         """Whether no request, block or unacknowledged output is left."""
         return (
             not self.server.num_requests
-            and not self.engine._readers
+            and not len(self.engine._readers)
             and self.inner.block_manager.num_free_blocks == self.inner.info.num_blocks
             and not any(one.compiling for one in self.server._ingresses.values())
         )

@@ -9,10 +9,11 @@ import pytest
 
 from deployments.observability.ingress_metrics import STREAM_PAUSES, ingress_recorder
 from deployments.transport.request_channel import stream as stream_module
-from deployments.transport.request_channel.codec import decode_from_replica, encode, output_of
+from deployments.transport.request_channel.codec import decode_from_replica, encode
 from deployments.transport.request_channel.errors import StreamPausedError
-from deployments.transport.request_channel.messages import Output, Outputs
+from deployments.transport.request_channel.messages import Outputs
 from deployments.transport.request_channel.stream import MAX_QUEUED_LOGPROBS, ReplicaStream
+from engine.outputs import EngineOutput, Logprob
 from tests.deployments.transport.request_channel.peers import Peers, outputs_of, tokens_of
 from tests.waiting import until_in_loop
 
@@ -22,16 +23,16 @@ TOP = 21  # log-probabilities of a token with top_logprobs 20
 
 def _with_logprobs(count: int) -> bytes:
     """Return a message with so many tokens of stream 1, each with 21 log-probabilities."""
-    positions = [[(1000 + rank, -float(rank) / 3, rank) for rank in range(TOP)] for _ in range(count)]
-    return encode(
-        Outputs(1, [], [], [Output(1, 0, [1000] * count, None, None, 0, False, positions, None, -1.0, None)], [])
-    )
+    positions = [{1000 + rank: Logprob(-float(rank) / 3, rank) for rank in range(TOP)} for _ in range(count)]
+    output = EngineOutput("id", 0, [1000] * count, logprobs=positions, cumulative_logprob=-1.0)
+    return encode(Outputs(1, [], [], [(1, output)], []))
 
 
 def _put(stream: ReplicaStream, data: bytes) -> None:
     message = decode_from_replica(data)
     assert isinstance(message, Outputs)
-    stream.put(output_of(message.others[0], "id", "r1"))
+    (_, output) = message.others[0]
+    stream.put(output)
 
 
 def test_the_bytes_that_are_kept_for_a_reader() -> None:
