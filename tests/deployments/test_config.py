@@ -34,6 +34,11 @@ def _write(tmp_path: Path, document: Any) -> Path:
         ({"model": "m", "zzz": 1}, "unknown key 'zzz' in args; known keys: autoscaling, engine, limits,"),
         ({}, "args lacks 'model'"),
         ({"model": "m", "replicas": {"num_engine_replicas": 0}}, "args.replicas.num_engine_replicas=0"),
+        (
+            {"model": "m", "replicas": {"num_engines": 3}},
+            "'num_engines' in args.replicas; did you mean",
+        ),
+        ({"model": "m", "engine": {"device": "tpu"}}, "'tpu'"),
         ({"model": "m", "engine": {"max_num_seq": 1}}, "option 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ({"model": "m", "engine": {"max_num_seqs": 0}}, "max_num_seqs=0"),
         ({"model": "m", "engine": {"skip_tokenizer_init": True}}, "skip_tokenizer_init"),

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from time import monotonic
 from typing import Any
 
 import psutil
@@ -20,14 +19,18 @@ LOOPBACK = "127.0.0.1"
 MIB = 2**20
 
 
-async def trickle(port: int, head: bytes, rest: bytes, *, address: str) -> float:
-    """Send ``head`` at once and a byte of the rest a second; return after how many seconds the server closes.
+BYTE_INTERVAL_S = 1.0  # of a slow client; the limits of heads and bodies are ten times as long
+SLOW_BYTES = 200
+
+
+async def trickle(port: int, head: bytes, rest: bytes, *, address: str) -> int:
+    """Send ``head`` at once and the rest slowly, until the server closes; return how many bytes of the rest it took.
 
     Raises:
-        TimeoutError: if it has not after a minute.
+        TimeoutError: the server has not closed although everything was sent.
     """
-    started = monotonic()
-    async with asyncio.timeout(60.0):
+    num_sent = 0
+    async with asyncio.timeout(2 * SLOW_BYTES * BYTE_INTERVAL_S):
         reader, writer = await asyncio.open_connection(LOOPBACK, port, local_addr=(address, 0))
         closed = asyncio.create_task(reader.read())
         try:
@@ -35,34 +38,35 @@ async def trickle(port: int, head: bytes, rest: bytes, *, address: str) -> float
             for byte in rest:
                 with suppress(OSError):
                     writer.write(bytes([byte]))
-                if (await asyncio.wait([closed], timeout=1.0))[0]:
+                if (await asyncio.wait([closed], timeout=BYTE_INTERVAL_S))[0]:
                     break
+                num_sent += 1
             await asyncio.wait([closed])
             closed.exception()  # a reset is an end too
         finally:
             closed.cancel()
             writer.transport.abort()
-    return monotonic() - started
+    return num_sent
 
 
-async def trickles(port: int, count: int) -> float:
-    """Trickle so many heads and bodies at all endpoints, and be silent instead of as many bodies.
+async def trickles(port: int, count: int) -> int:
+    """Trickle ``count`` heads and as many bodies to all endpoints, and send no body at all as often.
 
-    Returns the longest time until the server closed a connection.
+    Returns the largest number of bytes that a client could send before the server closed its connection.
     """
     body, paths = json.dumps(COMPLETION).encode(), [*ENDPOINTS]
     slow = []
     for number in range(count):
         path, last = paths[number % len(paths)], 1 + number % 200
-        head = request("POST", path, [("X-Slow", "x" * 200)], body)
+        head = request("POST", path, [("X-Slow", "x" * SLOW_BYTES)], body)
         slow.append(trickle(port, b"", head, address=f"127.0.3.{last}"))
-        head = request("POST", path, [("Content-Length", "200")])
-        slow += [trickle(port, head, rest, address=f"127.0.4.{last}") for rest in (b" " * 200, b"")]
+        head = request("POST", path, [("Content-Length", str(SLOW_BYTES))])
+        slow += [trickle(port, head, rest, address=f"127.0.4.{last}") for rest in (b" " * SLOW_BYTES, b"")]
     return max(await asyncio.gather(*slow))
 
 
 async def burst(port: int, count: int, *, address: str) -> list[StreamOutcome]:
-    """Open so many streams at once, each with a prompt of its own, and read them to their ends."""
+    """Open ``count`` streams at once, each with a prompt of its own, and read them to their ends."""
     bodies: Sequence[dict[str, Any]] = [
         {"prompt": f"Stream {number} of a burst says", "max_tokens": 16, "ignore_eos": True} for number in range(count)
     ]
@@ -71,19 +75,19 @@ async def burst(port: int, count: int, *, address: str) -> list[StreamOutcome]:
 
 def memory(processes: Sequence[psutil.Process]) -> dict[int, float]:
     """Return the MiB that each process which still runs has for itself, by its id."""
-    found = {}
+    sizes = {}
     for process in processes:
         with suppress(psutil.Error):
-            found[process.pid] = process.memory_full_info().uss / MIB
-    return found
+            sizes[process.pid] = process.memory_full_info().uss / MIB
+    return sizes
 
 
 def names(processes: Sequence[psutil.Process]) -> dict[int, str]:
     """Return what each process is: ingress, engine, haproxy, or its program."""
-    found = {}
+    kinds = {}
     for process in processes:
         with suppress(psutil.Error):
             command = " ".join(process.cmdline())
             kind = kind_of(command)
-            found[process.pid] = command.split(" ", 1)[0].rpartition("/")[2] if kind == OTHERS else kind
-    return found
+            kinds[process.pid] = command.split(" ", 1)[0].rpartition("/")[2] if kind == OTHERS else kind
+    return kinds

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Server
+from tests.e2e.server import Server
+from tests.waiting import HANG_S
 
 MISSING = "playwright or axe is not installed: pip install -e '.[test]'"
 playwright_api = pytest.importorskip("playwright.sync_api", reason=MISSING)
@@ -24,6 +25,8 @@ if not CHROMIUM.exists():
 __all__ = ["LAPTOP", "Opener", "ask", "axe_api", "browser", "fact", "numbers", "open_page", "reload"]
 
 LAPTOP = {"width": 1440, "height": 900}
+HANG_MS = 1000 * HANG_S
+expect.set_options(timeout=HANG_MS)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ def open_page(browser: Browser, server: Server) -> Iterator[Opener]:
         context = browser.new_context(**({"viewport": LAPTOP} | options))
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(HANG_MS)
         page.on("console", lambda message: message.type == "error" and note(page, message.text))
         page.on("pageerror", lambda error: note(page, str(error)))
         page.on("requestfailed", lambda request: note(page, f"{request.url}: {request.failure}"))
@@ -68,13 +71,10 @@ def open_page(browser: Browser, server: Server) -> Iterator[Opener]:
 
 
 def reload(page: Page) -> None:
-    """Load the page again; a poll that this interrupts counts as failed, and is no problem."""
+    """Load the page again; a poll that this interrupts counts as failed, which is not a problem."""
     page.may_fail = True
     page.reload()
     page.may_fail = False
-
-
-LONG_ANSWER_MS = 30_000  # a tiny model may fill the context
 
 
 def ask(page: Page, question: str, state: str = "done") -> Any:
@@ -83,7 +83,7 @@ def ask(page: Page, question: str, state: str = "done") -> Any:
     page.get_by_label("Prompt", exact=True).fill(question)
     page.keyboard.press("Enter")
     answer = page.locator(".assistant").nth(number)
-    expect(answer).to_have_attribute("data-state", state, timeout=LONG_ANSWER_MS)
+    expect(answer).to_have_attribute("data-state", state)
     return answer
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 import ray
@@ -17,7 +16,9 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from deployments.app import build_app
-from tests.e2e.conftest import ROOT, free_port
+from tests.e2e.server import ROOT
+from tests.ports import free_port
+from tests.waiting import until
 
 CPUS_PER_ENGINE = 2  # logical CPUs of Ray
 ENGINES_PER_NODE = 2
@@ -45,8 +46,7 @@ def start(cluster: Cluster, port: int) -> None:
     free = ray.available_resources()["CPU"]
     target = serve.RunTarget(build_app(arguments()), name="pagoda", route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)
-    while ray.available_resources()["CPU"] >= free:
-        time.sleep(0.1)
+    until(lambda: ray.available_resources()["CPU"] < free, "the ingress runs on the head")
 
 
 def main(port: int) -> None:

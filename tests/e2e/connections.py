@@ -1,6 +1,6 @@
 """Cuts TCP connections between the processes of a server, from outside: neither process notices before the other.
 
-It takes a copy of the socket from a process with pidfd_getfd(2), which Linux 5.6 allows to whoever may trace it.
+It takes a copy of the socket from a process with pidfd_getfd(2), which Linux 5.6 allows to those that may trace it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def channel_connections(engine: int, ingresses: Collection[int]) -> list[int]:
 
     Only ingresses connect to the ports of the channel and of the KV events, and many processes to those of Ray.
     """
-    from_ingresses = {(one.laddr.ip, one.laddr.port) for pid in ingresses for one in _connections(pid)}
+    from_ingresses = {(conn.laddr.ip, conn.laddr.port) for pid in ingresses for conn in _connections(pid)}
     accepted: dict[int, list[tuple[int, bool]]] = {}
     own = _connections(engine)
-    listening = {one.laddr.port for one in own if one.status == psutil.CONN_LISTEN}
-    for one in own:
-        if one.status == psutil.CONN_ESTABLISHED and one.laddr.port in listening:
-            is_ours = (one.raddr.ip, one.raddr.port) in from_ingresses
-            accepted.setdefault(one.laddr.port, []).append((one.fd, is_ours))
+    listening = {conn.laddr.port for conn in own if conn.status == psutil.CONN_LISTEN}
+    for conn in own:
+        if conn.status == psutil.CONN_ESTABLISHED and conn.laddr.port in listening:
+            is_ours = (conn.raddr.ip, conn.raddr.port) in from_ingresses
+            accepted.setdefault(conn.laddr.port, []).append((conn.fd, is_ours))
     return [fd for pairs in accepted.values() if all(is_ours for _, is_ours in pairs) for fd, _ in pairs]
 
 

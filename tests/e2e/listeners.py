@@ -79,20 +79,20 @@ def documented(port: int, host: str, ray_tmpdir: Path) -> list[Entry]:
 
 def listeners(processes: Iterable[psutil.Process]) -> list[Listener]:
     """Return what the processes listen on; each socket once, though forked processes may share it."""
-    found: dict[object, Listener] = {}
+    sockets: dict[object, Listener] = {}
     for process in processes:
         try:
             name = process_name(process)
-            for one in process.net_connections("all"):
-                if one.family == socket.AF_UNIX:
-                    if one.laddr:
-                        found.setdefault((name, one.laddr), Listener(name, str(one.laddr), FILE, process.pid))
-                elif one.status == psutil.CONN_LISTEN or (one.type == socket.SOCK_DGRAM and not one.raddr):
-                    listener = Listener(name, one.laddr.port, _address(one.laddr.ip), process.pid)
-                    found.setdefault((one.type, one.family, one.laddr), listener)
+            for conn in process.net_connections("all"):
+                if conn.family == socket.AF_UNIX:
+                    if conn.laddr:
+                        sockets.setdefault((name, conn.laddr), Listener(name, str(conn.laddr), FILE, process.pid))
+                elif conn.status == psutil.CONN_LISTEN or (conn.type == socket.SOCK_DGRAM and not conn.raddr):
+                    listener = Listener(name, conn.laddr.port, _address(conn.laddr.ip), process.pid)
+                    sockets.setdefault((conn.type, conn.family, conn.laddr), listener)
         except psutil.NoSuchProcess:
             continue
-    return list(found.values())
+    return list(sockets.values())
 
 
 def process_name(process: psutil.Process) -> str:
@@ -112,17 +112,17 @@ def process_name(process: psutil.Process) -> str:
     return Path(parts[1] if is_python else parts[0]).name
 
 
-def differences(found: Sequence[Listener], entries: Sequence[Entry]) -> list[str]:
-    """Return what is found and undocumented, or documented and absent. An entry stands for one socket of a process."""
+def differences(present: Sequence[Listener], entries: Sequence[Entry]) -> list[str]:
+    """Return what is present but undocumented, or documented but absent. An entry is one socket of a process."""
     per_process = Counter(entries)
     number: Counter[tuple[Entry, int]] = Counter()
     wrong = []
-    for listener in found:
-        if entry := next((one for one in per_process if one.matches(listener)), None):
+    for listener in present:
+        if entry := next((entry for entry in per_process if entry.matches(listener)), None):
             number[entry, listener.pid] += 1
         else:
             wrong.append(f"undocumented: {listener}")
-    names = {listener.pid: listener.process for listener in found}
+    names = {listener.pid: listener.process for listener in present}
     for entry, expected in per_process.items():
         pids = [pid for pid, name in names.items() if fnmatchcase(name, entry.process)]
         if not pids and entry.process not in NOT_ALWAYS_THERE and not _is_taken(entry):

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
+
+from tests.waiting import HANG_S, until_async
 
 OnChunk = Callable[[httpx.Response, int], Awaitable[None]]
 
 TOKENS = 120  # an answer takes some seconds while 32 clients share two cores
-REQUEST_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,9 @@ class Answer:
             parts[-1] = (kind, parts[-1][1] + text)
         elif text:
             parts.append((kind, text))
+
+
+Recorded = list[tuple[Question, Answer]]
 
 
 class RequestFailed(Exception):  # noqa: N818
@@ -167,16 +170,29 @@ def _require(condition: bool, otherwise: str) -> None:
         raise RequestFailed(otherwise)
 
 
-def new_client(url: str) -> httpx.AsyncClient:
+class Target(Protocol):
+    """A server under load."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that every request needs."""
+        ...
+
+
+def new_client(server: Target) -> httpx.AsyncClient:
     """Return a client without a limit on its connections."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits)
+    return httpx.AsyncClient(base_url=server.url, headers=server.headers, timeout=HANG_S, limits=limits)
 
 
-async def record(url: str, asked: Sequence[Question]) -> list[Answer]:
-    """Return the answers of an undisturbed server."""
-    async with new_client(url) as client:
-        return list(await asyncio.gather(*(ask(client, question) for question in asked)))
+async def record(server: Target, asked: Sequence[Question]) -> Recorded:
+    """Return the requests with the answers of an undisturbed server."""
+    async with new_client(server) as client:
+        answers = await asyncio.gather(*(ask(client, question) for question in asked))
+    return list(zip(asked, answers, strict=True))
 
 
 @dataclass
@@ -186,24 +202,32 @@ class Report:
     completed: int = 0
     broken: list[str] = field(default_factory=list)  # connections that broke, each followed by another attempt
     failures: list[str] = field(default_factory=list)
-    slowest_s: float = 0.0
+
+    async def until_completed(self, more: int) -> None:
+        """Wait until that many more requests have been completed, or any has failed."""
+        wanted = self.completed + more
+        await until_async(lambda: self.completed >= wanted or self.failures, f"{more} more requests are completed")
+
+    def check(self) -> None:
+        """Fail if a request has failed."""
+        assert self.failures == [], f"{len(self.failures)} of {self.completed}: {self.failures[:5]}"
 
 
 class Clients:
     """Clients that send known requests one after another until the ``running`` block ends.
 
     Args:
-        url: the server.
+        server: gets the requests.
         asked: the requests with their expected answers.
         count: how many clients there are.
         retries: how often a client repeats a request whose connection broke.
     """
 
     def __init__(
-        self, url: str, asked: Sequence[tuple[Question, Answer]], *, count: int = 32, retries: int = 0
+        self, server: Target, asked: Sequence[tuple[Question, Answer]], *, count: int = 32, retries: int = 0
     ) -> None:
         self.report = Report()
-        self._url = url
+        self._server = server
         self._asked = asked
         self._count = count
         self._retries = retries
@@ -212,7 +236,7 @@ class Clients:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Report]:
         """Run the clients; at the end each finishes the request it is at."""
-        async with new_client(self._url) as client:
+        async with new_client(self._server) as client:
             tasks = [asyncio.create_task(self._run(client, number)) for number in range(self._count)]
             try:
                 yield self.report
@@ -227,9 +251,7 @@ class Clients:
         turn = number  # each client starts at another request
         while not self._stopping:
             question, expected = self._asked[turn % len(self._asked)]
-            started = time.monotonic()
             await self._check(client, question, expected, f"client {number}, request {turn % len(self._asked)}")
-            self.report.slowest_s = max(self.report.slowest_s, time.monotonic() - started)
             turn += 1
 
     async def _check(self, client: httpx.AsyncClient, question: Question, expected: Answer, client_name: str) -> None:
@@ -257,6 +279,6 @@ def difference(answer: Answer, expected: Answer) -> str:
         ours, theirs = answer.token_ids[index], expected.token_ids[index]
         if ours != theirs:
             pairs = enumerate(zip(ours, theirs, strict=False))
-            index_of_first = next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
+            index_of_first = next((at for at, (left, right) in pairs if left != right), min(len(ours), len(theirs)))
             return f"choice {index}, {len(ours)} tokens instead of {len(theirs)}, first difference at {index_of_first}"
     return f"the same tokens, but {answer.parts} for {expected.parts}, {answer.finish_reasons}"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.e2e.conftest import Server, free_port
+from tests.e2e.server import Server
+from tests.ports import free_port
+from tests.waiting import HANG_S
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Prometheus:
 
     def get(self, path: str, **params: Any) -> Any:
         """Return the data of an answer; fail with Prometheus's error message."""
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=20)
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=HANG_S)
         assert answer.status_code == 200, f"{params}: {answer.text}"
         return answer.json()["data"]
 
@@ -43,27 +44,13 @@ class Prometheus:
     def history(self, name: str) -> str:
         """Return a metric's values of the last minute at both endpoints, and whether the endpoints answered."""
         wanted = ("up", "scrape_duration_seconds", f"pagoda_{name}", f"ray_pagoda_{name}")
-        found = [series for one in wanted for series in self.query(f"{one}[1m]")]
-        return "\n".join(f"{one['metric']}: {[value for _, value in one['values']]}" for one in found)
+        histories = [series for metric in wanted for series in self.query(f"{metric}[1m]")]
+        return "\n".join(f"{series['metric']}: {[value for _, value in series['values']]}" for series in histories)
 
     def values(self, series: str, label: str) -> list[str]:
         """Return a label's values, as Grafana's label_values() does."""
-        found: list[str] = self.get(f"label/{label}/values", **{"match[]": series})
-        return found
-
-
-def wait_for(
-    what: str,
-    is_true: Callable[[], object],
-    timeout_s: float,
-    pause_s: float = 0.5,
-    what_else: Callable[[], object] = lambda: "",
-) -> None:
-    """Poll until ``is_true``; after ``timeout_s`` fail with ``what_else()`` in the message."""
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"{what}: not true after {timeout_s} s; {what_else()}"
-        time.sleep(pause_s)
+        values: list[str] = self.get(f"label/{label}/values", **{"match[]": series})
+        return values
 
 
 @contextmanager
@@ -91,4 +78,4 @@ def running_prometheus(directory: Path, server: Server, rule_files: list[Path]) 
         yield prometheus
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=HANG_S)

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
-import pytest
-
-from tests.e2e.conftest import Server
 
 MODEL = "pagoda-demo"
 MESSAGES: Any = [{"role": "user", "content": "Hello! Who are you?"}]
-
-
-@pytest.fixture
-def api(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
-        yield client
 
 
 def test_chat_answers_with_text(api: openai.OpenAI) -> None:
@@ -80,33 +70,33 @@ def test_the_default_of_completions_is_16_tokens(api: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 16
 
 
-def test_a_stop_string_ends_the_text_before_it(client: httpx.Client) -> None:
+def test_a_stop_string_ends_the_text_before_it(http: httpx.Client) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    text = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     stop = text[6:9]
-    answer = client.post("/v1/completions", json=body | {"stop": stop}).json()["choices"][0]
+    answer = http.post("/v1/completions", json=body | {"stop": stop}).json()["choices"][0]
     assert answer["text"] == text[: text.index(stop)]
     assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", stop)
-    kept = client.post("/v1/completions", json=body | {"stop": stop, "include_stop_str_in_output": True}).json()
+    kept = http.post("/v1/completions", json=body | {"stop": stop, "include_stop_str_in_output": True}).json()
     assert kept["choices"][0]["text"] == text[: text.index(stop) + 3]
 
 
-def test_the_same_seed_gives_the_same_text(client: httpx.Client) -> None:
+def test_the_same_seed_gives_the_same_text(http: httpx.Client) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 1.0, "seed": 7, "ignore_eos": True}
-    first, second = (client.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(2))
+    first, second = (http.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(2))
     assert first == second
 
 
-def test_token_ids_on_request(client: httpx.Client) -> None:
+def test_token_ids_on_request(http: httpx.Client) -> None:
     body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
-    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
     assert choice["prompt_token_ids"] == [5, 6, 7]
     assert len(choice["token_ids"]) == 4
 
 
-def test_events_are_framed_and_end_with_done(client: httpx.Client) -> None:
+def test_events_are_framed_and_end_with_done(http: httpx.Client) -> None:
     body = {"messages": MESSAGES, "max_tokens": 4, "stream": True}
-    with client.stream("POST", "/v1/chat/completions", json=body, headers={"X-Request-Id": "my-id"}) as answer:
+    with http.stream("POST", "/v1/chat/completions", json=body, headers={"X-Request-Id": "my-id"}) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.headers["x-request-id"] == "my-id"
         assert answer.headers["x-pagoda-replica"]
@@ -116,14 +106,14 @@ def test_events_are_framed_and_end_with_done(client: httpx.Client) -> None:
         assert json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk"
 
 
-def test_a_request_id_is_generated_if_none_is_given(client: httpx.Client) -> None:
-    assert client.get("/version").headers["x-request-id"]
+def test_a_request_id_is_generated_if_none_is_given(http: httpx.Client) -> None:
+    assert http.get("/version").headers["x-request-id"]
 
 
-def test_models_health_and_version(client: httpx.Client) -> None:
-    listed = client.get("/v1/models").json()
+def test_models_health_and_version(http: httpx.Client) -> None:
+    listed = http.get("/v1/models").json()
     assert [model["id"] for model in listed["data"]] == [MODEL]
-    assert client.get(f"/v1/models/{MODEL}").json()["max_model_len"] > 0
-    assert client.get("/v1/models/none").status_code == 404
-    assert client.get("/health").status_code == 200
-    assert client.get("/version").json()["version"]
+    assert http.get(f"/v1/models/{MODEL}").json()["max_model_len"] > 0
+    assert http.get("/v1/models/none").status_code == 404
+    assert http.get("/health").status_code == 200
+    assert http.get("/version").json()["version"]

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-
-from tests.e2e.conftest import Server
 
 MODEL = "pagoda-demo"
 MESSAGES: Any = [{"role": "user", "content": "What is a KV cache?"}]
@@ -25,14 +22,8 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def api(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
-        yield client
-
-
-def _choices(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    answer = client.post("/v1/completions", json=BODY | body)
+def _choices(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
+    answer = http.post("/v1/completions", json=BODY | body)
     assert answer.status_code == 200, answer.text
     choices: list[dict[str, Any]] = answer.json()["choices"]
     return choices
@@ -54,16 +45,18 @@ def test_several_choices_whole_and_streamed(api: openai.OpenAI) -> None:
     assert whole.usage.prompt_tokens == alone.usage.prompt_tokens
 
 
-def test_the_best_of_several(client: httpx.Client) -> None:
+def test_the_best_of_several(http: httpx.Client) -> None:
     asked: dict[str, Any] = {"seed": 1, "temperature": 1.5, "logprobs": 0}
 
     def mean(choice: dict[str, Any]) -> float:
         values = choice["logprobs"]["token_logprobs"]
         return float(sum(values) / len(values))
 
-    every = _choices(client, n=4, **asked)
-    best = _choices(client, n=2, best_of=4, **asked)
-    assert [choice["text"] for choice in best] == [one["text"] for one in sorted(every, key=mean, reverse=True)[:2]]
+    every = _choices(http, n=4, **asked)
+    best = _choices(http, n=2, best_of=4, **asked)
+    assert [choice["text"] for choice in best] == [
+        choice["text"] for choice in sorted(every, key=mean, reverse=True)[:2]
+    ]
 
 
 def test_chat_logprobs(api: openai.OpenAI) -> None:
@@ -81,11 +74,11 @@ def test_chat_logprobs(api: openai.OpenAI) -> None:
     assert [entry.token for entry in streamed] == [entry.token for entry in answer.logprobs.content]
 
 
-def test_scoring_a_prompt_agrees_with_generating_it(client: httpx.Client) -> None:
-    (generated,) = _choices(client, temperature=0, logprobs=1, return_token_ids=True)
+def test_scoring_a_prompt_agrees_with_generating_it(http: httpx.Client) -> None:
+    (generated,) = _choices(http, temperature=0, logprobs=1, return_token_ids=True)
     prompt = generated["prompt_token_ids"] + generated["token_ids"]
     for max_tokens, num_generated in ((0, 0), (1, 1)):
-        (scored,) = _choices(client, prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0)
+        (scored,) = _choices(http, prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0)
         values = scored["logprobs"]["token_logprobs"]
         assert len(values) == len(prompt) + num_generated
         continuation = values[len(generated["prompt_token_ids"]) : len(prompt)]
@@ -95,27 +88,27 @@ def test_scoring_a_prompt_agrees_with_generating_it(client: httpx.Client) -> Non
         assert scored["text"].startswith(BODY["prompt"] + generated["text"])
 
 
-def test_logprobs_end_with_the_stop_string(client: httpx.Client) -> None:
-    (free,) = _choices(client, temperature=0, logprobs=0)
+def test_logprobs_end_with_the_stop_string(http: httpx.Client) -> None:
+    (free,) = _choices(http, temperature=0, logprobs=0)
     stop = free["text"][6:9]
-    (stopped,) = _choices(client, temperature=0, logprobs=0, stop=stop)
+    (stopped,) = _choices(http, temperature=0, logprobs=0, stop=stop)
     length = len(stopped["logprobs"]["tokens"])
     assert length < len(free["logprobs"]["tokens"])
     assert stopped["logprobs"]["tokens"] == free["logprobs"]["tokens"][:length]
     assert free["logprobs"]["text_offset"][1] == len(free["logprobs"]["tokens"][0])
 
 
-def test_what_steers_the_choice_of_tokens(client: httpx.Client) -> None:
-    (free,) = _choices(client, temperature=0, return_token_ids=True, max_tokens=200)
+def test_what_steers_the_choice_of_tokens(http: httpx.Client) -> None:
+    (free,) = _choices(http, temperature=0, return_token_ids=True, max_tokens=200)
     first = free["token_ids"][0]
-    (biased,) = _choices(client, temperature=0, return_token_ids=True, logit_bias={str(first): -100})
+    (biased,) = _choices(http, temperature=0, return_token_ids=True, logit_bias={str(first): -100})
     assert biased["token_ids"][0] != first
-    (limited,) = _choices(client, temperature=0, return_token_ids=True, allowed_token_ids=[40, 41])
+    (limited,) = _choices(http, temperature=0, return_token_ids=True, allowed_token_ids=[40, 41])
     assert set(limited["token_ids"]) <= {40, 41}
-    (varied,) = _choices(client, temperature=0, return_token_ids=True, frequency_penalty=2, max_tokens=200)
+    (varied,) = _choices(http, temperature=0, return_token_ids=True, frequency_penalty=2, max_tokens=200)
     assert len(set(varied["token_ids"])) > len(set(free["token_ids"]))
     word = free["text"].split()[1]
-    (clean,) = _choices(client, temperature=0, bad_words=[word], max_tokens=40)
+    (clean,) = _choices(http, temperature=0, bad_words=[word], max_tokens=40)
     assert clean["text"].split()[1] != word
 
 
@@ -142,18 +135,18 @@ def test_a_json_schema_is_followed(api: openai.OpenAI) -> None:
         ({"grammar": 'start: "ab" | "cd"'}, "ab|cd"),
     ],
 )
-def test_other_forms_are_followed(client: httpx.Client, form: dict[str, Any], pattern: str) -> None:
-    (choice,) = _choices(client, structured_outputs=form, temperature=1, ignore_eos=False)
+def test_other_forms_are_followed(http: httpx.Client, form: dict[str, Any], pattern: str) -> None:
+    (choice,) = _choices(http, structured_outputs=form, temperature=1, ignore_eos=False)
     assert re.fullmatch(pattern, choice["text"])
     assert choice["finish_reason"] == "stop"
 
 
-def test_an_invalid_schema_does_not_affect_other_requests(client: httpx.Client) -> None:
-    with client.stream("POST", "/v1/completions", json=BODY | {"stream": True, "max_tokens": 200}) as running:
+def test_an_invalid_schema_does_not_affect_other_requests(http: httpx.Client) -> None:
+    with http.stream("POST", "/v1/completions", json=BODY | {"stream": True, "max_tokens": 200}) as running:
         lines = running.iter_lines()
         next(lines)
         for pattern in ("(", "(?=a)b", "((((((a{1,900}){1,900}){1,900}){1,900}){1,900}){1,900})"):
-            answer = client.post("/v1/completions", json=BODY | {"structured_outputs": {"regex": pattern}})
+            answer = http.post("/v1/completions", json=BODY | {"structured_outputs": {"regex": pattern}})
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["param"] == "structured_outputs"
         assert [line for line in lines if line][-1] == "data: [DONE]"

@@ -1,45 +1,105 @@
-"""An idle deployment scales to zero engines, and the first request starts one."""
+"""A deployment that scales to zero engines when it is idle, and starts one for a request; then it is deleted."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from pathlib import Path
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, running_server
+from deployments.launcher.dashboard import delete_applications
+from tests.e2e.load import Answer, Question, ask, new_client
+from tests.e2e.server import Server, running_server
+from tests.waiting import HANG_S, until, until_async
 
 pytestmark = pytest.mark.long
 
+STREAMS, TOKENS, HELD_TOKENS = 4, 1500, 1900
 
-@pytest.fixture
-def scaled(tmp_path: Path) -> Iterator[Server]:
-    """A server with zero to two engines that removes idle ones after two seconds."""
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with zero to two engines that removes idle ones after two seconds, and waits long for stopped ones."""
 
     def change(args: dict[str, Any]) -> None:
         args["replicas"] |= {"num_engine_replicas": 1, "cpus_per_engine": 0.1}
         args["autoscaling"] |= {"max_replicas": 2, "min_replicas": 0, "upscale_delay_s": 0.5, "downscale_delay_s": 2.0}
+        args["limits"]["stall_timeout_s"] = 600
 
-    with running_server(tmp_path, change) as running:
+    with running_server(tmp_path_factory.mktemp("scaled"), change) as running:
         yield running
-
-
-def _wait_for_engines(server: Server, number: int) -> None:
-    deadline = time.monotonic() + 90
-    while len(server.pids("engine")) != number:
-        assert time.monotonic() < deadline, server.pids("engine")
-        time.sleep(0.25)
 
 
 def test_to_zero_and_back(scaled: Server) -> None:
     body = {"prompt": "Once", "max_tokens": 8, "temperature": 0}
-    with httpx.Client(base_url=scaled.url, timeout=120) as client:
+    with httpx.Client(base_url=scaled.url, timeout=HANG_S) as client:
         first = client.post("/v1/completions", json=body).raise_for_status().json()
-        _wait_for_engines(scaled, 0)
+        until(lambda: not scaled.pids("engine"), "no engine is left")
         assert client.get("/health").json() == {"status": "idle"}
         again = client.post("/v1/completions", json=body).raise_for_status()
     assert again.json()["choices"] == first["choices"]
     assert again.headers["x-pagoda-replica"]
+
+
+async def test_deleting_the_applications_lets_streams_finish(scaled: Server) -> None:
+    """This is how to drain a server; `serve shutdown` ends the proxy and with it every stream at once.
+
+    The engine is stopped from before the deletion until the ingress drains, so no stream can have ended before.
+    """
+    async with _stopped_in_mid_stream(scaled) as streams:
+        assert await asyncio.to_thread(delete_applications, scaled.dashboard)
+        await until_async(lambda: not scaled.pids("ingress"), "the ingress drains")
+        assert not any(stream.done() for stream in streams)
+    answers = await asyncio.gather(*streams)
+    assert [len(answer.token_ids[0]) for answer in answers] == [TOKENS] * STREAMS
+
+
+@asynccontextmanager
+async def _stopped_in_mid_stream(server: Server) -> AsyncIterator[list[asyncio.Task[Answer]]]:
+    """Open streams, and stop the engine while the block runs; they have their first tokens and not their last."""
+    started: set[int] = set()
+    async with new_client(server) as client, _held_engine(server, client) as pid:
+
+        async def tell(number: int) -> Answer:
+            async def count(response: httpx.Response, number_of_chunk: int) -> None:
+                if number not in started:
+                    started.add(number)
+                    if len(started) == STREAMS:
+                        os.kill(pid, signal.SIGSTOP)
+
+            return await ask(client, _tale(number, TOKENS), on_chunk=count)
+
+        streams = [asyncio.create_task(tell(number)) for number in range(STREAMS)]
+        try:
+            await until_async(lambda: len(started) == STREAMS, "all streams have begun")
+            yield streams
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.gather(*streams, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _held_engine(server: Server, client: httpx.AsyncClient) -> AsyncIterator[int]:
+    """Keep an engine with a stream of its own, since an idle one would be removed; yields its process id."""
+    has_started = asyncio.Event()
+
+    async def start(response: httpx.Response, number: int) -> None:
+        has_started.set()
+
+    stream = asyncio.create_task(ask(client, _tale(STREAMS, HELD_TOKENS), on_chunk=start))
+    try:
+        await asyncio.wait_for(has_started.wait(), HANG_S)
+        (pid,) = (await asyncio.to_thread(server.engine_pids)).values()
+        yield pid
+    finally:
+        await asyncio.gather(stream, return_exceptions=True)
+
+
+def _tale(number: int, tokens: int) -> Question:
+    body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    return Question("/v1/completions", body | {"prompt": f"Tale {number}"})

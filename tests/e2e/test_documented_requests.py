@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import httpx
 import pytest
 
 from tests.documents import DOCUMENTS, ROOT, CodeBlock, code_blocks, shell_lines, uses_server
-from tests.e2e.conftest import Server
+from tests.e2e.server import Server
+from tests.waiting import HANG_S, until
 
 SHIPPED_URL = "http://127.0.0.1:8000"
 REQUESTS = [
@@ -30,7 +30,7 @@ REQUESTS = [
 
 
 def send(server: Server, line: str) -> str:
-    """Run a documented curl command against this server; returns what it prints."""
+    """Run a documented curl command against this server; return what it prints."""
     assert line.count(SHIPPED_URL) == 1
     words = shlex.split(line.replace(SHIPPED_URL, server.url))
     return subprocess.run([*words, "--silent", "--show-error"], capture_output=True, text=True, check=True).stdout
@@ -78,9 +78,9 @@ def test_clients_work(server: Server, page: Path, capsys: pytest.CaptureFixture[
 
 def numbers(line: str) -> tuple[int, int]:
     """Return the numbers of cached tokens and of prompt tokens that the README's client prints."""
-    found = re.search(r"\((\d+) of (\d+) prompt tokens cached\)$", line)
-    assert found, line
-    return int(found[1]), int(found[2])
+    match = re.search(r"\((\d+) of (\d+) prompt tokens cached\)$", line)
+    assert match, line
+    return int(match[1]), int(match[2])
 
 
 def test_the_log_lines_have_the_fields_of_the_page(server: Server) -> None:
@@ -88,12 +88,9 @@ def test_the_log_lines_have_the_fields_of_the_page(server: Server) -> None:
     request, stats = re.split(r"\n(?=INFO)", " ".join(re.split(r"\n +", example.text)).strip())
     started = len(server.log.read_text())
     body = {"messages": [{"role": "user", "content": "What is a KV cache?"}]}
-    httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
-    expected = [shape(request), shape(stats)]
-    deadline = time.monotonic() + 30
-    while missing := [one for one in expected if one not in map(shape, server.log.read_text()[started:].splitlines())]:
-        assert time.monotonic() < deadline, missing
-        time.sleep(0.5)
+    httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=HANG_S).raise_for_status()
+    expected = {shape(request), shape(stats)}
+    until(lambda: expected <= {*map(shape, server.log.read_text()[started:].splitlines())}, f"lines like {expected}")
 
 
 def shape(line: str) -> str:

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-import time
-
 import grpc
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server
 from tests.e2e.listeners import FILE, Entry, Listener, differences, documented, listeners
+from tests.e2e.server import Server
+from tests.waiting import HANG_S, until
 
 ENGINE = "ray::ServeReplica:pagoda:engine"
 
 
-def _settled_differences(server: Server, host: str) -> list[str]:
-    """Return the differences when the server has started all of its processes, some of them after it is ready."""
+def _check_listeners(server: Server, host: str) -> None:
+    """Wait until the server listens as the page says: some of its processes start after it is ready."""
     entries = documented(server.port, host, server.ray_dir)
-    deadline = time.monotonic() + 60
-    while (wrong := differences(listeners(server.processes()), entries)) and time.monotonic() < deadline:
-        time.sleep(1)
-    return wrong
+
+    def wrong() -> list[str]:
+        return differences(listeners(server.processes()), entries)
+
+    until(lambda: not wrong(), "the server listens as documented", pause_s=1.0, details=wrong)
 
 
 def test_the_page_lists_every_listener(server: Server) -> None:
-    assert _settled_differences(server, "127.0.0.1") == []
+    _check_listeners(server, "127.0.0.1")
 
 
 @pytest.mark.long
 def test_the_page_lists_every_listener_of_a_server_for_other_machines(public_server: Server) -> None:
-    assert _settled_differences(public_server, "all") == []
+    _check_listeners(public_server, "all")
 
 
 @pytest.fixture
 def serves_ports(server: Server) -> list[int]:
     """The gRPC ports of Serve, which are open on all addresses."""
-    return [one.socket for one in listeners(server.processes()) if one.address == "all" and isinstance(one.socket, int)]
+    return [
+        listener.socket
+        for listener in listeners(server.processes())
+        if listener.address == "all" and isinstance(listener.socket, int)
+    ]
 
 
 def test_ports_on_all_addresses_require_rays_token(serves_ports: list[int]) -> None:
@@ -44,13 +48,13 @@ def test_ports_on_all_addresses_require_rays_token(serves_ports: list[int]) -> N
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
             with pytest.raises(grpc.RpcError) as refused:
-                call(b"", timeout=10)
+                call(b"", timeout=HANG_S)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("path", ["/api/serve/applications/", "/api/cluster_status", "/api/jobs/", "/api/v0/actors"])
 def test_rays_dashboard_requires_its_token(server: Server, path: str) -> None:
-    assert httpx.get(server.dashboard + path, timeout=20).status_code == 401
+    assert httpx.get(server.dashboard + path, timeout=HANG_S).status_code == 401
 
 
 def test_differences_are_found() -> None:
@@ -63,7 +67,7 @@ def test_differences_are_found() -> None:
     pages = [Listener("haproxy", 25000, "127.0.0.1", 4)]
     everything = [*engine, *other, *files, *pages]
     assert differences(everything, entries) == []
-    for found, problem in [
+    for present, problem in [
         ([*engine, *other[:1], *files, *pages], "1 sockets instead of 2 of process 2"),
         ([*everything, Listener(ENGINE, 40005, "127.0.0.1", 2)], "3 sockets instead of 2 of process 2"),
         ([*engine, *pages], "documented, but absent: Entry(process='raylet'"),
@@ -73,5 +77,5 @@ def test_differences_are_found() -> None:
         ([*everything, Listener("raylet", "/tmp/other", FILE, 3)], "undocumented"),
         ([*everything, Listener("sshd", 40005, "127.0.0.1", 5)], "undocumented"),
     ]:
-        (line,) = differences(found, entries)
+        (line,) = differences(present, entries)
         assert problem in line

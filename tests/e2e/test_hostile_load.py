@@ -9,29 +9,26 @@ from collections import Counter
 from itertools import islice
 
 import httpx
-import numpy as np
 import psutil
 import pytest
 
-from benchmarks.serving.pauses import watching_pauses
-from benchmarks.serving.streams import Reply, idle_connections, probing, send
-from tests.e2e.abuse import burst, memory, names, trickles
-from tests.e2e.conftest import Server
+from benchmarks.serving.streams import idle_connections, probing, send
+from tests.e2e.abuse import SLOW_BYTES, burst, memory, names, trickles
 from tests.e2e.hostile import each_once, headers_everywhere, mixtures, strange_bodies
+from tests.e2e.server import Server
 from tests.e2e.test_hostile_clients import QUESTION, send_all
 from tests.e2e.test_vanishing_clients import Usage, vanish
+from tests.waiting import until_async
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive("thousands of connections and strange requests, twice"), pytest.mark.timeout(1800)]
 
 MIXTURES, BODIES, MIN_STRANGE = 1000, 700, 5000  # of a round, and of both
 TRICKLES = 40  # of heads, and as many of bodies and of silent clients
-MAX_TRICKLE_S = 13.0  # the limits of heads and bodies are 10
 VANISHING = 150
 BURST = 2000
 IDLE_OF_EACH_ADDRESS, IDLE_ADDRESSES = 4200, ("127.0.5.1", "127.0.5.2")
 PROBES = ("/health", "/-/healthz")
-MAX_PROBE_P99_S = 1.0
-STREAMS_BESIDE, ORDINARY_P50_S, ORDINARY_MAX_S = 400, 1.0, 2.0  # where other work has the cores
+STREAMS_BESIDE = 400
 GROWTH, NOISE_MIB = 1.10, 4.0  # a process of 10 MiB may take some pages more
 
 
@@ -46,10 +43,10 @@ async def _strange(server: Server, seed: int) -> Counter[int]:
 def _closed(connections: list[socket.socket]) -> int:
     """Return how many connections the server has closed, or has not accepted."""
     closed = 0
-    for one in connections:
-        one.setblocking(False)
+    for connection in connections:
+        connection.setblocking(False)
         try:
-            closed += one.recv(1) == b""
+            closed += connection.recv(1) == b""
         except BlockingIOError:
             pass
         except OSError:
@@ -61,66 +58,57 @@ async def _hold_idle_connections(server: Server) -> None:
     """Take more connections than HAProxy accepts from these addresses; this machine's own is served meanwhile."""
     first, second = IDLE_ADDRESSES
     with (
-        idle_connections(server.port, IDLE_OF_EACH_ADDRESS, address=first) as one,
-        idle_connections(server.port, IDLE_OF_EACH_ADDRESS, address=second) as other,
+        idle_connections(server.port, IDLE_OF_EACH_ADDRESS, address=first) as of_first,
+        idle_connections(server.port, IDLE_OF_EACH_ADDRESS, address=second) as of_second,
     ):
-        await asyncio.sleep(0.5)
-        assert _closed([*one, *other]) > 0
+        await until_async(lambda: _closed([*of_first, *of_second]), "the server closes some connections")
         own = await asyncio.to_thread(send, server.port, "/v1/completions", address="127.0.0.1", body=QUESTION)
         assert own.status == 200, own
     # HAProxy has seen the end of all of them when the address may connect again.
-    while (await asyncio.to_thread(send, server.port, "/-/healthz", address=first)).status != 200:
-        await asyncio.sleep(0.1)
+    await until_async(lambda: send(server.port, "/-/healthz", address=first).status == 200, "it may connect again")
 
 
-async def _burst(server: Server) -> dict[str, list[float]]:
-    """Return the seconds of the probes meanwhile, but for the machine's pauses."""
-    with watching_pauses() as pauses, probing(server.port, PROBES, address="127.0.6.1") as replies:
+async def _burst(server: Server) -> None:
+    """Send many streams at once: each is served or rejected, and probes are answered meanwhile.
+
+    How fast the probes are answered is what benchmarks/hostile.py measures.
+    """
+    with probing(server.port, PROBES, address="127.0.6.1") as replies:
         outcomes = await burst(server.port, BURST, address="127.0.6.2")
-    assert {one.status for one in outcomes} <= {200, 503}
-    assert all(one.is_complete for one in outcomes if one.status == 200)
-    assert max(one.total_s for one in outcomes) < 60
+    assert {outcome.status for outcome in outcomes} <= {200, 503}
+    assert all(outcome.is_complete for outcome in outcomes if outcome.status == 200)
     for path, of_path in replies.items():
-        assert {one.status for one in of_path} == {200}, (path, of_path)
-    return {path: [one.seconds_without(pauses) for one in of_path] for path, of_path in replies.items()}
+        assert {reply.status for reply in of_path} == {200}, (path, of_path)
 
 
 async def _round(server: Server, seed: int) -> int:
-    """One time everything; returns the number of strange requests."""
+    """Do everything once; return the number of strange requests."""
     statuses, _ = await asyncio.gather(_strange(server, seed), vanish(server, VANISHING))
-    slowest = await trickles(server.port, TRICKLES)
-    assert slowest < MAX_TRICKLE_S
+    assert await trickles(server.port, TRICKLES) < SLOW_BYTES
     await _hold_idle_connections(server)
-    for path, seconds in (await _burst(server)).items():
-        assert np.percentile(seconds, 99) <= MAX_PROBE_P99_S, (path, sorted(seconds)[-5:])
-    print(statuses, f"trickles: {slowest:.1f} s")
-    assert not any((await Usage(server).until_nothing_is_used(but=("clients",))).values())
+    await _burst(server)
+    print(statuses)
+    await Usage(server).until_nothing_is_used(but=("clients",))
     return statuses.total()
 
 
 async def test_other_addresses_are_served_beside_idle_connections_and_streams(server: Server) -> None:
-    """The requests come one after the other until the last stream has ended.
+    """Ordinary requests are answered one after the other while streams of another address still wait.
 
-    Engines let addresses take turns: one that comes just after all streams waits for the next free slot only.
+    Engines let addresses take turns: a request that comes after all streams waits for the next free slot only.
+    benchmarks/hostile.py measures how long it waits.
     """
     body = QUESTION | {"max_tokens": 8}
-    replies: list[Reply] = []
-    with (
-        idle_connections(server.port, IDLE_OF_EACH_ADDRESS, address=IDLE_ADDRESSES[0]),
-        watching_pauses() as pauses,
-    ):
+    num_answered = 0
+    with idle_connections(server.port, IDLE_OF_EACH_ADDRESS, address=IDLE_ADDRESSES[0]):
         streams = asyncio.create_task(burst(server.port, STREAMS_BESIDE, address="127.0.6.2"))
         while not streams.done():
             reply = await asyncio.to_thread(send, server.port, "/v1/completions", address="127.0.6.3", body=body)
             assert reply.status == 200
-            replies.append(reply)
+            num_answered += 1
         outcomes = await streams
-    seconds = [one.seconds_without(pauses) for one in replies]
-    assert {one.status for one in outcomes} == {200}
-    print(f"{len(seconds)} ordinary requests: {np.median(seconds):.2f} s at the median, at most {max(seconds):.2f} s")
-    assert len(seconds) >= 3
-    assert np.median(seconds) <= ORDINARY_P50_S
-    assert max(seconds) <= ORDINARY_MAX_S
+    assert {outcome.status for outcome in outcomes} == {200}
+    assert num_answered >= 3
 
 
 def _answer(client: httpx.Client) -> str:

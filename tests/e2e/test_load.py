@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 
 import httpx
 
-from tests.e2e.conftest import Server, by_replica
+from tests.e2e.server import Server, by_replica
+from tests.waiting import HANG_S, until_async
 
-CLIENTS, DISCONNECTING, TOKENS = 64, 16, 96
+CLIENTS, DISCONNECTING, TOKENS, UNREAD_TOKENS = 64, 16, 96, 1500
 
 
 async def _stream(client: httpx.AsyncClient, number: int, max_chunks: int | None) -> tuple[int, str | None]:
     """Read a stream to its end or disconnect after some chunks; return (tokens, finish reason)."""
-    body = {"prompt": f"Client {number} says", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-    body |= {"return_token_ids": True}
+    body = {"prompt": f"Client {number} says", "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body["max_tokens"] = TOKENS if max_chunks is None else UNREAD_TOKENS
     tokens, reason, chunks = 0, None, 0
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
@@ -32,7 +32,7 @@ async def _stream(client: httpx.AsyncClient, number: int, max_chunks: int | None
 
 async def _all(server: Server) -> list[tuple[int, str | None]]:
     limits = httpx.Limits(max_connections=CLIENTS)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S, limits=limits) as client:
         return await asyncio.gather(
             *(_stream(client, number, 3 if number < DISCONNECTING else None) for number in range(CLIENTS))
         )
@@ -40,46 +40,46 @@ async def _all(server: Server) -> list[tuple[int, str | None]]:
 
 def _in_use(server: Server) -> dict[str, float]:
     return {
-        "running": sum(server.metric("pagoda_num_requests_running").values()),
-        "waiting": sum(server.metric("pagoda_num_requests_waiting").values()),
-        "blocks": sum(server.metric("pagoda_kv_blocks", state="used").values()),
+        "running": server.total("pagoda_num_requests_running"),
+        "waiting": server.total("pagoda_num_requests_waiting"),
+        "blocks": server.total("pagoda_kv_blocks", state="used"),
     }
 
 
-async def _wait_until_idle(server: Server, seconds: float) -> dict[str, float]:
-    """Wait at most ``seconds`` until nothing is in use; return what still is."""
-    deadline = time.monotonic() + seconds
-    while True:
-        busy = await asyncio.to_thread(_in_use, server)
-        if not any(busy.values()) or time.monotonic() > deadline:
-            return busy
-        await asyncio.sleep(0.05)
+async def _until_idle(server: Server) -> None:
+    await until_async(lambda: not any(_in_use(server).values()), "nothing is in use", details=lambda: _in_use(server))
+
+
+def _aborted(server: Server) -> float:
+    """Return how many requests have been aborted so far."""
+    return server.total("pagoda_requests_finished_total", reason="abort")
 
 
 async def test_64_streams_of_which_16_disconnect(server: Server) -> None:
+    before = _aborted(server)
     seen = await _all(server)
     assert all(tokens == TOKENS and reason == "length" for tokens, reason in seen[DISCONNECTING:])
-    assert all(tokens < TOKENS and reason is None for tokens, reason in seen[:DISCONNECTING])
-    assert not any((await _wait_until_idle(server, 1.0)).values())
+    assert all(tokens < UNREAD_TOKENS and reason is None for tokens, reason in seen[:DISCONNECTING])
+    await _until_idle(server)
+    assert _aborted(server) == before + DISCONNECTING
 
 
 async def test_a_request_without_streaming_is_aborted_on_disconnect(server: Server) -> None:
-    before = sum(server.metric("pagoda_requests_finished_total", reason="abort").values())
+    before = _aborted(server)
     body = {"prompt": "Leave early", "max_tokens": 1500, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=server.url) as client:
-        call = asyncio.create_task(client.post("/v1/completions", json=body, timeout=60))
-        while not (await asyncio.to_thread(_in_use, server))["running"]:
-            await asyncio.sleep(0.02)
+        call = asyncio.create_task(client.post("/v1/completions", json=body, timeout=HANG_S))
+        await until_async(lambda: _in_use(server)["running"], "the request runs")
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-    assert not any((await _wait_until_idle(server, 2.0)).values())
-    assert sum(server.metric("pagoda_requests_finished_total", reason="abort").values()) == before + 1
+    await _until_idle(server)
+    assert _aborted(server) == before + 1
 
 
 async def test_metrics_agree_with_the_running_requests(server: Server) -> None:
     body = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
     before = server.metric("pagoda_requests_finished_total")
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client:
         streams = [
             client.stream("POST", "/v1/completions", json=body | {"prompt": f"Run {number} of several, all alone"})
             for number in range(6)
@@ -98,4 +98,4 @@ async def test_metrics_agree_with_the_running_requests(server: Server) -> None:
         assert running[replica] + ended == sum(answer.headers["x-pagoda-replica"] == replica for answer in answers)
         assert used[replica] >= running[replica]
         assert (0 < usage[replica] < 1) == (running[replica] > 0)
-    assert not any((await _wait_until_idle(server, 2.0)).values())
+    await _until_idle(server)

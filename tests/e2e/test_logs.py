@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server
+from tests.e2e.server import Server
+from tests.waiting import until
 
 SECRET = "Kryptonite"  # of the client; no log may hold it
 MISTAKES: dict[str, dict[str, Any]] = {
@@ -29,15 +30,12 @@ def _logs(server: Server) -> dict[Path, str]:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_without_the_clients_text(server: Server, client: httpx.Client, mistake: str) -> None:
-    request_id = f"mistake-{mistake}-{time.monotonic_ns()}"
+    request_id = f"mistake-{mistake}-{uuid.uuid4().hex}"
     body = {"prompt": f"{SECRET} is", "max_tokens": 3, **MISTAKES[mistake]}
     tracebacks = sum(text.count("Traceback") for text in _logs(server).values())
     answer = client.post("/v1/completions", json=body, headers={"X-Request-Id": request_id})
     assert answer.status_code == 400
-    deadline = time.monotonic() + 10
-    while not (lines := _lines_about(server, request_id)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    (line,) = lines
+    (line,) = until(lambda: _lines_about(server, request_id), f"a line about {request_id}")
     assert line.startswith("INFO")
     assert "status=400" in line
     logs = _logs(server)

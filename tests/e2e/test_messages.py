@@ -10,7 +10,8 @@ import anthropic
 import pytest
 from anthropic.types import Message
 
-from tests.e2e.conftest import Server
+from tests.e2e.server import Server
+from tests.waiting import HANG_S
 
 MODEL = "pagoda-demo"
 ASKED: Any = {
@@ -37,7 +38,7 @@ BILLING = "x-anthropic-billing-header"
 
 @pytest.fixture
 def api(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", timeout=60, max_retries=0) as client:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", timeout=HANG_S, max_retries=0) as client:
         yield client
 
 

@@ -18,12 +18,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, end_server, start_server
-from tests.e2e.prometheus import Prometheus, running_prometheus, wait_for
+from tests.e2e.prometheus import Prometheus, running_prometheus
+from tests.e2e.server import START_HANG_S, Server, end_server, start_server
 from tests.k8s.monitoring_files import PREFIXES, label_queries, queries, rules, write_rules
+from tests.waiting import HANG_S, until
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         not shutil.which("prometheus") or not shutil.which("promtool"),
         reason="prometheus and promtool are not installed: apt-get install prometheus",
@@ -91,7 +93,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 def _load(server: Server, prometheus: Prometheus) -> set[int]:
     """Send bursts until both endpoints show their effects; return the status codes of the answers."""
     statuses: set[int] = set()
-    with httpx.Client(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=CLIENTS)) as client:
+    with httpx.Client(base_url=server.url, timeout=HANG_S, limits=httpx.Limits(max_connections=CLIENTS)) as client:
         statuses.add(client.post("/v1/completions", json={"prompt": STORY * 500}).status_code)
         with ThreadPoolExecutor(CLIENTS) as pool:
 
@@ -100,8 +102,7 @@ def _load(server: Server, prometheus: Prometheus) -> set[int]:
                 return all(_is_shown(prometheus, prefix) for prefix in PREFIXES)
 
             # Without a pause, so that the engines work at every scrape.
-            wait_for("the load's effects", burst_is_shown, timeout_s=90, pause_s=0.0)
-    time.sleep(9.0)  # until the last values have reached Ray's agent
+            until(burst_is_shown, "the load's effects are shown", pause_s=0.0, hang_s=START_HANG_S)
     return statuses
 
 
@@ -143,18 +144,20 @@ def test_the_load_was_mixed(scene: Scene) -> None:
     assert {200, 400, 503} <= scene.statuses
     samples = scene.server.metrics()
     for name in CAUSED:
-        assert sum(value for (found, _), value in samples.items() if found == f"pagoda_{name}"), name
+        assert sum(value for (sample, _), value in samples.items() if sample == f"pagoda_{name}"), name
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_every_panel_has_data(scene: Scene, prefix: str) -> None:
     chosen = _chosen(scene.prometheus, prefix)
     assert (chosen["$model"], chosen["$replica"].count("|"), chosen["$ingress"].count("|")) == ("pagoda-demo", 1, 0)
-    empty = []
     for title, expression in queries():
-        if not scene.prometheus.numbers(_with(chosen, expression), scene.started, time.time()):
-            empty.append(f"{title}: {_with(chosen, expression)}")
-    assert not empty, "\n".join(empty)
+        text = _with(chosen, expression)
+
+        def has_data(text: str = text) -> bool:
+            return bool(scene.prometheus.numbers(text, scene.started, time.time()))
+
+        until(has_data, f"{title}: {text} has data")
 
 
 @pytest.mark.parametrize(
@@ -174,22 +177,28 @@ def test_every_panel_has_data(scene: Scene, prefix: str) -> None:
     ],
 )
 def test_both_endpoints_agree(scene: Scene, expression: str) -> None:
-    """Zeros are ignored: Ray's agent lacks series that were never sent. Nothing has changed since the load."""
-    found = [
-        {
+    """Nothing has changed since the load, but its last values need seconds to reach Ray's agent.
+
+    Zeros are ignored: Ray's agent lacks series that were never sent.
+    """
+
+    def values(prefix: str) -> dict[frozenset[tuple[str, str]], float]:
+        return {
             frozenset(series["metric"].items()): float(series["value"][1])
             for series in scene.prometheus.query(expression.replace("${prefix}", prefix))
             if float(series["value"][1])
         }
-        for prefix in PREFIXES
-    ]
-    assert found[0]
-    assert found[0] == pytest.approx(found[1])
+
+    def agree() -> bool:
+        ours, rays = map(values, PREFIXES)
+        return bool(ours) and ours == pytest.approx(rays)
+
+    until(agree, "both endpoints agree", pause_s=0.5, details=lambda: [*map(values, PREFIXES)])
 
 
 def test_promtool_finds_no_problem_in_the_metrics(scene: Scene) -> None:
-    text = httpx.get(f"{scene.server.url}/metrics", timeout=20).content
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=20)
+    text = httpx.get(f"{scene.server.url}/metrics", timeout=HANG_S).content
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=HANG_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
@@ -204,7 +213,8 @@ def test_an_alert_fires_while_there_is_no_engine(scene: Scene) -> None:
                 os.kill(pid, signal.SIGKILL)
         return len(scene.prometheus.query(firing)) == len(PREFIXES)
 
-    wait_for("the alert", has_fired, timeout_s=150, what_else=lambda: scene.prometheus.history("replicas"))
+    history = scene.prometheus.history
+    until(has_fired, "the alert fires", pause_s=0.5, hang_s=START_HANG_S, details=lambda: history("replicas"))
     evaluated = [rule for group in scene.prometheus.get("rules")["groups"] for rule in group["rules"]]
     assert len(evaluated) == len(PREFIXES) * len(rules())
     assert {(rule["name"], rule["health"], rule.get("lastError", "")) for rule in evaluated} == {

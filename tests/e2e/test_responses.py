@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +14,8 @@ import openai
 import pytest
 
 from tests.deployments.api.responses.official import check_events, check_items, check_response, events_of
-from tests.e2e.conftest import Server
+from tests.e2e.server import Server
+from tests.waiting import HANG_S, until
 
 ASKED: Any = {"model": "pagoda-demo", "input": "What is a KV cache?", "max_output_tokens": 40, "temperature": 0}
 SHORT = ASKED | {"max_output_tokens": 2}
@@ -35,7 +35,7 @@ WEATHER: Any = {
 
 @pytest.fixture
 def api(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=HANG_S, max_retries=0) as client:
         yield client
 
 
@@ -109,19 +109,17 @@ def test_log_probabilities(api: openai.OpenAI) -> None:
     (part,) = message.content
     assert part.type == "output_text"
     assert part.logprobs is not None
-    assert "".join(one.token for one in part.logprobs) == part.text
-    assert all(len(one.top_logprobs) == 2 for one in part.logprobs)
+    assert "".join(entry.token for entry in part.logprobs) == part.text
+    assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
 
 
 def test_a_client_that_disconnects_aborts_and_stores_nothing(server: Server, client: httpx.Client) -> None:
     body = ASKED | {"stream": True, "max_output_tokens": 900, "ignore_eos": True, "min_tokens": 900}
-    with client.stream("POST", "/v1/responses", json=body) as stream:
+    with client.stream("POST", "/v1/responses", json=body, headers={"X-Request-Id": "left"}) as stream:
         created = next(line for line in stream.iter_lines() if line.startswith("data: "))
     response_id = json.loads(created.removeprefix("data: "))["response"]["id"]
-    deadline = time.monotonic() + 20
-    while "path=/v1/responses" not in (log := server.log.read_text()) or "reason=abort status=499" not in log:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    line = server.wait_for_line("id=left ")
+    assert "reason=abort status=499" in line
     assert client.get(f"/v1/responses/{response_id}").status_code == 404
 
 
@@ -130,7 +128,7 @@ def test_a_client_that_disconnects_aborts_and_stores_nothing(server: Server, cli
 
 def _send(server: Server, method: str, path: str, **options: Any) -> httpx.Response:
     """Send a request on a connection of its own."""
-    return httpx.request(method, f"{server.url}/v1/responses{path}", headers=server.headers, timeout=60, **options)
+    return httpx.request(method, f"{server.url}/v1/responses{path}", headers=server.headers, timeout=HANG_S, **options)
 
 
 def _send_many(server: Server, method: str, path: str, **options: Any) -> list[httpx.Response]:
@@ -147,33 +145,36 @@ def _ingresses(server: Server, path: str) -> set[str]:
 
 @pytest.mark.long
 def test_every_ingress_finds_what_another_one_keeps(public_server: Server) -> None:
-    made: list[dict[str, Any]] = []
-    deadline = time.monotonic() + 60
-    while not made or len(_ingresses(public_server, "/v1/responses")) < 2:  # HAProxy may not know the second one yet
-        assert time.monotonic() < deadline
-        made += [answer.json() for answer in _send_many(public_server, "POST", "", json=SHORT)]
-    for response in made[-MANY:]:
+    stored: list[dict[str, Any]] = []
+
+    def both_store() -> bool:
+        stored.extend(answer.json() for answer in _send_many(public_server, "POST", "", json=SHORT))
+        return len(_ingresses(public_server, "/v1/responses")) == 2
+
+    until(both_store, "both ingresses store responses")  # HAProxy may not know the second one yet
+    for response in stored[-MANY:]:
         path = f"/{response['id']}"
         assert all(answer.json() == response for answer in _send_many(public_server, "GET", path))
     assert len(_ingresses(public_server, "other")) == 2
-    goes_on = SHORT | {"previous_response_id": made[-1]["id"]}
-    assert {answer.status_code for answer in _send_many(public_server, "POST", "", json=goes_on)} == {200}
-    check_items(_send(public_server, "GET", f"/{made[-1]['id']}/input_items").json())
+    continued = SHORT | {"previous_response_id": stored[-1]["id"]}
+    assert {answer.status_code for answer in _send_many(public_server, "POST", "", json=continued)} == {200}
+    check_items(_send(public_server, "GET", f"/{stored[-1]['id']}/input_items").json())
     deleted = {answer.status_code for answer in _send_many(public_server, "DELETE", path)}
     assert deleted == {200, 404}  # once
     assert {answer.status_code for answer in _send_many(public_server, "GET", path)} == {404}
     _kill_an_ingress(public_server)
-    assert {_send(public_server, "GET", f"/{response['id']}").status_code for response in made[:-1]} == {200, 404}
+    assert {_send(public_server, "GET", f"/{response['id']}").status_code for response in stored[:-1]} == {200, 404}
 
 
 def _kill_an_ingress(server: Server) -> None:
-    """Kill one ingress, and wait until Serve sends it no more requests."""
+    """Kill one ingress, and wait until it has been replaced and gets no more requests."""
     os.kill(next(iter(server.pids("ingress").values())), signal.SIGKILL)
-    deadline, successes = time.monotonic() + 60, 0
-    while successes < 10:
-        assert time.monotonic() < deadline
-        try:
-            successes = successes + 1 if httpx.get(f"{server.url}/health", timeout=5).is_success else 0
-        except httpx.TransportError:
-            successes = 0
-        time.sleep(0.1)
+    until(lambda: len(server.live_pids("ingress")) == 2, "the ingress is replaced")
+    until(lambda: all(_is_healthy(server) for _ in range(10)), "ten requests succeed, one after the other")
+
+
+def _is_healthy(server: Server) -> bool:
+    try:
+        return httpx.get(f"{server.url}/health", timeout=HANG_S).is_success
+    except httpx.TransportError:
+        return False

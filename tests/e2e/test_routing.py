@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.conftest import Server
+from tests.e2e.server import Server
 
 
 def _system_prompt(num_rules: int = 90) -> str:

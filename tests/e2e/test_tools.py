@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from demo.tool_corpus import load_tool_corpus
-from tests.e2e.conftest import Server
 
 MODEL = "pagoda-demo"
 CITY = {"type": "string", "enum": ["Oslo", "Zürich", "東京"]}
@@ -46,12 +44,6 @@ ASKED: Any = {
 }
 CALCULATOR: Any = load_tool_corpus().page_tools[0]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
-
-
-@pytest.fixture
-def api(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
-        yield client
 
 
 def _check(call: Any) -> None:

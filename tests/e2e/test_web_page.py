@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.e2e.browser import LAPTOP, Opener, ask, axe_api, browser, fact, numbers, open_page, reload
-from tests.e2e.conftest import Server
+from tests.e2e.server import Server
+from tests.waiting import HANG_S, until
 
 from playwright.sync_api import Browser, Error, Page, Route, expect  # isort: skip  # after the check that it is there
 
@@ -44,8 +45,8 @@ def test_the_second_question_of_a_chat_hits_the_cache(open_page: Opener) -> None
     assert cached / asked > 0.75
     badges = [answer.locator("[data-fact=replica] .replica").get_attribute("title") for answer in (first, second)]
     assert badges[0] == badges[1]
-    for one in (first, second):
-        words = one.locator(".text").inner_text().split()
+    for answer in (first, second):
+        words = answer.locator(".text").inner_text().split()
         assert len(words) > 8  # a real answer, which the demo model gives with this system prompt
     expect(page.locator("#routed tr").first.locator("td").nth(2)).to_have_text("hit")
 
@@ -67,15 +68,16 @@ def test_a_chat_streams_and_shows_its_statistics(open_page: Opener) -> None:
     replica = sent.value.headers["x-pagoda-replica"]
     assert first.locator("[data-fact=replica] .replica").get_attribute("title") == replica
     value, unit = fact(first, "ttft").split()
-    assert 1 < float(value) * {"ms": 1, "s": 1000}[unit] < 10_000
-    assert 1 < numbers(fact(first, "rate"))[0] < 100_000
-    made = numbers(fact(first, "tokens"))[0]
-    assert len(text.split()) * 0.5 < made < 500
+    assert float(value) > 0
+    assert unit in ("ms", "s")
+    assert numbers(fact(first, "rate"))[0] > 0
+    answered = numbers(fact(first, "tokens"))[0]
+    assert len(text.split()) * 0.5 < answered < 500
 
     second = ask(page, "And how does it help?")
     _, before = numbers(fact(first, "cached"))
     cached, asked = numbers(fact(second, "cached"))
-    assert asked > before + made  # the conversation so far was sent
+    assert asked > before + answered  # the conversation so far was sent
     assert BLOCK_SIZE <= cached < asked
     roles = [message["role"] for message in sent.value.request.post_data_json["messages"]]
     assert roles == ["system", "user"]
@@ -194,16 +196,22 @@ def test_the_heat_map_agrees_with_the_metrics(open_page: Opener, server: Server)
     picture = "() => [...document.querySelectorAll('canvas')].map((canvas) => canvas.toDataURL())"
     before = page.evaluate(picture)
     assert len(before) == 2
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [300] * 1000, "max_tokens": 1}, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [300] * 1000, "max_tokens": 1}, timeout=HANG_S)
     replica = answer.headers["x-pagoda-replica"]
     page.wait_for_function(f"before => ({picture})().some((image, index) => image !== before[index])", arg=before)
-    page.wait_for_timeout(1500)  # until other requests of these tests have ended
 
     tile = page.locator(f"[data-replica='{replica}']")
-    label = tile.get_by_role("img").get_attribute("aria-label") or ""
-    used, shared, cached, free = numbers(label)
-    states = {state: server.metric("pagoda_kv_blocks", state=state)[replica] for state in ("free", "cached")}
-    assert (used, shared, cached, free) == (0, 0, states["cached"], states["free"])
+
+    def shown() -> list[float]:
+        return numbers(tile.get_by_role("img").get_attribute("aria-label") or "")
+
+    def measured() -> list[float]:
+        cached, free = (server.metric("pagoda_kv_blocks", state=state)[replica] for state in ("cached", "free"))
+        return [0, 0, cached, free]
+
+    # Other requests of these tests may not have ended yet.
+    until(lambda: shown() == measured(), "the page shows what the metrics say", details=lambda: (shown(), measured()))
+    used, shared, cached, free = shown()
     assert cached >= 1000 // 16
     blocks = numbers(tile.locator(".hint").inner_text())[0]
     assert used + shared + cached + free == blocks
@@ -211,11 +219,12 @@ def test_the_heat_map_agrees_with_the_metrics(open_page: Opener, server: Server)
 
 def test_each_request_is_listed_with_the_reason(open_page: Opener, server: Server) -> None:
     page = open_page()
-    for _ in range(2):
-        body = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 2, "cache_salt": "of this test"}
-        replica = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).headers["x-pagoda-replica"]
-        page.wait_for_timeout(1500)
     rows = page.locator("#routed tr")
+    body = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 2, "cache_salt": "of this test"}
+    for row in (rows.nth(0), rows.nth(1)):  # of the first request, when it is the last and the last but one
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=HANG_S)
+        replica, num_tokens = answer.headers["x-pagoda-replica"], answer.json()["usage"]["prompt_tokens"]
+        expect(row.locator(".asked")).to_have_text(f"{num_tokens:,}")
     second, first = (rows.nth(index).locator("td").all_inner_texts() for index in (0, 1))
     assert (first[2], second[2]) == ("cold", "hit")
     assert rows.nth(0).locator(".replica").get_attribute("title") == replica
@@ -224,20 +233,20 @@ def test_each_request_is_listed_with_the_reason(open_page: Opener, server: Serve
     assert best == expected
     assert numbers(first[4])[0] == 0
     assert page.locator("#hit-chart .line").count() >= 1
-    assert page.locator("#rate-chart svg").get_attribute("aria-label", timeout=1000).startswith("Output tokens")  # type: ignore[union-attr]
+    assert page.locator("#rate-chart svg").get_attribute("aria-label").startswith("Output tokens")  # type: ignore[union-attr]
 
 
 def test_a_hidden_page_does_not_poll(open_page: Opener) -> None:
-    page = open_page()
+    """Another page polls meanwhile, again and again."""
+    page, other = open_page(), open_page()
     page.evaluate("Object.defineProperty(document, 'hidden', {get: () => true, configurable: true})")
-    page.wait_for_timeout(1200)  # until the current poll has ended
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    page.wait_for_timeout(2500)
+    for _ in range(3):
+        other.wait_for_event("requestfinished", lambda request: request.url.endswith("/live"))
     assert asked == []
-    page.evaluate("Object.defineProperty(document, 'hidden', {get: () => false})")
-    page.wait_for_timeout(1500)
-    assert asked[0].endswith("/live")
+    with page.expect_request("**/live"):
+        page.evaluate("Object.defineProperty(document, 'hidden', {get: () => false})")
 
 
 # --- how it looks -----------------------------------------------------------------------------------------------------
@@ -265,9 +274,9 @@ def test_the_page_fits_and_is_accessible(open_page: Opener, theme: str, viewport
     )
     region = page.get_by_role("region", name="Routing").last
     assert region.evaluate("element => element.scrollWidth <= element.clientWidth")
-    found = axe_api.Axe().run(page).response["violations"]
-    serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
-    assert serious == []
+    problems = axe_api.Axe().run(page).response["violations"]
+    serious = [problem for problem in problems if problem["impact"] in ("serious", "critical")]
+    assert [(problem["id"], problem["nodes"][0]["html"]) for problem in serious] == []
 
 
 def test_a_theme_can_be_chosen_and_is_kept(open_page: Opener) -> None:
@@ -293,7 +302,7 @@ def test_a_theme_can_be_chosen_and_is_kept(open_page: Opener) -> None:
 
 @pytest.mark.long
 def test_without_a_key_nothing_is_served(public_server: Server) -> None:
-    with httpx.Client(base_url=public_server.url, timeout=30) as plain:
+    with httpx.Client(base_url=public_server.url, timeout=HANG_S) as plain:
         for path in ("/", "/live", "/metrics", "/v1/models", "/web/app.js"):
             assert plain.get(path).status_code == 401, path
         assert plain.post("/v1/completions", json={"prompt": "a"}).status_code == 401

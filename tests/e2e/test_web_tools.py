@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from tests.e2e.browser import Opener, ask, browser, open_page
 
 from playwright.sync_api import Page, Route, expect  # isort: skip  # after the check that it is there
@@ -22,7 +20,7 @@ def test_calls_are_run_and_their_results_sent_back(open_page: Opener) -> None:
     bodies = play(page, [*replies, stream_of({"content": "That is 391."}), stream_of({"content": "No tools."})])
     answer = ask(page, "What is 17 times 23, and how many engines are there?")
     assert answer.locator(".text").inner_text() == "That is 391."
-    product, status = (one.locator("code").all_inner_texts() for one in answer.locator(".call").all())
+    product, status = (call.locator("code").all_inner_texts() for call in answer.locator(".call").all())
     assert product == [calls[0][1], '{"result": 391}']
     assert json.loads(status[1])["engines"] == 2
     assert {tool["function"]["name"] for tool in bodies[0]["tools"]} == {"calculator", "cluster_status"}
@@ -39,40 +37,43 @@ def test_calls_are_run_and_their_results_sent_back(open_page: Opener) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "result"),
-    [
-        ("calculator", '{"expression": "1 / 3"}', {"result": 0.3333}),
-        ("calculator", '{"expression": "-2 * (3.5 - 4) + .5"}', {"result": 1.5}),
-        ("calculator", '{"expression": "2 - 3 - 4"}', {"result": -5}),
-        ("calculator", '{"expression": "1 / (2 - 2)"}', {"error": "division by zero"}),
-        ("calculator", '{"expression": "2 +"}', {"error": "the expression is incomplete"}),
-        ("calculator", '{"expression": "(2 + 3"}', {"error": "a bracket is not closed"}),
-        ("calculator", '{"expression": "2 3"}', {"error": "unexpected 3"}),
-        ("calculator", '{"expression": "alert(1)"}', {"error": "unexpected a"}),
-        ("calculator", '{"expression": 3}', {"error": "expression must be a string"}),
-        ("calculator", f'{{"expression": "{"(" * 60}"}}', {"error": "the expression is nested too deeply"}),
-        ("toString", "{}", {"error": "there is no tool toString"}),
-    ],
-)
-def test_a_tool_result_or_error_is_sent_back(open_page: Opener, name: str, arguments: str, result: Any) -> None:
+RESULTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("calculator", '{"expression": "1 / 3"}', {"result": 0.3333}),
+    ("calculator", '{"expression": "-2 * (3.5 - 4) + .5"}', {"result": 1.5}),
+    ("calculator", '{"expression": "2 - 3 - 4"}', {"result": -5}),
+    ("calculator", '{"expression": "1 / (2 - 2)"}', {"error": "division by zero"}),
+    ("calculator", '{"expression": "2 +"}', {"error": "the expression is incomplete"}),
+    ("calculator", '{"expression": "(2 + 3"}', {"error": "a bracket is not closed"}),
+    ("calculator", '{"expression": "2 3"}', {"error": "unexpected 3"}),
+    ("calculator", '{"expression": "alert(1)"}', {"error": "unexpected a"}),
+    ("calculator", '{"expression": 3}', {"error": "expression must be a string"}),
+    ("calculator", f'{{"expression": "{"(" * 60}"}}', {"error": "the expression is nested too deeply"}),
+    ("toString", "{}", {"error": "there is no tool toString"}),
+]
+
+
+def test_a_tool_result_or_error_is_sent_back(open_page: Opener) -> None:
     page = open_page()
-    half = len(arguments) // 2
-    deltas: list[Any] = [
-        {"content": "Let me see."},
-        {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": {"name": name, "arguments": ""}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": arguments[:half]}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": arguments[half:]}}]},
-    ]
-    bodies = play(page, [stream_of(*deltas), stream_of({"content": "<i>Done</i>"})])
-    answer = ask(page, "Do it")
-    call, returned = bodies[1]["messages"][-2:]
-    assert call["content"] == answer.locator(".said").inner_text() == "Let me see."
-    assert call["tool_calls"] == [
-        {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
-    ]
-    assert (returned["role"], returned["tool_call_id"], json.loads(returned["content"])) == ("tool", "call_1", result)
-    assert answer.locator(".text").inner_text() == "<i>Done</i>"
+    for name, arguments, result in RESULTS:
+        half = len(arguments) // 2
+        function = {"name": name, "arguments": ""}
+        deltas: list[Any] = [
+            {"content": "Let me see."},
+            {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": function}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": arguments[:half]}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": arguments[half:]}}]},
+        ]
+        bodies = play(page, [stream_of(*deltas), stream_of({"content": "<i>Done</i>"})])
+        answer = ask(page, "Do it")
+        call, returned = bodies[1]["messages"][-2:]
+        assert call["content"] == answer.locator(".said").inner_text() == "Let me see."
+        assert call["tool_calls"] == [
+            {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
+        ]
+        assert (returned["role"], returned["tool_call_id"]) == ("tool", "call_1")
+        assert json.loads(returned["content"]) == result, arguments
+        assert answer.locator(".text").inner_text() == "<i>Done</i>"
+        page.unroute("**/v1/chat/completions")
 
 
 def test_a_model_that_only_calls_tools_is_stopped(open_page: Opener) -> None:
@@ -101,7 +102,7 @@ def test_the_demo_model_calls_the_calculator_and_reads_the_cluster(open_page: Op
 
 
 def play(page: Page, replies: list[str]) -> list[Any]:
-    """Answer the page's chat requests with these bodies; returns the requests' bodies as they come."""
+    """Answer the page's chat requests with these bodies; return the requests' bodies as they come."""
     bodies: list[Any] = []
 
     def reply(route: Route) -> None:

