@@ -1,4 +1,4 @@
-"""API keys. If keys are set, every path except /health, /ping and /version needs one.
+"""API keys. If keys are set, every path needs one, but for the routes that say that they need none.
 
 Keys come from the environment of each node, ``PAGODA_API_KEYS`` (separated by commas or white space) or the file that
 ``PAGODA_API_KEYS_FILE`` names (one a line), and never from the YAML. Only their SHA-256 is kept, and each of them is
@@ -19,7 +19,7 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -35,7 +35,6 @@ __all__ = ["ApiKeys", "RequireKey"]
 
 KEYS, KEYS_FILE = "PAGODA_API_KEYS", "PAGODA_API_KEYS_FILE"
 MIN_LENGTH = 16  # characters
-OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 _HOW_TO_MAKE_ONE = "make one with: openssl rand -hex 32"
 
 
@@ -110,12 +109,14 @@ class RequireKey:
     Args:
         app: the application to protect.
         keys: at least one key.
+        open_paths: those that need none.
         prompts_browser: whether there is a web page, so that a browser that opens it should prompt for the key.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, *, prompts_browser: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, *, open_paths: Container[str], prompts_browser: bool) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths
         self._prompts_browser = prompts_browser
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,7 +125,7 @@ class RequireKey:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008, "reason": "not offered"})
-        elif path_of(scope) in OPEN_PATHS or (rejection := self._rejection(scope)) is None:
+        elif path_of(scope) in self._open_paths or (rejection := self._rejection(scope)) is None:
             await self._app(scope, receive, send)
         else:
             await rejection(scope, receive, send)

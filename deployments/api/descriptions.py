@@ -14,10 +14,6 @@ from pydantic import BaseModel, ConfigDict
 __all__ = [
     "ACCEPTS_BODY",
     "GENERATES",
-    "METRICS",
-    "PAGE",
-    "PAGE_FILE",
-    "STATE",
     "Description",
     "ErrorResponse",
     "Query",
@@ -89,9 +85,3 @@ class Description:
     error: type[BaseModel] = ErrorResponse
     media_type: str | None = None
     query: tuple[Query, ...] = ()
-
-
-STATE = Description("server")
-METRICS = Description("server", media_type="text/plain")
-PAGE = Description("page", media_type="text/html")
-PAGE_FILE = Description("page", media_type="*/*", statuses=frozenset({404}))

@@ -15,7 +15,8 @@ from starlette.types import ExceptionHandler
 
 from deployments.api.json_response import JsonResponse
 from deployments.errors import ApiError, as_api_error
-from deployments.request_log.record import find_record, is_messages_path, record_error
+from deployments.proxy.paths import is_messages_path
+from deployments.request_log.record import find_record, record_error
 
 __all__ = ["ERROR_HANDLERS", "error_body", "error_response", "record_api_error"]
 

@@ -1,6 +1,6 @@
 """ASGI middleware: counts responses, and gives each request an id and a record.
 
-Of the OpenAI API this module knows only the paths.
+It knows which paths generate tokens and which belong to the Messages API, and nothing else of any API.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from time import monotonic
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,27 +16,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.turns import CLIENT_HEADER
 from deployments.observability.ingress_metrics import HTTP_REQUESTS, ingress_recorder
-from deployments.request_log.record import OPERATIONS, RequestRecord, is_messages_path, set_current_record
+from deployments.proxy.paths import OPERATIONS, is_messages_path
+from deployments.request_log.record import RequestRecord, set_current_record
 
 __all__ = ["CountRequests", "RecordRequests", "direct_send", "path_of"]
 
 logger = logging.getLogger("ray.serve")
 
-_COUNTED_PATHS = frozenset(OPERATIONS) | {
-    *(
-        "/",
-        "/live",
-        "/v1/models",
-        "/v1/messages/count_tokens",
-        "/v1/responses/input_tokens",
-        "/tokenize",
-        "/detokenize",
-        "/load",
-        "/server_info",
-        "/openapi.json",
-    ),
-    *("/health", "/ping", "/metrics", "/version"),
-}
 _SEND = "pagoda.send"  # the key of a scope that holds the server's own ``send``
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -56,10 +42,16 @@ def direct_send(scope: Scope, send: Send) -> Send:
 
 
 class CountRequests:
-    """Middleware that counts responses by path and status."""
+    """Middleware that counts responses by path and status.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Args:
+        app: the application that serves the requests.
+        paths: those that are counted by their names; the others are counted together.
+    """
+
+    def __init__(self, app: ASGIApp, paths: Container[str]) -> None:
         self._app = app
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request and count its response."""
@@ -70,7 +62,7 @@ class CountRequests:
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = path_of(scope)
-                counted = path if path in _COUNTED_PATHS else "other"
+                counted = path if path in self._paths else "other"
                 ingress_recorder().increment(HTTP_REQUESTS, path=counted, status=str(message["status"]))
             await send(message)
 

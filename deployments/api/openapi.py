@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deployments.api.api_keys import OPEN_PATHS
 from deployments.api.descriptions import Description
 from deployments.api.routes import ApiRoute
 
@@ -63,7 +62,7 @@ def _schemas(descriptions: Sequence[Description]) -> tuple[Mapping[type[BaseMode
 def _operation(route: ApiRoute, references: Mapping[type[BaseModel], str], *, needs_key: bool) -> dict[str, Any]:
     described = route.description
     statuses = described.statuses | _ALWAYS
-    is_open = not needs_key or route.path in OPEN_PATHS
+    is_open = not (needs_key and route.needs_key)
     if not is_open:
         statuses |= _KEY_STATUSES
     operation: dict[str, Any] = {

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from starlette.responses import Response
 
@@ -48,7 +48,7 @@ COST_PER_LOGPROB = 16  # of writing one log-probability, in units of tokenising 
 
 
 class Serving:
-    """Answers chat and completion requests, and describes the model.
+    """Answers chat and completion requests.
 
     Args:
         config: the application's configuration.
@@ -56,18 +56,20 @@ class Serving:
         view: how much is queued at them.
         prompts: loads the tokenizer.
         log: how much of a prompt is logged.
+
+    Attributes:
+        model: the served name.
     """
 
     def __init__(
         self, config: AppConfig, engines: EngineClient, view: ClusterView, prompts: LazyPromptBuilder, log: RequestLog
     ) -> None:
-        self._model = config.served_name
+        self.model = config.served_name
         self._limits = config.limits
         self._engines = engines
         self._view = view
         self._prompts = prompts
         self._log = log
-        self._started = int(time.time())
         self._parsers = (config.tool_parser, config.reasoning_parser)
         self._formats: AnswerFormats | None = None  # once there is a tokenizer
 
@@ -103,25 +105,6 @@ class Serving:
         prompts = await builder.completion(body, self._limits.max_prompts_per_request)
         return await self._respond(body, prompts, builder, CompletionWriters())
 
-    async def models(self) -> Response:
-        """List the served models."""
-        return JsonResponse({"object": "list", "data": [await self._model_card()]})
-
-    async def model(self, name: str) -> Response:
-        """Describe one served model."""
-        self._require_model(name)
-        return JsonResponse(await self._model_card())
-
-    async def _model_card(self) -> dict[str, Any]:
-        builder = await self._prompts.get()
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "pagoda",
-            "max_model_len": builder.max_total_tokens,
-        }
-
     async def builder_for(self, model: str | None) -> PromptBuilder:
         """Return what tokenises for ``model``.
 
@@ -137,9 +120,9 @@ class Serving:
         check_queue_limits(self._view, self._limits, body.priority)
 
     def _require_model(self, name: str | None) -> None:
-        if name is not None and name != self._model:
+        if name is not None and name != self.model:
             raise ApiError(
-                404, f"model '{name[:80]}' is not served; choose '{self._model}'", param="model", code="model_not_found"
+                404, f"model '{name[:80]}' is not served; choose '{self.model}'", param="model", code="model_not_found"
             )
 
     async def _respond(
@@ -158,7 +141,7 @@ class Serving:
         generations = await self._generations(body, prompts, builder)
         response_id = f"{writers.id_prefix}{body.request_id or current_record().request_id}"
         self._fill_record(body, generations, response_id, self._log.prompt(builder.tokenizer, prompts[0].token_ids))
-        head = ResponseHead(response_id, int(time.time()), self._model)
+        head = ResponseHead(response_id, int(time.time()), self.model)
         try:
             if body.stream:
                 return await _streamed(writers.events(head, body, builder.tokenizer, generations), generations)

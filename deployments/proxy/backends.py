@@ -15,11 +15,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["GENERATING_PATHS", "HEALTH_PATHS", "wait_for_stream_rules", "with_more_backends"]
+from deployments.proxy.paths import HEALTH_PATHS, OPERATIONS
 
-HEALTH_PATHS = ("/health", "/ping")
-# As in deployments/request_log/record.py: a POST to them makes an engine compute.
-GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/invocations")
+__all__ = ["wait_for_stream_rules", "with_more_backends"]
+
+_IS_FOR_TOKENS = f"{{ method POST }} {{ path -m end {' '.join(OPERATIONS)} }}"
 PROBES, WHOLE = "-probes", "-whole"
 # In a JSON string the quotes would have backslashes. A field of an inner object is taken for the body's, too.
 ASKS_FOR_A_STREAM = r"""req.body -m reg '[{,\s]"stream"\s*:\s*true'"""
@@ -33,7 +33,7 @@ def wait_for_stream_rules() -> list[str]:
     Of a longer or later one it is not known whether it asks for a stream, unless its beginning does. A client that
     expects to be told to send the body is not waited for.
     """
-    expects_body = f"{{ method POST }} {{ path -m end {' '.join(GENERATING_PATHS)} }} !{{ req.hdr(expect) -m found }}"
+    expects_body = f"{_IS_FOR_TOKENS} !{{ req.hdr(expect) -m found }}"
     return [
         f"tcp-request inspect-delay {MAX_WAIT}",
         f"tcp-request content accept if {expects_body} {{ {ASKS_FOR_A_STREAM} }}",
@@ -71,10 +71,9 @@ def with_more_backends(text: str, no_ingress: str) -> str:
 def _rules(name: str, rule: str) -> str:
     """Return the rule that selects a backend after those that select the others for some requests."""
     probes, whole = (rule.replace(f"use_backend {name} ", f"use_backend {name}{kind} ") for kind in (PROBES, WHOLE))
-    generates = f"{{ method POST }} {{ path -m end {' '.join(GENERATING_PATHS)} }}"
     return (
         f"{probes} {{ path -m end {' '.join(HEALTH_PATHS)} }} {{ nbsrv({name}{PROBES}) ge 1 }}\n"
-        f"{whole} {generates} !{{ {ASKS_FOR_A_STREAM} }} {{ nbsrv({name}{WHOLE}) ge 1 }}\n"
+        f"{whole} {_IS_FOR_TOKENS} !{{ {ASKS_FOR_A_STREAM} }} {{ nbsrv({name}{WHOLE}) ge 1 }}\n"
         f"{rule}"
     )
 

@@ -16,9 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is run by its path
 
 from deployments.proxy.answers import NOT_FOUND, NOT_READY, error_files, http_error, returned, with_json_errors
-from deployments.proxy.backends import HEALTH_PATHS, with_more_backends
+from deployments.proxy.backends import with_more_backends
 from deployments.proxy.client_rules import LOOPBACK, client_rules
 from deployments.proxy.limits import ProxyLimits
+from deployments.proxy.paths import HEALTH_PATHS
 from deployments.proxy.probe_frontend import probe_port, with_probe_frontend
 
 __all__ = ["UnknownConfigurationError", "hardened", "main", "within_file_limit"]

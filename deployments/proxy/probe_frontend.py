@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from deployments.proxy.answers import NOT_FOUND, returned
-from deployments.proxy.backends import HEALTH_PATHS
+from deployments.proxy.paths import HEALTH_PATHS
 
 __all__ = ["PORT_VARIABLE", "probe_port", "with_probe_frontend"]
 

@@ -18,30 +18,14 @@ if TYPE_CHECKING:
     from deployments.requests.generation import Generation
 
 __all__ = [
-    "OPERATIONS",
     "RequestRecord",
     "current_record",
     "find_record",
-    "is_messages_path",
     "record_error",
     "set_current_record",
 ]
 
 CLIENT_CLOSED = 499  # the status that is logged; the client has disconnected and gets none
-# The paths whose requests are logged and traced, and OpenTelemetry's names for their operations.
-OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/messages": "chat",
-    "/invocations": "chat",
-    "/v1/responses": "chat",
-}
-_MESSAGES = "/v1/messages"
-
-
-def is_messages_path(path: str) -> bool:
-    """Whether a path belongs to the Messages API, whose errors and headers differ from the OpenAI API's."""
-    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
 
 
 @dataclass(slots=True, eq=False)

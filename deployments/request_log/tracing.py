@@ -29,7 +29,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
-from deployments.request_log.record import OPERATIONS, RequestRecord
+from deployments.proxy.paths import OPERATIONS
+from deployments.request_log.record import RequestRecord
 from deployments.request_log.spans import phases, request_attributes
 from deployments.version import pagoda_version
 from engine.errors import ConfigError

@@ -19,7 +19,7 @@ ingresses give the same answer.
      "routed": [{"time": 1700000000.0, "ingress": "def", "replica": "abc", "outcome": "hit",
        "prompt_tokens": 90, "predicted_tokens": 64, "best_tokens": 64}]}    the latest first
 
-It knows neither Serve nor HTTP: the caller passes functions that query the engines and the ingresses.
+It knows neither Serve nor HTTP: the caller passes what queries the engines and the ingresses.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import base64
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from deployments.observability.recorder import Series
 from deployments.routing.recently_routed import LENGTH, RoutedRequest
@@ -47,7 +47,7 @@ from engine.observability.metrics import (
     Metric,
 )
 
-__all__ = ["EngineSnapshot", "LiveView"]
+__all__ = ["EngineSnapshot", "LiveReplicas", "LiveView"]
 
 FRESH_S = 0.9  # less than the page's polling period, else every second poll would get old data
 
@@ -92,26 +92,33 @@ class EngineSnapshot:
         }
 
 
+class LiveReplicas(Protocol):
+    """Queries the replicas of the application. Each result is that of those that answer in time, by their names."""
+
+    async def live(self) -> Mapping[str, EngineSnapshot]:
+        """Return the present state of each engine."""
+
+    async def recently_routed(self) -> Mapping[str, Sequence[RoutedRequest]]:
+        """Return where each ingress has sent its last requests."""
+
+
 class LiveView:
     """The cached state of the cluster, shared by all pages of one ingress.
 
     Args:
         model: the served name.
-        engines: returns the snapshot of every engine, by replica.
-        ingresses: returns the last routed requests of every ingress, by ingress.
+        replicas: returns the state of the engines, and the last routed requests of the ingresses.
         clock: returns monotonic seconds.
     """
 
     def __init__(
         self,
         model: str,
-        engines: Callable[[], Awaitable[Mapping[str, EngineSnapshot]]],
-        ingresses: Callable[[], Awaitable[Mapping[str, Sequence[RoutedRequest]]]],
+        replicas: LiveReplicas,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
-        self._engines = engines
-        self._ingresses = ingresses
+        self._replicas = replicas
         self._clock = clock
         self._lock = asyncio.Lock()
         self._taken = float("-inf")
@@ -121,7 +128,7 @@ class LiveView:
         """Return the JSON, not older than ``FRESH_S``."""
         async with self._lock:  # concurrent calls wait for the same collection
             if self._clock() - self._taken > FRESH_S:
-                engines, ingresses = await asyncio.gather(self._engines(), self._ingresses())
+                engines, ingresses = await asyncio.gather(self._replicas.live(), self._replicas.recently_routed())
                 self._body, self._taken = self._encode(engines, ingresses), self._clock()
             return self._body
 

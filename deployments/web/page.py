@@ -14,8 +14,10 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.api.descriptions import Description
+from deployments.api.routes import ApiRoute
 from deployments.errors import ApiError
-from deployments.web.live_view import LiveView
+from deployments.web.live_view import LiveReplicas, LiveView
 
 __all__ = ["WebPage"]
 
@@ -60,11 +62,24 @@ def _read(path: Path) -> _File:
 
 
 class WebPage:
-    """The endpoints of the page, its files and its data."""
+    """The endpoints of the page, its files and its data.
 
-    def __init__(self, live: LiveView) -> None:
-        self._live = live
+    Args:
+        model: the served name.
+        replicas: returns the state of the engines and ingresses.
+    """
+
+    def __init__(self, model: str, replicas: LiveReplicas) -> None:
+        self._live = LiveView(model, replicas)
         self._files = {path.name: _read(path) for path in FOLDER.iterdir() if path.suffix in _TYPES}
+
+    def routes(self) -> list[ApiRoute]:
+        """Return the endpoints."""
+        return [
+            ApiRoute("/", "GET", self.index, Description("page", media_type="text/html")),
+            ApiRoute("/web/{name}", "GET", self.file, Description("page", media_type="*/*", statuses=frozenset({404}))),
+            ApiRoute("/live", "GET", self.live, Description("server")),
+        ]
 
     async def index(self, request: Request) -> Response:
         """Return the page itself."""

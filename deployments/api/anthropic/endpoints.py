@@ -8,11 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.anthropic.attribution import without_billing_header
+from deployments.api.anthropic.openapi import COUNT_TOKENS, CREATE_MESSAGE
 from deployments.api.anthropic.protocol import CountTokensRequest, MessagesRequest
 from deployments.api.anthropic.response_writers import MessagesWriters
 from deployments.api.body import MAX_INLINE_BYTES, BodyReader
 from deployments.api.json_response import JsonResponse
 from deployments.api.openai.protocol import ChatRequest
+from deployments.api.routes import ApiRoute
 from deployments.api.serving import Serving
 
 __all__ = ["MessagesApi"]
@@ -31,6 +33,13 @@ class MessagesApi:
         self._serving = serving
         self._bodies = bodies
         self._strip_billing_header = strip_billing_header
+
+    def routes(self) -> list[ApiRoute]:
+        """Return the endpoints."""
+        return [
+            ApiRoute("/v1/messages", "POST", self.create, CREATE_MESSAGE),
+            ApiRoute("/v1/messages/count_tokens", "POST", self.count_tokens, COUNT_TOKENS),
+        ]
 
     async def create(self, request: Request) -> Response:
         """Answer a conversation."""

@@ -16,12 +16,16 @@ from deployments.api.body import MAX_INLINE_BYTES, BodyReader
 from deployments.api.json_response import JsonResponse
 from deployments.api.openai.protocol import ChatRequest
 from deployments.api.responses.input_items import InputItem, require_calls
-from deployments.api.responses.kept_responses import KeptResponses
+from deployments.api.responses.kept_responses import AskIngresses, KeptResponses
+from deployments.api.responses.openapi import COUNT_INPUT_TOKENS, CREATE, DELETE, INPUT_ITEMS, RETRIEVE
 from deployments.api.responses.protocol import ResponseRequest
+from deployments.api.responses.store import ResponseStore
 from deployments.api.responses.translation import chat_request, renamed
 from deployments.api.responses.truncation import last_turns
 from deployments.api.responses.writers import ResponseWriters
+from deployments.api.routes import ApiRoute
 from deployments.api.serving import Serving
+from deployments.config import LimitOptions
 from deployments.errors import ApiError
 from engine.errors import PromptTooLongError, RequestError, shown
 
@@ -36,13 +40,29 @@ class Responses:
     Args:
         serving: answers chat requests.
         bodies: reads those of requests.
-        kept: the responses that are kept.
+        limits: how many responses are kept, and for how long.
+        ask_ingresses: calls a method of all ingresses.
     """
 
-    def __init__(self, serving: Serving, bodies: BodyReader, kept: KeptResponses) -> None:
+    def __init__(self, serving: Serving, bodies: BodyReader, limits: LimitOptions, ask_ingresses: AskIngresses) -> None:
         self._serving = serving
         self._bodies = bodies
-        self._kept = kept
+        self._kept = KeptResponses(limits, ask_ingresses)
+
+    @property
+    def store(self) -> ResponseStore:
+        """The responses that this ingress keeps."""
+        return self._kept.store
+
+    def routes(self) -> list[ApiRoute]:
+        """Return the endpoints."""
+        return [
+            ApiRoute("/v1/responses", "POST", self.create, CREATE),
+            ApiRoute("/v1/responses/input_tokens", "POST", self.count_tokens, COUNT_INPUT_TOKENS),
+            ApiRoute("/v1/responses/{response_id}", "GET", self.retrieve, RETRIEVE),
+            ApiRoute("/v1/responses/{response_id}", "DELETE", self.delete, DELETE),
+            ApiRoute("/v1/responses/{response_id}/input_items", "GET", self.input_items, INPUT_ITEMS),
+        ]
 
     async def create(self, request: Request) -> Response:
         """Answer an input, whole or as a stream."""

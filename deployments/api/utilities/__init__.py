@@ -1,4 +1,4 @@
-"""Endpoints around generation, in vLLM's shapes: /tokenize, /detokenize, /load, /server_info, /invocations, the schema.
+"""Endpoints around generation, in vLLM's shapes, and about the server: health, load, configuration, metrics, schema.
 
-It knows the bodies of the OpenAI API, the tokenizer and the configuration. It does not know engines or replicas.
+It knows the bodies of the OpenAI API, the tokenizer and the configuration. It does not know how replicas are called.
 """

@@ -9,7 +9,9 @@ from starlette.responses import Response
 
 from deployments.api.body import BodyReader
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest
+from deployments.api.routes import ApiRoute
 from deployments.api.serving import Serving
+from deployments.api.utilities.openapi import INVOCATIONS
 
 __all__ = ["Invocations"]
 
@@ -25,6 +27,10 @@ class Invocations:
     def __init__(self, serving: Serving, bodies: BodyReader) -> None:
         self._serving = serving
         self._bodies = bodies
+
+    def routes(self) -> list[ApiRoute]:
+        """Return the endpoint."""
+        return [ApiRoute("/invocations", "POST", self.invoke, INVOCATIONS)]
 
     async def invoke(self, request: Request) -> Response:
         """Answer a conversation if the body has messages, else continue its prompt."""

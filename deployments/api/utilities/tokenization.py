@@ -3,66 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.api.body import BodyReader, JsonBody
+from deployments.api.body import BodyReader
 from deployments.api.json_response import JsonResponse
-from deployments.api.openai.messages import Conversation
+from deployments.api.routes import ApiRoute
 from deployments.api.serving import Serving
+from deployments.api.utilities.openapi import DETOKENIZE, TOKENIZE
+from deployments.api.utilities.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from engine.text.tokenizer import Tokenizer
 
-__all__ = [
-    "DetokenizeRequest",
-    "DetokenizeResponse",
-    "Tokenization",
-    "TokenizeChatRequest",
-    "TokenizeRequest",
-    "TokenizeResponse",
-]
-
-
-class TokenizeRequest(JsonBody):
-    """Body of POST /tokenize with a text."""
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = None
-
-
-class TokenizeChatRequest(Conversation):
-    """Body of POST /tokenize with a conversation, which is rendered as a chat request's is."""
-
-    model: str | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(JsonBody):
-    """Body of POST /detokenize."""
-
-    model: str | None = None
-    tokens: list[Any] = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})
-
-
-class TokenizeResponse(BaseModel):
-    """The tokens of a text or a conversation."""
-
-    model_config = ConfigDict(extra="forbid")
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class DetokenizeResponse(BaseModel):
-    """The text of tokens."""
-
-    model_config = ConfigDict(extra="forbid")
-    prompt: str
+__all__ = ["Tokenization"]
 
 
 class Tokenization:
@@ -76,6 +29,13 @@ class Tokenization:
     def __init__(self, serving: Serving, bodies: BodyReader) -> None:
         self._serving = serving
         self._bodies = bodies
+
+    def routes(self) -> list[ApiRoute]:
+        """Return the endpoints."""
+        return [
+            ApiRoute("/tokenize", "POST", self.tokenize, TOKENIZE),
+            ApiRoute("/detokenize", "POST", self.detokenize, DETOKENIZE),
+        ]
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation as the model would get it."""

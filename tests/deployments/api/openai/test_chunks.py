@@ -161,7 +161,7 @@ async def test_chunks_pass_no_middleware(
     passed: list[str] = []
 
     class Spy:
-        def __init__(self, app: Any) -> None:
+        def __init__(self, app: Any, **options: Any) -> None:
             self._app = app
 
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -171,7 +171,7 @@ async def test_chunks_pass_no_middleware(
 
             await self._app(scope, receive, spying)
 
-    monkeypatch.setattr("deployments.ingress.CountRequests", Spy)
+    monkeypatch.setattr("deployments.api.application.CountRequests", Spy)
     await _stream(open_client().app, {"prompt": "a", "stream": True})
     assert [one for one in passed if one.startswith("http")] == ["http.response.start None", "http.response.body False"]
 

@@ -35,8 +35,8 @@ def ingresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return next((result for _, result in results if result is not None), None)
 
     monkeypatch.setattr(Ingress, "__serve_build_asgi_app__", recording_build)
-    monkeypatch.setattr("deployments.ingress.first_result", first_result)
-    monkeypatch.setattr("deployments.ingress.all_ingresses", lambda: None)
+    monkeypatch.setattr("deployments.serve.replicas.first_result", first_result)
+    monkeypatch.setattr("deployments.serve.replicas.all_ingresses", lambda: None)
     monkeypatch.setattr("deployments.ingress._name", lambda: "ingress")
     return made
 

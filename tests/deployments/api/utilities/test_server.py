@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from deployments.api.utilities.server import LoadResponse, ServerInfoResponse
+from deployments.api.utilities.openapi import LoadResponse, ServerInfoResponse
 from deployments.ingress import Ingress
 from engine.config import EngineConfig
 from tests.deployments.conftest import OpenClient
@@ -24,8 +24,8 @@ def test_the_load_is_that_of_all_ingresses(
         assert method == "num_unfinished"
         return {"first": 3, "second": 4}
 
-    monkeypatch.setattr("deployments.ingress.all_ingresses", lambda: None)
-    monkeypatch.setattr("deployments.ingress.broadcast", everywhere)
+    monkeypatch.setattr("deployments.serve.replicas.all_ingresses", lambda: None)
+    monkeypatch.setattr("deployments.serve.replicas.broadcast", everywhere)
     answer = client.get("/load")
     assert LoadResponse.model_validate(answer.json(), strict=True).server_load == 7
 

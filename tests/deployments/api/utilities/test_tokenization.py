@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from deployments.api.prompts import MAX_CONTEXTS
-from deployments.api.utilities.tokenization import DetokenizeResponse, TokenizeResponse
+from deployments.api.utilities.openapi import DetokenizeResponse, TokenizeResponse
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.fakes import INFO, FakeEngines
 

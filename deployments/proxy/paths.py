@@ -1,0 +1,25 @@
+"""The paths that the proxy, the ingress and the request log have to agree on. Imports nothing; see __init__.py.
+
+An endpoint that generates tokens is an ApiRoute in its API's folder and a line of OPERATIONS.
+"""
+
+from __future__ import annotations
+
+__all__ = ["HEALTH_PATHS", "OPERATIONS", "is_messages_path"]
+
+# The paths whose POST requests make an engine compute, and OpenTelemetry's names for their operations. HAProxy aborts
+# such a request when its client has gone; the ingress counts it as unfinished, logs it and traces it.
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/invocations": "chat",
+}
+HEALTH_PATHS = ("/health", "/ping")
+_MESSAGES = "/v1/messages"
+
+
+def is_messages_path(path: str) -> bool:
+    """Whether a path belongs to the Messages API, whose errors and headers differ from the OpenAI API's."""
+    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
