@@ -37,7 +37,7 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams = SamplingParams()
     priority: int = 0
     cache_salt: str = ""
     client: str = ""
@@ -113,10 +113,11 @@ class PromptValidator:
         for name, token_ids in params.ids_by_parameter():
             self.check_token_ids(name, token_ids)
 
-    def check_cache_salt(self, cache_salt: str) -> None:
-        """Raise RequestError unless ``cache_salt`` is printable text."""
-        if not isinstance(cache_salt, str) or not cache_salt.isprintable():
-            raise RequestError("must be printable text", param="cache_salt", value=cache_salt)
+    def check_cache_key(self, request: EngineRequest) -> None:
+        """Raise RequestError unless what separates the request's cached blocks is valid."""
+        salt = request.cache_salt
+        if not isinstance(salt, str) or not salt.isprintable():
+            raise RequestError("must be printable text", param="cache_salt", value=salt)
 
     def _check_length(self, num_prompt_tokens: int, num_output_tokens: int, param: str = "prompt") -> None:
         if num_prompt_tokens == 0:
@@ -169,7 +170,7 @@ class RequestValidator(PromptValidator):
             raise RequestError("need a tokenizer here", param="bad_words", remedy="give bad_words_token_ids")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError("must be an integer", param="priority", value=priority)
-        self.check_cache_salt(request.cache_salt)
+        self.check_cache_key(request)
 
     def _check_num_sequences(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Reject a request whose sequences can never run together."""

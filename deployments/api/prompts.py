@@ -21,8 +21,8 @@ from deployments.api.sampling import params_for_prompt, sampling_params, with_ba
 from deployments.requests.prompt import Prompt
 from engine.config import EngineInfo
 from engine.errors import OverloadedError, PromptTooLongError, RequestError
-from engine.prefix_hash import hash_blocks, root_hash
-from engine.request import PromptValidator
+from engine.prefix_hash import hash_blocks
+from engine.request import EngineRequest, PromptValidator
 from engine.sampling_params import SamplingParams
 from engine.text.special_tokens import texts_in
 from engine.text.text_stream import TextStream
@@ -73,7 +73,7 @@ class PromptBuilder:
 
         def build(tokenizer: Tokenizer) -> Prompt:
             token_ids = self._truncated(self._render(request, tokenizer, _max_contexts(request)), request)
-            prompt = self._build(token_ids, request.cache_salt, "messages")
+            prompt = self._build(token_ids, request, "messages")
             return replace(prompt, echo_text=request.messages[-1].text) if request.echoes else prompt
 
         return [await self.run_with_tokenizer(build, cost=_cost(request))]
@@ -166,7 +166,7 @@ class PromptBuilder:
 
         def build(tokenizer: Tokenizer) -> list[Prompt]:
             ids = [encode(prompt, tokenizer) for prompt in prompts]
-            return [self._build(token_ids, request.cache_salt, "prompt") for token_ids in ids]
+            return [self._build(token_ids, request, "prompt") for token_ids in ids]
 
         num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
         cost = sum(map(len, texts)) + num_ids // IDS_PER_COST
@@ -246,11 +246,11 @@ class PromptBuilder:
                 remedy="shorten it",
             )
 
-    def _build(self, token_ids: list[int], cache_salt: str | None, param: str) -> Prompt:
+    def _build(self, token_ids: list[int], body: GenerationRequest, param: str) -> Prompt:
         self._validator.check_prompt(token_ids, param)
-        self._validator.check_cache_salt(cache_salt or "")
-        root = root_hash(self.info.model, "", cache_salt or "")
-        return Prompt(token_ids, hash_blocks(token_ids, self.info.block_size, root))
+        request = EngineRequest("", token_ids, cache_salt=body.cache_salt or "")
+        self._validator.check_cache_key(request)
+        return Prompt(request, hash_blocks(token_ids, self.info.block_size, request.cache_root(self.info.model)))
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import TypeAlias, TypeVar
 
+from msgspec.structs import replace
 from starlette.responses import Response
 
 from deployments.api.json_response import JsonResponse
@@ -35,7 +36,6 @@ from deployments.requests.merge import merge
 from deployments.requests.prompt import Prompt
 from deployments.routing.cluster_view import ClusterView
 from engine.errors import RequestError
-from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
@@ -180,12 +180,11 @@ class Serving:
         builder: PromptBuilder,
         kind: type[Generation] = Generation,
     ) -> Generation:
-        request = EngineRequest(
-            uuid.uuid4().hex,
-            prompt.token_ids,
-            params,
+        request = replace(
+            prompt.request,
+            request_id=uuid.uuid4().hex,
+            params=params,
             priority=body.priority,
-            cache_salt=body.cache_salt or "",
             client=current_record().client,
         )
         return kind(

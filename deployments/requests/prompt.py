@@ -1,8 +1,10 @@
-"""Prompt: one prompt as token ids, with the hashes that the router compares."""
+"""Prompt: one prompt as the beginning of a request, with the hashes that the router compares."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from engine.request import EngineRequest
 
 __all__ = ["Prompt"]
 
@@ -12,13 +14,18 @@ class Prompt:
     """One prompt, ready to be sent to an engine.
 
     Attributes:
-        token_ids: at least one token id.
+        request: its token ids and whatever separates its cached blocks; the answer's id and parameters follow.
         block_hashes: the chained hashes of its full blocks.
         shown_special_tokens: ids of special tokens that the answer's text shows, since its parser needs them.
         echo_text: the text that a completion with ``echo`` returns before the answer; empty otherwise.
     """
 
-    token_ids: list[int]
+    request: EngineRequest
     block_hashes: list[int]
     echo_text: str = ""
     shown_special_tokens: frozenset[int] = frozenset()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt's tokens, at least one."""
+        return self.request.prompt_token_ids

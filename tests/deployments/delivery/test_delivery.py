@@ -19,6 +19,7 @@ from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
 from deployments.transport.request_channel import stream as stream_module
 from engine.outputs import FinishReason, Logprob
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.delivery.front import Client, Front, Request, respond, respond_undisturbed, settle
@@ -75,7 +76,7 @@ def _requests(draw: Any) -> Request:
     params = SamplingParams(logprobs=body.num_logprobs, prompt_logprobs=body.num_prompt_logprobs, stop=stop)
     echo = "xy" if getattr(body, "echo", False) else ""
     answers = [draw(_answers(params)) for _ in range(body.num_answers)]
-    return Request(body, Prompt([7, 8], [3], echo), params, answers)
+    return Request(body, Prompt(EngineRequest("", [7, 8]), [3], echo), params, answers)
 
 
 # --- disturbances -----------------------------------------------------------------------------------------------------

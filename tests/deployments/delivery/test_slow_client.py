@@ -32,7 +32,7 @@ def _request(first_token: int, length: int, top: int | None) -> Request:
     if top is not None:
         body |= {"logprobs": True, "top_logprobs": top}
     answer = Answer(token_ids, FinishReason.LENGTH, None, 0, ends_empty=False, logprobs=logprobs, prompt_logprobs=None)
-    prompt = Prompt([first_token], [])
+    prompt = Prompt(EngineRequest("", [first_token]), [])
     return Request(ChatRequest.model_validate(body), prompt, SamplingParams(logprobs=top), [answer])
 
 

@@ -26,7 +26,7 @@ def _generation(
     engines = FakeEngines(scripts)
     request = EngineRequest("id", [1, 2, 3], SamplingParams(**({"max_tokens": 6} | params)))
     text: Any = FakeText(stop)
-    return Generation(client(engines), request, Prompt([1, 2, 3], [77]), text, prompt_only=prompt_only), engines
+    return Generation(client(engines), request, Prompt(request, [77]), text, prompt_only=prompt_only), engines
 
 
 async def _all(generation: Generation) -> list[Delta]:
@@ -212,7 +212,7 @@ async def test_a_stream_does_not_keep_its_logprobs() -> None:
     request = EngineRequest("id", [1], SamplingParams(max_tokens=2, logprobs=0))
     text: Any = FakeText()
     engines = FakeEngines([[output([5], logprobs=[-1.0]), output([6], "length", logprobs=[-2.0])]])
-    generation = Generation(client(engines), request, Prompt([1], []), text, keeps_logprobs=False)
+    generation = Generation(client(engines), request, Prompt(EngineRequest("", [1]), []), text, keeps_logprobs=False)
     assert [len(delta.logprobs or ()) for delta in await _all(generation)] == [1, 1]
     assert generation.num_logprobs == 0
 

@@ -20,6 +20,7 @@ from deployments.api.writers import ResponseHead, Usage
 from deployments.requests.generation import Delta
 from deployments.requests.prompt import Prompt
 from engine.outputs import FinishReason, Logprob
+from engine.request import EngineRequest
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines, output
@@ -108,7 +109,7 @@ def test_the_bytes_are_those_of_the_dicts(data: st.DataObject, body: GenerationR
     tokenizer, deltas = _tokenizer(tokenizer_path), data.draw(_deltas(body))
 
     def answers() -> list[Any]:
-        return [Answer(Prompt([7, 8], [], "%echo")) for _ in range(body.num_answers)]
+        return [Answer(Prompt(EngineRequest("", [7, 8]), [], "%echo")) for _ in range(body.num_answers)]
 
     generations = answers()
     chunks, events = ChunkWriter(_writer(body, tokenizer), generations, body), b""

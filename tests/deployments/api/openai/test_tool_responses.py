@@ -198,7 +198,9 @@ async def test_a_stream_in_a_call_goes_on_elsewhere(tokenizer: Tokenizer, lost_a
     engines = FakeEngines([[*first, EngineDeadError("gone")], [rest]])
     params = SamplingParams(max_tokens=200)
     stream = TextStream(tokenizer, [5], params, tokenizer.special_token_ids(MARKERS))
-    generation = Generation(client(engines), EngineRequest("id", [5], params), Prompt([5], [7]), stream)
+    generation = Generation(
+        client(engines), EngineRequest("id", [5], params), Prompt(EngineRequest("", [5]), [7]), stream
+    )
     pieces = [delta.text async for delta in generation.deltas()]
     assert generation.num_migrations == 1
     assert "".join(pieces) == text

@@ -17,6 +17,7 @@ from deployments.api.writers import ResponseHead
 from deployments.parsers.registry import Parsers
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.prompt import Prompt
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.api.responses.conftest import comparable
 from tests.deployments.api.responses.official import check_events, events_of
@@ -31,7 +32,7 @@ class Generated:
 
     def __init__(self, text: str) -> None:
         self.params = SamplingParams(max_tokens=10_000)
-        self.prompt = Prompt([1, 2, 3], [])
+        self.prompt = Prompt(EngineRequest("", [1, 2, 3]), [])
         self.token_ids = [ord(character) for character in text]
         self.num_cached_tokens = 0
 
