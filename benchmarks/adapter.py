@@ -111,8 +111,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{'streams':>8} {'engine':14} {'step ms, median':>16} {'ratio':>7}")
     for num_streams in parsed.streams:
         results[num_streams] = summarize(decode_seconds(engines, num_streams, parsed.steps))
-        for name, one in results[num_streams].items():
-            print(f"{num_streams:8} {name:14} {one['step_median_ms']:16.2f} {one['ratio']:7.2f}", flush=True)
+        for name, figures in results[num_streams].items():
+            print(f"{num_streams:8} {name:14} {figures['step_median_ms']:16.2f} {figures['ratio']:7.2f}", flush=True)
     for engine in engines.values():
         engine.close()
     if parsed.out:

@@ -5,8 +5,8 @@
 
 Every measured run is a fresh process that loads the engine and runs each workload once. Engines alternate (A B C A B C
 ...), so that other load on the machine affects all of them alike; the median of the repeats counts. The limit is
-measured before the first run, unless ``--no-limit``: it is too high for a model with experts, of which a batch reads
-more than one token does. A peer is given as the Python of its virtual environment and, if it cannot read our
+measured before the first run, unless ``--no-limit``: it is too high for a model with experts, because a batch
+reads more of them than one token. A peer is given as the Python of its virtual environment and, if it cannot read our
 checkpoint, the path of a converted one.
 """
 
@@ -94,7 +94,7 @@ def compare(
     contestants: list[Contestant], files: list[str], repeats: int, run: Run = run
 ) -> dict[str, list[list[Result]]]:
     """Return the runs of every engine. An engine that fails is reported and left out; the others continue."""
-    runs: dict[str, list[list[Result]]] = {one.name: [] for one in contestants}
+    runs: dict[str, list[list[Result]]] = {item.name: [] for item in contestants}
     failed: set[str] = set()
     for repeat in range(repeats):
         for contestant in contestants:
@@ -107,7 +107,7 @@ def compare(
                 print(f"{contestant.name} is left out: {error}", file=sys.stderr)
                 continue
             runs[contestant.name].append(results)
-            rates = ", ".join(f"{one['workload']} {one['output_tokens_per_s']:.1f}" for one in results)
+            rates = ", ".join(f"{result['workload']} {result['output_tokens_per_s']:.1f}" for result in results)
             print(f"run {repeat + 1} of {repeats}, {contestant.name}: {rates}", flush=True)
     return {name: many for name, many in runs.items() if many and name not in failed}
 
@@ -140,12 +140,12 @@ def table(summary: dict[str, dict[str, dict[str, Any]]], limits: dict[str, float
         f"{'workload':10} {'engine':12} {'tok/s':>8} {'lowest':>8} {'highest':>8} {'limit %':>8} {'ours/it':>8} load s"
     ]
     for workload, engines in summary.items():
-        for name, one in engines.items():
-            share = "-" if one["share_of_limit"] is None else f"{100 * one['share_of_limit']:.1f}"
-            ratio = "-" if one["ours_over_this"] is None else f"{one['ours_over_this']:.2f}"
+        for name, row in engines.items():
+            share = "-" if row["share_of_limit"] is None else f"{100 * row['share_of_limit']:.1f}"
+            ratio = "-" if row["ours_over_this"] is None else f"{row['ours_over_this']:.2f}"
             lines.append(
-                f"{workload:10} {name:12} {one['output_tokens_per_s']:8.1f} {one['lowest']:8.1f} {one['highest']:8.1f} "
-                f"{share:>8} {ratio:>8} {one['load_s']:6.1f}"
+                f"{workload:10} {name:12} {row['output_tokens_per_s']:8.1f} {row['lowest']:8.1f} {row['highest']:8.1f} "
+                f"{share:>8} {ratio:>8} {row['load_s']:6.1f}"
             )
         if workload in limits:
             lines.append(f"{workload:10} {'limit':12} {limits[workload]:8.1f}")
@@ -164,8 +164,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     try:
-        workloads = [load_workload(one) for one in options.workloads or SHAPES]
-        contestants = [_ours(options), *(parse_peer(one, options.model) for one in options.peer)]
+        workloads = [load_workload(item) for item in options.workloads or SHAPES]
+        contestants = [_ours(options), *(parse_peer(item, options.model) for item in options.peer)]
         if options.int8:
             contestants.insert(1, Contestant("pagoda int8", [*_ours(options).command, "--quantization", "int8"]))
     except ValueError as error:
@@ -177,10 +177,10 @@ def main(arguments: list[str] | None = None) -> None:
             measured = _measured_rates(options.model, Path(directory) / "rates.json")
             rates = Rates.from_json(measured["rates"])
             roofline = Roofline(ModelShape.from_checkpoint(options.model), rates, options.max_num_batched_tokens)
-        files = [str(_written(one, Path(directory))) for one in workloads]
+        files = [str(_written(workload, Path(directory))) for workload in workloads]
         runs = compare(contestants, files, options.repeats)
     summary = summarize(runs, workloads, roofline)
-    limits = {} if roofline is None else {one.name: roofline.limit(one) for one in workloads}
+    limits = {} if roofline is None else {workload.name: roofline.limit(workload) for workload in workloads}
     print("\n" + table(summary, {name: limit.tokens_per_s for name, limit in limits.items()}))
     if options.out:
         document = {"machine": measured["machine"], "model": Path(options.model).name, "repeats": options.repeats}
@@ -196,7 +196,7 @@ def _ours(options: argparse.Namespace) -> Contestant:
     command += ["--max-num-seqs", str(options.max_num_seqs)]
     command += ["--max-num-batched-tokens", str(options.max_num_batched_tokens)]
     command += ["--quantization", options.quantization] if options.quantization else []
-    return Contestant(OURS, command + [f"--engine-option={one}" for one in options.engine_option])
+    return Contestant(OURS, command + [f"--engine-option={item}" for item in options.engine_option])
 
 
 def _measured_rates(model: str, out: Path) -> dict[str, Any]:

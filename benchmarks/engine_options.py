@@ -29,7 +29,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options under the engine's names, without the model.
 
     Raises:
-        ValueError: for an --engine-option that is no key=value.
+        ValueError: for an --engine-option that is not key=value.
     """
     options: dict[str, Any] = {
         "dtype": arguments.dtype,

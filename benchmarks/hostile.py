@@ -58,8 +58,8 @@ class Times:
     @classmethod
     def of(cls, replies: Sequence[Reply], pauses: Pauses) -> Times:
         """Summarize them; the first is of the client that came first."""
-        seconds = [one.seconds for one in replies]
-        without = [one.seconds_without(pauses) for one in replies]
+        seconds = [reply.seconds for reply in replies]
+        without = [reply.seconds_without(pauses) for reply in replies]
         p50, p99, p99_without = (
             float(np.percentile(values, at)) for values, at in ((seconds, 50), (seconds, 99), (without, 99))
         )
@@ -143,8 +143,8 @@ def other_address(port: int, priority: int) -> dict[str, Any]:
         outcomes, replies = asyncio.run(_beside_streams(port, priority))
     return {
         "priority": priority,
-        "statuses": dict(Counter(one.status for one in replies)),
-        "streams": dict(Counter(one.status for one in outcomes)),
+        "statuses": dict(Counter(item.status for item in replies)),
+        "streams": dict(Counter(item.status for item in outcomes)),
         "paused_s": round(pauses.seconds, 3),
         "times": asdict(Times.of(replies, pauses)),
     }
@@ -156,11 +156,11 @@ def burst(server: Server, port: int, ingresses: Sequence[int], seed: int) -> Bur
     with watching_pauses() as pauses, probing(port, PATHS, address=PROBES) as replies:
         outcomes = asyncio.run(open_streams(port, _bodies(BURST, random.Random(seed)), address=STREAMS))
     engine_p50, engine_mean = _ttft(server).since(before)
-    first = [one.first_token_s for one in outcomes if one.first_token_s]
+    first = [outcome.first_token_s for outcome in outcomes if outcome.first_token_s]
     p50, mean = float(np.percentile(first, 50)), float(np.mean(first))
     return Burst(
-        dict(Counter(one.status for one in outcomes)),
-        round(max(one.total_s for one in outcomes), 2),
+        dict(Counter(outcome.status for outcome in outcomes)),
+        round(max(outcome.total_s for outcome in outcomes), 2),
         round(pauses.seconds, 3),
         _unique_mib(ingresses),
         {path: Times.of(of_path, pauses) for path, of_path in replies.items()},
@@ -194,17 +194,17 @@ def main() -> None:
         memory["after_idle_connections_mib"] = _unique_mib(ingresses)
         bursts = [burst(server, port, ingresses, 10 + number) for number in range(BURSTS)]
     print(f"{IDLE_CONNECTIONS} idle connections and {STREAMS_BESIDE} streams; ordinary requests of another address:")
-    for one in beside:
-        print(f"  {json.dumps(one)}")
+    for reply in beside:
+        print(f"  {json.dumps(reply)}")
     print(f"{BURST} streams at once:")
     for measured in bursts:
         print(f"  {json.dumps(asdict(measured))}")
-    print(f"ingress: {json.dumps(memory)}, after bursts: {[one.ingress_mib for one in bursts]} MiB")
+    print(f"ingress: {json.dumps(memory)}, after bursts: {[item.ingress_mib for item in bursts]} MiB")
     if arguments.out:
         document = {
             "machine": describe(torch.device("cpu")),
             "other_address": beside,
-            "bursts": [asdict(one) for one in bursts],
+            "bursts": [asdict(item) for item in bursts],
             "ingress_memory": memory,
         }
         write_result(arguments.out, document)

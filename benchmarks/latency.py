@@ -108,11 +108,11 @@ def main(arguments: list[str] | None = None) -> None:
     results = []
     print(f"{'context':>8} {'TTFT s':>8} {'TPOT ms, median':>16} {'p99':>8} {'GB/s':>7} {'plain':>7} {'x limit':>8}")
     for context in options.context:
-        one = measure(engine, context, options.tokens, shape, weight_bytes)
-        results.append(asdict(one))
+        run = measure(engine, context, options.tokens, shape, weight_bytes)
+        results.append(asdict(run))
         print(
-            f"{context:8} {one.ttft_s:8.3f} {one.tpot_median_ms:16.2f} {one.tpot_p99_ms:8.2f} {one.read_gb_s:7.2f} "
-            f"{one.plain_read_gb_s:7.2f} {one.over_limit:8.2f}",
+            f"{context:8} {run.ttft_s:8.3f} {run.tpot_median_ms:16.2f} {run.tpot_p99_ms:8.2f} {run.read_gb_s:7.2f} "
+            f"{run.plain_read_gb_s:7.2f} {run.over_limit:8.2f}",
             flush=True,
         )
     engine.close()

@@ -44,7 +44,7 @@ def items(num_items: int) -> list[Item]:
 
 
 def _item(question: Question, others: Sequence[Question], draw: random.Random) -> Item:
-    wrong = draw.sample([one.answer for one in others if one.answer != question.answer], NUM_CHOICES - 1)
+    wrong = draw.sample([other.answer for other in others if other.answer != question.answer], NUM_CHOICES - 1)
     choices = draw.sample([question.answer, *wrong], NUM_CHOICES)
     asked = question.held_out or question.held_out_far or question.ask[-1]
     return {"question": asked, "choices": choices, "label": choices.index(question.answer)}

@@ -150,10 +150,10 @@ def timed(paths: list[Path], run: Callable[[], object]) -> Run:
 
 def fastest_plain(paths: list[Path], repeats: int) -> tuple[int, int]:
     """Return the threads and block size of PLAIN that read the files in the shortest median time."""
-    times: dict[tuple[int, int], list[float]] = {one: [] for one in PLAIN}
-    for _, one in itertools.product(range(repeats), PLAIN):
-        times[one].append(timed(paths, lambda one=one: plain_read(paths, *one)).seconds)  # type: ignore[misc]
-    return min(PLAIN, key=lambda one: statistics.median(times[one]))
+    times: dict[tuple[int, int], list[float]] = {item: [] for item in PLAIN}
+    for _, order in itertools.product(range(repeats), PLAIN):
+        times[order].append(timed(paths, lambda order=order: plain_read(paths, *order)).seconds)  # type: ignore[misc]
+    return min(PLAIN, key=lambda order: statistics.median(times[order]))
 
 
 def write_float32(source: Path, target: Path) -> None:
@@ -161,7 +161,7 @@ def write_float32(source: Path, target: Path) -> None:
     for file in source.iterdir():
         if file.suffix == ".safetensors":
             save_file(
-                {name: one.float() for name, one in load_file(file).items()}, target / file.name, {"format": "pt"}
+                {name: tensor.float() for name, tensor in load_file(file).items()}, target / file.name, {"format": "pt"}
             )
         elif file.is_file():
             shutil.copy(file, target)
@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
                     )
                     for _ in range(options.rounds)
                 ]
-                one = {
+                result = {
                     "stored": str(stored).removeprefix("torch."),
                     "loaded": str(loaded).removeprefix("torch."),
                     "by": model_impl,
@@ -211,12 +211,14 @@ def main(arguments: list[str] | None = None) -> None:
                     "load_cpu_s": statistics.median(run.cpu_seconds for _, _, run in runs),
                     "plain_threads": threads,
                     "plain_block_bytes": block_bytes,
-                    "runs": [[asdict(one) for one in of_round] for of_round in runs],  # plain, to keep, loading
+                    "runs": [[asdict(item) for item in of_round] for of_round in runs],  # plain, to keep, loading
                 }
-                results.append(one)
-                values = (one[name] for name in ("disk_s", "kept_s", "load_s", "over_disk", "over_kept", "load_cpu_s"))
+                results.append(result)
+                values = (
+                    result[name] for name in ("disk_s", "kept_s", "load_s", "over_disk", "over_kept", "load_cpu_s")
+                )
                 print(
-                    f"{one['stored']:9} {one['loaded']:9} {model_impl:13} {one['gb']:5.2f} "
+                    f"{result['stored']:9} {result['loaded']:9} {model_impl:13} {result['gb']:5.2f} "
                     + " ".join(f"{value:7.2f}" for value in values),
                     flush=True,
                 )

@@ -90,7 +90,7 @@ async def _open_loop(url: str, rate: float, seconds: float, seed: int) -> list[O
 
 def _memory_mib(server: Server) -> float:
     launcher = psutil.Process(server.process.pid)
-    return sum(_unique_bytes(one) for one in [launcher, *launcher.children(recursive=True)]) / 2**20
+    return sum(_unique_bytes(item) for item in [launcher, *launcher.children(recursive=True)]) / 2**20
 
 
 def _unique_bytes(process: psutil.Process) -> float:
@@ -111,24 +111,24 @@ async def _watched(server: Server, work: Any, seconds: float) -> tuple[list[Outc
 
 
 def _phase(name: str, rate: float, outcomes: list[Outcome], memory: list[float], refused_by_ingress: float) -> Phase:
-    accepted = [one for one in outcomes if one.succeeded]
-    refused = [one.total_s for one in outcomes if one.status == 503] or [0.0]
-    first = [one.first_token_s for one in accepted] or [float("nan")]
+    accepted = [outcome for outcome in outcomes if outcome.succeeded]
+    refused = [outcome.total_s for outcome in outcomes if outcome.status == 503] or [0.0]
+    first = [item.first_token_s for item in accepted] or [float("nan")]
     # From the first request to the last one sent: tokens after that belong to the tail, not to the rate.
-    began, ended = min(one.sent for one in outcomes), max(one.sent for one in outcomes)
-    in_time = [one for one in accepted if one.sent + one.total_s <= ended]
+    began, ended = min(outcome.sent for outcome in outcomes), max(outcome.sent for outcome in outcomes)
+    in_time = [item for item in accepted if item.sent + item.total_s <= ended]
     return Phase(
         name,
         rate,
         len(accepted),
-        sum(one.status == 503 for one in outcomes),
+        sum(item.status == 503 for item in outcomes),
         int(refused_by_ingress),
-        sum(not one.succeeded and one.status != 503 for one in outcomes),
+        sum(not item.succeeded and item.status != 503 for item in outcomes),
         float(np.percentile(first, 50)),
         float(np.percentile(first, 99)),
         float(np.percentile(refused, 99)),
         max(refused),
-        sum(one.tokens for one in in_time) / (ended - began),
+        sum(item.tokens for item in in_time) / (ended - began),
         memory,
     )
 

@@ -42,7 +42,9 @@ def logprobs_of_text(options: dict[str, Any]) -> dict[str, list[float]]:
             prompt = asked + tokenizer.encode(question.answer)
             scored = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].prompt_logprobs
             assert scored is not None
-            logprobs = [one[token].logprob for token, one in zip(prompt, scored, strict=True) if one is not None]
+            logprobs = [
+                choices[token].logprob for token, choices in zip(prompt, scored, strict=True) if choices is not None
+            ]
             found["questions"] += logprobs[: len(asked) - 1]
             found["answers"] += logprobs[len(asked) - 1 :]
     return found
@@ -61,7 +63,9 @@ def main() -> None:
     result: dict[str, Any] = {"machine": describe(torch.device("cpu"))}
     for name, options in VARIANTS.items():
         found = logprobs_of_text(options)
-        result[name] = {kind: {"tokens": len(one), "perplexity": perplexity(one)} for kind, one in found.items()}
+        result[name] = {
+            kind: {"tokens": len(logprobs), "perplexity": perplexity(logprobs)} for kind, logprobs in found.items()
+        }
         for kind, figures in result[name].items():
             ratio = figures["perplexity"] / result["float32"][kind]["perplexity"]
             print(f"{name:10s} {kind:10s} perplexity {figures['perplexity']:8.4f}, {ratio:.4f} x float32")

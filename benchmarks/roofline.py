@@ -53,7 +53,7 @@ def _print_limits(model: Path, out: Path | None) -> None:
             "model": model.name,
             "read_gb_s": read_gb_s,
             "rates": asdict(rates[TORCH]),
-            "rates_by_linear": {name: asdict(one) for name, one in rates.items()},
+            "rates_by_linear": {name: asdict(rate) for name, rate in rates.items()},
             "limits": {name: limit.to_json() for name, limit in limits.items()},
         }
         write_result(out, document)
@@ -61,9 +61,9 @@ def _print_limits(model: Path, out: Path | None) -> None:
 
 def _print_rates(rates: dict[str, Rates]) -> None:
     print(f"{'':>14}" + "".join(f"{name:>13}" for name in rates))
-    print(f"{'weights, GB/s':>14}" + "".join(f"{one.weights_gb_s:13.1f}" for one in rates.values()))
+    print(f"{'weights, GB/s':>14}" + "".join(f"{rate.weights_gb_s:13.1f}" for rate in rates.values()))
     for rows in next(iter(rates.values())).gflop_s:
-        print(f"{f'GFLOP/s at {rows}':>14}" + "".join(f"{one.gflop_s[rows]:13.0f}" for one in rates.values()))
+        print(f"{f'GFLOP/s at {rows}':>14}" + "".join(f"{rate.gflop_s[rows]:13.0f}" for rate in rates.values()))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class Load:
 
     @property
     def _is_prefilling(self) -> bool:
-        return any(one.remaining_tokens > 1 for one in self.scheduler.running)
+        return any(item.remaining_tokens > 1 for item in self.scheduler.running)
 
     def _arrive(self, *, first: bool) -> None:
         length = self._context or self._random.randint(64, LONGEST_RANDOM)
@@ -200,9 +200,12 @@ def main(arguments: list[str] | None = None) -> None:
     results = []
     print(f"{'load':24} {'running':>8} {'blocks':>8}" + "".join(f"{figure:>12}" for figure in figures))
     for running, num_blocks, steady in cases:
-        one = measure(running, num_blocks, args.block_size, args.steps, context=args.context, steady=steady)
-        results.append(one)
-        print(f"{one['load']:24} {running:8} {one['num_blocks']:8}" + "".join(f"{one[name]:12}" for name in figures))
+        result = measure(running, num_blocks, args.block_size, args.steps, context=args.context, steady=steady)
+        results.append(result)
+        print(
+            f"{result['load']:24} {running:8} {result['num_blocks']:8}"
+            + "".join(f"{result[name]:12}" for name in figures)
+        )
     if args.out:
         write_result(args.out, {"machine": describe(CPU), "results": results})
 

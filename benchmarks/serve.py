@@ -107,7 +107,7 @@ def _measure_server(server: Server, arguments: argparse.Namespace, prompts: Prom
             await http_gaps(server.url, streams, arguments.gap_tokens, arguments.long_prompt)
             for streams in arguments.streams
         ]
-        return {"first_token_s": first, "tokens_per_s": rates, "gaps": [asdict(one) for one in gaps]}
+        return {"first_token_s": first, "tokens_per_s": rates, "gaps": [asdict(gap) for gap in gaps]}
 
     measured = asyncio.run(run())
     load = {"url": server.url, "model": str(Path(arguments.model).resolve()), "model_name": MODEL_NAME}
@@ -136,18 +136,18 @@ def _summary(
         "http_tokens_per_s": round(http, 2),
         "offline_tokens_per_s": round(alone, 2),
         "http_over_offline": round(http / alone, 3),
-        "first_token": [_first_token(*one) for one in zip(lengths, measured["first_token_s"], engine_s, strict=True)],
+        "first_token": [_first_token(*item) for item in zip(lengths, measured["first_token_s"], engine_s, strict=True)],
         "gaps": measured["gaps"],
     }
 
 
 def _print_generators(measured: dict[str, Any]) -> None:
     for name in ("guidellm", "aiperf"):
-        if one := measured.get(name):
+        if figures := measured.get(name):
             print(
-                f"{name}: {one['output_tokens_per_s']:.1f} tokens/s, first token p50 {one['ttft_p50_ms']:.0f} and p99 "
-                f"{one['ttft_p99_ms']:.0f} ms, between tokens p50 {one['itl_p50_ms']:.1f} and p99 "
-                f"{one['itl_p99_ms']:.1f} ms; {one['requests']} requests, {one['failed']} failed"
+                f"{name}: {figures['output_tokens_per_s']:.1f} tokens/s, first token p50 {figures['ttft_p50_ms']:.0f} "
+                f"and p99 {figures['ttft_p99_ms']:.0f} ms, between tokens p50 {figures['itl_p50_ms']:.1f} and p99 "
+                f"{figures['itl_p99_ms']:.1f} ms; {figures['requests']} requests, {figures['failed']} failed"
             )
 
 
@@ -156,18 +156,18 @@ def _print(summary: dict[str, Any]) -> None:
         f"w16: {summary['http_tokens_per_s']:.1f} tokens/s through HTTP, {summary['offline_tokens_per_s']:.1f} "
         f"offline: {summary['http_over_offline']:.3f}"
     )
-    for one in summary["first_token"]:
+    for item in summary["first_token"]:
         print(
-            f"first token, {one['prompt_tokens']} tokens of prompt: {one['http_ttft_ms']:.1f} ms through HTTP, "
-            f"{one['engine_ttft_ms']:.1f} in the process: {one['difference_ms']:.1f} ms more"
+            f"first token, {item['prompt_tokens']} tokens of prompt: {item['http_ttft_ms']:.1f} ms through HTTP, "
+            f"{item['engine_ttft_ms']:.1f} in the process: {item['difference_ms']:.1f} ms more"
         )
     print(
         f"\n{'streams':>8} {'gap ms p50':>11} {'p99':>9} {'max':>9} {'calm p50':>9} {'long TTFT s':>12} {'failed':>7}"
     )
-    for one in summary["gaps"]:
+    for item in summary["gaps"]:
         print(
-            f"{one['streams']:8} {one['p50_ms']:11.1f} {one['p99_ms']:9.1f} {one['max_ms']:9.1f} "
-            f"{one['calm_p50_ms']:9.1f} {one['long_ttft_s']:12.2f} {one['failed']:7}"
+            f"{item['streams']:8} {item['p50_ms']:11.1f} {item['p99_ms']:9.1f} {item['max_ms']:9.1f} "
+            f"{item['calm_p50_ms']:9.1f} {item['long_ttft_s']:12.2f} {item['failed']:7}"
         )
 
 
@@ -203,7 +203,7 @@ def _compare(parsed: argparse.Namespace) -> None:
         document: dict[str, Any] = {"machine": describe(torch.device("cpu")), "model": Path(parsed.model).name}
         document |= {"options": engine_options(parsed), "summary": summary}
         document["runs"] = {
-            load: {name: [asdict(one) for one in many] for name, many in servers.items()}
+            load: {name: [asdict(measured) for measured in many] for name, many in servers.items()}
             for load, servers in results.items()
         }
         write_result(parsed.out, document)
@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> None:
     with serve(_setting(parsed)) as server:
         measured = _measure_server(server, parsed, prompts)
     after = in_process_first_tokens(config, prompts)
-    engine_s = [one + other for one, other in zip(before, after, strict=True)]
+    engine_s = [first + second for first, second in zip(before, after, strict=True)]
     offline += [offline_tokens_per_s(parsed, make("w16")) for _ in range(half)]
     summary = _summary(measured, offline, engine_s, parsed.prompt_tokens)
     _print(summary)

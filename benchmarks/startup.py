@@ -77,11 +77,12 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     starts = measure(str(Path(parsed.model).resolve()), options, parsed.repeats)
     medians = {
-        name: {part: statistics.median(one[part] for one in many) for part in many[0]} for name, many in starts.items()
+        name: {part: statistics.median(measured[part] for measured in many) for part in many[0]}
+        for name, many in starts.items()
     }
     print(f"{'median s':24}" + "".join(f"{name:>8}" for name in medians))
     for part in medians["warm"]:
-        print(f"{part:24}" + "".join(f"{one[part]:8.2f}" for one in medians.values()))
+        print(f"{part:24}" + "".join(f"{median[part]:8.2f}" for median in medians.values()))
     if parsed.out:
         _write(parsed.out, parsed.model, options, medians, starts)
 

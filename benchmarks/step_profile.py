@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     parsed = parser.parse_args(arguments)
     try:
-        workloads = [load_workload(one) for one in parsed.workloads]
+        workloads = [load_workload(item) for item in parsed.workloads]
         options = engine_options(parsed) | {"device": "cpu"}
     except ValueError as error:
         parser.error(str(error))

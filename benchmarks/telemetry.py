@@ -104,7 +104,7 @@ def find_part(name: str) -> Callable[[Recorder], Part]:
 def replace_metrics(engine: Engine, metrics: EngineMetrics) -> None:
     """Replace the metrics of an idle engine."""
     observers = engine.observers.members
-    observers[:] = [metrics if isinstance(one, EngineMetrics) else one for one in observers]
+    observers[:] = [metrics if isinstance(observer, EngineMetrics) else observer for observer in observers]
 
 
 @contextmanager

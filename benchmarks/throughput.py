@@ -52,16 +52,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     parsed = parser.parse_args(arguments)
     try:
-        workloads = [load_workload(one) for one in parsed.workloads]
+        workloads = [load_workload(workload) for workload in parsed.workloads]
         options = engine_options(parsed)
     except ValueError as error:
         parser.error(str(error))
     results = []
     if not parsed.json_lines:
         print(f"{'workload':10} {'output tok/s':>13} {'total tok/s':>12} {'seconds':>9} {'load s':>8}")
-    for one in runner.run_workloads("pagoda", parsed.model, partial(load_engine, **options), workloads):
-        results.append(one)
-        print(json.dumps(one) if parsed.json_lines else _row(one), flush=True)
+    for item in runner.run_workloads("pagoda", parsed.model, partial(load_engine, **options), workloads):
+        results.append(item)
+        print(json.dumps(item) if parsed.json_lines else _row(item), flush=True)
     if parsed.out:
         _write(parsed.out, parsed.model, options, results)
 

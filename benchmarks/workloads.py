@@ -76,7 +76,7 @@ class Workload:
 
     def shifted(self, by: int) -> Workload:
         """Return the workload with ``by`` added to every id: the same work without a common prefix."""
-        requests = [Request([token_id + by for token_id in one.prompt], one.out) for one in self.requests]
+        requests = [Request([token_id + by for token_id in request.prompt], request.out) for request in self.requests]
         return Workload(self.name, requests)
 
     def write(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class Workload:
     def read(cls, path: Path) -> Workload:
         """Read a file written by ``write``; the file's stem is the name."""
         requests = json.loads(path.read_text())["requests"]
-        return cls(path.stem, [Request(one["prompt"], one["out"]) for one in requests])
+        return cls(path.stem, [Request(request["prompt"], request["out"]) for request in requests])
 
 
 def make(name: str, seed: int = 0) -> Workload:
@@ -111,7 +111,7 @@ def load(name_or_path: str) -> Workload:
     if name_or_path in SHAPES:
         return make(name_or_path)
     if not Path(name_or_path).is_file():
-        raise ValueError(f"'{name_or_path}' is no workload; give a file or one of {', '.join(SHAPES)}")
+        raise ValueError(f"'{name_or_path}' is not a workload; give a file or one of {', '.join(SHAPES)}")
     return Workload.read(Path(name_or_path))
 
 
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     names = options.names or list(SHAPES)
     if unknown := [name for name in names if name not in SHAPES]:
-        parser.error(f"'{unknown[0]}' is no workload; choose of {', '.join(SHAPES)}")
+        parser.error(f"'{unknown[0]}' is not a workload; choose from {', '.join(SHAPES)}")
     options.directory.mkdir(parents=True, exist_ok=True)
     print(f"{'workload':10} {'requests':>9} {'input tokens':>13} {'output tokens':>14}")
     for workload in map(make, names):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from demo.tool_corpus import Calculator, Operation
 
 DECIMALS = 4  # of the page's calculator
-HELD_OUT_EVERY = 10  # one pair of numbers in so many is kept for the tests
+HELD_OUT_EVERY = 10  # every tenth pair of numbers is kept for the tests
 _APPLY: dict[str, Callable[[float, float], float]] = {
     "+": operator.add,
     "-": operator.sub,

@@ -74,8 +74,8 @@ def _tools(definitions: list[str]) -> tuple[Tool, ...]:
 
 def _calculator(data: dict[str, Any]) -> Calculator:
     operations = [
-        Operation(one["sign"], tuple(word.strip() for word in one["words"].split(",")), text_lines(one["ask"]))
-        for one in data["operations"].values()
+        Operation(item["sign"], tuple(word.strip() for word in item["words"].split(",")), text_lines(item["ask"]))
+        for item in data["operations"].values()
     ]
     return Calculator(
         ask=text_lines(data["ask"]),

@@ -52,13 +52,13 @@ def sum_cases(tools: ToolCorpus, count: int = SUMS, max_digits: int = 2) -> list
     drawn = [maker.draw_held_out(max_digits) for _ in range(count)]
     return [
         ToolCase(
-            one.question,
+            item.question,
             CALCULATOR,
-            {"expression": one.expression},
-            f'{{"result": {one.value}}}',
-            f"{one.expression} = {one.value}.",
+            {"expression": item.expression},
+            f'{{"result": {item.value}}}',
+            f"{item.expression} = {item.value}.",
         )
-        for one in drawn
+        for item in drawn
     ]
 
 
@@ -111,10 +111,10 @@ def print_tool_scores(demo: DemoModel) -> None:
         ("questions about the cluster", status_cases(tools)),
     ):
         results = outcomes(demo, cases, tools)
-        print(f"{sum(one.is_right for one in results)} of {len(results)} {kind}: right call and answer")
-        for one in results:
-            if not one.is_right:
-                print(f"  {one.case.question}\n    {one.called}\n    {one.answered}")
+        print(f"{sum(result.is_right for result in results)} of {len(results)} {kind}: right call and answer")
+        for result in results:
+            if not result.is_right:
+                print(f"  {result.case.question}\n    {result.called}\n    {result.answered}")
     plain = answered_without_call(demo, tools)
     print(f"{sum(plain)} of {len(plain)} plain held-out phrasings right while tools are offered")
 

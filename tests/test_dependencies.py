@@ -89,7 +89,7 @@ def providers(module: str) -> set[str]:
     names = set(installed().get(top, [DISTRIBUTIONS.get(top, top)]))
     if len(names) > 1:  # a namespace package: the distributions that have this part of it
         path = module.replace(".", "/")
-        names = {name for name in names if any(str(one).startswith(path) for one in distribution(name).files or ())}
+        names = {name for name in names if any(str(item).startswith(path) for item in distribution(name).files or ())}
     return {normalized(name) for name in names}
 
 

@@ -147,7 +147,7 @@ def _print(cost: Cost) -> None:
     load, us = cost.load, cost.us
     columns = (us[INGRESS], us[ENGINE], cost.step_us, us["haproxy"], us["others"], us[CLIENT])
     name = f"{load.clients} {'streams' if load.streamed else 'whole'}"
-    microseconds = " ".join(f"{one:8.1f}" for one in columns)
+    microseconds = " ".join(f"{column:8.1f}" for column in columns)
     print(
         f"{cost.step_ms:7} {cost.ingresses:9} {name:>12} {cost.rate:9.0f}   {microseconds}"
         f" {load.ttft_p50_ms:8.1f} {load.ttft_p99_ms:7.1f} {sum(cost.cores.values()):5.2f}"
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
                             print(found.table())
                             profiles.append({"step_ms": step_ms, "streamed": streamed} | asdict(found))
     if parsed.out:
-        document = {"machine": describe(torch.device("cpu")), "costs": [asdict(one) for one in costs]}
+        document = {"machine": describe(torch.device("cpu")), "costs": [asdict(cost) for cost in costs]}
         write_result(parsed.out, document | {"profiles": profiles})
 
 

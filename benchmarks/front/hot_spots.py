@@ -58,8 +58,8 @@ class Profile:
 def _cell(spots: list[HotSpot], index: int) -> str:
     if index >= len(spots):
         return ""
-    one = spots[index]
-    return f"{one.us:7.2f} {100 * one.share:5.1f}  {one.name}"
+    spot = spots[index]
+    return f"{spot.us:7.2f} {100 * spot.share:5.1f}  {spot.name}"
 
 
 def profile(py_spy: str, pid: int, seconds: float, us: float) -> Profile:
@@ -81,7 +81,7 @@ def profile(py_spy: str, pid: int, seconds: float, us: float) -> Profile:
 
 
 def _thread_cpu_s(pid: int) -> dict[int, float]:
-    return {one.id: one.user_time + one.system_time for one in psutil.Process(pid).threads()}
+    return {item.id: item.user_time + item.system_time for item in psutil.Process(pid).threads()}
 
 
 def summarize(stacks: Iterable[str], thread_cpu_s: Mapping[int, float], us: float) -> Profile:
@@ -119,7 +119,7 @@ def _owner(frames: list[re.Match[str]]) -> str:
 
 
 def _largest(shares: dict[str, float], us: float) -> list[HotSpot]:
-    largest = sorted(shares.items(), key=lambda one: -one[1])[:NUM_HOT_SPOTS]
+    largest = sorted(shares.items(), key=lambda item: -item[1])[:NUM_HOT_SPOTS]
     return [HotSpot(name, round(share, 4), round(us * share, 2)) for name, share in largest]
 
 

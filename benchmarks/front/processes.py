@@ -31,7 +31,7 @@ class CpuTimes:
 
     def __init__(self, root: int) -> None:
         launcher = psutil.Process(root)
-        self._processes = [(one, kind_of(_command(one))) for one in [launcher, *launcher.children(recursive=True)]]
+        self._processes = [(item, kind_of(_command(item))) for item in [launcher, *launcher.children(recursive=True)]]
 
     def pids(self, kind: str) -> list[int]:
         """Return the process ids of one kind."""

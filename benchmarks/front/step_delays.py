@@ -34,7 +34,7 @@ class StepDelays:
         self._cpu_s = self._queued_s = 0.0
 
     def start_wait(self, seconds: float) -> None:
-        """Record the gap since the end of the last wait; a new one begins, and ends after so many seconds."""
+        """Record the gap since the end of the last wait; start a new wait that ends after ``seconds``."""
         if self._path is None:
             return
         now, cpu_s, queued_s = monotonic(), thread_time(), _queued_s()

@@ -128,10 +128,10 @@ async def _measure(receiver: Any, count: int, sizes: list[int], period_s: float,
         for _ in range(repeats):
             for mode, results in found.items():
                 results.append(await receiver.receive.remote(mode, count, size, period_s))
-        idle = [min(one) for one in zip(*found.pop(IDLE), strict=True)]
+        idle = [min(times) for times in zip(*found.pop(IDLE), strict=True)]
         for mode, results in found.items():
-            least = [min(one) - base for one, base in zip(zip(*results, strict=True), idle, strict=True)]
-            costs.append(TransportCost(mode, size, *(round(1e6 * one / count, 1) for one in least)))
+            least = [min(times) - base for times, base in zip(zip(*results, strict=True), idle, strict=True)]
+            costs.append(TransportCost(mode, size, *(round(1e6 * seconds / count, 1) for seconds in least)))
     return costs
 
 
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
     for cost in costs:
         print(f"{cost.mode:>8} {cost.message_bytes:7} {cost.sender_us:10.1f} {cost.receiver_us:12.1f}")
     if parsed.out:
-        document = {"machine": describe(torch.device("cpu")), "costs": [asdict(one) for one in costs]}
+        document = {"machine": describe(torch.device("cpu")), "costs": [asdict(item) for item in costs]}
         write_result(parsed.out, document)
     ray.shutdown()
 

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         run_options = RunOptions(work, options.deadline, options.device, options.size)
         outcomes = run_parts(parts, run_options, write)
     print(f"\n{summary(outcomes)}")
-    passed = all(one.status == "passed" for one in outcomes.values())
+    passed = all(outcome.status == "passed" for outcome in outcomes.values())
     print("passed" if passed else "FAILED", f"in {monotonic() - started:.0f} s")
     return 0 if passed else 1
 
@@ -77,7 +77,7 @@ def _work_directory(given: Path | None) -> Iterator[Path]:
         yield given.resolve()
         return
     parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    roomy = [one for one in parents if one.is_dir() and shutil.disk_usage(one).free >= WORK_BYTES]
+    roomy = [parent for parent in parents if parent.is_dir() and shutil.disk_usage(parent).free >= WORK_BYTES]
     with tempfile.TemporaryDirectory(prefix="pagoda-gpu-check-", dir=(roomy or parents[1:])[0]) as directory:
         yield Path(directory)
 

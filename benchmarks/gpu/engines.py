@@ -61,7 +61,7 @@ def draw_lengths(lengths: TokenLengths, seed: int) -> list[tuple[int, int]]:
 def generate(
     llm: LLM, prompts: list[list[int]], output_tokens: Iterable[int], *, temperature: float = 0.0
 ) -> list[RequestOutput]:
-    """Generate exactly so many tokens for each prompt."""
+    """Generate exactly this number of tokens for each prompt."""
     params = [SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True) for count in output_tokens]
     return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 

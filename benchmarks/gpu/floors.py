@@ -60,5 +60,5 @@ def prefill(shape: ModelShape, prompts: int, tokens: int) -> Work:
 
 
 def _attention_flop(shape: ModelShape, pairs: float) -> float:
-    """Return the operations of Q K^T and of the product with V for so many pairs of query and key, in all layers."""
+    """Return the operations of Q K^T and of the product with V for ``pairs`` of query and key, in all layers."""
     return 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers

@@ -85,7 +85,7 @@ def _per_step(times_us: list[float], num_steps: int) -> dict[str, float]:
 def busy_us(kernels: Iterable[KernelTime]) -> float:
     """Return the time in which at least one kernel runs."""
     busy, end = 0.0, float("-inf")
-    for kernel in sorted(kernels, key=lambda one: one.start_us):
+    for kernel in sorted(kernels, key=lambda item: item.start_us):
         busy += max(0.0, kernel.end_us - max(kernel.start_us, end))
         end = max(end, kernel.end_us)
     return busy

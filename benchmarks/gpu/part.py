@@ -81,7 +81,7 @@ def read_results(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is no figure")
+    raise ValueError(f"{name} is not a figure")
 
 
 def write_json(path: Path, document: Any) -> None:

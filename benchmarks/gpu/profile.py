@@ -101,7 +101,7 @@ def _ranges(engine: Engine) -> Iterator[None]:
                 stack.enter_context(patch.object(sampler, name, _in_range(SAMPLING, method)))
         model = runner.workers.local.model
         for module in model.modules() if isinstance(model, nn.Module) else ():
-            if group := next((one for part, one in MODULE_GROUPS.items() if part in type(module).__name__), None):
+            if group := next((group for part, group in MODULE_GROUPS.items() if part in type(module).__name__), None):
                 stack.enter_context(patch.object(module, "forward", _in_range(group, module.forward)))
         yield
 

@@ -19,17 +19,18 @@ def to_document(outcomes: dict[str, PartOutcome], *, seconds: float, complete: b
         complete: whether every part has had its turn.
     """
     return {
-        "passed": complete and all(one.status == "passed" for one in outcomes.values()),
+        "passed": complete and all(outcome.status == "passed" for outcome in outcomes.values()),
         "complete": complete,
         "seconds": round(seconds, 1),
-        "parts": {name: one.to_json() for name, one in outcomes.items()},
+        "parts": {name: outcome.to_json() for name, outcome in outcomes.items()},
     }
 
 
 def summary(outcomes: dict[str, PartOutcome]) -> str:
     """Return one line for each part, and below it those that its figures' ``summary`` lists."""
     lines = []
-    for name, one in outcomes.items():
-        lines.append(f"{name:22} {one.status:8} {one.seconds:6.1f} s  {one.faults[0] if one.faults else ''}"[:WIDTH])
-        lines += [f"    {line}"[:WIDTH] for line in one.figures.get("summary", [])]
+    for name, outcome in outcomes.items():
+        fault = outcome.faults[0] if outcome.faults else ""
+        lines.append(f"{name:22} {outcome.status:8} {outcome.seconds:6.1f} s  {fault}"[:WIDTH])
+        lines += [f"    {line}"[:WIDTH] for line in outcome.figures.get("summary", [])]
     return "\n".join(lines)

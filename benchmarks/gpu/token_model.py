@@ -74,7 +74,7 @@ def save_model(directory: Path, *, experts: bool = False) -> None:
 
 
 def make_prompts(count: int, longest: int) -> list[list[int]]:
-    """Return prompts of 1 to ``longest`` tokens, half of which share a prefix."""
+    """Return prompts of 1 to ``longest`` tokens; half of them share a prefix."""
     rng = random.Random(0)
 
     def ids(length: int) -> list[int]:
@@ -122,7 +122,8 @@ class Judge:
 
     def judge(self, prompts: list[list[int]], answers: list[list[int]]) -> Judgement:
         """Judge each answer to each prompt."""
-        judged = [self._judge_one(tuple(one), tuple(answer)) for one, answer in zip(prompts, answers, strict=True)]
+        pairs = zip(prompts, answers, strict=True)
+        judged = [self._judge_one(tuple(prompt), tuple(answer)) for prompt, answer in pairs]
         shortfall, runner_up, noise = (torch.cat(parts) for parts in zip(*judged, strict=True))
         tolerance = max(self._least, 4 * float(noise.square().mean().sqrt()))
         return Judgement(
@@ -144,7 +145,7 @@ class Judge:
         chosen = exact.gather(1, torch.tensor(answer, device=self._device)[:, None])[:, 0]
         gap = _gap(exact, best_two)
         noise = [_gap(self._logits(model, prompt, answer), best_two) - gap for model in self._rounded]
-        found = tuple(one / largest.abs() for one in (largest - chosen, gap, torch.stack(noise)))
+        found = tuple(item / largest.abs() for item in (largest - chosen, gap, torch.stack(noise)))
         result = (found[0], found[1], found[2].flatten())
         self._judged[prompt, answer] = result
         return result

@@ -120,7 +120,7 @@ def simulate_paged(requests: list[Lengths], pool: int, block_size: int) -> Occup
         output = scheduler.schedule()
         if scheduler.waiting and finished >= _WARM_UP * len(requests):
             used = blocks.pool.counts().used * block_size
-            tokens = sum(one.num_computed_tokens for one in output.sequences) + output.num_tokens
+            tokens = sum(item.num_computed_tokens for item in output.sequences) + output.num_tokens
             occupancy.steps += 1
             occupancy.running += len(output.sequences)
             occupancy.tokens += tokens

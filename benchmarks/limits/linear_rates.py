@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ROWS", "TORCH", "linears", "measure_rates", "measure_read_gb_s"]
 
 Run = Callable[[torch.Tensor], object]  # multiplies bf16 [rows, inputs] with a weight
-Pack = Callable[[torch.Tensor, int], Run]  # from a bf16 weight [outputs, inputs], for so many rows
+Pack = Callable[[torch.Tensor, int], Run]  # from a bf16 weight [outputs, inputs] and the number of rows
 
 TORCH = "torch bf16"
 
@@ -60,7 +60,7 @@ def measure_rates(
     seconds = {count: _pass_seconds(sizes, count, pack) for count in rows}
     return Rates(
         parameters * weight_bytes / seconds[1] / 1e9,
-        {count: 2 * parameters * count / one / 1e9 for count, one in seconds.items()},
+        {count: 2 * parameters * count / multiply / 1e9 for count, multiply in seconds.items()},
     )
 
 
@@ -100,8 +100,8 @@ def _pass_seconds(sizes: list[tuple[int, int]], rows: int, pack: Pack) -> float:
     inputs_by_size = {size: torch.randn(rows, size).to(torch.bfloat16) for _, size in sizes}
 
     def run() -> None:
-        for one, size in runs:
-            one(inputs_by_size[size])
+        for multiply, size in runs:
+            multiply(inputs_by_size[size])
 
     with _freed_memory_stays_mapped():
         return _least_seconds(run)

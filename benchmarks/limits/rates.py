@@ -32,13 +32,13 @@ class Rates:
         known = sorted(self.gflop_s)
         if rows <= known[0] or rows >= known[-1]:
             return self.gflop_s[known[0] if rows <= known[0] else known[-1]]
-        upper = next(index for index, one in enumerate(known) if one >= rows)
+        upper = next(index for index, size in enumerate(known) if size >= rows)
         low, high = known[upper - 1], known[upper]
         share = (rows - low) / (high - low)
         return self.gflop_s[low] + share * (self.gflop_s[high] - self.gflop_s[low])
 
     def linear_seconds(self, parameters: int, rows: int) -> float:
-        """Return the least time of linears with so many weights: the longer of reading and of computing."""
+        """Return the least time of linears with this number of parameters: the longer of reading and computing."""
         reading = parameters * WEIGHT_BYTES / (self.weights_gb_s * 1e9)
         computing = 2 * parameters * rows / (self.gflop_s_at(rows) * 1e9)
         return max(reading, computing)

@@ -2,7 +2,7 @@
 
 The high-level API answers one prompt at a time, so batches are made here as llama.cpp's own server makes them: in each
 step one token of every running sequence, then as much of the waiting prompts as the batch still holds. Prefixes are
-computed for every sequence anew.
+computed again for every sequence.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ class _Batch:
 
 def _fill(batch: _Batch, sequences: list[_Sequence]) -> None:
     batch.clear()
-    for one in sequences:
-        if one.last_token is not None:
-            batch.put(one, one.last_token, is_last=True)
-    for one in sequences:
-        while one.last_token is None and one.num_written < len(one.prompt) and not batch.is_full:
-            batch.put(one, one.prompt[one.num_written], is_last=one.num_written == len(one.prompt) - 1)
+    for sequence in sequences:
+        if sequence.last_token is not None:
+            batch.put(sequence, sequence.last_token, is_last=True)
+    for sequence in sequences:
+        while sequence.last_token is None and sequence.num_written < len(sequence.prompt) and not batch.is_full:
+            is_last = sequence.num_written == len(sequence.prompt) - 1
+            batch.put(sequence, sequence.prompt[sequence.num_written], is_last=is_last)
 
 
 def load(model: str, workloads: list[Workload]) -> runner.Generate:
@@ -92,10 +93,10 @@ def load(model: str, workloads: list[Workload]) -> runner.Generate:
             _fill(batch, running)
             if lib.llama_decode(context, batch.native) != 0:
                 raise RuntimeError("llama_decode failed; the KV cache may be too small")
-            for index, one in batch.wanted:
-                one.last_token, one.remaining = argmax(index), one.remaining - 1
+            for index, sequence in batch.wanted:
+                sequence.last_token, sequence.remaining = argmax(index), sequence.remaining - 1
             num_tokens += len(batch.wanted)
-            running = [one for one in running if one.remaining]
+            running = [item for item in running if item.remaining]
         lib.llama_memory_clear(lib.llama_get_memory(context), False)
         return num_tokens
 
@@ -104,10 +105,11 @@ def load(model: str, workloads: list[Workload]) -> runner.Generate:
 
 def _context_params(lib: Any, workloads: list[Workload]) -> Any:
     params = lib.llama_context_default_params()
-    extra_slots = [EXTRA_SLOTS * len(one.requests) for one in workloads]
-    params.n_ctx = max(one.input_tokens + one.output_tokens + more for one, more in zip(workloads, extra_slots, strict=True))
+    extra_slots = [EXTRA_SLOTS * len(workload.requests) for workload in workloads]
+    num_tokens = [workload.input_tokens + workload.output_tokens for workload in workloads]
+    params.n_ctx = max(tokens + more for tokens, more in zip(num_tokens, extra_slots, strict=True))
     params.n_batch, params.n_ubatch = runner.MAX_NUM_BATCHED_TOKENS, UBATCH
-    params.n_seq_max = min(runner.MAX_NUM_SEQS, max(2, *(len(one.requests) for one in workloads)))
+    params.n_seq_max = min(runner.MAX_NUM_SEQS, max(2, *(len(workload.requests) for workload in workloads)))
     params.n_threads = params.n_threads_batch = runner.num_cores()
     params.kv_unified = True
     return params

@@ -19,11 +19,20 @@ from benchmarks.workloads import Request, Workload
 from benchmarks.workloads import load as load_workload
 
 __all__ = [
-    "KV_CACHE_GIB", "MAX_MODEL_LEN", "MAX_NUM_BATCHED_TOKENS", "MAX_NUM_SEQS", "WARM_UP", "Generate", "Load", "main",
-    "measure", "num_cores", "run_workloads",
+    "KV_CACHE_GIB",
+    "MAX_MODEL_LEN",
+    "MAX_NUM_BATCHED_TOKENS",
+    "MAX_NUM_SEQS",
+    "WARM_UP",
+    "Generate",
+    "Load",
+    "main",
+    "measure",
+    "num_cores",
+    "run_workloads",
 ]
 
-Generate = Callable[[list[Request]], int]  # answers all requests greedily, ignores EOS, returns the number of generated tokens
+Generate = Callable[[list[Request]], int]  # greedy, without EOS; returns the number of generated tokens
 Load = Callable[[str, list[Workload]], Generate]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +46,7 @@ def main(engine: str, load: Load) -> None:
     parser.add_argument("model")
     parser.add_argument("workloads", nargs="+", help="names or files")
     options = parser.parse_args()
-    workloads = [load_workload(one) for one in options.workloads]
+    workloads = [load_workload(workload) for workload in options.workloads]
     # Peers import packages with the names of ours ("kernels"); with -m, the checkout would come first.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
     for result in run_workloads(engine, options.model, load, workloads):

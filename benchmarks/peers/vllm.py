@@ -35,7 +35,7 @@ def load(model: str, workloads: list[Workload]) -> runner.Generate:
             for request in requests
         ]
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
-        return sum(len(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False))
+        return sum(len(item.outputs[0].token_ids) for item in llm.generate(prompts, params, use_tqdm=False))
 
     return generate
 

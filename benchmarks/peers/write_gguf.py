@@ -16,10 +16,17 @@ __all__ = ["gguf_name", "write_gguf"]
 
 _WHOLE = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 _IN_LAYER = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }
 
 
@@ -31,7 +38,7 @@ def gguf_name(name: str) -> str | None:
         return _WHOLE[name]
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
     if found is None or found[2] not in _IN_LAYER:
-        raise ValueError(f"tensor '{name}' is none of a Qwen3 checkpoint's")
+        raise ValueError(f"tensor '{name}' is not in a Qwen3 checkpoint")
     return f"blk.{found[1]}.{_IN_LAYER[found[2]]}.weight"
 
 
@@ -74,8 +81,10 @@ def _add_vocabulary(writer: Any, tokenizer: dict[str, Any], config: dict[str, An
     special = {token["id"] for token in tokenizer["added_tokens"]}
     size = config["vocab_size"]
     types = [
-        gguf.TokenType.UNUSED if token_id not in texts
-        else gguf.TokenType.CONTROL if token_id in special
+        gguf.TokenType.UNUSED
+        if token_id not in texts
+        else gguf.TokenType.CONTROL
+        if token_id in special
         else gguf.TokenType.NORMAL
         for token_id in range(size)
     ]
@@ -95,7 +104,7 @@ def _add_weights(writer: Any, path: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as checkpoint:
-        for name in checkpoint.keys():  # noqa: SIM118  # it is no dict
+        for name in checkpoint.keys():  # noqa: SIM118  # it is not a dict
             stored, tensor = gguf_name(name), checkpoint.get_tensor(name)
             if stored is None:
                 continue

@@ -99,7 +99,7 @@ def measure(name: str, server: Server, workload: Sequence[Sequence[list[int]]], 
         requests=len(outcomes),
         failed=len(outcomes) - len(done),
         hit_rate=server.metric(HITS) / server.metric(QUERIES),
-        hit_rate_seen=sum(one.cached_tokens for one in done) / sum(one.prompt_tokens for one in done),
+        hit_rate_seen=sum(item.cached_tokens for item in done) / sum(item.prompt_tokens for item in done),
         ttft_mean_s=float(np.mean(first)),
         ttft_p90_s=float(np.percentile(first, 90)),
         imbalance=max(by_engine) * len(by_engine) / sum(by_engine),
@@ -136,13 +136,13 @@ def main() -> None:
         print(results[-1], flush=True)
     pooled = results[0].hit_rate
     print(f"\n{'server':28}  hit rate  of pooled  TTFT mean     p90  max/mean  failed")
-    for one in results:
+    for result in results:
         print(
-            f"{one.server:28} {one.hit_rate:9.3f} {one.hit_rate / pooled:10.3f} {one.ttft_mean_s:9.3f}s "
-            f"{one.ttft_p90_s:6.3f}s {one.imbalance:9.2f} {one.failed:7d}"
+            f"{result.server:28} {result.hit_rate:9.3f} {result.hit_rate / pooled:10.3f} {result.ttft_mean_s:9.3f}s "
+            f"{result.ttft_p90_s:6.3f}s {result.imbalance:9.2f} {result.failed:7d}"
         )
     if arguments.out:
-        document = {"machine": describe(torch.device("cpu")), "results": [asdict(one) for one in results]}
+        document = {"machine": describe(torch.device("cpu")), "results": [asdict(result) for result in results]}
         document["blocks_per_engine"] = arguments.blocks
         write_result(arguments.out, document)
 

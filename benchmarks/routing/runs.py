@@ -85,7 +85,7 @@ def _trace(trace: str, path: str, seed: int) -> list[Request]:
 
 def _requests(run: Run) -> list[Request]:
     requests = _trace(run.trace, run.path, run.seed)[: run.max_requests]
-    return [replace(one, at=one.at * run.stretch) for one in requests] if run.stretch != 1 else requests
+    return [replace(request, at=request.at * run.stretch) for request in requests] if run.stretch != 1 else requests
 
 
 def _policy(run: Run, cluster: Cluster) -> Policy:

@@ -101,11 +101,11 @@ def summarize(results: dict[str, dict[str, list[LoadResult]]]) -> dict[str, dict
     summary: dict[str, dict[str, dict[str, float]]] = {}
     for load, servers in results.items():
         medians = {
-            name: {figure: statistics.median(getattr(one, figure) for one in many) for figure in FIGURES}
+            name: {figure: statistics.median(getattr(measured, figure) for measured in many) for figure in FIGURES}
             for name, many in servers.items()
         }
-        for one in medians.values():
-            one["ours_over_this"] = round(medians[OURS]["tokens_per_s"] / one["tokens_per_s"], 3)
+        for median in medians.values():
+            median["ours_over_this"] = round(medians[OURS]["tokens_per_s"] / median["tokens_per_s"], 3)
         summary[load] = medians
     return summary
 
@@ -114,15 +114,15 @@ def table(summary: dict[str, dict[str, dict[str, float]]]) -> str:
     """Return the summary as text, a line for each load and server."""
     lines = [f"{'load':12} {'server':8} {'tokens/s':>9} {'answers/s':>9} {'TTFT ms':>8} {'p99':>8} {'ours/it':>8}"]
     for load, servers in summary.items():
-        for name, one in servers.items():
+        for name, row in servers.items():
             lines.append(
-                f"{load:12} {name:8} {one['tokens_per_s']:9.0f} {one['requests_per_s']:9.1f} "
-                f"{one['ttft_p50_ms']:8.1f} {one['ttft_p99_ms']:8.1f} {one['ours_over_this']:8.2f}"
+                f"{load:12} {name:8} {row['tokens_per_s']:9.0f} {row['requests_per_s']:9.1f} "
+                f"{row['ttft_p50_ms']:8.1f} {row['ttft_p99_ms']:8.1f} {row['ours_over_this']:8.2f}"
             )
     return "\n".join(lines)
 
 
-def _shown(one: dict[str, Any]) -> str:
+def _shown(row: dict[str, Any]) -> str:
     return (
-        f"{one['tokens_per_s']:.0f} tokens/s, first token p50 {one['ttft_p50_ms']:.1f} p99 {one['ttft_p99_ms']:.1f} ms"
+        f"{row['tokens_per_s']:.0f} tokens/s, first token p50 {row['ttft_p50_ms']:.1f} p99 {row['ttft_p99_ms']:.1f} ms"
     )

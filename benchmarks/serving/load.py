@@ -79,7 +79,7 @@ class Answer:
         self._in_body, self._tail = True, b"\r\n"  # what ends the head also precedes the first chunk
         status, *fields = head.lower().split(b"\r\n")
         self.is_failed = b" 200" not in status
-        lengths = [int(one.partition(b":")[2]) for one in fields if one.startswith(b"content-length:")]
+        lengths = [int(item.partition(b":")[2]) for item in fields if item.startswith(b"content-length:")]
         if lengths:
             self.streamed, self._left = False, lengths[0]
 

@@ -62,9 +62,9 @@ async def http_tokens_per_s(url: str, workload: Workload) -> float:
             *(complete(session, url, _body(request.prompt, request.out)) for request in workload.requests)
         )
     seconds = perf_counter() - started
-    if failed := [one for one in outcomes if not one.succeeded]:
+    if failed := [outcome for outcome in outcomes if not outcome.succeeded]:
         raise RuntimeError(f"{len(failed)} requests failed, one with status {failed[0].status} {failed[0].error}")
-    return sum(one.tokens for one in outcomes) / seconds
+    return sum(outcome.tokens for outcome in outcomes) / seconds
 
 
 # --- the first token --------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ async def http_gaps(url: str, streams: int, num_tokens: int, long_prompt: int) -
         )  # ends when the streams are running
         long = await complete(session, url, _body(random_ids(rng, long_prompt), 1))
         outcomes = list(await asyncio.gather(*running))
-    return gaps_of([*outcomes], long, failed=sum(not one.succeeded for one in [*outcomes, long, under_way]))
+    return gaps_of([*outcomes], long, failed=sum(not item.succeeded for item in [*outcomes, long, under_way]))
 
 
 def gaps_of(outcomes: list[Outcome], long: Outcome, failed: int = 0) -> Gaps:
@@ -136,10 +136,10 @@ def gaps_of(outcomes: list[Outcome], long: Outcome, failed: int = 0) -> Gaps:
     """
     gaps: list[float] = []
     calm: list[float] = []
-    for one in outcomes:
-        for earlier, later in zip(one.arrivals_s, one.arrivals_s[1:], strict=False):
-            ended_before = one.sent + later < long.sent
-            is_calm = ended_before or one.sent + earlier > long.sent + long.first_token_s
+    for outcome in outcomes:
+        for earlier, later in zip(outcome.arrivals_s, outcome.arrivals_s[1:], strict=False):
+            ended_before = outcome.sent + later < long.sent
+            is_calm = ended_before or outcome.sent + earlier > long.sent + long.first_token_s
             (calm if is_calm else gaps).append(1e3 * (later - earlier))
     if not gaps:
         raise RuntimeError("the streams ended before the long prompt arrived; raise --gap-tokens")

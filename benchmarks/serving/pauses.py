@@ -18,7 +18,7 @@ from time import perf_counter, sleep
 __all__ = ["Pauses", "watching_pauses"]
 
 SLEEP_S = 0.005
-LEAST_S = 0.05  # late by less is no pause
+LEAST_S = 0.05  # late by less is not a pause
 
 
 @dataclass

@@ -150,15 +150,15 @@ def idle_connections(port: int, count: int, *, address: str = LOOPBACK) -> Itera
     opened: list[socket.socket] = []
     try:
         for _ in range(count):
-            one = socket.socket()
-            opened.append(one)
-            one.bind((address, 0))
+            opening = socket.socket()
+            opened.append(opening)
+            opening.bind((address, 0))
             with suppress(OSError):
-                one.connect((LOOPBACK, port))
+                opening.connect((LOOPBACK, port))
         yield opened
     finally:
-        for one in opened:
-            one.close()
+        for item in opened:
+            item.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ def test_samples_are_weighed_by_the_cpu_time_of_their_thread() -> None:
         "thread (2);wait (threading.py:3) 40",
     ]
     found = summarize_samples(stacks, {1: 3.0, 2: 0.5, 3: 0.5}, us=40.0)
-    assert {one.name: one.us for one in found.modules} == {
+    assert {module.name: module.us for module in found.modules} == {
         "deployments/api/sse": 22.5,
         "uvicorn": 7.5,
         "standard library": 5.0,
@@ -185,8 +185,8 @@ def test_an_engine_without_a_model_generates_every_token(monkeypatch: pytest.Mon
     outputs = []
     while engine.has_unfinished:
         outputs += engine.step()
-    assert sum(len(one.token_ids) for one in outputs) == 15
-    assert sum(one.is_last for one in outputs) == 3
+    assert sum(len(output.token_ids) for output in outputs) == 15
+    assert sum(output.is_last for output in outputs) == 3
     assert 0 < float((tmp_path / "steps").read_text()) <= engine.step_cpu_s + 1e-6
 
 

@@ -59,7 +59,7 @@ def test_parts_run_on_the_cpu_and_their_figures_are_in_the_json(tmp_path: Path) 
     document = json.loads(out.read_text())
     assert document["passed"]
     assert document["complete"]
-    parts = {name: one["figures"] for name, one in document["parts"].items()}
+    parts = {name: part["figures"] for name, part in document["parts"].items()}
     assert list(parts) == ["limits", "store_kvcache", "checkpoint_0.6b", "decode_0.6b"]
     assert parts["limits"]["machine"]["versions"]["torch"]
     assert parts["store_kvcache"]["cases"] == 27
@@ -250,7 +250,7 @@ def test_the_memory_of_a_model_is_free_while_the_caller_holds_the_llm(part: Part
         alive = [weakref.ref(worker.kv_cache), weakref.ref(worker.model)]
         del worker
     assert llm is not None
-    assert [one() for one in alive] == [None, None]
+    assert [item() for item in alive] == [None, None]
 
 
 def test_timed_steps_measure_the_engines_steps(part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_the_table_sums_times_by_group_and_counts_overlaps_once() -> None:
         "linear": {"milliseconds": 2.0, "launches": 1.0},
         "copies": {"milliseconds": 0.5, "launches": 0.5},
     }
-    assert [one["name"] for one in found["kernels"]] == ["gemm", "Memcpy"]
+    assert [item["name"] for item in found["kernels"]] == ["gemm", "Memcpy"]
     assert busy_us(kernels) == 4000
 
 

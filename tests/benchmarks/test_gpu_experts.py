@@ -91,11 +91,11 @@ def test_a_checkpoint_with_experts_is_served_and_timed(part: PartRun) -> None:
 
 
 def test_the_floor_counts_the_experts_that_tokens_choose() -> None:
-    one = ModelShape(8, 2 * 4, 3, 1, 1, 8, 16, num_experts=10, experts_per_token=2)
+    shape = ModelShape(8, 2 * 4, 3, 1, 1, 8, 16, num_experts=10, experts_per_token=2)
     expert = 3 * 3 * 8 * 4
-    assert one.weights_read(1) == pytest.approx(one.layer_parameters)
-    assert one.weights_read(2) - one.weights_read(1) == pytest.approx(2 * 0.8 * expert)
-    assert one.weights_read(1000) - one.weights_read(1) == pytest.approx(8 * expert)
+    assert shape.weights_read(1) == pytest.approx(shape.layer_parameters)
+    assert shape.weights_read(2) - shape.weights_read(1) == pytest.approx(2 * 0.8 * expert)
+    assert shape.weights_read(1000) - shape.weights_read(1) == pytest.approx(8 * expert)
     dense = FULL.models["0.6b"]
     assert dense.weights_read(1) == dense.weights_read(64) == dense.layer_parameters
     sparse = FULL.models["moe"]

@@ -38,7 +38,7 @@ def run(tmp_path: Path, *parts: Part, deadline_s: float = 120.0) -> dict[str, Pa
     assert len(documents) == len(parts)  # written after each part
     last = json.loads(documents[-1])
     assert list(last["parts"]) == [part.name for part in parts]
-    assert last["passed"] == all(one.status == "passed" for one in outcomes.values())
+    assert last["passed"] == all(outcome.status == "passed" for outcome in outcomes.values())
     return outcomes
 
 
@@ -107,7 +107,7 @@ def test_children_that_a_part_leaves_are_killed(tmp_path: Path) -> None:
 def test_parts_after_the_deadline_or_a_failed_need_do_not_run(tmp_path: Path) -> None:
     slow = replace(fault("passes"), name="slow", expected_s=1000.0)
     outcomes = run(tmp_path, slow, replace(fault("passes"), name="dependent", needs=("slow",)), deadline_s=100.0)
-    assert [one.status for one in outcomes.values()] == ["not run", "not run"]
+    assert [outcome.status for outcome in outcomes.values()] == ["not run", "not run"]
     assert "takes about 1000 s" in outcomes["slow"].faults[0]
     assert "needs 'slow'" in outcomes["dependent"].faults[0]
     assert not to_document(outcomes, seconds=1.0, complete=True)["passed"]
@@ -181,5 +181,5 @@ def test_the_tables_parts_exist_and_their_needs_come_first() -> None:
 def test_chosen_parts_bring_what_they_need() -> None:
     assert [part.name for part in with_needs(["checkpoint_8b"])] == ["checkpoint_8b"]
     assert [part.name for part in with_needs(["decode_8b"])] == ["limits", "checkpoint_8b", "decode_8b"]
-    with pytest.raises(ValueError, match="'checkpoint_9b' is no part; choose of limits"):
+    with pytest.raises(ValueError, match="'checkpoint_9b' is not a part; choose from limits"):
         with_needs(["checkpoint_9b"])

@@ -51,10 +51,10 @@ async def test_the_end_of_each_stream_is_known(parts: list[bytes], status: int, 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        for one in await open_streams(port, [{"prompt": "a"}] * 2, address="127.0.0.9"):
-            assert (one.status, one.is_complete) == (status, is_complete)
-            assert (one.first_token_s > 0) == (status == 200)
-            assert one.total_s >= one.first_token_s
+        for item in await open_streams(port, [{"prompt": "a"}] * 2, address="127.0.0.9"):
+            assert (item.status, item.is_complete) == (status, is_complete)
+            assert (item.first_token_s > 0) == (status == 200)
+            assert item.total_s >= item.first_token_s
         await asyncio.gather(*filter(None, handlers))
 
 
@@ -62,8 +62,8 @@ async def test_a_server_that_refuses_is_an_outcome() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-        (one,) = await open_streams(port, [{}])
-        assert (one.status, one.first_token_s) == (0, 0.0)
+        (stream,) = await open_streams(port, [{}])
+        assert (stream.status, stream.first_token_s) == (0, 0.0)
         assert send(port, "/", address="127.0.0.1").status == 0
         with idle_connections(port, 3) as opened:
             assert len(opened) == 3
@@ -87,7 +87,7 @@ def test_probes_go_on_until_the_end_of_the_block() -> None:
                 time.sleep(0.01)
         server.shutdown()
         thread.join()
-    assert {path: {one.status for one in of_path} for path, of_path in replies.items()} == {
+    assert {path: {item.status for item in of_path} for path, of_path in replies.items()} == {
         "/health": {204},
         "/other": {404},
     }
@@ -105,7 +105,7 @@ def test_the_engines_median_is_interpolated() -> None:
 
 def test_times_are_summarized() -> None:
     seconds = [3.0, *[1.0] * 198, 2.0]
-    replies = [Reply(200, one, started=10.0 * number) for number, one in enumerate(seconds)]
+    replies = [Reply(200, taken, started=10.0 * number) for number, taken in enumerate(seconds)]
     times = Times.of(replies, Pauses([(1.0, 3.5)]))
     assert (times.count, times.first, times.p50, times.max) == (200, 3.0, 1.0, 3.0)
     assert 1.0 < times.p99 <= 2.0

@@ -9,7 +9,7 @@ from benchmarks.lm_eval_agreement import NUM_CHOICES, compare_answers, compare_c
 
 def scored(*scores: list[float]) -> dict[str, Any]:
     """Return a run of lm-eval with these scores of the choices of each item."""
-    samples = [{"resps": [[(str(score), "False")] for score in one]} for one in scores]
+    samples = [{"resps": [[(str(score), "False")] for score in item]} for item in scores]
     return {"results": {"acc,none": 0.5, "acc_norm,none": 0.5}, "samples": samples}
 
 

@@ -20,7 +20,7 @@ SETTINGS = Settings(num_replicas=4, cache_tokens=100 * BLOCK_SIZE)
 
 def conversations(seed: int = 0, number: int = 300) -> list[Request]:
     """Return requests that each continue one of 40 conversations; all begin with one common block."""
-    rng, grown, requests = random.Random(seed), {one: [0] for one in range(40)}, []
+    rng, grown, requests = random.Random(seed), {item: [0] for item in range(40)}, []
     for index in range(number):
         blocks = grown[rng.randrange(40)]
         blocks.extend(1_000 * index + 1 + block for block in range(rng.randrange(1, 6)))
@@ -51,7 +51,7 @@ def test_every_policy_serves_every_request_and_none_beats_the_bounds(policy: str
     computed = sum(replica.computed_tokens for replica in result.cluster.all_replicas)
     assert computed + sum(job.hit_tokens for job in result.jobs) == tokens
     assert not any(result.cluster.outstanding.values())
-    # An LRU cache in which requests run at once is no strict bound of those in which they hold blocks for a while.
+    # An LRU cache in which requests run at once does not bound those in which they hold blocks for a while.
     pooled = pooled_bound(requests, 4 * SETTINGS.cache_blocks)
     assert hit_rate(result) <= pooled + 0.02
     assert pooled <= infinite_bound(requests)
@@ -59,9 +59,9 @@ def test_every_policy_serves_every_request_and_none_beats_the_bounds(policy: str
 
 def test_the_same_seed_gives_the_same_result() -> None:
     requests, settings = conversations(), Settings(num_replicas=4, cache_tokens=50_000, num_ingresses=3, loss=0.1)
-    one, other = (run(requests, "ours", settings, seed=3) for _ in range(2))
-    assert [job.first_token_at for job in one.jobs] == [job.first_token_at for job in other.jobs]
-    assert [job.replica for job in one.jobs] == [job.replica for job in other.jobs]
+    first, other = (run(requests, "ours", settings, seed=3) for _ in range(2))
+    assert [job.first_token_at for job in first.jobs] == [job.first_token_at for job in other.jobs]
+    assert [job.replica for job in first.jobs] == [job.replica for job in other.jobs]
 
 
 @pytest.mark.parametrize("num_ingresses", [1, 4])

@@ -32,7 +32,7 @@ class Witness:
         seen.append([])
 
     def stop(self) -> None:
-        seen[-1] += [one.value for one in self._recorder.snapshot() if one.metric is GENERATION_TOKENS]
+        seen[-1] += [item.value for item in self._recorder.snapshot() if item.metric is GENERATION_TOKENS]
 
 
 def test_half_of_the_runs_are_recorded(

@@ -44,7 +44,8 @@ def test_throughput_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFix
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     kept = json.loads(out.read_text())
     assert kept["results"] == printed
-    assert [(one["workload"], one["input_tokens"], one["output_tokens"]) for one in printed] == [("small", 5, 5)] * 2
+    sizes = [(item["workload"], item["input_tokens"], item["output_tokens"]) for item in printed]
+    assert sizes == [("small", 5, 5)] * 2
     assert kept["options"]["kv_cache_memory"] == "4MiB"
     assert "quantization" not in kept["options"]
 
@@ -53,10 +54,10 @@ def test_latency_times_each_decode_step(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     latency.main([*SMALL, "--context", "8", "100", "--tokens", "4", "--out", str(out)])
     results = json.loads(out.read_text())["results"]
-    assert [one["context"] for one in results] == [8, 100]
-    assert all(one["ttft_s"] > 0 and 0 < one["tpot_median_ms"] <= one["tpot_p99_ms"] for one in results)
-    for one in results:
-        assert one["over_limit"] == pytest.approx(one["plain_read_gb_s"] / one["read_gb_s"], rel=0.1)
+    assert [result["context"] for result in results] == [8, 100]
+    assert all(result["ttft_s"] > 0 and 0 < result["tpot_median_ms"] <= result["tpot_p99_ms"] for result in results)
+    for result in results:
+        assert result["over_limit"] == pytest.approx(result["plain_read_gb_s"] / result["read_gb_s"], rel=0.1)
 
 
 @pytest.mark.long
@@ -66,15 +67,15 @@ def test_loading_is_measured_beside_plain_reading(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(loading, "drop_from_page_cache", dropped.append)  # which a file system in memory cannot
     loading.main(["--model", str(model), "--rounds", "2", "--out", str(out)])
     results = json.loads(out.read_text())["results"]
-    assert [(one["stored"], one["loaded"], one["by"]) for one in results] == [
+    assert [(result["stored"], result["loaded"], result["by"]) for result in results] == [
         (stored, loaded, by)
         for stored, loaded in (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16"))
         for by in ("pagoda", "transformers")
     ]
-    for one in results:
+    for result in results:
         for index, name in enumerate(("over_disk", "over_kept")):
-            ratios = [of_round[2]["seconds"] / of_round[index]["seconds"] for of_round in one["runs"]]
-            assert one[name] == pytest.approx(sum(ratios) / 2, rel=0.01)
+            ratios = [of_round[2]["seconds"] / of_round[index]["seconds"] for of_round in result["runs"]]
+            assert result[name] == pytest.approx(sum(ratios) / 2, rel=0.01)
     num_plain_runs = 2 * 3 * len(loading.PLAIN)  # to find the fastest way, for each stored dtype
     assert len(dropped) == num_plain_runs + len(results) * 2 * 3
     assert list(tmp_path.iterdir()) == [model, out] or list(tmp_path.iterdir()) == [out, model]
@@ -95,7 +96,7 @@ def test_plain_reading_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest
     expected = [data[i : i + 1024] for data in (path.read_bytes() for path in paths) for i in range(0, len(data), 1024)]
     assert sorted(read) == sorted(expected)
     kept = loading.plain_read(paths, threads=3, block_bytes=1024, keep=True)
-    assert [bytes(one.numpy()) for one in kept] == [path.read_bytes() for path in paths]
+    assert [bytes(item.numpy()) for item in kept] == [path.read_bytes() for path in paths]
 
 
 def test_each_implementation_decodes_the_same_streams(tmp_path: Path) -> None:
@@ -103,10 +104,10 @@ def test_each_implementation_decodes_the_same_streams(tmp_path: Path) -> None:
     adapter.main([*SMALL, "--streams", "1", "2", "--steps", "3", "--out", str(out)])
     by_streams = json.loads(out.read_text())["by_streams"]
     assert list(by_streams) == ["1", "2"]
-    for one in by_streams.values():
-        assert set(one) == {"transformers", "torch", "C"}
-        assert one["transformers"]["ratio"] == 1
-        assert all(figures["step_median_ms"] > 0 for figures in one.values())
+    for by_stream in by_streams.values():
+        assert set(by_stream) == {"transformers", "torch", "C"}
+        assert by_stream["transformers"]["ratio"] == 1
+        assert all(figures["step_median_ms"] > 0 for figures in by_stream.values())
 
 
 def test_the_curves_have_a_time_for_every_token(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_workloads_of_one_process_get_other_ids() -> None:
 
     results = list(runner.run_workloads("fake", "model", load, [Workload("a", [Request([10, 11], 2)])] * 2))
     assert seen == [runner.WARM_UP[0].prompt, [10, 11], [11, 12]]
-    assert [one["engine"] for one in results] == ["fake", "fake"]
+    assert [result["engine"] for result in results] == ["fake", "fake"]
 
 
 def test_an_engine_that_stops_early_gives_no_result() -> None:

@@ -13,7 +13,10 @@ from benchmarks.workloads import Request, Workload, load, main, make
 
 def test_workloads_have_the_documented_sizes() -> None:
     sizes = {name: make(name) for name in ("w1", "w16", "wshare")}
-    assert {name: (len(one.requests), one.input_tokens, one.output_tokens) for name, one in sizes.items()} == {
+    assert {
+        name: (len(workload.requests), workload.input_tokens, workload.output_tokens)
+        for name, workload in sizes.items()
+    } == {
         "w1": (1, 64, 64),
         "w16": (16, 2199, 1381),
         "wshare": (16, 16761, 384),
@@ -49,5 +52,5 @@ def test_a_shared_prefix_may_be_the_shortest_prompt() -> None:
 
 
 def test_an_unknown_workload_is_rejected() -> None:
-    with pytest.raises(ValueError, match="'w17' is no workload; give a file or one of w1, w16, wshare"):
+    with pytest.raises(ValueError, match="'w17' is not a workload; give a file or one of w1, w16, wshare"):
         load("w17")

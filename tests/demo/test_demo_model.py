@@ -146,8 +146,8 @@ def test_tools_are_called_and_their_results_used(dtype: torch.dtype, tools: Tool
     demo = DemoModel(dtype)
     sums = outcomes(demo, sum_cases(tools), tools)
     status = outcomes(demo, status_cases(tools), tools)
-    assert sum(one.is_right for one in sums) >= 45
-    assert sum(one.is_right for one in status) >= 26
+    assert sum(item.is_right for item in sums) >= 45
+    assert sum(item.is_right for item in status) >= 26
     assert (len(sums), len(status)) == (60, 32)
 
 
@@ -159,12 +159,12 @@ def test_questions_that_need_no_tool_are_answered_without_a_call(demo: DemoModel
 
 def test_thoughts_come_before_calls_and_answers(demo: DemoModel, tools: ToolCorpus) -> None:
     results = outcomes(demo, sum_cases(tools, count=20), tools, thinks=True)
-    right = [one for one in results if one.is_right]
+    right = [result for result in results if result.is_right]
     assert len(right) >= 14
-    for one in right:
-        assert call_of(one.called) == (one.case.name, one.case.arguments)
-        assert one.called is not None
-        assert one.called.startswith(tools.thoughts["calculator"])
+    for item in right:
+        assert call_of(item.called) == (item.case.name, item.case.arguments)
+        assert item.called is not None
+        assert item.called.startswith(tools.thoughts["calculator"])
 
 
 def test_the_files_are_small_and_consistent() -> None:

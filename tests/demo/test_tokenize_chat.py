@@ -74,7 +74,7 @@ def test_tools_calls_and_results_are_written(tokenizer: PreTrainedTokenizerFast)
 
 def test_a_chat_without_tools_is_chatml_alone(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = [{"role": "system", "content": "Be kind."}, USER, {"role": "assistant", "content": "Yes."}, USER]
-    expected = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in chat)
+    expected = "".join(f"<|im_start|>{item['role']}\n{item['content']}<|im_end|>\n" for item in chat)
     assert rendered(tokenizer, chat) == expected
     assert rendered(tokenizer, chat, add_generation_prompt=True) == f"{expected}<|im_start|>assistant\n"
 

@@ -144,8 +144,8 @@ class SimulatedGpu(TorchDispatchMode):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         is_pinned = kwargs.pop("pin_memory", None) if "pin_memory" in kwargs else None
-        data_args = [_mapped(_data, one) for one in args]
-        data_kwargs = {name: _mapped(_data, one) for name, one in kwargs.items()}
+        data_args = [_mapped(_data, arg) for arg in args]
+        data_kwargs = {name: _mapped(_data, item) for name, item in kwargs.items()}
         if device.type == "cuda":
             self._note_waits(func, device, args, kwargs)
             if not func.is_view and packet not in _UNINITIALIZED:
@@ -164,7 +164,7 @@ class SimulatedGpu(TorchDispatchMode):
         outer = {id(leaf.data_on_host): leaf for leaf in on_device}  # what is changed in place stays the same object
         # A view of an ordinary tensor is ordinary in inference mode too.
         with torch.inference_mode(torch.is_inference_mode_enabled() and not (func.is_view and _is_ordinary(on_device))):
-            return _mapped(lambda one: outer[id(one)] if id(one) in outer else _wrap(one, device), result)
+            return _mapped(lambda item: outer[id(item)] if id(item) in outer else _wrap(item, device), result)
 
     def _device(self, func: Any, named: Any, on_device: list[DeviceTensor]) -> torch.device:
         """Return the device of an operator's result."""
@@ -180,7 +180,7 @@ class SimulatedGpu(TorchDispatchMode):
 
     def _check_devices(self, func: Any, device: torch.device, leaves: list[Any]) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        devices = {str(one.device) for one in tensors if one.dim() or isinstance(one, DeviceTensor)}
+        devices = {str(tensor.device) for tensor in tensors if tensor.dim() or isinstance(tensor, DeviceTensor)}
         if len(devices) > 1:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but {func} got {' and '.join(sorted(devices))} "
@@ -265,12 +265,12 @@ class SimulatedGpu(TorchDispatchMode):
 
 def _record(capture: Capture, compute: Callable[[], Any], result: Any, read: list[Any]) -> None:
     """Record an operator. A replay copies its results to where they are now, unless it changes its arguments."""
-    places = {_place(one) for one in tree_leaves(read) if isinstance(one, torch.Tensor)}
-    made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor) and _place(one) not in places]
+    places = {_place(item) for item in tree_leaves(read) if isinstance(item, torch.Tensor)}
+    made = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor) and _place(item) not in places]
     capture.made += made
 
     def again() -> None:
-        found = [one for one in tree_leaves(compute()) if isinstance(one, torch.Tensor)]
+        found = [item for item in tree_leaves(compute()) if isinstance(item, torch.Tensor)]
         for old, new in zip(made, found, strict=False):
             old.copy_(new)
 
@@ -311,7 +311,7 @@ def _wrap(leaf: Any, device: torch.device) -> Any:
 
 def _indexing_wait(args: Any) -> str | None:
     """Return why indexing waits: a mask is counted first, and a value on the host is copied."""
-    masks = [one for one in args[1] if one is not None and one.dtype in (torch.bool, torch.uint8)]
+    masks = [item for item in args[1] if item is not None and item.dtype in (torch.bool, torch.uint8)]
     value = args[2] if len(args) > 2 else None
     if value is not None and not isinstance(value, DeviceTensor):
         accumulates = len(args) > 3 and args[3]

@@ -21,7 +21,7 @@ def _check_routing(call: Any) -> None:
     require_tensor("ids", call.ids, torch.int32, num_tokens, call.TOP_K)
     require(call.weights.is_contiguous() and call.ids.is_contiguous(), "weights or ids are not contiguous")
     for padded, size in ((call.EXPERTS_PADDED, call.NUM_EXPERTS), (call.TOP_K_PADDED, call.TOP_K)):
-        require(padded >= size and padded & (padded - 1) == 0, f"{padded} is no power of two from {size} on")
+        require(padded >= size and padded & (padded - 1) == 0, f"{padded} is not a power of two from {size} on")
 
 
 def _route(call: Any) -> None:

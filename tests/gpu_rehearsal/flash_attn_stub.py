@@ -30,12 +30,12 @@ def make_module(machine: Machine, name: str) -> ModuleType:
 
     def on_gpu(compute: Any) -> Any:
         def call(q: Any, k: Any, v: Any, **options: Any) -> DeviceTensor:
-            _check(machine, [q, k, v, *(one for one in options.values() if isinstance(one, torch.Tensor))])
+            _check(machine, [q, k, v, *(option for option in options.values() if isinstance(option, torch.Tensor))])
             require(q.dtype in _HALF and k.dtype == v.dtype == q.dtype, "FlashAttention only supports fp16 and bf16")
-            require(all(one.stride(-1) == 1 for one in (q, k, v)), "the last dimension must be contiguous")
+            require(all(item.stride(-1) == 1 for item in (q, k, v)), "the last dimension must be contiguous")
             require(q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, f"head dimension {q.shape[-1]}")
             machine.launch(q.device.index)
-            on_host = {key: plain(one) if isinstance(one, torch.Tensor) else one for key, one in options.items()}
+            on_host = {key: plain(item) if isinstance(item, torch.Tensor) else item for key, item in options.items()}
 
             def attend() -> torch.Tensor:
                 with _disable_current_modes():

@@ -174,7 +174,7 @@ def _attended(call: Any, metadata: AttentionMetadata) -> torch.Tensor:
         max_query_len=metadata.max_query_len,
         max_seq_len=metadata.max_seq_len,
     )
-    tensors = (plain(one) for one in (call.query, call.key_cache, call.value_cache))
+    tensors = (plain(item) for item in (call.query, call.key_cache, call.value_cache))
     sinks = None if call.sinks is None else plain(call.sinks)
     return attention_reference.attention(
         AttentionInputs(*tensors, batch, call.scale, call.WINDOW or None, call.softcap, sinks)

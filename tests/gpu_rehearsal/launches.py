@@ -78,7 +78,7 @@ class Launches:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, as a new process does."""
+        """Forget everything, as a new process does."""
         # Imported with Triton's driver replaced.
         from kernels.attention.triton import decode, prefill  # noqa: F401
 

@@ -24,7 +24,7 @@ def _require_rows(name: str, tensor: torch.Tensor, stride: int, dtype: torch.dty
 
 
 def _require_block(name: str, block: int, size: int) -> None:
-    require(block >= size and block & (block - 1) == 0, f"{name}={block} is no power of two from {size} on")
+    require(block >= size and block & (block - 1) == 0, f"{name}={block} is not a power of two from {size} on")
 
 
 def _norm(weight: Any, eps: float, adds_one: bool) -> Norm | None:

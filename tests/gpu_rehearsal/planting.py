@@ -31,8 +31,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, target: str, after: str, fault: str) 
     module: Any = import_module(module_name)
     *owners, name = path.split(".")
     owner: Any = module
-    for one in owners:
-        owner = getattr(owner, one)
+    for attribute in owners:
+        owner = getattr(owner, attribute)
     function = inspect.unwrap(getattr(owner, name))
     lines, first = inspect.getsourcelines(function)
     (index,) = [i for i, line in enumerate(lines) if after in line]

@@ -46,7 +46,7 @@ def make_process_group(machine: Machine) -> type:
     lock = threading.Lock()
 
     class ProcessGroupNCCL:
-        """Its collectives return at once and order the GPU's work, so waiting for one is no wait of the host."""
+        """Its collectives return at once and order the GPU's work, so waiting for one does not block the host."""
 
         class Options:
             _timeout = timedelta(0)
@@ -61,7 +61,7 @@ def make_process_group(machine: Machine) -> type:
 
         def allreduce(self, tensor: Any, *_: Any) -> Any:
             tensors = self._meet("allreduce", tensor)
-            total = torch.stack([plain(one) for one in tensors]).sum(dim=0)
+            total = torch.stack([plain(item) for item in tensors]).sum(dim=0)
             self._done()
             plain(tensor).copy_(total)
             return self._work()
@@ -70,11 +70,11 @@ def make_process_group(machine: Machine) -> type:
             tensors = self._meet(f"gather to {root}", tensor)
             if (self._rank == root) != bool(parts):
                 raise ValueError("gather: the root alone passes output tensors")
-            for part, one in zip(parts, tensors, strict=False):
+            for part, gathered in zip(parts, tensors, strict=False):
                 self._check(part)
-                if (part.shape, part.dtype) != (one.shape, one.dtype):
-                    raise ValueError(f"gather: a part is {part}, and a rank sends {one}")
-                plain(part).copy_(plain(one))
+                if (part.shape, part.dtype) != (gathered.shape, gathered.dtype):
+                    raise ValueError(f"gather: a part is {part}, and a rank sends {gathered}")
+                plain(part).copy_(plain(gathered))
             self._done()
             return self._work()
 

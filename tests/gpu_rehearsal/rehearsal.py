@@ -59,7 +59,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, has_flash_attn: bool = False) 
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(distributed, "ProcessGroupNCCL", ranks.make_process_group(machine))
     monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ranks.ThreadRanks)
-    for module in [one for name, one in sys.modules.items() if name.startswith("engine.")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith("engine.")]:
         if getattr(module, "perf_counter", None) is time.perf_counter:
             monkeypatch.setattr(module, "perf_counter", machine.clock.perf_counter)
     monkeypatch.setattr(Engine, "step", _checked(machine, Engine.step))
@@ -69,7 +69,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, has_flash_attn: bool = False) 
 
 def _checked(machine: Machine, step: Callable[[Engine], Any]) -> Callable[[Engine], Any]:
     def checked_step(engine: Engine) -> Any:
-        gc.disable()  # an engine of before that is collected would wait for its copies, which is no wait of this step
+        gc.disable()  # collecting an earlier engine waits for its copies, and this step does not
         try:
             with machine.step():
                 return step(engine)

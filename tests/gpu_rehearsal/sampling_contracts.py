@@ -63,7 +63,7 @@ def best_of_parts(call: Any, grid: tuple[int, ...]) -> Compute:
     """See best_of_tokens."""
     (num_rows,) = grid
     require(call.num_parts <= call.PARTS_PADDED, f"PARTS_PADDED={call.PARTS_PADDED} of {call.num_parts}")
-    require(call.PARTS_PADDED & (call.PARTS_PADDED - 1) == 0, f"PARTS_PADDED={call.PARTS_PADDED} is no power of two")
+    require(call.PARTS_PADDED & (call.PARTS_PADDED - 1) == 0, f"PARTS_PADDED={call.PARTS_PADDED} is not a power of two")
     _require_column("parts", call.parts, torch.int64, num_rows, call.num_parts)
     _require_column("tokens", call.tokens, torch.int64, len(call.tokens))
     indices = _indices(call, num_rows, len(call.tokens))
@@ -136,7 +136,7 @@ def change_tokens(call: Any, grid: tuple[int, ...]) -> Compute:
     require(bool(((rows >= 0) & (rows < len(logits))).all()), f"indices leave the batch of {len(logits)}")
     require(bool(((token_ids >= 0) & (token_ids < logits.shape[1])).all()), "token ids leave the vocabulary")
     kinds = (call.biases, call.missing, call.words)
-    require(sum(one is not None for one in kinds) == 1, "one of biases, missing and words says what changes")
+    require(sum(kind is not None for kind in kinds) == 1, "one of biases, missing and words says what changes")
     if call.words is None:
         require(len(set(zip(rows.tolist(), token_ids.tolist(), strict=True))) == count, "a logit is changed twice")
     if call.biases is not None:
@@ -149,7 +149,7 @@ def change_tokens(call: Any, grid: tuple[int, ...]) -> Compute:
     _require_column("words", call.words, torch.int64, count, call.width)
     _require_column("owners", call.owners, torch.int64, count)
     _require_column("tails", call.tails, torch.int64, len(call.tails), call.width)
-    words, owners, tails = (plain(one) for one in (call.words, call.owners, call.tails))
+    words, owners, tails = (plain(item) for item in (call.words, call.owners, call.tails))
     require(bool(((owners >= 0) & (owners < len(tails))).all()), f"owners leave the {len(tails)} sequences")
     return lambda: reference.forbid_words(logits, rows, token_ids, words, owners, tails)
 

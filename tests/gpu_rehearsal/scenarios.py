@@ -135,9 +135,9 @@ class Seen:
             "swap_in": bool(output.swap_in),
             "block_copies": bool(output.block_copies),
             "nothing sampled": bool(output.sequences) and not output.sampling,
-            "a grammar": any(one.grammar is not None for one in output.sampling),
-            "beams": any(one.params.uses_beam_search for one in output.sampling),
-            "prompt log-probabilities": any(one.group.wants_prompt_logprobs for one in output.sequences),
+            "a grammar": any(item.grammar is not None for item in output.sampling),
+            "beams": any(item.params.uses_beam_search for item in output.sampling),
+            "prompt log-probabilities": any(item.group.wants_prompt_logprobs for item in output.sequences),
         }
         self.steps.update(name for name, is_so in kinds.items() if is_so)
 
@@ -159,7 +159,7 @@ def watch(engine: Engine, machine: Machine) -> Seen:
 def generate(llm: LLM, scenario: Scenario, max_tokens: int = 9) -> list[RequestOutput]:
     """Run a scenario's requests."""
     prompts: Any = [{"prompt_token_ids": ids} for ids in scenario.prompts()]
-    params = [SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, **one}) for one in scenario.params]
+    params = [SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, **item}) for item in scenario.params]
     return llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -167,10 +167,12 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
     """Return the tokens of every answer, and the log-probabilities rounded to what devices may differ in."""
 
     def rounded(logprobs: Any) -> Any:
-        return [one and {token: (round(lp.logprob, 2), lp.rank) for token, lp in one.items()} for one in logprobs or ()]
+        return [
+            item and {token: (round(lp.logprob, 2), lp.rank) for token, lp in item.items()} for item in logprobs or ()
+        ]
 
     return [
-        [(one.token_ids, one.finish_reason, rounded(one.logprobs)) for one in output.outputs]
+        [(item.token_ids, item.finish_reason, rounded(item.logprobs)) for item in output.outputs]
         + [rounded(output.prompt_logprobs)]
         for output in outputs
     ]

@@ -79,11 +79,11 @@ def test_answers_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("num_seqs", [1, 4])
 def test_launches_of_an_eager_decode(num_seqs: int, paths: dict[str, str], gpu: Rehearsal) -> None:
-    one, two = (
+    single, two = (
         launches_of_a_decode(gpu, start(gpu, paths[name], dtype="bfloat16", enforce_eager=True), num_seqs)
         for name in ("one layer", "qwen3_moe")
     )
-    assert two - one <= A_LAYER, f"a layer makes {two - one} launches"
+    assert two - single <= A_LAYER, f"a layer makes {two - single} launches"
     assert two <= 10 * 2 + 20
     gpu.machine.check()
 

@@ -40,7 +40,7 @@ def test_a_device_without_an_index_again(gpu: Rehearsal, monkeypatch: pytest.Mon
         gpu.start()
 
 
-# --- the extra "gpu" named flash-attn, of which PyPI has no wheel ---------------------------------------------------
+# --- the extra "gpu" named flash-attn, which has no wheel on PyPI ---------------------------------------------------
 
 
 def pip_resolves(requirements: list[str]) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from engine.scheduling.scheduler_output import SchedulerOutput
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.gpu_rehearsal.rehearsal import Rehearsal
 
-A_LAYER, A_STEP = 10, 20  # most launches of a layer, and of a step besides
+A_LAYER, A_STEP = 10, 20  # most launches of a layer, and of the rest of a step
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
@@ -47,20 +47,20 @@ def launches_of_a_decode(gpu: Rehearsal, llm: LLM, num_seqs: int, **options: Any
 
 @pytest.mark.parametrize("num_seqs", [1, 4])
 def test_a_greedy_decode(checkpoints: list[Path], gpu: Rehearsal, num_seqs: int) -> None:
-    one, two = (
+    single, two = (
         launches_of_a_decode(
             gpu, gpu.start(str(path), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True), num_seqs
         )
         for path in checkpoints
     )
-    assert two - one <= A_LAYER, f"a layer makes {two - one} launches"
-    assert one <= A_LAYER + A_STEP, f"a step of one layer makes {one} launches"
+    assert two - single <= A_LAYER, f"a layer makes {two - single} launches"
+    assert single <= A_LAYER + A_STEP, f"a step of one layer makes {single} launches"
     gpu.machine.check()
 
 
 @pytest.mark.parametrize("checkpoints", ["llama"], indirect=True)
 def test_changes_of_logits(checkpoints: list[Path], gpu: Rehearsal) -> None:
-    """Each is one launch, besides what notes the new tokens: their copy to the device, and the histories' update."""
+    """Each is one launch. Two more note the new tokens: their copy to the device, and the histories' update."""
     llm = gpu.start(str(checkpoints[0]), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True)
     greedy = launches_of_a_decode(gpu, llm, 4)
     kinds: list[tuple[dict[str, Any], int]] = [

@@ -37,12 +37,12 @@ _Validator = extend(Draft202012Validator, {"x-kubernetes-list-map-keys": _unique
 def strict(schema: Any) -> Any:
     """Return a structural schema that forbids properties without a schema."""
     if isinstance(schema, list):
-        return [strict(one) for one in schema]
+        return [strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     made = {key: strict(value) for key, value in schema.items()}
     if isinstance(schema.get("properties"), dict):  # not a property of that name
-        made["properties"] = {name: strict(one) for name, one in schema["properties"].items()}
+        made["properties"] = {name: strict(value) for name, value in schema["properties"].items()}
         if not schema.get("x-kubernetes-preserve-unknown-fields"):
             made.setdefault("additionalProperties", False)
     if schema.get("x-kubernetes-int-or-string"):
@@ -57,7 +57,7 @@ def strict(schema: Any) -> Any:
 def validator(file: str, version: str) -> Draft202012Validator:
     """Return a validator for objects of one served version of a definition in `schemas/`."""
     definition = yaml.load(gzip.decompress((SCHEMAS / file).read_bytes()), Loader=Loader)
-    (found,) = [one for one in definition["spec"]["versions"] if one["name"] == version and one["served"]]
+    (found,) = [item for item in definition["spec"]["versions"] if item["name"] == version and item["served"]]
     schema = strict(found["schema"]["openAPIV3Schema"])
     made: Draft202012Validator = _Validator(schema)
     return made

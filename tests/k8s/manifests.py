@@ -43,12 +43,12 @@ def _built(directory: str) -> str:
 
 def build(directory: str) -> list[Object]:
     """Return the objects of an overlay, as kustomize puts them together."""
-    return [one for one in yaml.safe_load_all(_built(directory)) if one is not None]
+    return [item for item in yaml.safe_load_all(_built(directory)) if item is not None]
 
 
 def of_kind(objects: list[Object], kind: str) -> list[Object]:
     """Return the objects of one kind."""
-    return [one for one in objects if one["kind"] == kind]
+    return [item for item in objects if item["kind"] == kind]
 
 
 def ray_service(directory: str) -> Object:
@@ -78,13 +78,13 @@ def worker(directory: str) -> Object:
 
 def pods(directory: str) -> Iterator[Object]:
     """Yield every pod that results from an overlay, with the labels and containers that KubeRay adds."""
-    for one in build(directory):
-        if one["kind"] == "Pod":
-            yield one
-        elif one["kind"] == "StatefulSet":
-            yield _pod(one["spec"]["template"])
-        elif one["kind"] == "RayService":
-            yield from _ray_pods(one["spec"]["rayClusterConfig"])
+    for item in build(directory):
+        if item["kind"] == "Pod":
+            yield item
+        elif item["kind"] == "StatefulSet":
+            yield _pod(item["spec"]["template"])
+        elif item["kind"] == "RayService":
+            yield from _ray_pods(item["spec"]["rayClusterConfig"])
 
 
 def _ray_pods(cluster: Object) -> Iterator[Object]:

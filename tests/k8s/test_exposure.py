@@ -32,7 +32,7 @@ def _kind(pod: Object) -> str:
 
 
 def _ports(pod: Object) -> set[int]:
-    return {port["containerPort"] for one in pod["spec"]["containers"] for port in one.get("ports", ())}
+    return {port["containerPort"] for item in pod["spec"]["containers"] for port in item.get("ports", ())}
 
 
 def _source(peer: Object) -> str:
@@ -47,23 +47,23 @@ def _admitted(overlay: str) -> Iterator[Admission]:
     serving = [pod for pod in pods(overlay) if _kind(pod) in ("head", "worker", "redis")]
     for policy in of_kind(build(overlay), "NetworkPolicy"):
         wanted = policy["spec"]["podSelector"]["matchLabels"]
-        for pod in (one for one in serving if wanted.items() <= one["metadata"]["labels"].items()):
+        for pod in (item for item in serving if wanted.items() <= item["metadata"]["labels"].items()):
             for rule in policy["spec"].get("ingress", ()):
-                for port in {one["port"] for one in rule.get("ports", ())} & _ports(pod):
+                for port in {item["port"] for item in rule.get("ports", ())} & _ports(pod):
                     yield from ((_kind(pod), port, _source(peer)) for peer in rule["from"])
 
 
 def _probed(overlay: str) -> Iterator[Admission]:
     for pod in pods(overlay):
-        for one in pod["spec"]["containers"]:
-            names = {port["name"]: port["containerPort"] for port in one.get("ports", ())}
+        for item in pod["spec"]["containers"]:
+            names = {port["name"]: port["containerPort"] for port in item.get("ports", ())}
             for probe in ("livenessProbe", "readinessProbe"):
-                if port := one.get(probe, {}).get("httpGet", {}).get("port"):
+                if port := item.get(probe, {}).get("httpGet", {}).get("port"):
                     yield _kind(pod), names.get(port, port), KUBELET
 
 
 def test_the_page_lists_what_the_policies_admit() -> None:
-    assert {one for one in _documented() if one[2] not in (RAYS_PODS, KUBELET)} == set(_admitted(GPU))
+    assert {item for item in _documented() if item[2] not in (RAYS_PODS, KUBELET)} == set(_admitted(GPU))
 
 
 @pytest.mark.parametrize("overlay", SERVING)
@@ -72,13 +72,13 @@ def test_no_overlay_admits_more(overlay: str) -> None:
 
 
 def test_the_page_lists_what_the_kubelet_probes() -> None:
-    probed = {one for one in _probed(GPU) if one[0] in ("head", "worker")}
-    assert {one for one in _documented() if one[2] == KUBELET} == probed
+    probed = {item for item in _probed(GPU) if item[0] in ("head", "worker")}
+    assert {item for item in _documented() if item[2] == KUBELET} == probed
 
 
 def test_the_page_lists_every_declared_port() -> None:
     declared = {(_kind(pod), port) for pod in pods(GPU) for port in _ports(pod) if _kind(pod) != "redis-cleanup"}
-    listed = {one[:2] for one in _documented() if one[2] != KUBELET}
+    listed = {item[:2] for item in _documented() if item[2] != KUBELET}
     for_probes_alone = {("worker", 8001)}
     assert listed == declared - for_probes_alone
-    assert for_probes_alone <= declared & {one[:2] for one in _documented() if one[2] == KUBELET}
+    assert for_probes_alone <= declared & {item[:2] for item in _documented() if item[2] == KUBELET}

@@ -62,11 +62,11 @@ def test_a_key_that_is_added_to_the_shipped_file_reaches_the_manifest(
 
 def test_only_what_is_listed_differs() -> None:
     shipped = yaml.safe_load(SHIPPED.read_text())
-    for one in TARGETS:
-        made = serve_config(one)
-        for root, paths in ((made, one.changes), (made["applications"][0]["args"], one.arguments)):
+    for item in TARGETS:
+        made = serve_config(item)
+        for root, paths in ((made, item.changes), (made["applications"][0]["args"], item.arguments)):
             original = shipped if root is made else shipped["applications"][0]["args"]
-            for path in [*paths, *(one.dropped if root is not made else ())]:
+            for path in [*paths, *(item.dropped if root is not made else ())]:
                 *sections, key = path.split(".")
                 ours, theirs = root, original
                 for name in sections:

@@ -29,15 +29,15 @@ each = pytest.mark.parametrize("overlay", APPLIED)
 serving = pytest.mark.parametrize("overlay", SERVING)
 
 
-def _validate(one: dict[str, Any]) -> None:
-    kubernetes_validate.validate(one, VERSION, strict=True)
+def _validate(manifest: dict[str, Any]) -> None:
+    kubernetes_validate.validate(manifest, VERSION, strict=True)
 
 
 @each
 def test_manifests_are_valid_for_kubernetes(overlay: str) -> None:
-    for one in build(overlay):
-        if not one["apiVersion"].startswith(CUSTOM):
-            _validate(one)
+    for item in build(overlay):
+        if not item["apiVersion"].startswith(CUSTOM):
+            _validate(item)
     for pod in pods(overlay):
         _validate(pod)
 
@@ -52,8 +52,8 @@ def test_a_mistake_in_a_pod_is_found() -> None:
 @each
 def test_all_is_in_one_namespace(overlay: str) -> None:
     objects = build(overlay)
-    assert {one["metadata"].get("namespace") for one in objects if one["kind"] != "Namespace"} == {"pagoda"}
-    names = [(one["kind"], one["metadata"]["name"]) for one in objects]
+    assert {item["metadata"].get("namespace") for item in objects if item["kind"] != "Namespace"} == {"pagoda"}
+    names = [(item["kind"], item["metadata"]["name"]) for item in objects]
     assert len(names) == len(set(names))
 
 
@@ -67,7 +67,7 @@ def _volumes(overlay: str) -> Iterator[dict[str, Any]]:
 def test_objects_that_a_pod_references_are_defined(overlay: str) -> None:
     objects = [*build(overlay), *(build(GPU) if overlay not in SERVING else [])]  # the loader fills the GPU's volume
     defined = {
-        kind: {one["metadata"]["name"] for one in of_kind(objects, kind)}
+        kind: {item["metadata"]["name"] for item in of_kind(objects, kind)}
         for kind in ("ServiceAccount", "PersistentVolumeClaim", "ConfigMap")
     }
     for pod in pods(overlay):
@@ -75,7 +75,7 @@ def test_objects_that_a_pod_references_are_defined(overlay: str) -> None:
         assert account is None or account in defined["ServiceAccount"]
         assert pod["spec"]["automountServiceAccountToken"] is False
         for container in pod["spec"]["containers"]:
-            own = {one["name"] for one in [*pod["spec"]["volumes"], *_claimed(objects)]}
+            own = {item["name"] for item in [*pod["spec"]["volumes"], *_claimed(objects)]}
             assert {mount["name"] for mount in container["volumeMounts"]} <= own, container["name"]
     for volume in _volumes(overlay):
         if claim := volume.get("persistentVolumeClaim"):
@@ -90,7 +90,7 @@ def test_objects_that_a_pod_references_are_defined(overlay: str) -> None:
 
 def _claimed(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     sets = of_kind(objects, "StatefulSet")
-    return [claim["metadata"] for one in sets for claim in one["spec"]["volumeClaimTemplates"]]
+    return [claim["metadata"] for item in sets for claim in item["spec"]["volumeClaimTemplates"]]
 
 
 def _secret_keys(node: Any) -> Iterator[dict[str, str]]:
@@ -107,8 +107,8 @@ def _secret_keys(node: Any) -> Iterator[dict[str, str]]:
 def test_secret_files_are_at_the_configured_paths() -> None:
     assert SECRETS == {"pagoda-api-keys": "keys", "pagoda-redis": "password"}
     (container,) = worker(GPU)["template"]["spec"]["containers"]
-    (mount,) = [one for one in container["volumeMounts"] if one["name"] == "api-keys"]
-    (variable,) = [one["value"] for one in container["env"] if one["name"] == "PAGODA_API_KEYS_FILE"]
+    (mount,) = [item for item in container["volumeMounts"] if item["name"] == "api-keys"]
+    (variable,) = [item["value"] for item in container["env"] if item["name"] == "PAGODA_API_KEYS_FILE"]
     assert variable == f"{mount['mountPath']}/{SECRETS['pagoda-api-keys']}"
 
 
@@ -125,7 +125,7 @@ def test_pods_keep_the_restricted_standard(overlay: str) -> None:
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }, container["name"]
-            assert any(one["mountPath"] in ("/tmp", "/models", "/run/redis") for one in container["volumeMounts"])
+            assert any(item["mountPath"] in ("/tmp", "/models", "/run/redis") for item in container["volumeMounts"])
         kinds = {key for volume in pod["spec"]["volumes"] for key in volume if key != "name"}
         assert kinds <= {"emptyDir", "secret", "configMap", "projected", "persistentVolumeClaim"}
 
@@ -147,7 +147,7 @@ def test_only_the_autoscaler_may_use_the_kubernetes_api() -> None:
     holders = [
         container["name"]
         for container in leader["spec"]["containers"]
-        if any(one["mountPath"].startswith("/var/run/secrets") for one in container["volumeMounts"])
+        if any(item["mountPath"].startswith("/var/run/secrets") for item in container["volumeMounts"])
     ]
     assert holders == ["autoscaler"]
 
@@ -155,9 +155,9 @@ def test_only_the_autoscaler_may_use_the_kubernetes_api() -> None:
 def _selects(selector: dict[str, Any], pod: dict[str, Any]) -> bool:
     labels = pod["metadata"].get("labels", {})
     expressions = selector.get("matchExpressions", [])
-    assert all(one["operator"] == "In" for one in expressions)
+    assert all(expression["operator"] == "In" for expression in expressions)
     return selector.get("matchLabels", {}).items() <= labels.items() and all(
-        labels.get(one["key"]) in one["values"] for one in expressions
+        labels.get(expression["key"]) in expression["values"] for expression in expressions
     )
 
 
@@ -180,16 +180,18 @@ def test_policies_select_pods_and_name_ports_that_they_have(overlay: str) -> Non
 
 def _listens(chosen: list[dict[str, Any]], port: int) -> bool:
     return any(
-        one["containerPort"] == port
+        item["containerPort"] == port
         for pod in chosen
         for container in pod["spec"]["containers"]
-        for one in container.get("ports", [])
+        for item in container.get("ports", [])
     )
 
 
 @serving
 def test_every_pod_of_a_cluster_is_denied_what_is_not_allowed(overlay: str) -> None:
-    (deny,) = [one for one in of_kind(build(overlay), "NetworkPolicy") if one["metadata"]["name"] == "pagoda-deny-all"]
+    (deny,) = [
+        item for item in of_kind(build(overlay), "NetworkPolicy") if item["metadata"]["name"] == "pagoda-deny-all"
+    ]
     assert deny["spec"].keys() == {"podSelector", "policyTypes"}
     assert deny["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert all(_selects(deny["spec"]["podSelector"], pod) for pod in pods(overlay))
@@ -224,5 +226,5 @@ def test_every_manifest_is_reached() -> None:
 
 def test_the_overlay_with_monitoring_is_the_gpu_overlay_and_more() -> None:
     monitored = build("overlays/gpu-monitored")
-    assert all(one in monitored for one in build(GPU))
-    assert {one["kind"] for one in monitored} >= {"PodMonitor", "PrometheusRule"}
+    assert all(item in monitored for item in build(GPU))
+    assert {item["kind"] for item in monitored} >= {"PodMonitor", "PrometheusRule"}

@@ -163,7 +163,7 @@ def test_the_readmes_table_of_metrics_is_current() -> None:
 def _strict(schema: Any) -> Any:
     """Return an OpenAPI schema that rejects unknown keys, as `kubectl apply` does by default."""
     if isinstance(schema, list):
-        return [_strict(one) for one in schema]
+        return [_strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     made = {key: _strict(value) for key, value in schema.items()}
@@ -209,7 +209,7 @@ def test_kustomize_builds_the_folder(tmp_path: Path) -> None:
     kustomization = {"resources": ["../monitoring"], "components": [f"../monitoring/{component.name}"]}
     (inside / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     made = subprocess.run(["kubectl", "kustomize", inside], check=True, capture_output=True, text=True).stdout
-    documents = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(made)}
+    documents = {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(made)}
     assert documents.keys() == {
         ("ConfigMap", "pagoda-dashboard"),
         ("PodMonitor", "pagoda-head"),
@@ -217,11 +217,11 @@ def test_kustomize_builds_the_folder(tmp_path: Path) -> None:
         ("PodMonitor", "pagoda-ingress"),
         ("PrometheusRule", "pagoda"),
     }
-    assert {one["metadata"]["namespace"] for one in documents.values()} == {"pagoda"}
-    for (kind, _), one in documents.items():
-        assert one["metadata"]["labels"]["release"] == "prometheus"
+    assert {document["metadata"]["namespace"] for document in documents.values()} == {"pagoda"}
+    for (kind, _), document in documents.items():
+        assert document["metadata"]["labels"]["release"] == "prometheus"
         if kind in ("PodMonitor", "PrometheusRule"):
-            _validator(kind).validate(one)
+            _validator(kind).validate(document)
     config = documents["ConfigMap", "pagoda-dashboard"]
     assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert json.loads(config["data"]["pagoda.json"]) == dashboard()

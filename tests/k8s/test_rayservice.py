@@ -32,7 +32,7 @@ def _container(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environment(group: dict[str, Any]) -> dict[str, str]:
-    return {one["name"]: one["value"] for one in _container(group)["env"] if "value" in one}
+    return {item["name"]: item["value"] for item in _container(group)["env"] if "value" in item}
 
 
 @each
@@ -66,7 +66,7 @@ def test_a_duplicate_port_is_found() -> None:
     service = copy.deepcopy(ray_service(DEMO))
     ports = _container(service["spec"]["rayClusterConfig"]["headGroupSpec"])["ports"]
     ports.append(copy.deepcopy(ports[0]))
-    assert any("is there twice" in one for one in mistakes(CRD, service))
+    assert any("is there twice" in item for item in mistakes(CRD, service))
 
 
 @each
@@ -82,7 +82,9 @@ def test_the_serve_config_is_valid_for_ray_and_pagoda(overlay: str) -> None:
 def test_a_model_on_gpus_has_no_limits_of_the_demo() -> None:
     engine = _config(GPU).engine_config
     assert (engine.kv_cache_memory, engine.max_num_seqs) == (None, 256)
-    mounts = {one["mountPath"]: one["readOnly"] for one in _container(worker(GPU))["volumeMounts"] if "readOnly" in one}
+    mounts = {
+        item["mountPath"]: item["readOnly"] for item in _container(worker(GPU))["volumeMounts"] if "readOnly" in item
+    }
     assert mounts["/models"] is True
     assert str(_config(GPU).model_path).startswith("/models/")
 
@@ -90,7 +92,7 @@ def test_a_model_on_gpus_has_no_limits_of_the_demo() -> None:
 @each
 def test_versions_are_those_of_the_project(overlay: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (pinned,) = [one for one in project["dependencies"] if one.startswith("ray[")]
+    (pinned,) = [item for item in project["dependencies"] if item.startswith("ray[")]
     version = ray_service(overlay)["spec"]["rayClusterConfig"]["rayVersion"]
     assert pinned == f"ray[serve]=={version.rpartition('.')[0]}.*"
     images = {_container(group)["image"] for group in (head(overlay), worker(overlay))}
@@ -153,13 +155,13 @@ def test_a_terminating_pod_has_time_for_its_streams(overlay: str) -> None:
 def test_probes_use_existing_paths_and_ports(overlay: str) -> None:
     for group in (head(overlay), worker(overlay)):
         assert _container(group)["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
-    ports = {one["name"]: one["containerPort"] for one in _container(worker(overlay))["ports"]}
+    ports = {item["name"]: item["containerPort"] for item in _container(worker(overlay))["ports"]}
     assert _container(worker(overlay))["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "probes"}
     assert _environment(worker(overlay))[PORT_VARIABLE] == str(ports["probes"])
     assert PORT_VARIABLE not in _environment(head(overlay))  # its own probes go elsewhere
     assert ports["serve"] == serve_config(overlay)["http_options"]["port"]
     assert ports["metrics"] == 8080
-    leaders = {one["name"]: one["containerPort"] for one in _container(head(overlay))["ports"]}
+    leaders = {item["name"]: item["containerPort"] for item in _container(head(overlay))["ports"]}
     assert (
         leaders.items() >= {"serve": 8000, "dashboard": 8265, "metrics": 8080}.items()
     )  # KubeRay selects ports by name
@@ -186,7 +188,7 @@ def test_the_applications_resources_fit_into_the_workers(overlay: str) -> None:
 @each
 def test_the_object_store_fits_into_shared_memory(overlay: str) -> None:
     for group in (head(overlay), worker(overlay)):
-        (volume,) = [one for one in group["template"]["spec"]["volumes"] if one["name"] == "shm"]
+        (volume,) = [item for item in group["template"]["spec"]["volumes"] if item["name"] == "shm"]
         assert volume["emptyDir"]["medium"] == "Memory"
         size = quantity(volume["emptyDir"]["sizeLimit"])
         assert float(group["rayStartParams"]["object-store-memory"]) < size

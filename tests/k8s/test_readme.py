@@ -34,7 +34,7 @@ def test_every_metric_in_the_table_exists() -> None:
 
 def test_every_path_in_it_exists() -> None:
     paths = set(re.findall(r"(?:-k|-f|--file) (k8s/[\w./-]+)", TEXT))
-    paths |= {f"k8s/{one}" for one in re.findall(r"`((?:base|overlays|components|model-loader)/[\w./-]*)`", TEXT)}
+    paths |= {f"k8s/{item}" for item in re.findall(r"`((?:base|overlays|components|model-loader)/[\w./-]*)`", TEXT)}
     assert len(paths) > 8
     for path in paths:
         assert (ROOT / path).exists(), path

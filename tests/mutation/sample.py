@@ -129,7 +129,7 @@ def fails(name: str, tests: list[str]) -> bool:
     tests = sorted(tests, key=lambda test: f"/{folder}/" not in test)  # those beside the code are the likely ones
     left_out: list[str] = []  # tests that fail without the mutant, or do not fail again
     for _ in range(MAX_TRIES):
-        failed = failure_of(name, [*tests, *(f"--deselect={one}" for one in left_out)])
+        failed = failure_of(name, [*tests, *(f"--deselect={item}" for item in left_out)])
         if not failed:
             return failed is not None  # empty: the tests cannot even be collected
         if failure_of(name, [failed]) and not failure_of("", [failed]):
@@ -199,11 +199,11 @@ def reason_of(mutant: dict[str, Any]) -> str:
     """Return why a mutant is equivalent, as an earlier report says; empty if none does."""
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"packages": {}}
     for report in kept["packages"].values():
-        for one in report["equivalent"]:
-            if one["file"].partition(":")[0] == mutant["file"].partition(":")[0] and all(
-                one[key] == mutant[key] for key in ("before", "after")
+        for item in report["equivalent"]:
+            if item["file"].partition(":")[0] == mutant["file"].partition(":")[0] and all(
+                item[key] == mutant[key] for key in ("before", "after")
             ):
-                return str(one["reason"])
+                return str(item["reason"])
     return ""
 
 

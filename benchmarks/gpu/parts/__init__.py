@@ -59,7 +59,7 @@ def with_needs(names: list[str]) -> list[Part]:
     while pending:
         name = pending.pop()
         if name not in known:
-            raise ValueError(f"'{name}' is no part; choose of {', '.join(known)}")
+            raise ValueError(f"'{name}' is not a part; choose from {', '.join(known)}")
         wanted.add(name)
         pending += set(known[name].needs) - wanted
     return [part for part in PARTS if part.name in wanted]

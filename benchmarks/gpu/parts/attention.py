@@ -46,7 +46,7 @@ def odd_shapes(part: PartRun) -> None:
 
 
 def _odd(backend: AttentionBackend) -> Iterator[_Comparison]:
-    options = [one for one in ("softcap", "sinks") if one in BACKENDS[backend.name].options]
+    options = [item for item in ("softcap", "sinks") if item in BACKENDS[backend.name].options]
     for dtype in ODD_DTYPES:
         shapes = list(ODD_SHAPES.values()) if dtype != torch.float16 else [ODD_SHAPES["pairs"]]
         for shape in shapes if has_dtype(backend, dtype) else []:

@@ -22,7 +22,7 @@ __all__ = ["run"]
 def run(part: PartRun) -> None:
     """Capture decodes and mixed steps, then replay them with shorter contexts, other blocks and padding."""
     if not part.on_gpu:
-        part.record("note", "CUDA graphs need a GPU; on a CPU each step is computed anew")
+        part.record("note", "CUDA graphs need a GPU; on a CPU each step is computed again")
     for backend in usable_backends(part):
         for num_heads, num_kv_heads, head_dim in part.sizes.attention:
             shape = HeadShape(num_heads, num_kv_heads, head_dim, backend.default_block_size)
@@ -49,7 +49,7 @@ def _replayed_error(
 ) -> float:
     """Return the error of a replay with the lengths ``after`` of what was captured with ``before``."""
     inputs = make_inputs(before, shape, part.device)
-    inputs = replace(inputs, metadata=replace(inputs.metadata, max_query_len=max(one for one, _ in before + after)))
+    inputs = replace(inputs, metadata=replace(inputs.metadata, max_query_len=max(query for query, _ in before + after)))
     outputs: list[torch.Tensor] = []
     replay = captured(lambda: outputs.append(backend.forward(inputs)), part.device)
     _overwrite(inputs, make_inputs(after, shape, part.device, seed=1))

@@ -32,7 +32,7 @@ def run(part: PartRun, model: str) -> None:
         started = perf_counter()
         outputs = generate(llm, prompts, [output for _, output in lengths], temperature=0.6)
         seconds = perf_counter() - started
-    generated = sum(len(one.outputs[0].token_ids) for one in outputs)
+    generated = sum(len(item.outputs[0].token_ids) for item in outputs)
     if generated != num_output_tokens:
         part.fault(f"{generated} tokens were generated instead of {num_output_tokens}")
     floor = floor_s(shape, lengths, part.limits)

@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {"enable_prefix_caching": True, "max_num_seqs": 256}
 def run(part: PartRun, model: str) -> None:
     """Record output tokens per second for each set of options, with requests that share half of their prompts."""
     lines = []
-    backends = {f"attention_backend {one.name}": {"attention_backend": one.name} for one in usable_backends(part)}
+    backends = {f"attention_backend {item.name}": {"attention_backend": item.name} for item in usable_backends(part)}
     for name, options in (OPTIONS | (backends if len(backends) > 1 else {})).items():
         memory = {"kv_cache_memory": "16GiB"} if part.on_gpu else {}
         with loaded(part, model, **(DEFAULTS | memory | options)) as llm:
@@ -53,7 +53,7 @@ def _measure(part: PartRun, llm: LLM, model: str) -> dict[str, float]:
     seconds = perf_counter() - started
     return {
         "output_tokens_per_s": sum(output for _, output in lengths) / seconds,
-        "cached_tokens": sum(one.num_cached_tokens for one in outputs),
+        "cached_tokens": sum(item.num_cached_tokens for item in outputs),
         "draft_tokens": recorder.num_draft_tokens,
         "accepted_draft_tokens": recorder.num_accepted_tokens,
         "steps": len(recorder.times),

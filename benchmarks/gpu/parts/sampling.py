@@ -61,7 +61,7 @@ def _check_changes(part: PartRun, ops: SamplingOps, vocab_size: int, lines: list
     for batch in BATCHES:
         changes = _changes(batch, vocab_size)
         for name, (arguments, num_bytes) in changes.items():
-            logits, there = _logits(batch, vocab_size, 1.5), [one.to(part.device) for one in arguments]
+            logits, there = _logits(batch, vocab_size, 1.5), [argument.to(part.device) for argument in arguments]
             ours = logits.to(part.device, copy=True)
             getattr(ops, name)(ours, *there)  # compiles
             getattr(reference, name)(logits, *arguments)

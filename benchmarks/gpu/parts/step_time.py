@@ -51,8 +51,8 @@ def _measure(part: PartRun, engine: Engine) -> dict[str, Any]:
 
 def _lines(name: str, figures: dict[str, Any]) -> list[str]:
     groups = figures["gpu"]["groups"]
-    launches = sum(one["launches"] for one in groups.values())
-    shares = ", ".join(f"{group} {one['milliseconds']:.2f}" for group, one in groups.items())
+    launches = sum(item["launches"] for item in groups.values())
+    shares = ", ".join(f"{group} {figures['milliseconds']:.2f}" for group, figures in groups.items())
     phases = ", ".join(f"{phase} {time:.2f}" for phase, time in figures["engine_milliseconds"].items())
     return [
         f"{name}: {figures['step_milliseconds']:.2f} ms, GPU idle {figures['gpu_idle_share']:.0%}, "

@@ -34,7 +34,7 @@ def run(part: PartRun, dtype: str, *, experts: bool = False) -> None:
     save_model(part.work / MODEL, experts=experts)
     judge = Judge(part.work / MODEL, dtype, part.device)
     prompts = make_prompts(*part.sizes.token_prompts)
-    backends = [one for one in usable_backends(part) if has_dtype(one, getattr(torch, dtype))]
+    backends = [item for item in usable_backends(part) if has_dtype(item, getattr(torch, dtype))]
     if not backends:
         part.fault(f"no attention backend computes {dtype}")
     for backend in backends:
@@ -69,9 +69,9 @@ def _check_case(part: PartRun, name: str, llm: LLM, judge: Judge, prompts: list[
     recorder = StepRecorder()
     llm.engine.observers.members.append(recorder)
     outputs = generate(llm, prompts, [MAX_TOKENS] * len(prompts))
-    judged = judge.judge(prompts, [one.outputs[0].token_ids for one in outputs])
+    judged = judge.judge(prompts, [output.outputs[0].token_ids for output in outputs])
     figures = asdict(judged) | {
-        "cached_tokens": sum(one.num_cached_tokens for one in outputs),
+        "cached_tokens": sum(output.num_cached_tokens for output in outputs),
         "draft_tokens": recorder.num_draft_tokens,
         "accepted_draft_tokens": recorder.num_accepted_tokens,
     }
@@ -98,7 +98,7 @@ def _check_fault(
     forward = worker._forward
     worker._forward = lambda step, *more: forward(plant(step), *more)
     outputs = generate(llm, prompts, [MAX_TOKENS] * len(prompts))
-    judged: Judgement = judge.judge(prompts, [one.outputs[0].token_ids for one in outputs])
+    judged: Judgement = judge.judge(prompts, [output.outputs[0].token_ids for output in outputs])
     part.record(name, {"above": judged.above, "not_first": judged.not_first})
     if judged.above < LEAST_FOUND or judged.not_first <= MAX_NOT_FIRST[llm.config.dtype]:
         part.fault(f"{name}: only {judged.above:.1%} of the tokens are found wrong")
