@@ -23,7 +23,7 @@ def _lines(value: Any, indent: str) -> str:
     text = json.dumps(value, ensure_ascii=False)
     if len(indent) + len(text) <= _WIDTH or not any(isinstance(part, Mapping | list | tuple) for part in parts):
         return text
-    keys = [f"{json.dumps(key)}: " for key in value] if isinstance(value, Mapping) else [""] * len(parts)
+    keys = [f"{json.dumps(str(key))}: " for key in value] if isinstance(value, Mapping) else [""] * len(parts)
     inner = indent + " "
     lines = ",\n".join(inner + key + _lines(part, inner) for key, part in zip(keys, parts, strict=True))
     opening, closing = "{}" if isinstance(value, Mapping) else "[]"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter, sleep
 
-__all__ = ["Pauses", "watching_pauses"]
+__all__ = ["Pauses", "pauses_of", "watching_pauses"]
 
 SLEEP_S = 0.005
 LEAST_S = 0.05  # late by less is not a pause
@@ -66,17 +66,22 @@ def watching_pauses() -> Iterator[Pauses]:
             pauses.spans += [(float(start), float(stop)) for start, stop in map(str.split, lines)]
 
 
-def _watch() -> None:
-    """Print the start and the end of each pause, without end."""
-    if len(sys.argv) > 1:
-        os.sched_setaffinity(0, {int(sys.argv[1])})
-    last = perf_counter()
+def pauses_of(clock: Callable[[], float], sleep: Callable[[float], None]) -> Iterator[tuple[float, float]]:
+    """Sleep again and again; yield the start and the end of each pause, without end."""
+    last = clock()
     while True:
         sleep(SLEEP_S)
-        now = perf_counter()
+        now = clock()
         if now - last > SLEEP_S + LEAST_S:
-            print(last + SLEEP_S, now, flush=True)
+            yield last + SLEEP_S, now
         last = now
+
+
+def _watch() -> None:
+    if len(sys.argv) > 1:
+        os.sched_setaffinity(0, {int(sys.argv[1])})
+    for start, stop in pauses_of(perf_counter, sleep):
+        print(start, stop, flush=True)
 
 
 if __name__ == "__main__":

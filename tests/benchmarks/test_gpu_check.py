@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -229,17 +228,16 @@ def test_the_floor_of_an_offline_run_counts_each_decode_step() -> None:
 # --- timing -----------------------------------------------------------------------------------------------------
 
 
-def test_median_seconds_measures_the_call() -> None:
-    calls = []
+def test_median_seconds_measures_the_calls_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, durations = 0, [500, 10, 70, 20]
 
-    def sleep(seconds: float) -> None:
-        calls.append(seconds)
-        time.sleep(seconds)
+    def call() -> None:
+        nonlocal now
+        now += durations.pop(0)
 
-    short = median_seconds(lambda: sleep(0.01), CPU, warmup=1, repeats=3)
-    assert len(calls) == 4
-    long = median_seconds(lambda: sleep(0.05), CPU, warmup=1, repeats=3)
-    assert 0.01 <= short < 0.05 <= long < 0.5
+    monkeypatch.setattr("benchmarks.machine.perf_counter", lambda: now)
+    assert median_seconds(call, CPU, warmup=1, repeats=3) == 20
+    assert not durations
 
 
 def test_the_memory_of_a_model_is_free_while_the_caller_holds_the_llm(part: PartRun) -> None:

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from benchmarks.gpu.part import Part, PartResults, read_results, write_json
 from benchmarks.gpu.parts import PARTS, with_needs
 from benchmarks.gpu.report import summary, to_document
 from benchmarks.gpu.runner import PartOutcome, RunOptions, run_parts
+from tests.waiting import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,14 +48,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def ends_soon(pid: int) -> bool:
-    for _ in range(100):
-        if not is_alive(pid):
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @pytest.mark.parametrize(
     ("name", "expected", "output"),
     [
@@ -86,22 +77,21 @@ def test_figures_of_a_part_that_aborts_are_kept(tmp_path: Path) -> None:
     assert outcomes["aborts"].figures == {"figure": 1}
 
 
+@pytest.mark.long  # it runs for its limit, before which its imports must end on a busy machine
 def test_a_hanging_part_is_killed_with_its_children(tmp_path: Path) -> None:
-    started = time.monotonic()
-    outcomes = run(tmp_path, fault("hangs_with_a_child", limit_s=8.0), fault("passes"))
-    assert time.monotonic() - started < 60
+    outcomes = run(tmp_path, fault("hangs_with_a_child", limit_s=20.0), fault("passes"))
     hanging = outcomes["hangs_with_a_child"]
     assert hanging.status == "failed"
-    assert "more than 8 s" in hanging.faults[0]
+    assert "more than 20 s" in hanging.faults[0]
     assert "in hangs_with_a_child" in hanging.output_tail  # where it hung
-    assert ends_soon(hanging.figures["child"])
+    until(lambda: not is_alive(hanging.figures["child"]), "the child has ended")
     assert outcomes["passes"].status == "passed"
 
 
 def test_children_that_a_part_leaves_are_killed(tmp_path: Path) -> None:
     outcomes = run(tmp_path, fault("leaves_a_child"))
     assert outcomes["leaves_a_child"].status == "passed"
-    assert ends_soon(outcomes["leaves_a_child"].figures["child"])
+    until(lambda: not is_alive(outcomes["leaves_a_child"].figures["child"]), "the child has ended")
 
 
 def test_parts_after_the_deadline_or_a_failed_need_do_not_run(tmp_path: Path) -> None:
@@ -113,9 +103,19 @@ def test_parts_after_the_deadline_or_a_failed_need_do_not_run(tmp_path: Path) ->
     assert not to_document(outcomes, seconds=1.0, complete=True)["passed"]
 
 
-def test_the_deadline_shortens_the_last_parts_limit(tmp_path: Path) -> None:
-    outcomes = run(tmp_path, fault("hangs_with_a_child", limit_s=600.0), deadline_s=6.0)
-    assert 5.0 < outcomes["hangs_with_a_child"].seconds < 30.0
+def test_the_deadline_shortens_the_last_parts_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, limits = 1000.0, []
+
+    def take_four_seconds(part: Part, options: RunOptions, limit_s: float) -> PartOutcome:
+        nonlocal now
+        now += 4.0
+        limits.append(limit_s)
+        return PartOutcome("passed", 4.0, [], {})
+
+    monkeypatch.setattr("benchmarks.gpu.runner.monotonic", lambda: now)
+    monkeypatch.setattr("benchmarks.gpu.runner._run_part", take_four_seconds)
+    run(tmp_path, fault("passes", limit_s=5.0), replace(fault("passes", limit_s=5.0), name="last"), deadline_s=6.0)
+    assert limits == [5.0, 2.0]
 
 
 def test_an_incomplete_run_has_not_passed(tmp_path: Path) -> None:
@@ -131,19 +131,11 @@ def test_sigterm_ends_the_run_and_its_part(tmp_path: Path) -> None:
         f"check.main(['--device', 'cpu', '--out', {str(tmp_path / 'o.json')!r}, '--work', {str(tmp_path)!r}])"
     )
     run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    wait_until(lambda: "child" in read_results(tmp_path / "hang.json")[0])
+    until(lambda: "child" in read_results(tmp_path / "hang.json")[0], "the part runs")
     child = read_results(tmp_path / "hang.json")[0]["child"]
     run.send_signal(signal.SIGTERM)
-    assert run.wait(timeout=30) == 128 + signal.SIGTERM
-    assert ends_soon(child)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError("waited for a minute")
+    assert run.wait(timeout=HANG_S) == 128 + signal.SIGTERM
+    until(lambda: not is_alive(child), "the child has ended")
 
 
 def test_results_on_disk_are_always_whole(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from benchmarks.hostile import Times, TtftHistogram
 from benchmarks.serving.pauses import Pauses
 from benchmarks.serving.streams import Reply, idle_connections, open_streams, probing, send
+from tests.waiting import until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 METRICS = """
@@ -44,7 +44,8 @@ async def test_the_end_of_each_stream_is_known(parts: list[bytes], status: int, 
         await reader.readuntil(b"}")
         for part in parts:
             writer.write(part)
-            await asyncio.sleep(0.02)
+            await writer.drain()
+            await asyncio.sleep(0)  # the client may read this part before the next one
         writer.close()
         await writer.wait_closed()
 
@@ -83,8 +84,7 @@ def test_probes_go_on_until_the_end_of_the_block() -> None:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         with probing(server.server_port, ["/health", "/other"], address="127.0.0.9") as replies:
-            while min(map(len, replies.values())) < 3:
-                time.sleep(0.01)
+            until(lambda: min(map(len, replies.values())) >= 3, "three replies for each path")
         server.shutdown()
         thread.join()
     assert {path: {item.status for item in of_path} for path, of_path in replies.items()} == {

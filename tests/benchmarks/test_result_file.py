@@ -19,6 +19,11 @@ def test_what_was_written_is_read(tmp_path: Path, document: Any) -> None:
     assert json.loads((tmp_path / "result.json").read_text()) == document
 
 
+def test_numbers_as_keys_are_written_as_text(tmp_path: Path) -> None:
+    write_result(tmp_path / "result.json", {16: [RECORD] * 2, 64: []})
+    assert json.loads((tmp_path / "result.json").read_text()) == {"16": [RECORD] * 2, "64": []}
+
+
 def test_a_record_is_on_one_line(tmp_path: Path) -> None:
     write_result(tmp_path / "result.json", {"cores": 2, "results": [RECORD, RECORD]})
     text = json.dumps(RECORD)
