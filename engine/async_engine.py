@@ -59,8 +59,8 @@ class AsyncEngine:
         self._clock = clock
         self._busy_since: float | None = None  # start of the step or command that runs now
         self._reporter = None if on_load is None else LoadReporter(on_load, LOAD_INTERVAL_S, clock)
-        self._stats = engine.stats()
-        self._load = engine.load()
+        self._stats = engine.meter.stats()
+        self._load = engine.meter.load()
         self._thread = threading.Thread(target=self._run, name="engine-step-loop", daemon=True)
         self._thread.start()
 
@@ -193,12 +193,12 @@ class AsyncEngine:
 
     def _report_load(self) -> float | None:
         """Store the latest numbers and report them if it is time; return the seconds until the next report."""
-        self._stats = self._engine.stats()
-        self._load = load = self._engine.load()
+        self._stats = self._engine.meter.stats()
+        self._load = load = self._engine.meter.load()
         if self._reporter is not None:
             is_idle = not self._engine.has_unfinished
             try:
-                return self._reporter.update(load, self._engine.num_changes, is_idle=is_idle)
+                return self._reporter.update(load, self._engine.meter.num_changes, is_idle=is_idle)
             except Exception:  # a listener's mistake ends no request
                 logger.exception("the engine's load could not be reported")
         return None

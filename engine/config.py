@@ -208,8 +208,8 @@ class EngineConfig:
             one size, at some cost; those of experts always do. On a CPU the C kernels always do so, and the option only
             makes sure of them.
         tensor_parallel_size: GPUs, or processes on a CPU, that share one model; all on this host.
-        swap_space_gib: host memory in GiB for the blocks of preempted requests, for the whole engine. Requests that do
-            not fit are computed again.
+        swap_space_gib: host memory in GiB, for the whole engine, that keeps the blocks of preempted requests, and those
+            that the prefix cache evicts. What does not fit is computed again.
         served_model_name: name of the model in metrics; None takes the path.
         step_timeout_s: seconds after which a step that does not end makes AsyncEngine.check_health() fail.
         seed: seed of the engine's generator, which gives each request without a seed its own.

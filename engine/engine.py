@@ -18,7 +18,6 @@ from engine.kv.block_manager import BlockManager
 from engine.kv.events import KVEventBatch
 from engine.observability.engine_metrics import EngineMetrics
 from engine.observability.kv_events import KVEventReporter
-from engine.observability.load import EngineLoad, EngineStats
 from engine.observability.load_meter import LoadMeter
 from engine.observability.metrics import MetricSink, NullSink
 from engine.observability.observer import EngineObservers
@@ -52,6 +51,9 @@ class Engine:
         runner: computes the batches.
         sink: stores the values of metrics.
         on_kv_events: receives the changes of the prefix cache, after each step that has any.
+
+    Attributes:
+        meter: how busy the engine is and how fast it computes.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Engine:
         )
         self.backlog = PrefillBacklog(self.block_manager)
         self._queue_limits = QueueLimits(config.max_queued_requests, config.max_queued_prefill_tokens)
-        self._meter = LoadMeter(self.scheduler, self.block_manager, self.backlog)
+        self.meter = LoadMeter(self.scheduler, self.block_manager, self.backlog)
         metrics = EngineMetrics(sink or NullSink(), self.block_manager, self.scheduler)
         metrics.report_start(
             model=config.served_model_name or info.model,
@@ -86,7 +88,7 @@ class Engine:
             attention_backend=info.attention_backend,
             dtype=info.dtype,
         )
-        self.observers = EngineObservers([self._meter, metrics, SharingLog()])
+        self.observers = EngineObservers([self.meter, metrics, SharingLog()])
         if on_kv_events is not None:
             self.observers.members.append(KVEventReporter(self.block_manager, on_kv_events))
         compiler = GrammarCompiler(info.model, info.vocab_size, info.eos_token_ids)
@@ -186,11 +188,11 @@ class Engine:
         self, request: EngineRequest, grammar: Grammar | None, on_rejected: Callable[[str, OverloadedError], None]
     ) -> SequenceGroup:
         """Create the group if the queue limits allow it; this may reject waiting requests of lower priority."""
-        limits, waiting, num_free_slots = self._queue_limits, self.scheduler.waiting, self.scheduler.num_free_slots
+        limits, queues = self._queue_limits, self.scheduler.queues
         try:
-            limits.reject_early(waiting, num_free_slots, request.priority)
+            limits.reject_early(queues.waiting, queues.num_free_slots, request.priority)
             group = self._new_group(request, grammar)
-            rejected = limits.choose_rejected(group, waiting, num_free_slots, self.backlog)
+            rejected = limits.choose_rejected(group, queues.waiting, queues.num_free_slots, self.backlog)
         except OverloadedError as error:
             self.observers.request_rejected(error)
             raise
@@ -323,21 +325,6 @@ class Engine:
         """End the processes of the runner and of the grammar compiler. The engine cannot be used afterwards."""
         self.grammars.close()
         self.runner.close()
-
-    # --- load ---------------------------------------------------------------------------------------------------
-
-    @property
-    def num_changes(self) -> int:
-        """Requests that have arrived so far, plus those that have left."""
-        return self._meter.num_changes
-
-    def stats(self) -> EngineStats:
-        """Count sequences and blocks by state."""
-        return self._meter.stats()
-
-    def load(self) -> EngineLoad:
-        """Return how busy the engine is and how fast it computes, in constant time."""
-        return self._meter.load()
 
 
 class _Launched(NamedTuple):

@@ -1,8 +1,9 @@
 """BlockManager: the block tables of all sequences.
 
 It composes three parts: the ``BlockPool`` (states and reference counts), the ``PrefixCache`` (which block holds which
-prefix) and the ``HostPool`` (blocks of swapped-out sequences). A sequence starts with the blocks of its prefix match,
-grows block by block, and gives every block back when it ends or is preempted.
+prefix) and the ``HostPool`` (blocks that the prefix cache evicted, and those of swapped-out sequences). A sequence
+starts with the blocks of its prefix match, grows block by block, and gives every block back when it ends or is
+preempted.
 
 Forked sequences share all blocks. A sequence that writes into a shared block first gets a copy of it (copy-on-write).
 
@@ -21,13 +22,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from engine.kv.block_pool import Block, BlockPool
-from engine.kv.host_pool import HostPool
+from engine.kv.host_pool import BlockPair, HostPool
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.sequence import Sequence
 
-__all__ = ["BlockManager", "BlockPair", "Growth"]
-
-BlockPair = tuple[int, int]  # a copy's source and destination
+__all__ = ["BlockManager", "Growth"]
 
 # Decodes publish this many full blocks at a time, which costs a third of publishing them one by one. Earlier hits are
 # rare: another prompt would have to contain an answer that is still being generated.
@@ -49,7 +48,7 @@ class BlockManager:
     Args:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
-        num_host_blocks: blocks in the host pool that preempted sequences are swapped to.
+        num_host_blocks: pages of the host pool, to which blocks are evicted and preempted sequences swapped.
         enable_prefix_caching: publish full blocks and match prefixes.
         record_events: collect the prefix cache's KV events.
     """
@@ -66,8 +65,8 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
-        self.prefix_cache = PrefixCache(self.pool, block_size, record_events=record_events)
         self.host_pool = HostPool(num_host_blocks)
+        self.prefix_cache = PrefixCache(self.pool, block_size, self.host_pool, record_events=record_events)
 
     @property
     def num_free_blocks(self) -> int:
@@ -87,21 +86,34 @@ class BlockManager:
         return self.prefix_cache.match(sequence)
 
     def awaited_hash(self, sequence: Sequence) -> int | None:
-        """Return the hash of the first full block after the sequence's match: a block that would lengthen the match."""
+        """Return the hash of the first full block that the sequence's match does not find on the device.
+
+        Once that block is published there, the sequence needs fewer free blocks.
+        """
         index = len(self.match_prefix(sequence).blocks)
         return sequence.block_hash(index, self.block_size) if index < sequence.num_tokens // self.block_size else None
 
     def take_prefix(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Put the matched blocks into the sequence's block table, which is empty."""
+        """Put the matched blocks into the sequence's block table, which is empty; pages are loaded in this step."""
         assert not sequence.block_table
         sequence.cache_epoch = self.prefix_cache.epoch
         for block in match.blocks:
             self.pool.retain(block)
+        for page in match.pages:  # before blocks are taken for them, which may evict other pages
+            self.host_pool.pin(page)
+        for block in (*match.blocks, *map(self._load, match.pages)):
             sequence.block_table.append(block.block_id)
             sequence.content_ids.append(block.content_id)
         sequence.num_matched_tokens = match.num_tokens
         # A fully cached sequence still computes its last token, whose logits are needed; its K and V are not rewritten.
         sequence.num_computed_tokens = min(match.num_tokens, sequence.num_tokens - 1)
+
+    def _load(self, page: Block) -> Block:
+        """Return a block of the device to which a pinned page is copied in this step."""
+        block = self._take_block()
+        self.host_pool.load(page, block)
+        self.prefix_cache.publish_page(page, block)
+        return block
 
     # --- allocation ---------------------------------------------------------------------------------------------
 
@@ -115,8 +127,8 @@ class BlockManager:
             if growth.match is None and growth.end == growth.sequence.num_computed_tokens:
                 continue
             if growth.match is not None:
-                held = len(growth.match.blocks)
-                needed += growth.match.num_evictable
+                held = growth.match.num_blocks
+                needed += growth.match.num_free_taken
             elif (index := self._first_written(growth.sequence)) < min(held, self.num_blocks_for(growth.end)):
                 writers[table[index]] += 1
             needed += max(0, self.num_blocks_for(growth.end) - held)
@@ -219,23 +231,27 @@ class BlockManager:
         distinct = {block_id for sequence in sequences for block_id in sequence.block_table}
         return 0 < len(distinct) <= self.host_pool.num_free
 
-    def swap_out(self, sequences: Collection[Sequence]) -> list[BlockPair]:
-        """Move the blocks of these sequences to the host pool; shared blocks stay shared there.
-
-        Returns:
-            (block, host block) pairs to copy before the next step writes.
-        """
-        host_ids = self.host_pool.take(sequence.block_table for sequence in sequences)
+    def swap_out(self, sequences: Collection[Sequence]) -> None:
+        """Move the blocks of these sequences to the host pool; shared blocks stay shared there."""
+        page_ids: dict[int, int] = {}  # by block id
+        for sequence in sequences:
+            if self.enable_prefix_caching:  # so that the host pool knows the names of full blocks
+                self.prefix_cache.publish(sequence, sequence.num_computed_tokens)
+            for block_id in sequence.block_table:
+                if block_id in page_ids:
+                    self.host_pool.pages.retain(self.host_pool.pages.blocks[page_ids[block_id]])
+                else:
+                    page_ids[block_id] = self.host_pool.keep(self.pool.blocks[block_id]).block_id
         for sequence in sequences:
             num_computed, block_table = sequence.num_computed_tokens, sequence.block_table
             self.free(sequence)
             sequence.num_computed_tokens = num_computed
-            sequence.host_table = [host_ids[block_id] for block_id in block_table]
-        return list(host_ids.items())
+            sequence.host_table = [page_ids[block_id] for block_id in block_table]
 
     def num_blocks_to_swap_in(self, sequences: Collection[Sequence]) -> int:
         """Return how many free blocks these sequences need to be swapped in and compute their remaining tokens."""
-        needed = len({host_id for sequence in sequences for host_id in sequence.host_table})
+        users = Counter(page_id for sequence in sequences for page_id in sequence.host_table)
+        needed = len(users)
         writers: Counter[int] = Counter()
         for sequence in sequences:
             held = len(sequence.host_table)
@@ -243,29 +259,26 @@ class BlockManager:
                 needed += max(0, self.num_blocks_for(sequence.num_tokens) - held)
             if (index := self._first_written(sequence)) < held:
                 writers[sequence.host_table[index]] += 1
-        return needed + sum(min(count, self.host_pool.ref_count(host_id) - 1) for host_id, count in writers.items())
+        return needed + sum(min(count, users[page_id] - 1) for page_id, count in writers.items())
 
-    def swap_in(self, sequences: Collection[Sequence]) -> list[BlockPair]:
-        """Move swapped-out sequences back into the pool.
-
-        Returns:
-            (host block, block) pairs to copy before the next step writes.
-        """
-        block_ids: dict[int, int] = {}
+    def swap_in(self, sequences: Collection[Sequence]) -> None:
+        """Move swapped-out sequences back into the pool."""
+        block_ids: dict[int, int] = {}  # by page id
         for sequence in sequences:
-            for host_id in sequence.host_table:
-                if host_id in block_ids:
-                    self.pool.retain(self.pool.blocks[block_ids[host_id]])
+            for page_id in sequence.host_table:
+                if page_id in block_ids:
+                    self.pool.retain(self.pool.blocks[block_ids[page_id]])
                 else:
-                    block_ids[host_id] = self._take_block().block_id
-            sequence.block_table = [block_ids[host_id] for host_id in sequence.host_table]
+                    block = self._take_block()
+                    self.host_pool.bring_back(page_id, block)
+                    block_ids[page_id] = block.block_id
+            sequence.block_table = [block_ids[page_id] for page_id in sequence.host_table]
             # The content is the same, but in other blocks than those that were published.
             if self.enable_prefix_caching:
                 self.prefix_cache.publish(sequence, sequence.num_computed_tokens)
         for sequence in sequences:
             self.host_pool.release(sequence.host_table)
             sequence.host_table = []
-        return list(block_ids.items())
 
     # --- invariants ---------------------------------------------------------------------------------------------
 

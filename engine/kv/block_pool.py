@@ -1,4 +1,4 @@
-"""BlockPool: the KV blocks of one engine, their states and their reference counts.
+"""BlockPool: the KV blocks of one engine, or the pages of its host memory; their states and their reference counts.
 
 A block holds the K and V of ``block_size`` tokens for all layers. It is in exactly one of three states:
 
@@ -33,6 +33,11 @@ class Block:
     def holds(self, token_bytes: bytes, parent: int | str) -> bool:
         """Whether the block holds exactly this content, and not only content with the same hash."""
         return self.token_bytes == token_bytes and self.parent == parent
+
+    def copy_content(self, other: Block) -> None:
+        """Mark the block as holding what another one holds, under the same hash."""
+        self.block_hash, self.token_bytes, self.parent = other.block_hash, other.token_bytes, other.parent
+        self.content_id = other.content_id
 
     def forget_content(self) -> None:
         """Mark the block as not published."""
@@ -124,6 +129,11 @@ class BlockPool:
         """Move a cached block, whose content is no longer published, to the free blocks."""
         del self._cached[block.block_id]
         self._free.append(block.block_id)
+
+    def expire(self, block: Block) -> None:
+        """Make a block the least recently used one, if it is a cached one."""
+        if block.block_id in self._cached:
+            self._cached.move_to_end(block.block_id, last=False)
 
     def check_integrity(self, num_users: Counter[int]) -> None:
         """Assert that every block is in one state, given how many block tables list each block."""

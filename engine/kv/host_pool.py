@@ -1,57 +1,151 @@
-"""HostPool: the blocks in host memory that keep the K and V of swapped-out sequences.
+"""HostPool: the pages in host memory. They keep blocks that the prefix cache evicts, and those of swapped sequences.
 
-It knows block numbers and reference counts. ``KVCache`` holds the memory itself and copies it.
+Both kinds share the pages. A page is in one of the states of a ``BlockPool``:
+
+    free          it holds nothing of value
+    free, cached  it holds a published block, which can be loaded; the least recently used one is reused first
+    used          the host tables of swapped sequences list it, or this step copies it
+
+A swapped sequence pins its pages. A published block of it is stored under its name too, so it is copied once, whether
+the sequence is swapped first or the block is evicted first, and another prompt can hit it. A page that was loaded is
+held twice, on the device and here. It is reused before all others, and is not copied if the device evicts it earlier.
+
+The pool knows numbers, names and reference counts. ``KVCache`` holds the memory itself and copies it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Collection
 
-__all__ = ["HostPool"]
+from engine.kv.block_pool import Block, BlockPool
+from engine.kv.block_store import BlockStore
+
+__all__ = ["BlockPair", "HostPool"]
+
+BlockPair = tuple[int, int]  # a copy's source and destination
 
 
-class HostPool:
-    """Allocates host blocks to swapped-out sequences; blocks that the sequences share stay shared.
+class HostPool(BlockStore):
+    """Allocates pages to evicted blocks and to swapped sequences.
 
     Args:
-        num_blocks: size of the pool; 0 turns swapping off.
+        num_pages: size of the pool; 0 turns swapping off, and evicted blocks are lost.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = deque(range(num_blocks))
-        self._ref_counts: Counter[int] = Counter()
+    def __init__(self, num_pages: int) -> None:
+        self.pages = BlockPool(num_pages)
+        self.on_removed: Callable[[int], None] = lambda block_hash: None
+        self._by_hash: dict[int, Block] = {}
+        # Of this step: pages that it copies besides those of swapped sequences, and all its copies.
+        self._stored: list[Block] = []
+        self._loaded: list[Block] = []
+        self._copies_out: list[BlockPair] = []
+        self._copies_in: list[BlockPair] = []
 
     @property
     def num_free(self) -> int:
-        """Host blocks that no sequence uses."""
-        return len(self._free)
+        """Pages that can be allocated: the free ones, cached or not."""
+        return self.pages.num_free
 
-    def ref_count(self, host_id: int) -> int:
-        """Return how many swapped-out sequences list this host block."""
-        return self._ref_counts[host_id]
+    # --- the tier behind the device pool ------------------------------------------------------------------------
 
-    def take(self, block_tables: Iterable[list[int]]) -> dict[int, int]:
-        """Return a host block for each block of these block tables; a block that several tables list gets one."""
-        host_ids: dict[int, int] = {}
-        for table in block_tables:
-            for block_id in table:
-                if block_id not in host_ids:
-                    host_ids[block_id] = self._free.popleft()
-                self._ref_counts[host_ids[block_id]] += 1
-        return host_ids
+    @property
+    def names(self) -> Collection[int]:
+        return self._by_hash.keys()
+
+    def lookup(self, block_hash: int) -> Block | None:
+        return self._by_hash.get(block_hash)
+
+    def store(self, block: Block) -> bool:
+        if not self.num_free and block.block_hash not in self._by_hash:
+            return False
+        self._stored.append(self.keep(block))
+        return True
+
+    def pin(self, page: Block) -> None:
+        self.pages.retain(page)
+
+    def load(self, page: Block, block: Block) -> None:
+        self._loaded.append(page)
+        self._copies_in.append((page.block_id, block.block_id))
+
+    def discard(self, block_hash: int) -> None:
+        if (page := self._by_hash.pop(block_hash, None)) is not None:
+            self._forget(page)
+
+    def clear(self) -> None:
+        self.take_copies()
+        for page in self._by_hash.values():
+            self._forget(page)
+        self._by_hash.clear()
+
+    # --- swapped sequences --------------------------------------------------------------------------------------
+
+    def keep(self, block: Block) -> Block:
+        """Return a page with what a block of the device holds, and one more user; there must be a free page.
+
+        The block is copied in this step, unless it is published and the pool has it.
+        """
+        page = None if block.block_hash is None else self._by_hash.get(block.block_hash)
+        if page is not None:
+            self.pages.retain(page)
+            return page
+        if self.pages.must_evict:
+            self._evict()
+        page = self.pages.take()
+        if block.block_hash is not None:
+            page.copy_content(block)
+            self._by_hash[block.block_hash] = page
+        self._copies_out.append((block.block_id, page.block_id))
+        return page
+
+    def bring_back(self, page_id: int, block: Block) -> None:
+        """Copy a page of a swapped sequence to a block of the device in this step."""
+        page = self.pages.blocks[page_id]
+        self.pin(page)
+        self.load(page, block)
 
     def release(self, host_table: list[int]) -> None:
-        """Release a sequence's host blocks; those that no other sequence lists are free again."""
-        for host_id in host_table:
-            self._ref_counts[host_id] -= 1
-            if not self._ref_counts[host_id]:
-                del self._ref_counts[host_id]
-                self._free.append(host_id)
+        """Release a sequence's pages, the last page first, so that its end is reused before its beginning."""
+        for page_id in reversed(host_table):
+            self.pages.release(self.pages.blocks[page_id])
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def take_copies(self) -> tuple[list[BlockPair], list[BlockPair]]:
+        """Return the step's copies, (block, page) and (page, block); the next step may reuse their pages."""
+        copies = self._copies_out, self._copies_in
+        if self._copies_out or self._stored:
+            self._copies_out = []
+            for page in self._stored:
+                self.pages.release(page)
+            self._stored.clear()
+        if self._copies_in:
+            self._copies_in = []
+            for page in self._loaded:
+                self.pages.release(page)
+                self.pages.expire(page)
+            self._loaded.clear()
+        return copies
+
+    def _evict(self) -> None:
+        """Forget the least recently used page, so that it can be allocated."""
+        page = self.pages.least_recently_used
+        assert page.block_hash is not None
+        block_hash = page.block_hash
+        self.discard(block_hash)
+        self.on_removed(block_hash)
+
+    def _forget(self, page: Block) -> None:
+        page.forget_content()
+        if page.ref_count == 0:
+            self.pages.uncache(page)
 
     def check_integrity(self, num_users: Counter[int]) -> None:
-        """Assert that each host block is free or used, given how many host tables list each one."""
-        assert num_users == self._ref_counts, "a host block has another number of users than references"
-        accounted = sorted([*self._free, *num_users])
-        assert accounted == list(range(self.num_blocks)), "a host block is lost, or free and used at once"
+        """Assert that each page is in one state, given how many host tables list each one, and found by its name."""
+        self.pages.check_integrity(num_users)
+        named = {page.block_hash: page for page in self.pages.blocks if page.block_hash is not None}
+        assert named == self._by_hash, "a page is not found under its name"
+        left = [*self._copies_out, *self._copies_in, *self._stored, *self._loaded]
+        assert not left, "copies of a step are left"

@@ -7,6 +7,9 @@ decodes fill are published later, at the latest when their sequence is freed.
 A hit is verified against the block's token ids and the identity of its parent block, so a hash collision never serves
 another prompt's KV.
 
+A block that is evicted goes to the ``BlockStore``, if that has room. The match of a prompt continues in the store where
+the chain on the device ends. The sum of the events is every hash that can be hit, on the device or in the store.
+
 A chain of blocks is evicted from its end, because the block manager releases a sequence's last block first. There is
 one exception: if two sequences compute the same prefix side by side, only one of them publishes it. When that sequence
 is freed, its blocks may be evicted before the later blocks of the other. The later blocks then stay published until
@@ -17,9 +20,11 @@ The LRU prefix cache follows vLLM's PagedAttention (Kwon et al., 2023).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.kv.block_pool import Block, BlockPool
+from engine.kv.block_store import BlockStore
 from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from engine.prefix_hash import BYTES_PER_TOKEN, pack_tokens, packed_block_hash
 from engine.sequence import Sequence
@@ -29,15 +34,21 @@ __all__ = ["PrefixCache", "PrefixMatch"]
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The cached blocks that hold the first ``num_tokens`` tokens of a sequence."""
+    """The cached blocks that hold the first ``num_tokens`` tokens of a sequence: on the device, then in the store."""
 
     blocks: tuple[Block, ...] = ()
+    pages: tuple[Block, ...] = ()
     num_tokens: int = 0
 
     @property
-    def num_evictable(self) -> int:
-        """Blocks of the match that are free now: those that are no longer free when a sequence uses the match."""
-        return sum(block.ref_count == 0 for block in self.blocks)
+    def num_blocks(self) -> int:
+        """Blocks of the match, on the device and in the store."""
+        return len(self.blocks) + len(self.pages)
+
+    @property
+    def num_free_taken(self) -> int:
+        """Blocks that are no longer free when a sequence uses the match: cached ones, and those for the pages."""
+        return sum(block.ref_count == 0 for block in self.blocks) + len(self.pages)
 
 
 class PrefixCache:
@@ -46,47 +57,68 @@ class PrefixCache:
     Args:
         pool: the blocks.
         block_size: tokens per block.
+        store: keeps evicted blocks.
         record_events: collect what is published and removed, for ``take_events``.
 
     Attributes:
         epoch: how often the cache was reset; what a sequence of an earlier epoch computes is not published.
-        num_evicted: cached blocks that were unpublished because a sequence needed a block.
+        num_evicted: cached blocks that left the device because a sequence needed a block.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, record_events: bool = False) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, store: BlockStore, *, record_events: bool = False) -> None:
         self.epoch = 0
         self.num_evicted = 0
         self._pool = pool
         self._block_size = block_size
+        self._store = store
+        store.on_removed = self._lost_by_store
         self._by_hash: dict[int, Block] = {}
         self._next_content_id = 0
         self._events: list[KVEvent] | None = [] if record_events else None
 
     def match(self, sequence: Sequence) -> PrefixMatch:
-        """Return the longest chain of published blocks that the sequence's tokens begin with. Changes nothing."""
+        """Return the longest chain of cached blocks that the sequence's tokens begin with. Changes nothing."""
+        blocks = self._chain(sequence, 0, sequence.cache_key, self._by_hash.get)
+        parent = blocks[-1].content_id if blocks else sequence.cache_key
+        pages = self._chain(sequence, len(blocks), parent, self._lookup_page)
+        return PrefixMatch(tuple(blocks), tuple(pages), (len(blocks) + len(pages)) * self._block_size)
+
+    def _chain(
+        self, sequence: Sequence, first: int, parent: int | str, lookup: Callable[[int], Block | None]
+    ) -> list[Block]:
+        """Return the chain of blocks from index ``first`` on that ``lookup`` returns for the sequence's tokens."""
         blocks: list[Block] = []
-        parent: int | str = sequence.cache_key
         size = self._block_size
-        for index in range(sequence.num_tokens // size):
-            block = self._by_hash.get(sequence.block_hash(index, size))
+        for index in range(first, sequence.num_tokens // size):
+            block = lookup(sequence.block_hash(index, size))
             if block is None or not block.holds(
                 pack_tokens(sequence.token_ids[index * size : (index + 1) * size]), parent
             ):
                 break
             blocks.append(block)
             parent = block.content_id
-        return PrefixMatch(tuple(blocks), len(blocks) * size)
+        return blocks
 
-    def is_published(self, block_hash: int | None) -> bool:
-        """Whether a block is published under this hash."""
+    def _lookup_page(self, block_hash: int) -> Block | None:
+        """Return a page of the store that is not on the device too, as blocks after an evicted parent may be."""
+        return None if block_hash in self._by_hash else self._store.lookup(block_hash)
+
+    def is_on_device(self, block_hash: int | None) -> bool:
+        """Whether a block of the device is published under this hash."""
         return block_hash in self._by_hash
 
-    def published_hashes(self) -> list[int]:
-        """Return the hash of every published block, parents before children: the sum of all events so far.
+    def is_cached(self, block_hash: int) -> bool:
+        """Whether the device or the store holds a block with this hash."""
+        return block_hash in self._by_hash or self._store.lookup(block_hash) is not None
 
-        A parent that was evicted before its child and published again comes after that child.
+    def published_hashes(self) -> list[int]:
+        """Return the hash of every cached block, the sum of all events so far: first those of blocks on the device.
+
+        Of these, parents come before children. A parent that was evicted before its child and published again comes
+        after that child.
         """
-        return list(self._by_hash)  # a block is published after its parent, and a dict keeps that order
+        on_device = list(self._by_hash)  # a block is published after its parent, and a dict keeps that order
+        return on_device + [name for name in self._store.names if name not in self._by_hash]
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Publish the blocks that the sequence's first ``num_tokens`` tokens fill and that are not published yet.
@@ -110,19 +142,30 @@ class PrefixCache:
                 holder = self._publish_instead(self._pool.blocks[sequence.block_table[index]], unused=holder)
             elif holder is None or not holder.holds(token_bytes, parent):
                 if holder is not None:  # a hash collision, or a chain with a new parent: the newest content wins
-                    self._unpublish(holder)
+                    self._forget(holder)
+                    self._lose(hashes[index])
                 holder = self._pool.blocks[sequence.block_table[index]]
                 self._publish_block(holder, hashes[index], token_bytes, parent)
             parent, parent_hash = holder.content_id, hashes[index]
             contents.append(parent)
 
+    def publish_page(self, page: Block, block: Block) -> None:
+        """Publish a block of the device to which a page of the store is loaded in this step."""
+        assert page.block_hash is not None
+        block.copy_content(page)
+        self._by_hash[page.block_hash] = block
+
     def evict(self) -> None:
-        """Unpublish the least recently used cached block, so that the pool can allocate it."""
-        self._unpublish(self._pool.least_recently_used)
+        """Move the least recently used cached block to the store, or drop it, so that the pool can allocate it."""
+        block = self._pool.least_recently_used
+        is_stored = self._store.store(block)
+        block_hash = self._forget(block)
+        if not is_stored:
+            self._record(BlockRemoved(block_hash))
         self.num_evicted += 1
 
     def reset(self) -> None:
-        """Unpublish every block; blocks in use stay with their sequences.
+        """Forget every block, also in the store; blocks in use stay with their sequences.
 
         Those blocks and the blocks that their sequences compute later are never published again, also after a swap.
         """
@@ -132,8 +175,8 @@ class PrefixCache:
             if block.ref_count == 0:
                 self._pool.uncache(block)
         self._by_hash.clear()
-        if self._events is not None:
-            self._events.append(AllBlocksCleared())
+        self._store.clear()
+        self._record(AllBlocksCleared())
 
     def take_events(self) -> tuple[KVEvent, ...]:
         """Return what was published and removed since the last call, in order."""
@@ -143,9 +186,15 @@ class PrefixCache:
         return events
 
     def _publish_block(self, block: Block, block_hash: int, token_bytes: bytes, parent: int | str) -> None:
+        self._by_hash[block_hash] = block
+        page = self._store.lookup(block_hash)
+        if page is not None and page.holds(token_bytes, parent):
+            block.copy_content(page)
+            return
+        if page is not None:
+            self._lose(block_hash)
         block.block_hash, block.token_bytes, block.parent = block_hash, token_bytes, parent
         block.content_id, self._next_content_id = self._next_content_id, self._next_content_id + 1
-        self._by_hash[block_hash] = block
         if self._events is not None:
             self._events.append(BlockStored(block_hash))
 
@@ -156,27 +205,42 @@ class PrefixCache:
         this is no event.
         """
         assert unused.block_hash is not None
-        block.block_hash, block.token_bytes, block.parent = unused.block_hash, unused.token_bytes, unused.parent
-        block.content_id = unused.content_id
+        block.copy_content(unused)
         self._by_hash[unused.block_hash] = block
         unused.forget_content()
         self._pool.uncache(unused)
         self._pool.num_released += 1  # a request that begins with this block now needs one free block less
         return block
 
-    def _unpublish(self, block: Block) -> None:
+    def _forget(self, block: Block) -> int:
+        """Forget what a block of the device holds; return its hash."""
         assert block.block_hash is not None
-        del self._by_hash[block.block_hash]
-        if self._events is not None:
-            self._events.append(BlockRemoved(block.block_hash))
+        block_hash = block.block_hash
+        del self._by_hash[block_hash]
         block.forget_content()
         if block.ref_count == 0:
             self._pool.uncache(block)
+        return block_hash
+
+    def _lose(self, block_hash: int) -> None:
+        """Forget a hash whose content was replaced."""
+        self._store.discard(block_hash)
+        self._record(BlockRemoved(block_hash))
+
+    def _lost_by_store(self, block_hash: int) -> None:
+        if block_hash not in self._by_hash:
+            self._record(BlockRemoved(block_hash))
+
+    def _record(self, event: KVEvent) -> None:
+        if self._events is not None:
+            self._events.append(event)
 
     def check_integrity(self) -> None:
-        """Assert that hash -> block and block -> hash are inverse."""
+        """Assert that hash -> block and block -> hash are inverse, and that the store holds the same content."""
         for block in self._pool.blocks:
             if block.block_hash is not None:
                 assert self._by_hash.get(block.block_hash) is block, f"{block} is not found under its hash"
+                page = self._store.lookup(block.block_hash)
+                assert page is None or page.content_id == block.content_id, f"{block} has another content in the store"
         published = sum(block.block_hash is not None for block in self._pool.blocks)
         assert published == len(self._by_hash), "a hash leads to a block that does not publish it"

@@ -148,8 +148,8 @@ class EngineMetrics(EngineObserver):
         counts = self._block_manager.pool.counts()
         total = len(self._block_manager.pool.blocks)
         self._sink.set(REQUESTS_RUNNING, len(self._scheduler.running))
-        self._sink.set(REQUESTS_WAITING, len(self._scheduler.waiting) - self._scheduler.num_swapped)
-        self._sink.set(REQUESTS_SWAPPED, self._scheduler.num_swapped)
+        self._sink.set(REQUESTS_WAITING, len(self._scheduler.waiting) - self._scheduler.queues.num_swapped)
+        self._sink.set(REQUESTS_SWAPPED, self._scheduler.queues.num_swapped)
         self._sink.set(KV_USAGE, counts.used / total)
         self._sink.set(KV_CACHED, counts.cached / total)
         for state in ("free", "cached", "used", "shared"):

@@ -86,8 +86,8 @@ class LoadMeter(EngineObserver):
         counts, scheduler = self._block_manager.pool.counts(), self._scheduler
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) - scheduler.num_swapped,
-            num_swapped=scheduler.num_swapped,
+            num_waiting=len(scheduler.waiting) - scheduler.queues.num_swapped,
+            num_swapped=scheduler.queues.num_swapped,
             num_free_blocks=counts.free,
             num_cached_blocks=counts.cached,
             num_used_blocks=counts.used,

@@ -53,7 +53,7 @@ class Admission:
             if group.num_slots > num_slots or not self._has_blocks(group, reserve):
                 return
             if group.status is SequenceStatus.SWAPPED:
-                step.output.swap_in += blocks.swap_in(group.unfinished)
+                blocks.swap_in(group.unfinished)
             growths = plan_group(group.unfinished, step.max_chunk(group.num_slots), blocks)
             if blocks.num_blocks_to_grow(growths) > blocks.num_free_blocks:
                 # Colliding hashes made blocks_to_start() too small. The group waits until it runs alone: then its first
@@ -87,7 +87,7 @@ class Admission:
         blocked = self._blocked
         if blocked is None or blocked.group is not group or blocked.num_released != self._blocks.pool.num_released:
             return False
-        return not self._blocks.prefix_cache.is_published(blocked.awaited_hash)
+        return not self._blocks.prefix_cache.is_on_device(blocked.awaited_hash)
 
 
 class _BlockReserve:
@@ -117,7 +117,7 @@ def blocks_to_start(group: SequenceGroup, block_manager: BlockManager) -> int:
         return block_manager.num_blocks_to_swap_in(members)
     if len(members) == 1:
         match = block_manager.match_prefix(members[0])
-        return block_manager.num_blocks_for(members[0].num_tokens) - len(match.blocks) + match.num_evictable
+        return block_manager.num_blocks_for(members[0].num_tokens) - match.num_blocks + match.num_free_taken
     if not block_manager.enable_prefix_caching:
         return sum(block_manager.num_blocks_for(one.num_tokens) for one in members)
     full = {one.block_hash(index, size) for one in members for index in range(one.num_tokens // size)}

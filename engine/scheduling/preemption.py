@@ -47,7 +47,7 @@ class Preemption:
         if not self._queues.running and self._is_stuck(group):
             members = self._drop(members, step)
         if self._blocks.can_swap_out(members):
-            step.output.swap_out += self._blocks.swap_out(members)
+            self._blocks.swap_out(members)
             self._set_status(members, SequenceStatus.SWAPPED)
         else:
             for sequence in members:

@@ -62,7 +62,7 @@ class PrefillBacklog:
         if self._shares_blocks(sequence):
             for index in range(sequence.num_tokens // size):
                 block_hash = sequence.block_hash(index, size)
-                if block_hash not in self._awaited and not self._blocks.prefix_cache.is_published(block_hash):
+                if block_hash not in self._awaited and not self._blocks.prefix_cache.is_cached(block_hash):
                     break
                 shared += size
         return sequence.num_tokens - shared
@@ -111,7 +111,7 @@ class PrefillBacklog:
             last = end // size
             if last:
                 sequence.block_hash(last - 1, size)  # and all hashes before it
-            while first < last and self._blocks.prefix_cache.is_published(sequence.block_hashes[first]):
+            while first < last and self._blocks.prefix_cache.is_cached(sequence.block_hashes[first]):
                 first += 1
             self._awaited.update(sequence.block_hashes[first:last])
         tail = end - max(sequence.num_computed_tokens, last * size)
@@ -134,7 +134,7 @@ class PrefillBacklog:
         awaited = self._awaited
         for block_hash in backlog.hashes[backlog.first : backlog.last]:
             count = awaited.get(block_hash, 0)  # 0 if another sequence has computed the block meanwhile
-            if count > 1 and not self._blocks.prefix_cache.is_published(block_hash):
+            if count > 1 and not self._blocks.prefix_cache.is_cached(block_hash):
                 awaited[block_hash] = count - 1
             elif count:
                 del awaited[block_hash]

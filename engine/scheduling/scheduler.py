@@ -87,16 +87,6 @@ class Scheduler:
         """Whether any sequence waits or runs."""
         return bool(self.waiting or self.running)
 
-    @property
-    def num_swapped(self) -> int:
-        """Waiting requests whose blocks are in the host pool."""
-        return self.queues.num_swapped
-
-    @property
-    def num_free_slots(self) -> int:
-        """Further sequences that the batch has room for."""
-        return self.queues.num_free_slots
-
     # --- requests -----------------------------------------------------------------------------------------------
 
     def add(self, group: SequenceGroup) -> None:
@@ -213,7 +203,7 @@ class Scheduler:
         num_decodes = sum(len(one.token_ids) - one.num_computed_tokens <= 1 for one in self.running)
         if not num_decodes:
             return budget
-        could_start = min(len(self.waiting), self.num_free_slots)
+        could_start = min(len(self.waiting), self.queues.num_free_slots)
         paced = self._pace.step_tokens(num_decodes, num_running - num_decodes + could_start)
         return min(budget, max(paced, self.queues.num_used_slots + 1))
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 
 from engine.beam_search import Candidates
-from engine.kv.block_manager import BlockPair
+from engine.kv.host_pool import BlockPair
 from engine.outputs import TokenLogprobs
 from engine.sequence import Sequence, SequenceGroup
 
@@ -29,8 +29,8 @@ class SchedulerOutput:
     logit_indices: Sequence_[int] = ()  # for each of ``sampling``, the index in ``sequences`` of its logits
     forks: list[Sequence] = field(default_factory=list)  # new ones among ``sampling``; they join the batch afterwards
     block_copies: list[BlockPair] = field(default_factory=list)
-    swap_out: list[BlockPair] = field(default_factory=list)  # (block, host block)
-    swap_in: list[BlockPair] = field(default_factory=list)  # (host block, block)
+    swap_out: list[BlockPair] = field(default_factory=list)  # (block, host block): preempted and evicted ones
+    swap_in: list[BlockPair] = field(default_factory=list)  # (host block, block): resumed and hit ones
     admitted: list[SequenceGroup] = field(default_factory=list)  # started in this step
     preempted: list[SequenceGroup] = field(default_factory=list)
     dropped: list[Sequence] = field(default_factory=list)  # ended, since the pool cannot hold all answers of a request

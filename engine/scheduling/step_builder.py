@@ -122,6 +122,7 @@ class StepBuilder:
     def build(self) -> SchedulerOutput:
         """Return the step. Groups whose prompt it completes are forked."""
         output = self.output
+        output.swap_out, output.swap_in = self._blocks.host_pool.take_copies()
         output.sequences, output.num_new_tokens = self.running.copy(), self.num_new_tokens
         output.sampling, output.logit_indices = output.sequences, range(len(output.sequences))
         may_fork = len(self.running) < self._queues.num_used_slots

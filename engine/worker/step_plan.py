@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.kv.block_manager import BlockPair
 from engine.kv.block_tables import BlockTables, TableChanges
+from engine.kv.host_pool import BlockPair
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.pending_tokens import take_pending_tokens
 from kernels.device_copy import to_device_together

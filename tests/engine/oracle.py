@@ -32,7 +32,7 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sampli
 
 
 def check_idle(llm: LLM) -> None:
-    stats = llm.engine.stats()
+    stats = llm.engine.meter.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_used_blocks) == (0, 0, 0, 0)
     assert llm.engine.block_manager.host_pool.num_free == llm.engine.info.num_host_blocks
     llm.engine.block_manager.check_integrity([])

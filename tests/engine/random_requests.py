@@ -66,7 +66,7 @@ def random_options(rng: random.Random) -> dict[str, object]:
     return {
         "block_size": block_size,
         "num_blocks": rng.randint(3 + 8 // block_size, 6 + 64 // block_size),
-        "num_host_blocks": rng.choice([0, 0, 8, 80]),
+        "num_host_blocks": rng.choice([0, 8, 24, 80]),
         "max_num_batched_tokens": rng.choice([1, 4, 8, 16, 40]),
         "max_num_seqs": rng.choice([1, 4, 8, 12]),
         "enable_prefix_caching": rng.random() < 0.75,

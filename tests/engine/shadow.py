@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 from engine.beam_search import BeamSearch, Candidates, Hypothesis
 from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
-from engine.kv.block_manager import BlockPair
 from engine.kv.events import KVEventBatch
+from engine.kv.host_pool import BlockPair
 from engine.observability.engine_metrics import EngineMetrics
 from engine.observability.metrics import MetricSink
 from engine.outputs import Logprob, TokenLogprobs
@@ -293,7 +293,7 @@ def check_integrity(engine: Engine) -> None:
     for group in scheduler.waiting:
         assert len({sequence.status for sequence in group.unfinished}) == 1
         assert group.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
-    assert scheduler.num_swapped == sum(group.status is SequenceStatus.SWAPPED for group in scheduler.waiting)
+    assert scheduler.queues.num_swapped == sum(group.status is SequenceStatus.SWAPPED for group in scheduler.waiting)
     assert not any(sequence.block_table for sequence in waiting)
     for sequence in scheduler.running:
         filled = max(sequence.num_computed_tokens, sequence.num_matched_tokens)
@@ -306,7 +306,7 @@ def check_integrity(engine: Engine) -> None:
     assert all(not one.host_table for one in waiting if one.status is SequenceStatus.WAITING)
     if not engine.has_unfinished:
         assert engine.block_manager.num_free_blocks == len(engine.block_manager.pool.blocks)
-        assert engine.block_manager.host_pool.num_free == engine.block_manager.host_pool.num_blocks
+        assert engine.block_manager.host_pool.num_free == engine.info.num_host_blocks
 
 
 def metrics_of(engine: Engine) -> EngineMetrics:

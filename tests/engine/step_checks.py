@@ -10,6 +10,7 @@ from collections import Counter
 
 from engine.engine import Engine
 from engine.kv import prefix_cache as prefix_cache_module
+from engine.kv.block_pool import BlockPool
 from engine.prefix_hash import pack_tokens, root_hash
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
@@ -126,17 +127,23 @@ class StepChecks:
             self.counts["tokens drafted"] += len(draft)
 
     def check_published(self) -> None:
-        """Assert that the slots of every published block hold what its hash claims."""
-        size, ends, slots = self._engine.info.block_size, self._runner.ids.ends, self._runner.slots
-        for block in self._engine.block_manager.pool.blocks:
+        """Assert that the slots of every published block hold what its hash claims, on the device and on the host."""
+        manager = self._engine.block_manager
+        self._check_pool("block", manager.pool, self._runner.slots)
+        self._check_pool("page", manager.host_pool.pages, self._runner.host_slots)
+
+    def _check_pool(self, kind: str, pool: BlockPool, slots: dict[int, int]) -> None:
+        size, ends = self._engine.info.block_size, self._runner.ids.ends
+        for block in pool.blocks:
             if block.block_hash is None:
                 continue
+            foreign = f"{kind} {block.block_id} is published with foreign content"
             held: object = slots.get(block.block_id * size + size - 1)
-            assert self._hash_of(held) == block.block_hash, f"block {block.block_id} is published with foreign content"
+            assert self._hash_of(held) == block.block_hash, foreign
             for slot in range(block.block_id * size + size - 2, block.block_id * size - 1, -1):
                 assert isinstance(held, int)
                 held = ends[held][0]
-                assert slots.get(slot) == held, f"block {block.block_id} is published with foreign content"
+                assert slots.get(slot) == held, foreign
 
     def _hash_of(self, prefix: object) -> int | None:
         """Return the hash of a prefix that fills blocks, given by identity or, if it is empty, by its salt."""
@@ -165,6 +172,10 @@ class StepChecks:
         counts = self.counts
         for group in output.preempted:
             counts["preempted by swap" if group.status is SequenceStatus.SWAPPED else "preempted to recompute"] += 1
+        if not any(one in self._settled for group in output.admitted for one in group.unfinished):
+            counts["loaded from the host"] += len(output.swap_in)
+        if not output.preempted:
+            counts["evicted to the host"] += len(output.swap_out)
         counts["copied on write"] += len(output.block_copies)
         counts["forked"] += len(output.forks)
         counts["of a group that comes back"] += sum(

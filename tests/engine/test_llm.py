@@ -101,7 +101,7 @@ def test_a_stop_string_ends_the_text_and_the_sequence(llm: LLM) -> None:
     stopped = llm.generate(["keys"], params, use_tqdm=False)[0].outputs[0]
     assert stopped.text == free.text[: free.text.index(stop)]
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
-    assert llm.engine.stats().num_used_blocks == 0
+    assert llm.engine.meter.stats().num_used_blocks == 0
 
 
 def test_accepted_draft_tokens_after_a_stop_string_are_dropped(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_the_best_answers_end_at_the_stop_string_and_are_ranked_by_what_is_shown
             assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
             assert one.cumulative_logprob == other.cumulative_logprob
             assert one.logprobs == (None if logprobs is None else other.logprobs)
-    assert llm.engine.stats().num_used_blocks == 0
+    assert llm.engine.meter.stats().num_used_blocks == 0
 
 
 def test_without_stop_strings_the_engine_itself_chooses_the_best_answers(

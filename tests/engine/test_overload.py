@@ -181,7 +181,7 @@ async def test_arrivals_and_the_return_to_idleness_are_reported(
     gate.opened.set()
     await asyncio.gather(*others, collect(answer))
     async with asyncio.timeout(10):
-        while not listener.reports or listener.reports[-1] != inner.load() or engine.load().num_running:
+        while not listener.reports or listener.reports[-1] != inner.meter.load() or engine.load().num_running:
             await asyncio.sleep(0.005)
     last = listener.reports[-1]
     assert (last.num_running, last.num_waiting, last.queued_prefill_tokens) == (0, 0, 0)

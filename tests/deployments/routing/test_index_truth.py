@@ -56,7 +56,11 @@ class Replica:
         self.publisher = Lossy(name, seed)
         self.engine: Engine
         self.engine, _ = make_engine(
-            block_size=4, num_blocks=NUM_BLOCKS, on_kv_events=self.publisher.publish_events, max_num_batched_tokens=64
+            block_size=4,
+            num_blocks=NUM_BLOCKS,
+            num_host_blocks=NUM_BLOCKS * (name == "r2"),
+            on_kv_events=self.publisher.publish_events,
+            max_num_batched_tokens=64,
         )
         self._num_requests = 0
         self._texts: list[list[int]] = [[0] * 8]

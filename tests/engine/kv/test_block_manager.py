@@ -227,13 +227,15 @@ def test_what_sequences_share_stays_shared_on_the_host_and_when_they_come_back()
     for sequence in sequences:
         manager.allocate(sequence, 7)
     assert manager.can_swap_out(sequences)
-    out = manager.swap_out(sequences)
+    manager.swap_out(sequences)
+    out, _ = manager.host_pool.take_copies()
     assert len(out) == 4
     assert manager.host_pool.num_free == 0
     assert manager.num_free_blocks == 8
     assert [sequence.num_computed_tokens for sequence in sequences] == [6] * 3
     manager.check_integrity(sequences)
-    back = manager.swap_in(sequences)
+    manager.swap_in(sequences)
+    _, back = manager.host_pool.take_copies()
     assert [source for source, _ in back] == [target for _, target in out]
     assert len({sequence.block_table[0] for sequence in sequences}) == 1
     assert len({sequence.block_table[1] for sequence in sequences}) == 3
@@ -247,17 +249,21 @@ def test_what_does_not_fit_the_host_is_not_swapped() -> None:
     assert not manager.can_swap_out([make_sequence([1])])  # nothing to keep
 
 
-def test_a_swapped_prompt_is_still_cached_and_published_anew_when_it_was_evicted() -> None:
+def test_a_swapped_prompt_stays_cached_also_when_the_device_evicts_it() -> None:
     manager = BlockManager(4, 2, num_host_blocks=2)
     sequence = start(manager, [1, 2, 3])
     sequence.num_computed_tokens = 3
     manager.swap_out([sequence])
-    assert manager.match_prefix(make_sequence([1, 2])).num_tokens == 2
+    assert len(manager.match_prefix(make_sequence([1, 2])).blocks) == 1
     fillers = [start(manager, [10 * i, 10 * i + 1]) for i in range(1, 5)]
-    assert manager.match_prefix(make_sequence([1, 2])).num_tokens == 0
+    swap_out, _ = manager.host_pool.take_copies()
+    assert len(swap_out) == 2, "a block that was swapped is copied again when it is evicted"
+    match = manager.match_prefix(make_sequence([1, 2]))
+    assert (match.blocks, [page.block_id for page in match.pages]) == ((), sequence.host_table[:1])
     for filler in fillers:
         manager.free(filler)
     manager.swap_in([sequence])
+    manager.host_pool.take_copies()
     assert manager.match_prefix(make_sequence([1, 2])).blocks[0].block_id == sequence.block_table[0]
     manager.check_integrity([sequence])
 
@@ -299,6 +305,7 @@ def test_sequences_are_swapped_in_with_exactly_the_blocks_that_were_counted(num_
     manager.swap_in(members)
     for member in members:
         manager.allocate(member, num_tokens)
+    manager.host_pool.take_copies()
     manager.check_integrity(members)
     assert manager.pool.counts().used == num_counted
 
@@ -318,6 +325,7 @@ def test_a_used_block_replaces_its_free_twin_so_that_no_parent_is_evicted_before
     published = manager.prefix_cache.published_hashes()
     events = manager.prefix_cache.take_events()
     manager.swap_in([sequence])
+    manager.host_pool.take_copies()
     assert manager.prefix_cache.published_hashes() == published == [event.block_hash for event in events]
     assert manager.prefix_cache.take_events() == (), "what is published is the same"
     assert [manager.pool.blocks[block_id].block_hash for block_id in sequence.block_table] == published
@@ -327,6 +335,7 @@ def test_a_used_block_replaces_its_free_twin_so_that_no_parent_is_evicted_before
     assert manager.prefix_cache.published_hashes()[:2] == published
     twin = start(manager, list(range(8)))
     assert twin.block_table == sequence.block_table
+    manager.host_pool.take_copies()
     manager.check_integrity([sequence, others, twin])
 
 

@@ -73,11 +73,14 @@ def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:
         manager = load.engine.block_manager
         published = manager.prefix_cache.published_hashes()
         assert replica.stored == set(published)
-        assert sorted(published) == sorted(one.block_hash for one in manager.pool.blocks if one.block_hash is not None)
-        replica.learn_parents(manager.pool.blocks)
-        counts.update(blocks=len(published), holes=len(replica.holes))
-        position = {block_hash: index for index, block_hash in enumerate(published)}
-        late = [one for one in published if position.get(replica.parents.get(one, -1), -1) > position[one]]
+        on_device = [one.block_hash for one in manager.pool.blocks if one.block_hash is not None]
+        on_host = [one.block_hash for one in manager.host_pool.pages.blocks if one.block_hash is not None]
+        assert sorted(published) == sorted({*on_device, *on_host})
+        replica.learn_parents(manager.pool.blocks + manager.host_pool.pages.blocks)
+        counts.update(blocks=len(published), holes=len(replica.holes), twice=len(set(on_device) & set(on_host)))
+        counts["on the host alone"] += len(published) - len(on_device)
+        position = {block_hash: index for index, block_hash in enumerate(published[: len(on_device)])}
+        late = [one for one in position if position.get(replica.parents.get(one, -1), -1) > position[one]]
         counts["children before parents"] += len(late)
 
     for name in ("step", "reset_prefix_cache"):
@@ -101,6 +104,8 @@ def test_the_events_are_enough_after_every_step_and_holes_in_chains_are_rare(mon
             drive(seed, enable_prefix_caching=True, on_kv_events=replica.apply)
             total += counts
     assert total["blocks"] > 30_000
+    assert total["on the host alone"] > 10_000
+    assert total["twice"] > 1_000
     assert total["holes"] < total["blocks"] / 500
     assert total["children before parents"] < total["blocks"] / 500
 

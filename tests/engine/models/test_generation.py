@@ -154,7 +154,7 @@ def check_against_oracle(
         assert preemptions.num_swaps - swaps_before == (preempted if swap_space_gib else 0), name
         assert (cached_tokens > 0) == caching, name
         llm.engine.block_manager.check_integrity([])
-        assert llm.engine.stats().num_used_blocks == 0, name
+        assert llm.engine.meter.stats().num_used_blocks == 0, name
     assert len({tuple(answer) for answer in expected}) > len(prompts) // 2, "the oracle's answers are too much alike"
 
 

@@ -152,7 +152,7 @@ def test_resetting_the_cache_makes_it_cold_and_harms_nobody(qwen3: SavedModel) -
     expected = run(llm, [prompt], greedy)[0]
     assert run(llm, [prompt], greedy)[0].num_cached_tokens == 39
     llm.engine.reset_prefix_cache()
-    assert llm.engine.stats().num_cached_blocks == 0
+    assert llm.engine.meter.stats().num_cached_blocks == 0
     assert run(llm, [prompt], greedy)[0].num_cached_tokens == 0
     got: dict[str, list[int]] = {}
     for i in range(4):

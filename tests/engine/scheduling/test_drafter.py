@@ -310,8 +310,8 @@ def test_draft_tokens_do_not_count_as_prefill_of_a_step() -> None:
     for index in range(4):
         engine.add_request(EngineRequest(str(index), PROMPT, greedy(max_tokens=300)))
     steps(engine)
-    assert engine.load().prefill_tokens_per_s == 0
-    assert engine.load().decode_step_s > 0
+    assert engine.meter.load().prefill_tokens_per_s == 0
+    assert engine.meter.load().decode_step_s > 0
 
 
 def test_prompt_lookup_makes_an_echo_fast() -> None:

@@ -23,9 +23,9 @@ import pytest
 
 from engine import sequence as sequence_module
 from engine.kv import prefix_cache as prefix_cache_module
-from engine.kv.block_manager import BlockManager, BlockPair
+from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import Block
-from engine.kv.host_pool import HostPool
+from engine.kv.host_pool import BlockPair, HostPool
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.prefix_hash import packed_block_hash
 from engine.request import RequestValidator
@@ -215,10 +215,13 @@ def test_a_write_into_a_shared_block_is_detected() -> None:
 
 
 def patch_swap_in(change: Callable[[list[BlockPair]], list[BlockPair]]) -> Plant:
-    swap_in = BlockManager.swap_in
-    return lambda patch: patch.setattr(
-        BlockManager, "swap_in", lambda manager, sequences: change(swap_in(manager, sequences))
-    )
+    take_copies = HostPool.take_copies
+
+    def take_changed(pool: HostPool) -> tuple[list[BlockPair], list[BlockPair]]:
+        swap_out, swap_in = take_copies(pool)
+        return swap_out, change(swap_in)
+
+    return lambda patch: patch.setattr(HostPool, "take_copies", take_changed)
 
 
 def test_a_lost_swapped_block_is_detected() -> None:
@@ -232,10 +235,43 @@ def test_blocks_swapped_in_in_the_wrong_order_are_detected() -> None:
     assert_found(patch_swap_in(reverse), "reads foreign KV|published with foreign content")
 
 
+def test_an_evicted_block_that_is_not_copied_is_detected() -> None:
+    take_copies = HostPool.take_copies
+
+    def lose_one(pool: HostPool) -> tuple[list[BlockPair], list[BlockPair]]:
+        swap_out, swap_in = take_copies(pool)
+        return swap_out[1:], swap_in
+
+    assert_found(
+        lambda patch: patch.setattr(HostPool, "take_copies", lose_one),
+        "reads foreign KV|published with foreign content",
+    )
+
+
+def test_a_page_that_is_reused_in_the_step_that_copies_it_is_detected() -> None:
+    def load_unpinned(pool: HostPool, page: Block, block: Block) -> None:
+        pool.pages.release(page)
+        pool._copies_in.append((page.block_id, block.block_id))
+
+    assert_found(
+        lambda patch: patch.setattr(HostPool, "load", load_unpinned), "reads foreign KV|published with foreign content"
+    )
+
+
+def test_a_page_that_is_stored_twice_in_a_step_is_detected() -> None:
+    def store_unpinned(pool: HostPool, block: Block) -> bool:
+        if not pool.num_free and block.block_hash not in pool.names:
+            return False
+        pool.pages.release(pool.keep(block))
+        return True
+
+    assert_found(lambda patch: patch.setattr(HostPool, "store", store_unpinned), "two blocks are copied to one")
+
+
 def test_host_blocks_that_are_never_released_are_detected() -> None:
     assert_found(
         lambda patch: patch.setattr(HostPool, "release", lambda pool, host_table: None),
-        "a host block has another number of users than references",
+        "0 tables list it",
     )
 
 

@@ -22,7 +22,7 @@ def add(engine: Engine, request_id: str, prompt: list[int], max_tokens: int = 4,
 
 
 def queued(engine: Engine) -> int:
-    return engine.load().queued_prefill_tokens
+    return engine.meter.load().queued_prefill_tokens
 
 
 def test_ten_equal_prompts_count_once_but_for_their_tails() -> None:

@@ -77,8 +77,8 @@ def test_all_prompts_beside_decodes_are_computed() -> None:
         add(engine, f"prompt{i}", 50, max_tokens=1, first=i)
     for _ in range(100):
         step_sizes(engine)
-    assert engine.stats().num_running == 1  # the decode; all prompts beside it are computed
-    assert not engine.stats().num_waiting
+    assert engine.meter.stats().num_running == 1  # the decode; all prompts beside it are computed
+    assert not engine.meter.stats().num_waiting
 
 
 def test_a_request_for_many_answers_starts_beside_decodes() -> None:

@@ -46,7 +46,7 @@ class Queue:
 
     @property
     def queued(self) -> int:
-        return self.engine.load().queued_prefill_tokens
+        return self.engine.meter.load().queued_prefill_tokens
 
 
 def test_the_queue_fills_to_its_limit_and_the_error_names_both_numbers() -> None:
@@ -200,7 +200,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not is_resumed or not rejected
 
     def check_limits(self) -> None:
-        config, num_free_slots = self.queue.engine.config, self.queue.engine.scheduler.num_free_slots
+        config, num_free_slots = self.queue.engine.config, self.queue.engine.scheduler.queues.num_free_slots
         assert len(self.queue.waiting) <= num_free_slots + (config.max_queued_requests or len(self.queue.waiting))
         assert self.queue.queued <= (config.max_queued_prefill_tokens or self.queue.queued)
 

@@ -156,6 +156,8 @@ LEAST = {
     "preempted to recompute": 500,
     "preempted by swap": 300,
     "swapped blocks": 2000,
+    "evicted to the host": 2000,
+    "loaded from the host": 1000,
     "of a group that comes back": 200,
     "forked": 1000,
     "copied on write": 1000,

@@ -100,7 +100,7 @@ def test_two_engines_at_once_do_not_collide(two: Ranks, four: Ranks, checkpoint:
 def test_a_rank_killed_in_mid_step_ends_the_engine(four: Ranks) -> None:
     def kill_in_mid_step() -> None:
         engine = four.llm.engine
-        until(lambda: engine.load().num_running, "the request runs")
+        until(lambda: engine.meter.load().num_running, "the request runs")
         os.kill(four.processes[2], signal.SIGKILL)
 
     killer = threading.Thread(target=kill_in_mid_step)
@@ -109,7 +109,7 @@ def test_a_rank_killed_in_mid_step_ends_the_engine(four: Ranks) -> None:
         four.llm.generate({"prompt_token_ids": [5, 6, 7]}, ENDLESS, use_tqdm=False)
     killer.join()
     until(lambda: four.are_gone, "no process is left")
-    assert four.llm.engine.stats().num_used_blocks == 0
+    assert four.llm.engine.meter.stats().num_used_blocks == 0
     with pytest.raises(EngineDeadError, match=r"rank 2 of 4"):  # and from now on
         four.llm.generate({"prompt_token_ids": [5, 6, 7]}, ENDLESS, use_tqdm=False)
 

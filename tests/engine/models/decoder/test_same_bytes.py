@@ -44,12 +44,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "preempted": SMALL_POOL | {"enable_prefix_caching": False},
     "preempted, cached": SMALL_POOL | {"max_num_batched_tokens": 96},
     "swapped": SMALL_POOL | {"swap_space_gib": 0.05},
+    "evicted to the host": {"max_num_seqs": 8, "num_blocks": 80, "swap_space_gib": 0.05},
     "paced": {"max_num_seqs": 32, "max_decode_slowdown": 1.5},
     "warm": {"max_num_seqs": 32},
     "migrated": {"max_num_seqs": 16, "enable_prefix_caching": False},
     "migrated, warm": {"max_num_seqs": 16, "num_threads": 2},
 }
-FEW_SETTINGS = ("all at once, three threads", "chunks of 17", "swapped", "migrated, warm")
+FEW_SETTINGS = ("all at once, three threads", "chunks of 17", "swapped", "evicted to the host", "migrated, warm")
 # Of a sequence's tokens so far: the bytes of the logits that follow.
 Logits = dict[tuple[int, ...], bytes]
 
@@ -125,6 +126,12 @@ def answer(path: str, kind: str, setting: str, count: int) -> list[list[int]]:
         assert [output.outputs[0].token_ids for output in again] == answers
     if setting.startswith("migrated"):
         answers = _continue_elsewhere(path, kind, setting, prompts, answers)
+    if setting == "evicted to the host":
+        num_loaded = activity.num_swapped_in
+        again = run(llm, prompts, params)
+        assert [output.outputs[0].token_ids for output in again] == answers
+        assert all(output.num_cached_tokens >= len(prompt) - 16 for output, prompt in zip(again, prompts, strict=True))
+        assert activity.num_swapped_in > num_loaded
     assert (activity.num_swapped_out > 0) == (setting == "swapped")
     assert (activity.num_recomputed > 0) == setting.startswith("preempted")
     return answers
@@ -188,7 +195,7 @@ def test_families_with_norms_of_outputs_multipliers_and_soft_caps(
 def test_two_hundred_answers_in_every_setting(recorder: LogitsRecorder, checkpoint: str, kind: str) -> None:
     if kind == "int8" and not has_int8():
         pytest.skip("the processor does not multiply int8")
-    assert len(SETTINGS) == 20
+    assert len(SETTINGS) == 21
     check(recorder, checkpoint, kind, list(SETTINGS), NUM_PROMPTS)
 
 

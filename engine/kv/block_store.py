@@ -1,0 +1,64 @@
+"""BlockStore: the tier behind the device pool. It keeps pages of the prefix cache by name.
+
+A page is the K and V of one full block, and its name is the block's hash. The prefix cache stores a block that it must
+evict, and loads it again when a prompt's match continues in the store:
+
+    prompt  [ block 0 ][ block 1 ][ block 2 ][ block 3 ][ tail ]
+              device     device     store      store      computed
+
+The prefix cache verifies a page as it verifies a block of the device: by its tokens and its parent. A name that both
+the device and the store hold has the same content in both. Only published blocks are stored, so their K and V are
+computed and their tokens accepted before the copy is made. A store may lose a page at any time: what it does not hold
+is computed again.
+
+A store makes no copy itself. It collects the copies of a step, which every rank makes before the step computes: first
+those to the store, then those to the device. So a page that a step copies cannot be reused before the next step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+
+from engine.kv.block_pool import Block
+
+__all__ = ["BlockStore"]
+
+
+class BlockStore(ABC):
+    """Holds pages by name.
+
+    Attributes:
+        on_removed: called with the name of each page that the store loses of its own accord.
+    """
+
+    on_removed: Callable[[int], None]
+
+    @property
+    @abstractmethod
+    def names(self) -> Collection[int]:
+        """The hashes of the blocks that the store holds."""
+
+    @abstractmethod
+    def lookup(self, block_hash: int) -> Block | None:
+        """Return the page with this name. The caller must verify that it holds the content that the caller expects."""
+
+    @abstractmethod
+    def store(self, block: Block) -> bool:
+        """Keep what a published block of the device holds, which this step may overwrite; False if there is no room."""
+
+    @abstractmethod
+    def pin(self, page: Block) -> None:
+        """Keep a page until it is loaded in this step, whatever is stored meanwhile."""
+
+    @abstractmethod
+    def load(self, page: Block, block: Block) -> None:
+        """Copy a pinned page to a block of the device in this step."""
+
+    @abstractmethod
+    def discard(self, block_hash: int) -> None:
+        """Forget the page with this name, if there is one: other content has the name now."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every page, and the copies that this step would make."""
