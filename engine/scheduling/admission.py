@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.kv.block_manager import BlockManager
+from engine.kv.block_manager import BlockManager, Growth
 from engine.scheduling.group_plan import plan_group
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.step_builder import StepBuilder
@@ -56,11 +56,12 @@ class Admission:
                 blocks.swap_in(group.unfinished)
             growths = plan_group(group.unfinished, step.max_chunk(group.num_slots), blocks)
             if blocks.num_blocks_to_grow(growths) > blocks.num_free_blocks:
-                # Colliding hashes made blocks_to_start() too small. The group waits until it runs alone: then its first
-                # sequence fits.
-                assert self._queues.running, "add() accepted a request that cannot fit"
-                assert group.status is SequenceStatus.WAITING, "a swapped request found no room"
-                return
+                # Colliding hashes made blocks_to_start() too small. A waiting group waits until it runs alone: then its
+                # first sequence fits. Of a swapped one only the sequences that were swapped run in this step.
+                if group.status is SequenceStatus.WAITING:
+                    assert self._queues.running, "add() accepted a request that cannot fit"
+                    return
+                growths = _without_starts(growths)
             reserve.add(step.start(group, growths))
 
     def forget(self) -> None:
@@ -108,6 +109,16 @@ class _BlockReserve:
     def add(self, indices: range) -> None:
         """Reserve blocks for the sequences at these indices of the batch, which have just started."""
         self._num_blocks += self._step.num_blocks_needed(indices)
+
+
+def _without_starts(growths: list[Growth]) -> list[Growth]:
+    """Let the sequences of a group without blocks wait, and with them all beams of a search."""
+    return [
+        growth
+        if growth.sequence.block_table and growth.sequence.group.beams is None
+        else Growth(growth.sequence, growth.sequence.num_computed_tokens)
+        for growth in growths
+    ]
 
 
 def blocks_to_start(group: SequenceGroup, block_manager: BlockManager) -> int:

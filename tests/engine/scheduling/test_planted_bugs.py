@@ -265,7 +265,11 @@ def test_a_page_that_is_stored_twice_in_a_step_is_detected() -> None:
         pool.pages.release(pool.keep(block))
         return True
 
-    assert_found(lambda patch: patch.setattr(HostPool, "store", store_unpinned), "two blocks are copied to one")
+    assert_found(
+        lambda patch: patch.setattr(HostPool, "store", store_unpinned),
+        "two blocks are copied to one",
+        num_host_blocks=2,
+    )
 
 
 def test_host_blocks_that_are_never_released_are_detected() -> None:
