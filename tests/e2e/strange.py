@@ -1,4 +1,4 @@
-"""What strange requests are made of: endpoints, headers, methods, targets, bodies, and what is no HTTP at all."""
+"""What strange requests are made of: endpoints, headers, methods, targets, bodies, and bytes that are not HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5, 6]},
     "/invocations": COMPLETION,
 }
-# Those that read none, as a method and a path; the server has no such response, and `web` is the page's.
+# Those that read no body; the server has no such response, and `web` is the page's.
 GETS = [
     "/v1/models", "/v1/models/pagoda-demo", "/v1/responses/resp_none", "/v1/responses/resp_none/input_items", "/health",
     "/ping", "/metrics", "/version", "/load", "/server_info", "/openapi.json", "/", "/web/app.js", "/live",

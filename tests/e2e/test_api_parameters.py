@@ -68,7 +68,7 @@ def test_chat_logprobs(api: openai.OpenAI) -> None:
     for entry in answer.logprobs.content:
         assert [entry.token, entry.logprob] == [entry.top_logprobs[0].token, entry.top_logprobs[0].logprob]
         assert len(entry.top_logprobs) == 3
-        assert sum(math.exp(one.logprob) for one in entry.top_logprobs) <= 1.001
+        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1.001
     chunks = list(api.chat.completions.create(**asked, logprobs=True, top_logprobs=3, stream=True))
     streamed = [entry for chunk in chunks if (own := chunk.choices[0].logprobs) for entry in own.content or ()]
     assert [entry.token for entry in streamed] == [entry.token for entry in answer.logprobs.content]

@@ -100,7 +100,7 @@ def test_the_model_calls_by_itself_and_answers_with_the_result(api: openai.OpenA
         assert "".join(event.delta for event in stream if event.type == "content.delta") == ""
         streamed = stream.get_final_completion().choices[0]
     assert streamed.message.tool_calls is not None
-    assert [one.function.arguments for one in streamed.message.tool_calls] == [call.function.arguments]
+    assert [again.function.arguments for again in streamed.message.tool_calls] == [call.function.arguments]
 
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"result": 408}'}
     asked["messages"] = [*messages, called.message.model_dump(exclude_none=True), result]

@@ -24,14 +24,14 @@ class Weather(BaseModel):
 
 def main(base_url: str, mode: str) -> None:
     client = openai.OpenAI(base_url=base_url, api_key=os.environ["OPENAI_API_KEY"], max_retries=0)
-    found = instructor.from_openai(client, mode=MODES[mode]).chat.completions.create(
+    choice = instructor.from_openai(client, mode=MODES[mode]).chat.completions.create(
         model="pagoda-demo",
         response_model=Weather,
         max_retries=0,
         temperature=0,
         messages=[{"role": "user", "content": "What is the weather in Oslo?"}],
     )
-    print(json.dumps({"cities": [found.city]}))
+    print(json.dumps({"cities": [choice.city]}))
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ def main(base_url: str) -> None:
     calling = chat.bind_tools([get_weather], tool_choice="required", parallel_tool_calls=False).invoke([asked])
     results = [get_weather.invoke(call) for call in calling.tool_calls]
     assert all(isinstance(result, ToolMessage) for result in results)
-    found = {
+    printed = {
         "answer": chat.invoke([question]).content,
         "streamed": "".join(str(chunk.content) for chunk in chat.stream([question])),
         "cities": [call["args"]["city"] for call in calling.tool_calls],
         "final": chat.bind_tools([get_weather], tool_choice="none").invoke([asked, calling, *results]).content,
     }
-    print(json.dumps(found))
+    print(json.dumps(printed))
 
 
 if __name__ == "__main__":

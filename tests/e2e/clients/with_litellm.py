@@ -46,13 +46,13 @@ def main(base_url: str) -> None:
         for call, city in zip(called.choices[0].message.tool_calls, cities, strict=True)
     ]
     replied = litellm.completion(**options, messages=messages, tools=[WEATHER], tool_choice="none")
-    found = {
+    printed = {
         "answer": litellm.completion(**options, messages=question).choices[0].message.content,
         "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
         "cities": cities,
         "final": replied.choices[0].message.content,
     }
-    print(json.dumps(found))
+    print(json.dumps(printed))
 
 
 if __name__ == "__main__":

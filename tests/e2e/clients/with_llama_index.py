@@ -36,8 +36,8 @@ async def main(base_url: str) -> None:
     # It forces the first call only.
     agent = FunctionAgent(tools=[get_weather], llm=chat, initial_tool_choice="get_weather")
     loop = await agent.run("What is the weather in Oslo?")
-    found = {"answer": answer, "streamed": streamed, "cities": cities, "final": loop.response.content}
-    print(json.dumps(found))
+    printed = {"answer": answer, "streamed": streamed, "cities": cities, "final": loop.response.content}
+    print(json.dumps(printed))
 
 
 if __name__ == "__main__":
