@@ -56,11 +56,13 @@ class Signals:
         self._num_engines = len(server.live_pids("engine"))
 
     async def send(self, times: int) -> None:
-        """Send the signal ``times`` times, and more often until a signal has interrupted a request."""
+        """Send the signal ``times`` times, and wait until a request has migrated."""
         before = await asyncio.to_thread(self._server.total, MIGRATIONS)
         while len(self.signalled) < times:
             await self._send_one()
-        while await asyncio.to_thread(self._server.total, MIGRATIONS) == before:
+        if self._number == signal.SIGSTOP:  # the router sends it requests until one has stalled
+            await until_async(lambda: self._server.total(MIGRATIONS) > before, "a request migrates")
+        while await asyncio.to_thread(self._server.total, MIGRATIONS) == before:  # the dead replicas had no requests
             assert len(self.signalled) < 3 * times, "no signal has interrupted a request"
             await self._send_one()
 

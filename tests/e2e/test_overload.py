@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ async def _wait_until(server: Server, **wanted: int) -> None:
 
 async def _assert_becomes_idle(server: Server) -> None:
     await _wait_until(server, running=0, waiting=0)
-    assert server.total("pagoda_kv_blocks", state="used") == 0
+    await until_async(lambda: server.total("pagoda_kv_blocks", state="used") == 0, "all blocks are free")
 
 
 async def test_requests_beyond_the_queue_are_rejected_at_once(small_server: Server) -> None:
@@ -68,24 +69,34 @@ async def test_requests_beyond_the_queue_are_rejected_at_once(small_server: Serv
     await _assert_becomes_idle(small_server)
 
 
-async def test_low_priorities_are_rejected_to_make_room(small_server: Server) -> None:
-    async with _client(small_server) as client:
-        long = [asyncio.create_task(_post(client, max_tokens=600)) for _ in range(MAX_RUNNING)]
-        await _wait_until(small_server, running=MAX_RUNNING, waiting=0)
-        low = [asyncio.create_task(_post(client, max_tokens=1, priority=-1)) for _ in range(MAX_WAITING)]
-        await _wait_until(small_server, running=MAX_RUNNING, waiting=MAX_WAITING)
-        high = await _post(client, max_tokens=1, priority=1)
-        statuses = sorted([answer.status for answer in await asyncio.gather(*low)])
-        assert [(await task).status for task in long] == [200] * MAX_RUNNING
-    assert high.status == 200
-    assert statuses == [200, 200, 503]
-    await _assert_becomes_idle(small_server)
-
-
 async def _read_until_first_token(lines: AsyncIterator[str]) -> None:
     async for line in lines:
         if line.startswith("data: {"):
             return
+
+
+@asynccontextmanager
+async def _full_batch(client: httpx.AsyncClient) -> AsyncIterator[None]:
+    """Take all slots of running requests with streams that are as long as the context."""
+    body = {"prompt": "Endless", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    async with AsyncExitStack() as streams:
+        for _ in range(MAX_RUNNING):
+            answer = await streams.enter_async_context(client.stream("POST", "/v1/completions", json=body))
+            await _read_until_first_token(answer.aiter_lines())
+        yield
+
+
+async def test_low_priorities_are_rejected_to_make_room(small_server: Server) -> None:
+    async with _client(small_server) as client:
+        async with _full_batch(client):
+            low = [asyncio.create_task(_post(client, max_tokens=1, priority=-1)) for _ in range(MAX_WAITING)]
+            await _wait_until(small_server, running=MAX_RUNNING, waiting=MAX_WAITING)
+            high = asyncio.create_task(_post(client, max_tokens=1, priority=1))
+            await asyncio.wait(low, return_when=asyncio.FIRST_COMPLETED)
+        statuses = sorted([answer.status for answer in await asyncio.gather(*low)])
+        assert (await high).status == 200
+    assert statuses == [200, 200, 503]
+    await _assert_becomes_idle(small_server)
 
 
 async def test_a_request_past_its_deadline_ends_and_frees_its_blocks(small_server: Server) -> None:
