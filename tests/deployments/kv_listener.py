@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from threading import Condition
 
 from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from engine.observability.load import EngineLoad
-
-DEADLINE_S = 20.0
+from tests.waiting import HANG_S
 
 
 class Known:
@@ -57,7 +55,7 @@ class Known:
     def wait(self, is_reached: Callable[[], bool], *, for_what: str = "a condition") -> None:
         """Wait until ``is_reached`` holds; checked after every call."""
         with self._changed:
-            assert self._changed.wait_for(is_reached, DEADLINE_S), f"no {for_what} in time: {self.calls[-20:]}"
+            assert self._changed.wait_for(is_reached, HANG_S), f"no {for_what} in time: {self.calls[-20:]}"
 
     def wait_count(self, what: str, replica: str, times: int = 1) -> None:
         """Wait until a method was called so often for a replica."""
@@ -67,14 +65,6 @@ class Known:
         with self._changed:
             self.calls.append((what, replica))
             self._changed.notify_all()
-
-
-def eventually(is_reached: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-    """Poll until ``is_reached`` holds."""
-    deadline = time.monotonic() + deadline_s
-    while not is_reached():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.002)
 
 
 def stored(*hashes: int) -> tuple[KVEvent, ...]:

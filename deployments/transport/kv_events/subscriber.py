@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import zmq
 
@@ -46,6 +46,7 @@ class KVEventSubscriber:
         resync_s: a snapshot that does not arrive within so many seconds is requested again.
         renew_s: the socket of a replica that is silent for so long is replaced: ZeroMQ reconnects to a peer that was
             gone, but never to one that has violated its protocol.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class KVEventSubscriber:
         silence_s: float = 2.0,
         resync_s: float = 1.0,
         renew_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if silence_s <= 0 or resync_s <= 0 or renew_s <= 0:
             raise ConfigError(f"silence_s={silence_s}, resync_s={resync_s} and renew_s={renew_s} must be positive")
@@ -64,6 +66,7 @@ class KVEventSubscriber:
         self._silence_s = silence_s
         self._resync_s = resync_s
         self._renew_s = renew_s
+        self._clock = clock
         self._tick_s = min(MAX_TICK_S, silence_s / 4, resync_s / 4)
         self._next_tick = 0.0
         self._targets: dict[str, Target] = {}  # never modified, only replaced
@@ -140,7 +143,7 @@ class KVEventSubscriber:
         for socket in ready:
             if socket in self._subscriptions:
                 self._receive(self._subscriptions[socket])
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + self._tick_s
             for subscription in list(self._subscriptions.values()):
@@ -163,7 +166,7 @@ class KVEventSubscriber:
             target.replica,
             self._listener,
             self._sink,
-            now=time.monotonic(),
+            now=self._clock(),
             silence_s=self._silence_s,
             resync_s=self._resync_s,
         )
@@ -175,7 +178,7 @@ class KVEventSubscriber:
         except zmq.ZMQError:
             logger.exception("cannot connect to replica %s at %s", target.replica, target.endpoint)
             return
-        self._subscriptions[socket] = Subscription(target, socket, feed, time.monotonic() + self._renew_s)
+        self._subscriptions[socket] = Subscription(target, socket, feed, self._clock() + self._renew_s)
         self._poller.register(socket, zmq.POLLIN)
 
     def _leave(self, subscription: Subscription) -> None:
@@ -188,13 +191,13 @@ class KVEventSubscriber:
             if not self._is_listed(subscription):
                 return
             try:
-                if not subscription.receive(self._sink):
+                if not subscription.receive(self._sink, self._clock()):
                     return
             except KVMessageError as error:
                 self._drop(subscription, error)
             except Exception:
                 logger.exception("a message of replica %s could not be applied", subscription.target.replica)
-                subscription.feed.restart(time.monotonic())
+                subscription.feed.restart(self._clock())
             subscription.subscribe_to_snapshot()
 
     def _tick(self, subscription: Subscription, now: float) -> None:

@@ -66,8 +66,8 @@ class Subscription:
         if self._nonce is not None:
             self.socket.subscribe(self.target.topics.snapshot(self._nonce))
 
-    def receive(self, sink: MetricSink) -> bool:
-        """Pass one message to the feed; return False if there is none.
+    def receive(self, sink: MetricSink, now: float) -> bool:
+        """Pass one message, which arrives ``now``, to the feed; return False if there is none.
 
         Raises:
             KVMessageError: the message is not one that a publisher sends.
@@ -78,11 +78,11 @@ class Subscription:
             return False
         if len(frames) != 2:
             raise KVMessageError(f"a message has {len(frames)} parts instead of 2")
-        self._dispatch(frames[0], frames[1], sink)
+        self._dispatch(frames[0], frames[1], sink, now)
         return True
 
-    def _dispatch(self, topic: bytes, data: bytes, sink: MetricSink) -> None:
-        topics, now = self.target.topics, time.monotonic()
+    def _dispatch(self, topic: bytes, data: bytes, sink: MetricSink, now: float) -> None:
+        topics = self.target.topics
         if topic == topics.events:
             events = decode_events(data)
             sink.observe(KV_INDEX_LAG, max(0.0, time.time() - events.sent_at))

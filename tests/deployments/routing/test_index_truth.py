@@ -24,8 +24,9 @@ from deployments.transport.kv_events.subscriber import KVEventSubscriber
 from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.deployments.kv_listener import Known, eventually
+from tests.deployments.kv_listener import Known
 from tests.engine.shadow import make_engine
+from tests.waiting import until
 
 HOUR = 4000  # steps of each replica
 REPLICAS = ("r1", "r10", "r2")
@@ -155,7 +156,11 @@ class Cluster:
         """Wait until every ingress knows exactly the blocks of every replica."""
         for known, _ in self.ingresses:
             for name, replica in self.replicas.items():
-                eventually(lambda k=known, n=name, r=replica: k.knows(n, r.blocks))  # type: ignore[misc]
+                until(
+                    lambda k=known, n=name, r=replica: k.knows(n, r.blocks),
+                    f"{name} is known",
+                    pause_s=0.002,
+                )  # type: ignore[misc]
             union = set().union(*(replica.blocks for replica in self.replicas.values()))
             assert known.num_indexed() == len(union), "the index has a block that no replica holds"
 

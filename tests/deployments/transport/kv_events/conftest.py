@@ -8,12 +8,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.deployments.kv_listener import eventually
 from tests.deployments.transport.kv_events.transport import (
     HOST,
     LossyPublisher,
     Transport,
 )
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def transport() -> Iterator[Transport]:
     before = set(threading.enumerate())
     with ExitStack() as stack:
         yield Transport(stack)
-    eventually(lambda: set(threading.enumerate()) <= before)
+    until(lambda: set(threading.enumerate()) <= before, "all threads have ended", pause_s=0.002)
 
 
 @pytest.fixture

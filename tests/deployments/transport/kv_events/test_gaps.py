@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from deployments.observability.ingress_metrics import KV_INDEX_GAPS
 from deployments.transport.kv_events import sockets as kv_sockets
-from tests.deployments.kv_listener import batch, eventually, load, removed, stored
+from tests.deployments.kv_listener import batch, load, removed, stored
 from tests.deployments.transport.kv_events.transport import (
     LossyPublisher,
     PausedListener,
     Transport,
 )
+from tests.engine.observability.clock import Clock
+from tests.waiting import HANG_S, until
 
 
 def test_a_lost_batch_is_a_gap_that_a_snapshot_repairs(transport: Transport, lossy: LossyPublisher) -> None:
@@ -96,19 +96,17 @@ def test_the_blocks_of_a_batch_that_is_too_large_come_with_the_next_snapshot(
 
 def test_a_slow_ingress_does_not_delay_the_others(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_sockets, "MAX_RECEIVED", 4)
+    # A reader that is held up reads no heartbeats either; libzmq may abort when it reconnects then (its issue 3937).
+    monkeypatch.setattr(kv_sockets, "ALIVE_TIMEOUT_MS", int(1000 * HANG_S))
     publisher = transport.publisher(max_queued=4)
     slow, fast = transport.ingress(paused := PausedListener()), transport.ingress()
     slow.join(publisher)
     fast.join(publisher)
     many = stored(*range(10_000))
-    took = []
     for number in range(300):  # 24 MB, far more than the network's buffers hold
-        began = time.perf_counter()
         publisher.publish_events(batch(number, (*many, *stored(10_000 + number), *removed(number))))
-        took.append(time.perf_counter() - began)
-    assert paused.is_paused.wait(20)
-    assert sorted(took)[len(took) // 2] < 0.005
-    eventually(lambda: not publisher._batches)
+    assert paused.is_paused.wait(HANG_S)
+    until(lambda: not publisher._batches, "all batches were sent")
     fast.wait_for_blocks("r1", *(set(range(10_300)) - {299}))
     paused.go_on.set()
     slow.wait_for_blocks("r1", *(set(range(10_300)) - {299}))
@@ -116,11 +114,12 @@ def test_a_slow_ingress_does_not_delay_the_others(transport: Transport, monkeypa
 
 
 def test_a_silent_replica_is_lost_until_it_sends_again(transport: Transport, lossy: LossyPublisher) -> None:
-    ingress = transport.ingress(silence_s=0.5)
+    clock = Clock()
+    ingress = transport.ingress(silence_s=0.5, clock=clock)
     lossy.publish_events(batch(0, stored(1)))
     ingress.join(lossy)
     lossy.loses = lambda topic: True
-    ingress.known.wait_count("events_lost", "r1")
+    ingress.pass_time_until_lost(clock)
     lossy.publish_events(batch(1, stored(2)))
     lossy.loses = lambda topic: False
     ingress.known.wait_count("replaced", "r1", 2)
@@ -131,21 +130,31 @@ def test_only_the_socket_of_a_replica_that_stays_silent_is_replaced(
     transport: Transport, lossy: LossyPublisher
 ) -> None:
     """A new socket costs a gap."""
-    ingress = transport.ingress(silence_s=0.4, renew_s=0.05)
+    clock = Clock()
+    ingress = transport.ingress(silence_s=0.4, renew_s=0.05, clock=clock)
     ingress.join(lossy)
     before = list(ingress.subscriber._subscriptions)
     lossy.publish_load(load())
-    ingress.known.wait_count("report", "r1", 4)  # the time is over, but it sends
+    for count in range(1, 5):  # the time is over, but it sends
+        ingress.known.wait_count("report", "r1", count)
+        clock.now += 0.2
     assert list(ingress.subscriber._subscriptions) == before
     lossy.loses = lambda topic: True
-    eventually(lambda: ingress.subscriber._subscriptions and list(ingress.subscriber._subscriptions) != before)
+    ingress.pass_time_until_lost(clock)
+    until(
+        lambda: ingress.subscriber._subscriptions and list(ingress.subscriber._subscriptions) != before,
+        "the socket is replaced",
+    )
 
 
 def test_the_socket_of_a_silent_replica_is_kept_for_a_while(transport: Transport, lossy: LossyPublisher) -> None:
-    ingress = transport.ingress(silence_s=0.4, renew_s=60.0)
+    clock = Clock()
+    ingress = transport.ingress(silence_s=0.4, renew_s=1e9, clock=clock)
     ingress.join(lossy)
     before = list(ingress.subscriber._subscriptions)
     lossy.loses = lambda topic: True
-    ingress.known.wait_count("events_lost", "r1")
-    time.sleep(0.2)  # several ticks
+    ingress.pass_time_until_lost(clock)
+    for _ in range(3):
+        clock.now += 1.0
+        until(lambda: ingress.subscriber._next_tick > clock.now, "a tick", pause_s=0.002)
     assert list(ingress.subscriber._subscriptions) == before

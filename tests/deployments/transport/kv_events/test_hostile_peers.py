@@ -15,12 +15,14 @@ from deployments.transport.kv_events import sockets as kv_sockets
 from deployments.transport.kv_events.codec import MAX_MESSAGE_BYTES, encode
 from deployments.transport.kv_events.messages import LoadMessage, Snapshot, events_message
 from deployments.transport.kv_events.topics import Topics
-from tests.deployments.kv_listener import Known, batch, eventually, load, removed, stored
+from tests.deployments.kv_listener import Known, batch, load, removed, stored
 from tests.deployments.transport.kv_events.transport import (
     Ingress,
     Transport,
     fake_publisher,
 )
+from tests.engine.observability.clock import Clock
+from tests.waiting import until
 
 
 def test_malformed_messages_are_counted_and_dropped(transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
@@ -44,9 +46,9 @@ def test_malformed_messages_are_counted_and_dropped(transport: Transport, caplog
         assert topics.is_snapshot(requested)
         for message in bad:
             sender.send_multipart(message)
-        eventually(lambda: ingress.metric(KV_INDEX_DROPPED, "malformed") == len(bad))
+        until(lambda: ingress.metric(KV_INDEX_DROPPED, "malformed") == len(bad), "all are dropped")
         sender.send_multipart([topics.load, bytes(MAX_MESSAGE_BYTES + 1)])
-        eventually(lambda: ingress.metric(KV_INDEX_DROPPED, "oversized") == 1)
+        until(lambda: ingress.metric(KV_INDEX_DROPPED, "oversized") == 1, "it is dropped")
         sender.send_multipart([topics.snapshot("0" * 16), encode(Snapshot(1, 0, pack_hashes([9])))])  # not requested
         assert not ingress.known.calls
         sender.send_multipart([requested, encode(Snapshot(1, -1, b""))])
@@ -60,16 +62,20 @@ def test_a_message_over_the_socket_limit_closes_the_connection(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_sockets, "MAX_SNAPSHOT_BYTES", 1000)
-    topics, ingress = Topics("r1"), transport.ingress(silence_s=0.2, renew_s=0.4)
+    topics, clock = Topics("r1"), Clock()
+    ingress = transport.ingress(silence_s=0.2, renew_s=0.4, clock=clock)
     with fake_publisher() as (sender, endpoint):
         ingress.set_endpoints({"r1": endpoint})
         for _ in range(3):
             sender.recv()
         sender.send_multipart([topics.load, bytes(100_000)])
-        for sign in (b"\0", b"\1"):  # the subscriber disconnects and reconnects
-            while sender.recv() != sign + topics.load:
-                pass
-        eventually(lambda: _receives_reports(sender, topics, ingress))
+        while sender.recv() != b"\0" + topics.load:  # the subscriber disconnects ...
+            pass
+        ingress.pass_time_until_lost(clock)
+        clock.now += 1.0
+        while sender.recv() != b"\1" + topics.load:  # ... and reconnects
+            pass
+        until(lambda: _receives_reports(sender, topics, ingress), "a report arrives", pause_s=0.01)
     assert ingress.known.count("events_lost", "r1") == 1
 
 
@@ -160,9 +166,10 @@ def test_a_failing_listener_gets_the_new_snapshot_only_after_a_while(transport: 
 def test_a_listener_that_fails_at_a_loss_gets_what_comes_after_it(
     transport: Transport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    topics, ingress = Topics("r1"), transport.ingress(Failing(), silence_s=0.05)
+    topics, clock = Topics("r1"), Clock()
+    ingress = transport.ingress(Failing(), silence_s=0.05, clock=clock)
     with fake_publisher() as (sender, endpoint):
         ingress.set_endpoints({"r1": endpoint})
-        ingress.known.wait_count("events_lost", "r1")
-        eventually(lambda: _receives_reports(sender, topics, ingress))
+        ingress.pass_time_until_lost(clock)
+        until(lambda: _receives_reports(sender, topics, ingress), "a report arrives", pause_s=0.01)
     assert "the loss of replica r1 could not be reported" in caplog.text

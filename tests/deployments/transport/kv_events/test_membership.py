@@ -10,7 +10,7 @@ from deployments.observability.ingress_metrics import KV_INDEX_DROPPED
 from deployments.transport.kv_events.publisher import KVEventPublisher
 from deployments.transport.kv_events.sockets import url_host
 from engine.errors import ConfigError
-from tests.deployments.kv_listener import Known, batch, eventually, load, stored
+from tests.deployments.kv_listener import Known, batch, load, stored
 from tests.deployments.transport.kv_events.transport import (
     HOST,
     Ingress,
@@ -18,6 +18,7 @@ from tests.deployments.transport.kv_events.transport import (
     Transport,
     reuse_port,
 )
+from tests.waiting import HANG_S, until
 
 
 def test_a_restart_at_the_same_endpoint_is_another_generation(
@@ -71,11 +72,11 @@ def test_messages_of_a_removed_replica_are_not_applied(transport: Transport) -> 
     ingress.join(publisher)
     for number in range(100):
         publisher.publish_events(batch(number, stored(number)))
-    assert paused.is_paused.wait(20)
-    eventually(lambda: not publisher._batches)
+    assert paused.is_paused.wait(HANG_S)
+    until(lambda: not publisher._batches, "all batches were sent")
     ingress.set_endpoints({})
     paused.go_on.set()
-    eventually(lambda: not ingress.subscriber._subscriptions)
+    until(lambda: not ingress.subscriber._subscriptions, "nothing is subscribed to")
     assert paused.blocks["r1"] == {0}, "more than the message in progress was applied"
 
 

@@ -97,14 +97,12 @@ def test_a_new_load_does_not_wait_for_the_heartbeat(transport: Transport) -> Non
         ingress.known.wait(lambda n=number: [one for one, _ in ingress.known.reports["r1"]][-1:] == [load(n)])  # type: ignore[misc]
 
 
-def test_close_is_quick_and_idempotent(transport: Transport) -> None:
+def test_close_ends_the_threads_and_is_idempotent(transport: Transport) -> None:
     publisher, ingress, idle = transport.publisher(), transport.ingress(), transport.ingress()
     ingress.set_endpoints({"r1": publisher.endpoint, "unreachable": "tcp://127.0.0.1:1"})
     ingress.known.wait_count("replaced", "r1")
-    began = time.monotonic()
     for one in (idle, ingress, publisher, publisher, ingress):
         one.close()
-    assert time.monotonic() - began < 5
     assert not [one for one in threading.enumerate() if one.name.startswith("kv-")]
     publisher.publish_events(batch(0, stored(1)))
     publisher.publish_load(load())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 import zmq
@@ -14,6 +15,8 @@ from deployments.transport.kv_events.publisher import KVEventPublisher
 from deployments.transport.kv_events.subscriber import KVEventSubscriber
 from engine.observability.metrics import Metric
 from tests.deployments.kv_listener import Known
+from tests.engine.observability.clock import Clock
+from tests.waiting import HANG_S, until
 
 HOST = "127.0.0.1"
 
@@ -21,9 +24,9 @@ HOST = "127.0.0.1"
 class Ingress:
     """A subscriber with its listener and metrics."""
 
-    def __init__(self, known: Known, **options: float) -> None:
+    def __init__(self, known: Known, **options: Any) -> None:
         self.known, self.recorder = known, Recorder()
-        self.subscriber = KVEventSubscriber(known, self.recorder, **options)
+        self.subscriber = KVEventSubscriber(known, self.recorder, **({"silence_s": HANG_S} | options))
         self.set_endpoints, self.close = self.subscriber.set_endpoints, self.subscriber.close
 
     def join(self, *publishers: KVEventPublisher, names: Iterable[str] = ("r1",)) -> None:
@@ -32,6 +35,15 @@ class Ingress:
         self.set_endpoints(endpoints)
         for name in endpoints:
             self.known.wait_count("replaced", name)
+
+    def pass_time_until_lost(self, clock: Clock, replica: str = "r1") -> None:
+        """Move the clock until the events of a silent replica count as lost; messages may still be on the way."""
+
+        def is_lost() -> bool:
+            clock.now += 1.0
+            return self.known.count("events_lost", replica) > 0
+
+        until(is_lost, f"the events of {replica} are lost", pause_s=0.01)
 
     def metric(self, metric: Metric, *labels: str) -> float:
         return sum(one.value for one in self.recorder.snapshot() if one.metric is metric and one.labels == labels)
@@ -51,7 +63,8 @@ class Transport:
         self._stack.callback(made.close)
         return made
 
-    def ingress(self, known: Known | None = None, **options: float) -> Ingress:
+    def ingress(self, known: Known | None = None, **options: Any) -> Ingress:
+        """Return a new ingress; the options are those of KVEventSubscriber. Without ``silence_s`` none is noticed."""
         made = Ingress(known or Known(), **options)
         self._stack.callback(made.close)
         return made
@@ -63,7 +76,7 @@ def fake_publisher(port: int = 0) -> Iterator[tuple[zmq.Socket[bytes], str]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.XPUB) as made:
         made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.RCVTIMEO, 10_000)
+        made.setsockopt(zmq.RCVTIMEO, int(1000 * HANG_S))
         made.bind(f"tcp://{HOST}:{port or '*'}")
         yield made, made.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -98,5 +111,5 @@ class PausedListener(Known):
 
     def stored(self, replica: str, hashes: Iterable[int]) -> None:
         self.is_paused.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(HANG_S)
         super().stored(replica, hashes)
