@@ -14,11 +14,10 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from engine.errors import ConfigError
 from engine.options.rules import (
-    Rule,
     RuleError,
     apply_rules,
     choice,
@@ -28,6 +27,7 @@ from engine.options.rules import (
     name_or_null,
     number,
     optional,
+    rules_of,
 )
 from kernels.attention.registry import BACKENDS
 
@@ -47,14 +47,6 @@ def _hint(name: object, known: list[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else f"known options: {', '.join(known)}"
 
 
-_SPECULATIVE_RULES: dict[str, Rule] = {
-    "method": choice("ngram"),
-    "num_speculative_tokens": integer(1, MAX_DRAFT_TOKENS),
-    "prompt_lookup_max": integer(1, MAX_NGRAM),
-    "prompt_lookup_min": integer(1, MAX_NGRAM),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """The options of ``speculative_config``, named as in vLLM.
@@ -70,10 +62,10 @@ class SpeculativeConfig:
         ConfigError: for any value out of range.
     """
 
-    method: str
-    num_speculative_tokens: int
-    prompt_lookup_max: int
-    prompt_lookup_min: int
+    method: Annotated[str, choice("ngram")]
+    num_speculative_tokens: Annotated[int, integer(1, MAX_DRAFT_TOKENS)]
+    prompt_lookup_max: Annotated[int, integer(1, MAX_NGRAM)]
+    prompt_lookup_min: Annotated[int, integer(1, MAX_NGRAM)]
 
     def __post_init__(self) -> None:
         apply_rules(self, _SPECULATIVE_RULES, ConfigError, "speculative_config")
@@ -107,6 +99,9 @@ class SpeculativeConfig:
         return cls(**(_default_lengths(options) | options))
 
 
+_SPECULATIVE_RULES = rules_of(SpeculativeConfig)
+
+
 def _default_lengths(options: dict[str, Any]) -> dict[str, Any]:
     """Return default lengths of n-grams, consistent with the length that ``options`` may give."""
     longest, shortest = options.get("prompt_lookup_max"), options.get("prompt_lookup_min")
@@ -132,43 +127,9 @@ def _speculative(value: Any) -> SpeculativeConfig:
     return value if isinstance(value, SpeculativeConfig) else SpeculativeConfig.from_options(value)
 
 
-_ENGINE_RULES: dict[str, Rule] = {
-    "model": _checkpoint_path,
-    "served_model_name": name_or_null,
-    "dtype": choice("auto", "float32", "bfloat16", "float16"),
-    "model_impl": choice("auto", "pagoda", "transformers"),
-    "quantization": optional(choice("int8")),
-    "device": _device,
-    "max_model_len": optional(integer(1)),
-    "max_num_seqs": integer(1),
-    "max_num_batched_tokens": integer(1),
-    "long_prefill_threshold": integer(0),
-    "max_decode_slowdown": optional(number(1.0, MAX_FLOAT, "of at least 1")),
-    "max_queued_requests": optional(integer(1)),
-    "max_queued_prefill_tokens": optional(integer(1)),
-    "block_size": optional(integer(1)),
-    "num_blocks": optional(integer(1)),
-    "kv_cache_memory": optional(memory_size),
-    "gpu_memory_utilization": number(LEAST_FLOAT, 1.0, "in (0, 1]"),
-    "enable_prefix_caching": flag,
-    "async_scheduling": optional(flag),
-    "use_tqdm_on_load": flag,
-    "skip_tokenizer_init": flag,
-    "enforce_eager": flag,
-    "batch_invariant": flag,
-    "tensor_parallel_size": integer(1),
-    "swap_space_gib": number(0.0, MAX_FLOAT, "of at least 0"),
-    "step_timeout_s": number(LEAST_FLOAT, MAX_FLOAT, "above 0"),
-    "seed": integer(),
-    "speculative_config": optional(_speculative),
-    "num_threads": optional(integer(1)),
-    "attention_backend": choice("auto", *BACKENDS),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Options of one engine. Names and meanings follow vLLM's.
+    """Options of one engine. Names and meanings follow vLLM's. The annotation of each has its rule.
 
     Attributes:
         model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer).
@@ -226,36 +187,36 @@ class EngineConfig:
         ConfigError: for any value out of range.
     """
 
-    model: str
-    dtype: str = "auto"
-    model_impl: str = "auto"
-    quantization: str | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    long_prefill_threshold: int = 0
-    max_decode_slowdown: float | None = 1.4
-    max_queued_requests: int | None = None
-    max_queued_prefill_tokens: int | None = None
-    block_size: int | None = None
-    num_blocks: int | None = None
-    kv_cache_memory: int | str | None = None
-    gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    async_scheduling: bool | None = None
-    use_tqdm_on_load: bool = True
-    skip_tokenizer_init: bool = False
-    enforce_eager: bool = False
-    batch_invariant: bool = False
-    tensor_parallel_size: int = 1
-    swap_space_gib: float = 0.0
-    served_model_name: str | None = None
-    step_timeout_s: float = 300.0
-    seed: int = 0
-    speculative_config: SpeculativeConfig | dict[str, Any] | None = None
-    device: str = "auto"
-    num_threads: int | None = None
-    attention_backend: str = "auto"
+    model: Annotated[str, _checkpoint_path]
+    dtype: Annotated[str, choice("auto", "float32", "bfloat16", "float16")] = "auto"
+    model_impl: Annotated[str, choice("auto", "pagoda", "transformers")] = "auto"
+    quantization: Annotated[str | None, optional(choice("int8"))] = None
+    max_model_len: Annotated[int | None, optional(integer(1))] = None
+    max_num_seqs: Annotated[int, integer(1)] = 256
+    max_num_batched_tokens: Annotated[int, integer(1)] = 2048
+    long_prefill_threshold: Annotated[int, integer(0)] = 0
+    max_decode_slowdown: Annotated[float | None, optional(number(1.0, MAX_FLOAT, "of at least 1"))] = 1.4
+    max_queued_requests: Annotated[int | None, optional(integer(1))] = None
+    max_queued_prefill_tokens: Annotated[int | None, optional(integer(1))] = None
+    block_size: Annotated[int | None, optional(integer(1))] = None
+    num_blocks: Annotated[int | None, optional(integer(1))] = None
+    kv_cache_memory: Annotated[int | str | None, optional(memory_size)] = None
+    gpu_memory_utilization: Annotated[float, number(LEAST_FLOAT, 1.0, "in (0, 1]")] = 0.9
+    enable_prefix_caching: Annotated[bool, flag] = True
+    async_scheduling: Annotated[bool | None, optional(flag)] = None
+    use_tqdm_on_load: Annotated[bool, flag] = True
+    skip_tokenizer_init: Annotated[bool, flag] = False
+    enforce_eager: Annotated[bool, flag] = False
+    batch_invariant: Annotated[bool, flag] = False
+    tensor_parallel_size: Annotated[int, integer(1)] = 1
+    swap_space_gib: Annotated[float, number(0.0, MAX_FLOAT, "of at least 0")] = 0.0
+    served_model_name: Annotated[str | None, name_or_null] = None
+    step_timeout_s: Annotated[float, number(LEAST_FLOAT, MAX_FLOAT, "above 0")] = 300.0
+    seed: Annotated[int, integer()] = 0
+    speculative_config: Annotated[SpeculativeConfig | dict[str, Any] | None, optional(_speculative)] = None
+    device: Annotated[str, _device] = "auto"
+    num_threads: Annotated[int | None, optional(integer(1))] = None
+    attention_backend: Annotated[str, choice("auto", *BACKENDS)] = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):
@@ -287,6 +248,9 @@ class EngineConfig:
             if name not in known:
                 raise ConfigError(f"unknown engine option '{name}'", remedy=_hint(name, known))
         return cls(model=model, **options)
+
+
+_ENGINE_RULES = rules_of(EngineConfig)
 
 
 @dataclass(frozen=True, slots=True)
