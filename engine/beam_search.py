@@ -89,7 +89,7 @@ class BeamSearch:
                 continuing.append(one)
             if len(continuing) == self.beam_width:
                 break
-        self._scores = np.array([one.cumulative_logprob for one in continuing], dtype=np.float32)
+        self._scores = np.array([beam.cumulative_logprob for beam in continuing], dtype=np.float32)
         self.is_done = at_limit or not continuing or not self._can_improve(length, max_total_tokens)
         return [] if self.is_done else continuing
 

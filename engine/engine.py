@@ -240,11 +240,11 @@ class Engine:
             Whether the answer was ended; the request leaves the engine with its last answer.
         """
         group = self._groups.get(request_id)
-        found = [one for one in group.unfinished if one.index == index] if group is not None else []
-        if group is None or not found or group.outputs_at_end or not group.is_forked:
+        answers = [answer for answer in group.unfinished if answer.index == index] if group is not None else []
+        if group is None or not answers or group.outputs_at_end or not group.is_forked:
             return False
-        self.scheduler.end_sequence(found[0], reason)
-        self.observers.sequence_ended(found[0])
+        self.scheduler.end_sequence(answers[0], reason)
+        self.observers.sequence_ended(answers[0])
         if group.is_finished:
             self._remove(group)
         self.observers.state_changed()

@@ -311,7 +311,9 @@ class SequenceGroup:
     @property
     def status(self) -> SequenceStatus:
         """The status that all its unfinished sequences have."""
-        return next((one.status for one in self.sequences if not one.is_finished), SequenceStatus.FINISHED)
+        return next(
+            (sequence.status for sequence in self.sequences if not sequence.is_finished), SequenceStatus.FINISHED
+        )
 
     @property
     def unfinished(self) -> list[Sequence]:

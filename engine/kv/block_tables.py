@@ -73,7 +73,7 @@ class TableTracker:
         self._lengths = None
 
     def forget(self) -> None:
-        """Send every table anew from now on: the ranks may not have got the last changes."""
+        """Send every table again in full: the ranks may not have received the last changes."""
         self._free_rows = list(range(len(self.array)))
         self._tables, self._rows, self._lengths = [], np.empty(0, dtype=np.int64), None
         self._num_written[:] = self.array.shape[1]

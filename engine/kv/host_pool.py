@@ -37,7 +37,7 @@ class HostPool(BlockStore):
         self.pages = BlockPool(num_pages)
         self.on_removed: Callable[[int], None] = lambda block_hash: None
         self._by_hash: dict[int, Block] = {}
-        # Of this step: pages that it copies besides those of swapped sequences, and all its copies.
+        # Pages that this step stores and loads, those of swapped sequences excepted, and its copies.
         self._stored: list[Block] = []
         self._loaded: list[Block] = []
         self._copies_out: list[BlockPair] = []

@@ -202,7 +202,7 @@ class PrefixCache:
         """Publish a block in use instead of an unused one with the same content; return it.
 
         The unused block could be evicted before the blocks after the one in use. The same content stays published, so
-        this is no event.
+        no event is recorded.
         """
         assert unused.block_hash is not None
         block.copy_content(unused)

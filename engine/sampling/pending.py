@@ -81,7 +81,7 @@ class PendingTokens:
             self._add_listed(logprobs)
         in_order = None if logprobs is None else [logprobs.get(index) for index in range(len(token_ids))]
         sampled = _without_failed(token_ids, in_order, self._beam_candidates())
-        sampled.chosen_late = undecided
+        sampled.resampled_on_host = undecided
         return sampled
 
     def _add_listed(self, logprobs: dict[int, TokenLogprobs]) -> None:

@@ -130,6 +130,6 @@ def blocks_to_start(group: SequenceGroup, block_manager: BlockManager) -> int:
         match = block_manager.match_prefix(members[0])
         return block_manager.num_blocks_for(members[0].num_tokens) - match.num_blocks + match.num_free_taken
     if not block_manager.enable_prefix_caching:
-        return sum(block_manager.num_blocks_for(one.num_tokens) for one in members)
-    full = {one.block_hash(index, size) for one in members for index in range(one.num_tokens // size)}
-    return len(full) + sum(one.num_tokens % size > 0 for one in members)
+        return sum(block_manager.num_blocks_for(member.num_tokens) for member in members)
+    full = {member.block_hash(index, size) for member in members for index in range(member.num_tokens // size)}
+    return len(full) + sum(member.num_tokens % size > 0 for member in members)

@@ -46,7 +46,7 @@ def advance_searches(
             updated[id(sequence)] = sequence
     for pairs in beams_by_group.values():
         group = pairs[0][0].group
-        _advance([beam for beam, _ in pairs], [one for _, one in pairs], queues)
+        _advance([beam for beam, _ in pairs], [tokens for _, tokens in pairs], queues)
         updated[id(group)] = group.sequences[0]
     return list(updated.values())
 

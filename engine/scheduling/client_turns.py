@@ -1,7 +1,7 @@
 """ClientTurns: the waiting requests of several clients start in turns, one of each after the other.
 
 A burst of one client does not make the others wait for its end. The requests of one client start in the order of their
-arrival. A later request goes behind those with the same turn, so every turn comes.
+arrival. Requests of the same turn start in order of arrival, so no client starves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class ClientTurns:
     """Numbers the turns from 1. A request gets its turn when it is queued first, and keeps it when it is preempted."""
 
     def __init__(self) -> None:
-        self._now = 0  # the latest turn of which a request has started
+        self._now = 0  # the latest turn in which a request has started
         self._clients: dict[str, tuple[int, int]] = {}  # with waiting requests: how many, and the latest turn of them
 
     def join(self, group: SequenceGroup) -> None:

@@ -25,10 +25,13 @@ def plan_group(members: list[Sequence], max_chunk: int, block_manager: BlockMana
         max_chunk: tokens that the first sequence with a prefill may compute, at most.
         block_manager: matches the prefix of that sequence if it has no blocks yet.
     """
-    prefill = next((one for one in members if not _can_decode(one)), None)
+    prefill = next((member for member in members if not _can_decode(member)), None)
     if prefill is None:
-        return [Growth(one, one.num_computed_tokens if one.awaits_token else one.num_tokens) for one in members]
-    others_can_decode = all(one is prefill or _can_decode(one) for one in members)
+        return [
+            Growth(member, member.num_computed_tokens if member.awaits_token else member.num_tokens)
+            for member in members
+        ]
+    others_can_decode = all(member is prefill or _can_decode(member) for member in members)
     is_search = prefill.group.beams is not None
     match = None if prefill.block_table else block_manager.match_prefix(prefill)
     start = prefill.num_computed_tokens if match is None else min(match.num_tokens, prefill.num_tokens - 1)
@@ -36,12 +39,12 @@ def plan_group(members: list[Sequence], max_chunk: int, block_manager: BlockMana
     end = min(target, start + max_chunk)
     others_wait = is_search and end < prefill.num_tokens
     growths = []
-    for one in members:
-        if one is prefill:
-            growths.append(Growth(one, end, match))
+    for member in members:
+        if member is prefill:
+            growths.append(Growth(member, end, match))
         else:
-            decodes = _can_decode(one) and not others_wait and not one.awaits_token
-            growths.append(Growth(one, one.num_computed_tokens + decodes))
+            decodes = _can_decode(member) and not others_wait and not member.awaits_token
+            growths.append(Growth(member, member.num_computed_tokens + decodes))
     return growths
 
 

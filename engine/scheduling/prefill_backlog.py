@@ -70,7 +70,7 @@ class PrefillBacklog:
     def add_group(self, group: SequenceGroup) -> None:
         """Count a waiting request, which is new or was preempted; what it counted before is replaced."""
         self.remove_group(group)
-        self._backlogs[group] = {one: self._count(one) for one in group.unfinished}
+        self._backlogs[group] = {member: self._count(member) for member in group.unfinished}
 
     def start_group(self, group: SequenceGroup) -> None:
         """Follow the prefill of a request that starts to run."""
@@ -95,7 +95,7 @@ class PrefillBacklog:
             self._subtract_rest(backlog)
 
     def remove_group(self, group: SequenceGroup) -> None:
-        """Subtract a request that has ended or is counted anew."""
+        """Subtract a request that has ended or is counted again."""
         for backlog in self._backlogs.pop(group, {}).values():
             self._subtract_rest(backlog)
         self._started.pop(group, None)

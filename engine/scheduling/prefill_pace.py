@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 __all__ = ["PrefillPace"]
 
-# Prefill tokens of a step beside decodes when many prompts wait: at least so many, as a step of a small model costs as
-# much as ten tokens besides, and so many times free_tokens, of whose time reading the weights takes a twelfth.
+# If prompts outnumber decodes, a step may have max(128, 12 * free_tokens) prefill tokens: the fixed cost of a step is
+# then below a tenth.
 _CROWD_TOKENS, _CROWD_STEP = 128, 12
 
 

@@ -25,7 +25,7 @@ _LATER = "try again later"
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """The limits of one engine's waiting queue; None is no limit.
+    """The limits of one engine's waiting queue; None sets no limit.
 
     Args:
         max_requests: waiting requests, at most, not counting those for which the batch has a free slot: they start with

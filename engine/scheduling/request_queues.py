@@ -85,7 +85,7 @@ class RequestQueues:
         self.running.remove(sequence)
         self.block_manager.free(sequence)
         if group.beams is not None:  # keeps its slots to the end, as its beams may become fewer and more again
-            num_slots = 0 if any(one.group is group for one in self.running) else group.num_slots
+            num_slots = 0 if any(other.group is group for other in self.running) else group.num_slots
         else:
             num_slots = 1 if group.is_forked else group.num_slots
         self.num_used_slots -= num_slots

@@ -49,8 +49,8 @@ def _append_tokens(tokens: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
 def _record_logprobs(sampling: list[Sequence], sampled: SampledTokens) -> None:
     """Keep the log-probabilities of the tokens that are about to be appended, where the request wants them."""
     assert sampled.logprobs is not None
-    for position, (sequence, one) in enumerate(zip(sampling, sampled.logprobs, strict=True)):
-        if one is not None and position not in sampled.failed:
-            sequence.cumulative_logprob += next(iter(one.values())).logprob  # the sampled token comes first
+    for position, (sequence, logprobs) in enumerate(zip(sampling, sampled.logprobs, strict=True)):
+        if logprobs is not None and position not in sampled.failed:
+            sequence.cumulative_logprob += next(iter(logprobs.values())).logprob  # the sampled token comes first
             if sequence.params.logprobs is not None:
-                sequence.logprobs.append(one)
+                sequence.logprobs.append(logprobs)

@@ -12,10 +12,10 @@ The sequences of a request run, are preempted and resume together. After a recom
 
 A step may be scheduled while the one before is in flight: launched, and its sampled tokens not known. ``launch`` counts
 what a step computes, and each token that it samples as pending; the next step computes the pending tokens, which the
-device has. A sequence that the host must know the token of first, or whose last token it is, waits for it. Whatever
-ends while a step is in flight is freed at once: the device works in the order of the launches, so a later step cannot
-overwrite blocks that this one reads. ``collect`` drops what the step samples for it. No request is preempted while a
-step is in flight: a sequence without a block waits until the step is collected, which may free blocks.
+device has. A sequence skips the next step if the host must know its pending token first, or if that token is its last.
+Whatever ends while a step is in flight is freed at once: the device works in the order of the launches, so a later step
+cannot overwrite blocks that this one reads. ``collect`` drops what the step samples for it. No request is preempted
+while a step is in flight: a sequence without a block waits until the step is collected, which may free blocks.
 
 Continuous batching is Orca's (Yu et al., 2022), chunked prefill Sarathi-Serve's (Agrawal et al., 2024). This module
 knows no tensors and no clock.
@@ -94,12 +94,12 @@ class Scheduler:
         self.queues.add(group)
 
     def abort(self, group: SequenceGroup, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request, no step being scheduled, and free its blocks."""
+        """End a request and free its blocks. Call it between steps."""
         for sequence in group.unfinished:
             self.end_sequence(sequence, reason)
 
     def end_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence, no step being scheduled; its request continues if it has others."""
+        """End one sequence; its request continues if it has others. Call it between steps."""
         if sequence.status is SequenceStatus.RUNNING:
             self.queues.end_running(sequence)
         else:
@@ -164,10 +164,10 @@ class Scheduler:
         for sequence in output.sampling:
             sequence.num_pending, sequence.awaits_token = 0, False
         _drop_wasted(output, sampled)
-        chosen_late = [output.sampling[position] for position in sampled.chosen_late]
+        resampled_on_host = [output.sampling[position] for position in sampled.resampled_on_host]
         updated, ended = self._apply(output, sampled)
         if following is not None:
-            following.cancelled.update(ended, chosen_late)
+            following.cancelled.update(ended, resampled_on_host)
         return updated
 
     def _must_know_token(self, sequence: Sequence) -> bool:
@@ -200,7 +200,7 @@ class Scheduler:
         budget, num_running = self.max_num_batched_tokens, len(self.running)
         if self._pace is None:
             return budget
-        num_decodes = sum(len(one.token_ids) - one.num_computed_tokens <= 1 for one in self.running)
+        num_decodes = sum(len(member.token_ids) - member.num_computed_tokens <= 1 for member in self.running)
         if not num_decodes:
             return budget
         could_start = min(len(self.waiting), self.queues.num_free_slots)
@@ -247,7 +247,7 @@ class Scheduler:
         Preempting another group can change which blocks match, so the plan is made again afterwards.
         """
         group, blocks = first.group, self.block_manager
-        members = [first] if first.is_single else [one for one in self.running if one.group is group]
+        members = [first] if first.is_single else [member for member in self.running if member.group is group]
         growths = plan_group(members, step.max_chunk(), blocks)
         while blocks.num_blocks_to_grow(growths) > blocks.num_free_blocks:
             if self._in_flight:
@@ -265,8 +265,10 @@ class Scheduler:
         beams change the batch too, and so it is after a step that left sequences out.
         """
         if self.queues.may_have_groups or self._has_idle:
-            self._needs_scheduling = [one for one in self.running if one.num_computed_tokens >= one.next_block_boundary]
-            self.queues.may_have_groups = any(not one.is_single for one in self.running)
+            self._needs_scheduling = [
+                sequence for sequence in self.running if sequence.num_computed_tokens >= sequence.next_block_boundary
+            ]
+            self.queues.may_have_groups = any(not sequence.is_single for sequence in self.running)
         return self._needs_scheduling
 
     def _advance_computed(self, output: SchedulerOutput) -> None:
@@ -292,7 +294,7 @@ class Scheduler:
 
 
 def _drop_wasted(output: SchedulerOutput, sampled: SampledTokens) -> None:
-    """Drop what a step has sampled for sequences that had ended, or that it had given a wrong token."""
+    """Drop samples of sequences that ended meanwhile or computed a wrong pending token."""
     kept = [
         position
         for position, sequence in enumerate(output.sampling)

@@ -66,7 +66,7 @@ class SampledTokens:
     prompt_logprobs: list[tuple[SequenceGroup, list[TokenLogprobs]]] = field(default_factory=list)
     # The most likely token after each draft token; shorter where the logits give none.
     after_drafts: dict[Sequence, list[int]] = field(default_factory=dict)
-    chosen_late: list[int] = field(default_factory=list)  # positions whose token the host chose after the step
+    resampled_on_host: list[int] = field(default_factory=list)  # positions whose token the host chose after the step
 
     def keep(self, positions: list[int]) -> None:
         """Keep what these positions sampled, ascending, and drop all else."""
@@ -74,9 +74,9 @@ class SampledTokens:
         self.token_ids = [self.token_ids[position] for position in positions]
         if self.logprobs is not None:
             self.logprobs = [self.logprobs[position] for position in positions]
-        self.beams = {new[position]: one for position, one in self.beams.items() if position in new}
+        self.beams = {new[position]: candidates for position, candidates in self.beams.items() if position in new}
         self.failed = {new[position]: reason for position, reason in self.failed.items() if position in new}
-        self.chosen_late = [new[position] for position in self.chosen_late if position in new]
+        self.resampled_on_host = [new[position] for position in self.resampled_on_host if position in new]
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ class RandomLoad:
         self._fail_next: int | None = None
         self._rng = random.Random(0)
         self._wasted: set[Sequence] = set()  # that have ended, and of which a token was dropped
-        self._chosen_late: set[Sequence] = set()
+        self._resampled: set[Sequence] = set()
         self.engine.runner = self
 
     def add(self, arrival: Arrival) -> None:
@@ -131,7 +131,7 @@ class RandomLoad:
         self.counts["steps"] += 1
 
     def _watched_step(self) -> list[EngineOutput]:
-        """Make a step, and assert that it wastes a token only once of a sequence that has ended, or was chosen late."""
+        """Make a step; assert that each sequence that has ended wastes one token, and others only resampled ones."""
         launched = self.engine._in_flight
         sampling = [] if launched is None else launched.output.sampling
         outputs = self.engine.step()
@@ -140,7 +140,7 @@ class RandomLoad:
             assert len(wasted) == launched.output.num_wasted
             assert not wasted & self._wasted, "two tokens of a sequence that has ended are wasted"
             self._wasted |= {one for one in wasted if one.is_finished}
-            assert wasted - self._wasted <= self._chosen_late, "the token of a sequence that goes on is wasted"
+            assert wasted - self._wasted <= self._resampled, "the token of a sequence that goes on is wasted"
             self.counts["wasted"] += len(wasted)
         return outputs
 
@@ -190,7 +190,7 @@ class RandomLoad:
         self._plans.check(output)
         self._count_overlap(output)
         sampled = self.runner.run(output, times)
-        self._choose_late(output, sampled)
+        self._resample_on_host(output, sampled)
         if self._fail_next is not None and output.sampling:
             position = self._fail_next % len(output.sampling)
             sampled.failed[position] = NO_CHOICE
@@ -203,15 +203,15 @@ class RandomLoad:
         self.counts["waits for a token"] += any(one.awaits_token for one in self.engine.scheduler.running)
         self.counts["waits for blocks"] += output.lacks_blocks
 
-    def _choose_late(self, output: SchedulerOutput, sampled: SampledTokens) -> None:
+    def _resample_on_host(self, output: SchedulerOutput, sampled: SampledTokens) -> None:
         """Give the device another token of a few sequences than the host will know, as where top-p is undecided."""
         for position, sequence in enumerate(output.sampling):
             if self.engine._overlaps_steps and not sequence.params.is_greedy and self._rng.random() < 0.02:
                 token_id = (sampled.token_ids[position] + 1) % VOCAB_SIZE
                 self.runner.on_device[sequence] = self.runner.sampled_ids[position] = token_id
-                sampled.chosen_late.append(position)
-                self._chosen_late.add(sequence)
-                self.counts["chosen late"] += 1
+                sampled.resampled_on_host.append(position)
+                self._resampled.add(sequence)
+                self.counts["resampled on the host"] += 1
 
     def close(self) -> None:
         """Nothing was started."""

@@ -298,7 +298,7 @@ def check_integrity(engine: Engine) -> None:
     for sequence in scheduler.running:
         filled = max(sequence.num_computed_tokens, sequence.num_matched_tokens)
         held = engine.block_manager.num_blocks_for(filled)
-        if engine._overlaps_steps:  # drafts in flight have blocks, and so has a token that was chosen late
+        if engine._overlaps_steps:  # drafts in flight have blocks, and so has a token that is resampled on the host
             has_draft = engine._in_flight is not None and sequence in engine._in_flight.output.drafts
             held = len(sequence.block_table) if has_draft else max(held, min(len(sequence.block_table), held + 1))
         assert len(sequence.block_table) == held, "a sequence holds blocks that it does not fill"

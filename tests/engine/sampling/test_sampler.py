@@ -102,9 +102,9 @@ def test_all_that_is_sampled_is_the_same_if_the_vocabulary_must_be_sorted() -> N
         Sampler(VOCAB_SIZE, CPU, num_candidates=count).sample(logits.clone(), sequences) for count in (2, VOCAB_SIZE)
     ]
     assert list(outputs[0].failed) == [8, 16]
-    assert {2, 6} < set(outputs[0].chosen_late)
-    assert not outputs[1].chosen_late
-    outputs[0].chosen_late = []
+    assert {2, 6} < set(outputs[0].resampled_on_host)
+    assert not outputs[1].resampled_on_host
+    outputs[0].resampled_on_host = []
     for output in outputs:
         assert output.logprobs is not None
         output.logprobs[8] = output.logprobs[16] = None  # NaN, which equals nothing

@@ -457,7 +457,7 @@ def test_a_step_that_goes_on_from_another_token_than_was_chosen_is_detected() ->
     collect = Scheduler.collect
 
     def not_late(scheduler: Scheduler, output: SchedulerOutput, sampled: SampledTokens, *rest: Any) -> list[Sequence]:
-        sampled.chosen_late = []
+        sampled.resampled_on_host = []
         return collect(scheduler, output, sampled, *rest)
 
     assert_found_in_flight(

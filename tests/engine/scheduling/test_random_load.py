@@ -186,7 +186,7 @@ LEAST_OVERLAPPED = {name: least // 3 for name, least in LEAST.items()} | {
     "waits for a token": 3000,
     "waits for blocks": 500,
     "wasted": 700,
-    "chosen late": 400,
+    "resampled on the host": 400,
 }
 
 
