@@ -77,7 +77,7 @@ def evaluate(task: Item, model: str, arguments: Item, *, is_chat: bool = False) 
     """Run one task with lm-eval; returns its results with the samples."""
     from lm_eval import simple_evaluate
 
-    found: Item = simple_evaluate(
+    evaluated: Item = simple_evaluate(
         model=model,
         model_args=arguments,
         tasks=[task],
@@ -85,8 +85,8 @@ def evaluate(task: Item, model: str, arguments: Item, *, is_chat: bool = False) 
         log_samples=True,
         bootstrap_iters=0,
     )
-    samples = sorted(found["samples"][task["task"]], key=lambda sample: int(sample["doc_id"]))
-    return {"results": found["results"][task["task"]], "samples": samples}
+    samples = sorted(evaluated["samples"][task["task"]], key=lambda sample: int(sample["doc_id"]))
+    return {"results": evaluated["results"][task["task"]], "samples": samples}
 
 
 def offline_answers(asked: Sequence[Item]) -> list[str]:
@@ -157,10 +157,10 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as directory:
         os.environ["HF_DATASETS_CACHE"] = directory
-        found = _measure(options.items, Path(directory))
-    print(json.dumps(found, indent=2))
+        agreement = _measure(options.items, Path(directory))
+    print(json.dumps(agreement, indent=2))
     if options.out:
-        write_result(options.out, found)
+        write_result(options.out, agreement)
 
 
 if __name__ == "__main__":

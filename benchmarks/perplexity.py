@@ -34,7 +34,7 @@ def logprobs_of_text(options: dict[str, Any]) -> dict[str, list[float]]:
     llm = LLM(str(MODEL_DIR), device="cpu", enable_prefix_caching=False, **options)
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    found: dict[str, list[float]] = {"questions": [], "answers": []}
+    by_kind: dict[str, list[float]] = {"questions": [], "answers": []}
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     for far in (False, True):
         for text, question in held_out_questions(far=far):
@@ -45,9 +45,9 @@ def logprobs_of_text(options: dict[str, Any]) -> dict[str, list[float]]:
             logprobs = [
                 choices[token].logprob for token, choices in zip(prompt, scored, strict=True) if choices is not None
             ]
-            found["questions"] += logprobs[: len(asked) - 1]
-            found["answers"] += logprobs[len(asked) - 1 :]
-    return found
+            by_kind["questions"] += logprobs[: len(asked) - 1]
+            by_kind["answers"] += logprobs[len(asked) - 1 :]
+    return by_kind
 
 
 def perplexity(logprobs: list[float]) -> float:
@@ -62,9 +62,9 @@ def main() -> None:
     out: Path | None = parser.parse_args().out
     result: dict[str, Any] = {"machine": describe(torch.device("cpu"))}
     for name, options in VARIANTS.items():
-        found = logprobs_of_text(options)
+        by_kind = logprobs_of_text(options)
         result[name] = {
-            kind: {"tokens": len(logprobs), "perplexity": perplexity(logprobs)} for kind, logprobs in found.items()
+            kind: {"tokens": len(logprobs), "perplexity": perplexity(logprobs)} for kind, logprobs in by_kind.items()
         }
         for kind, figures in result[name].items():
             ratio = figures["perplexity"] / result["float32"][kind]["perplexity"]

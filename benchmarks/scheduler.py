@@ -127,7 +127,7 @@ class Load:
         plan = self._planner.plan(output)
         planned = perf_counter()
         self._make_inputs(plan)
-        made = perf_counter()
+        inputs_ready = perf_counter()
         before, self._in_flight = self._in_flight, output
         sampled = None if before is None else SampledTokens(self._tokens[: len(before.sampling)])
         resumed = perf_counter()
@@ -137,7 +137,7 @@ class Load:
         for sequence in updated:
             if sequence.is_finished:
                 self._arrive(first=False)
-        return StepCost(schedule, planned - scheduled, made - planned)
+        return StepCost(schedule, planned - scheduled, inputs_ready - planned)
 
     def _make_inputs(self, plan: StepPlan) -> None:
         num_seqs = len(plan.seq_lens)

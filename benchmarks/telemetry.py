@@ -92,10 +92,10 @@ def find_part(name: str) -> Callable[[Recorder], Part]:
     """
     module, _, attribute = name.partition(":")
     try:
-        found: Callable[[Recorder], Part] = getattr(importlib.import_module(module), attribute)
+        part_class: Callable[[Recorder], Part] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError):
         raise ValueError(f"--part {name!r} names no class; give, say, {PARTS[0]}") from None
-    return found
+    return part_class
 
 
 # ---- throughput --------------------------------------------------------------------------------------------------

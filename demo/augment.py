@@ -133,8 +133,8 @@ def _docstrings(source: str) -> list[str]:
 def foreign_words(known_text: list[str]) -> list[str]:
     """Words of the standard library's texts that do not occur in `known_text`, in a fixed order."""
     known = {word for text in known_text for word in _words(text)}
-    found = {word for text in stdlib_paragraphs() for word in _words(text)}
-    return sorted(word for word in found - known if 4 <= len(word) <= 14)
+    words = {word for text in stdlib_paragraphs() for word in _words(text)}
+    return sorted(word for word in words - known if 4 <= len(word) <= 14)
 
 
 def _words(text: str) -> list[str]:

@@ -100,9 +100,9 @@ class FrontServer:
         """Run a load again with a profiler beside it; its microseconds are those of ``cost``, by the samples."""
         load = self._load(cost.load.clients, PROFILE_S + 2.0, streamed=cost.load.streamed)
         load.wait_until_measuring()
-        found = profile(py_spy, self.cpu.pids(kind)[0], PROFILE_S, cost.us[kind])
+        sampled = profile(py_spy, self.cpu.pids(kind)[0], PROFILE_S, cost.us[kind])
         load.result()
-        return found
+        return sampled
 
     def _load(self, clients: int, seconds: float, *, streamed: bool) -> LoadProcess:
         max_tokens = STREAM_TOKENS if streamed else WHOLE_TOKENS
@@ -182,9 +182,9 @@ def main(arguments: list[str] | None = None) -> None:
                         costs.append(server.measure(clients, parsed.seconds, streamed=streamed))
                         _print(costs[-1])
                         if parsed.py_spy and clients == PROFILED_CLIENTS and ingresses == 1:
-                            found = server.profile(parsed.py_spy, costs[-1])
-                            print(found.table())
-                            profiles.append({"step_ms": step_ms, "streamed": streamed} | asdict(found))
+                            sampled = server.profile(parsed.py_spy, costs[-1])
+                            print(sampled.table())
+                            profiles.append({"step_ms": step_ms, "streamed": streamed} | asdict(sampled))
     if parsed.out:
         document = {"machine": describe(torch.device("cpu")), "costs": [asdict(cost) for cost in costs]}
         write_result(parsed.out, document | {"profiles": profiles})

@@ -96,9 +96,9 @@ def summarize(stacks: Iterable[str], thread_cpu_s: Mapping[int, float], us: floa
     for line in stacks:
         frames, _, count = line.rpartition(" ")
         thread, *rest = frames.split(";")
-        found = [match for frame in rest if (match := FRAME.match(frame))]
-        if found and (named := THREAD.match(thread)):
-            samples[int(named["id"])].append((found, int(count)))
+        matches = [match for frame in rest if (match := FRAME.match(frame))]
+        if matches and (named := THREAD.match(thread)):
+            samples[int(named["id"])].append((matches, int(count)))
     modules: defaultdict[str, float] = defaultdict(float)
     functions: defaultdict[str, float] = defaultdict(float)
     total = sum(thread_cpu_s.values()) or 1.0

@@ -96,9 +96,9 @@ class ComputeFreeEngine(Engine):
     ) -> ComputeFreeEngine:
         """Build the engine; the environment gives the time of a step."""
         runner = ComputeFreeRunner(config, float(os.environ.get(STEP_MS, "0")) / 1e3)
-        made = cls(config, runner, sink, on_kv_events)
-        made._delays = runner.delays
-        return made
+        replica_engine = cls(config, runner, sink, on_kv_events)
+        replica_engine._delays = runner.delays
+        return replica_engine
 
     def step(self) -> StepOutputs:
         """Run one step."""

@@ -139,15 +139,15 @@ def main(arguments: list[str] | None = None) -> None:
     parsed = parser.parse_args(arguments)
     model = str(Path(parsed.model).resolve())
     with tempfile.TemporaryDirectory(prefix="pg-delay") as directory:
-        found = [alone(model, parsed.step_ms, parsed.seconds, Path(directory) / "alone")]
-        found += served(model, parsed.step_ms, parsed.seconds, Path(directory) / "served")
+        measured = [alone(model, parsed.step_ms, parsed.seconds, Path(directory) / "alone")]
+        measured += served(model, parsed.step_ms, parsed.seconds, Path(directory) / "served")
     print(f"{'microseconds':24} {'steps':>6} {'mean':>8} {'p50':>8} {'p99':>8} {'largest':>8}   without the queue")
-    for item in found:
+    for item in measured:
         columns = " ".join(f"{value:8.0f}" for value in (item.mean, item.p50, item.p99, item.largest))
         print(f"{item.load:24} {item.steps:6} {columns}   mean {item.waiting_mean:6.0f}  p99 {item.waiting_p99:6.0f}")
     if parsed.out:
         document = {"machine": describe(torch.device("cpu")), "step_ms": parsed.step_ms}
-        write_result(parsed.out, document | {"delays": [asdict(item) for item in found]})
+        write_result(parsed.out, document | {"delays": [asdict(item) for item in measured]})
 
 
 if __name__ == "__main__":

@@ -124,12 +124,12 @@ def measure(count: int, sizes: list[int], period_s: float, repeats: int) -> list
 async def _measure(receiver: Any, count: int, sizes: list[int], period_s: float, repeats: int) -> list[TransportCost]:
     costs = []
     for size in sizes:
-        found: dict[str, list[tuple[float, float]]] = {SERVE: [], ZEROMQ: [], IDLE: []}
+        seconds_by_mode: dict[str, list[tuple[float, float]]] = {SERVE: [], ZEROMQ: [], IDLE: []}
         for _ in range(repeats):
-            for mode, results in found.items():
+            for mode, results in seconds_by_mode.items():
                 results.append(await receiver.receive.remote(mode, count, size, period_s))
-        idle = [min(times) for times in zip(*found.pop(IDLE), strict=True)]
-        for mode, results in found.items():
+        idle = [min(times) for times in zip(*seconds_by_mode.pop(IDLE), strict=True)]
+        for mode, results in seconds_by_mode.items():
             least = [min(times) - base for times, base in zip(zip(*results, strict=True), idle, strict=True)]
             costs.append(TransportCost(mode, size, *(round(1e6 * seconds / count, 1) for seconds in least)))
     return costs

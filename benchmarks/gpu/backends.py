@@ -17,7 +17,7 @@ __all__ = ["block_size_for", "has_dtype", "usable_backends"]
 def usable_backends(part: PartRun) -> Iterator[AttentionBackend]:
     """Yield each backend for bfloat16 on the part's device; record why others are left out."""
     left_out: dict[str, str] = {}
-    found = 0
+    num_usable = 0
     for name, entry in BACKENDS.items():
         if part.device.type not in entry.devices:
             continue
@@ -26,10 +26,10 @@ def usable_backends(part: PartRun) -> Iterator[AttentionBackend]:
         except ValueError as error:
             left_out[name] = str(error)
             continue
-        found += 1
+        num_usable += 1
         yield backend
     part.record("left_out", left_out)
-    if not found:
+    if not num_usable:
         part.fault("no attention backend can run here")
 
 

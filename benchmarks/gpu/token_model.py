@@ -145,8 +145,8 @@ class Judge:
         chosen = exact.gather(1, torch.tensor(answer, device=self._device)[:, None])[:, 0]
         gap = _gap(exact, best_two)
         noise = [_gap(self._logits(model, prompt, answer), best_two) - gap for model in self._rounded]
-        found = tuple(item / largest.abs() for item in (largest - chosen, gap, torch.stack(noise)))
-        result = (found[0], found[1], found[2].flatten())
+        shares = tuple(item / largest.abs() for item in (largest - chosen, gap, torch.stack(noise)))
+        result = (shares[0], shares[1], shares[2].flatten())
         self._judged[prompt, answer] = result
         return result
 

@@ -24,12 +24,12 @@ class BuddyAllocator:
     def allocate(self, size: int) -> int | None:
         """Return the address of a piece of at least ``size``, or None if no piece is large enough."""
         order = (size - 1).bit_length()
-        found = next((larger for larger in range(order, len(self._free)) if self._free[larger]), None)
-        if found is None:
+        larger_order = next((larger for larger in range(order, len(self._free)) if self._free[larger]), None)
+        if larger_order is None:
             return None
-        address = min(self._free[found])
-        self._free[found].remove(address)
-        for smaller in range(order, found):
+        address = min(self._free[larger_order])
+        self._free[larger_order].remove(address)
+        for smaller in range(order, larger_order):
             self._free[smaller].add(address + (1 << smaller))
         self._orders[address] = order
         self.num_free -= 1 << order

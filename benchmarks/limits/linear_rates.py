@@ -66,16 +66,16 @@ def measure_rates(
 
 def linears() -> dict[str, tuple[Pack, int]]:
     """Return the kinds of linears on this machine by name: how to pack a weight, and the bytes of one packed weight."""
-    found: dict[str, tuple[Pack, int]] = {TORCH: (_torch_linear, 2)}
+    methods: dict[str, tuple[Pack, int]] = {TORCH: (_torch_linear, 2)}
     from kernels.cpu.library import library, set_num_threads
     from kernels.cpu.linear import WeightKind, has_int8
 
     if library() is not None:
         set_num_threads(torch.get_num_threads())
-        found["pagoda bf16"] = (partial(_pagoda_linear, WeightKind.BFLOAT16), 2)
+        methods["pagoda bf16"] = (partial(_pagoda_linear, WeightKind.BFLOAT16), 2)
         if has_int8():
-            found["pagoda int8"] = (partial(_pagoda_linear, WeightKind.INT8), 1)
-    return found
+            methods["pagoda int8"] = (partial(_pagoda_linear, WeightKind.INT8), 1)
+    return methods
 
 
 def _torch_linear(weight: torch.Tensor, rows: int) -> Run:

@@ -85,6 +85,6 @@ class Roofline:
 def _decode_steps(workload: Workload) -> Iterator[tuple[int, int]]:
     """Yield the rows of each decode step and the tokens whose KV it reads; the prefill generates the first token."""
     shared = workload.shared_prefix
-    for made in range(1, max(request.out for request in workload.requests)):
-        running = [len(request.prompt) - shared + made for request in workload.requests if request.out > made]
+    for generated in range(1, max(request.out for request in workload.requests)):
+        running = [len(request.prompt) - shared + generated for request in workload.requests if request.out > generated]
         yield len(running), shared + sum(running)

@@ -36,10 +36,10 @@ def gguf_name(name: str) -> str | None:
         return None
     if name in _WHOLE:
         return _WHOLE[name]
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-    if found is None or found[2] not in _IN_LAYER:
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    if match is None or match[2] not in _IN_LAYER:
         raise ValueError(f"tensor '{name}' is not in a Qwen3 checkpoint")
-    return f"blk.{found[1]}.{_IN_LAYER[found[2]]}.weight"
+    return f"blk.{match[1]}.{_IN_LAYER[match[2]]}.weight"
 
 
 def write_gguf(directory: Path, out: Path) -> None:

@@ -54,15 +54,15 @@ def conversations(seed: int) -> list[list[list[int]]]:
     """Return each conversation's prompts, turn by turn; each prompt begins with the previous one."""
     source = random.Random(seed)
     systems = [source.choices(VOCABULARY, k=SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
-    made = []
+    sessions = []
     for number in range(CONVERSATIONS):
         prompt, prompts = list(systems[number % SYSTEM_PROMPTS]), []
         for _ in range(TURNS):
             prompt = prompt + source.choices(VOCABULARY, k=source.randint(*USER_TOKENS))
             prompts.append(prompt)
             prompt = prompt + source.choices(VOCABULARY, k=source.randint(*ASSISTANT_TOKENS))
-        made.append(prompts)
-    return made
+        sessions.append(prompts)
+    return sessions
 
 
 async def run(url: str, workload: Sequence[Sequence[list[int]]], seed: int) -> list[Outcome]:

@@ -84,11 +84,11 @@ class Answer:
             self.streamed, self._left = False, lengths[0]
 
     def _count(self, data: bytes) -> int:
-        found = (self._tail[1 - len(EVENT) :] + data).count(EVENT)
+        num_new = (self._tail[1 - len(EVENT) :] + data).count(EVENT)
         self._tail = (self._tail + data)[-16:]
         self.is_done = self._tail.endswith(END_OF_STREAM)
-        self.num_events += found
-        return found
+        self.num_events += num_new
+        return num_new
 
     def _measure(self, data: bytes) -> int:
         if self._left is None:
