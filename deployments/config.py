@@ -242,7 +242,7 @@ class AppConfig(_Options):
         """
         path = self.model_path
         if not path.is_dir():
-            raise ConfigError(f"model: '{self.model}' is no directory (looked for {path}); give a checkpoint's path")
+            raise ConfigError(f"model: '{self.model}' is not a directory (looked for {path}); give a checkpoint's path")
         if not (path / "config.json").is_file():
             raise ConfigError(f"model: '{self.model}' holds no config.json; give a Hugging Face checkpoint's directory")
         if not any((path / name).is_file() for name in TOKENIZER_FILES):

@@ -65,7 +65,7 @@ class ApiError(PagodaError):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        message = message.encode(errors="backslashreplace").decode()  # half a character cannot be sent back
+        message = message.encode(errors="backslashreplace").decode()  # an unpaired surrogate cannot be sent back
         super().__init__(message)
         self.status = status
         self.message = message if len(message) <= MAX_MESSAGE_LENGTH else message[: MAX_MESSAGE_LENGTH - 1] + "…"

@@ -10,8 +10,9 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.requests import Request
 
-from deployments.api.turns import CLIENT_HEADER, REQUESTS_PER_TURN, Turns
+from deployments.api.turns import REQUESTS_PER_TURN, Turns
 from deployments.errors import ApiError
+from deployments.proxy.client_rules import CLIENT_HEADER
 from engine.errors import shown
 
 __all__ = ["MAX_INLINE_BYTES", "BodyReader", "JsonBody", "json_path", "parse_body"]
@@ -26,7 +27,7 @@ class Body(Protocol):
     def check(self) -> None:
         """Raise RequestError, or ApiError, for an invalid combination."""
 
-    def was_parsed_from(self, num_bytes: int) -> None:
+    def set_num_bytes(self, num_bytes: int) -> None:
         """Set the length of the JSON."""
 
 
@@ -47,14 +48,16 @@ class JsonBody(BaseModel):
         """Length of the JSON, which bounds the time that the request takes to prepare."""
         return self._num_bytes
 
-    def was_parsed_from(self, num_bytes: int) -> None:
+    def set_num_bytes(self, num_bytes: int) -> None:
         """Set the length of the JSON."""
         self._num_bytes = num_bytes
 
 
 class BodyReader:
-    """Reads the bodies of requests. Of those that end at once, few go on in each turn of the event loop, and clients
-    take turns: the requests may have started long before.
+    """Reads the bodies of requests.
+
+    Complete bodies are released a few per event-loop iteration, round-robin over clients: their requests may have
+    started long before.
 
     Args:
         max_bytes: a longer body is rejected.
@@ -154,12 +157,12 @@ def _validated(kind: type[BodyType], fields: dict[str, Any], num_bytes: int) -> 
     except ValidationError as error:
         raise _as_api_error(error, fields) from None
     request.check()
-    request.was_parsed_from(num_bytes)
+    request.set_num_bytes(num_bytes)
     return request
 
 
 def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_reject_constant)  # json.loads makes a new one for each call with options

@@ -74,7 +74,7 @@ class Description:
         statuses: of the error responses, besides those that every endpoint may return.
         error: the type of the body of error responses.
         query: the query's parameters.
-        media_type: of the response, if it is no JSON.
+        media_type: of the response, if it is not JSON.
     """
 
     tag: str

@@ -25,5 +25,5 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         """Return the body."""
-        # Half a character, which JSON can escape and UTF-8 cannot hold, becomes its escape.
+        # An unpaired surrogate, which JSON can escape and UTF-8 cannot hold, becomes its escape.
         return _encode_finite(content).encode(errors="backslashreplace")

@@ -14,8 +14,8 @@ from time import monotonic
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.api.turns import CLIENT_HEADER
 from deployments.observability.ingress_metrics import HTTP_REQUESTS, ingress_recorder
+from deployments.proxy.client_rules import CLIENT_HEADER, REQUEST_ID
 from deployments.proxy.paths import OPERATIONS, is_messages_path
 from deployments.request_log.record import RequestRecord, set_current_record
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("ray.serve")
 
 _SEND = "pagoda.send"  # the key of a scope that holds the server's own ``send``
 _TRACE_HEADERS = ("traceparent", "tracestate")
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(REQUEST_ID)
 
 
 def path_of(scope: Scope) -> str:

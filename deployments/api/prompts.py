@@ -1,4 +1,4 @@
-"""PromptBuilder: turns a request's body into token ids, block hashes and sampling parameters.
+"""PromptBuilder: turns a request's body into token ids and block hashes.
 
 It owns the ingress's tokenizers, and checks prompts and parameters with the engine's own rules, so that the ingress
 rejects an invalid request before it is sent to an engine. It knows nothing of HTTP or replicas.
@@ -7,7 +7,7 @@ rejects an invalid request before it is sent to an engine. It knows nothing of H
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +17,6 @@ from typing import Any
 
 from deployments.api.openai.messages import Conversation
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from deployments.api.sampling import params_for_prompt, sampling_params, with_bad_words
 from deployments.requests.prompt import Prompt
 from engine.config import EngineInfo
 from engine.errors import OverloadedError, PromptTooLongError, RequestError
@@ -112,7 +111,7 @@ class PromptBuilder:
 
     @contextmanager
     def _counted(self, cost: int, param: str) -> Iterator[None]:
-        """Count a text that is no prompt while it is processed, so that a crowd of them delays no prompt for long.
+        """Count a text that is not a prompt while it is processed, so that many of them delay no prompt for long.
 
         Raises:
             OverloadedError: too many are processed.
@@ -202,24 +201,13 @@ class PromptBuilder:
             wanted = max(1, limit + 1 - max(1, request.requested_tokens or 1))
         return token_ids[:wanted] if request.truncation_side == "right" else token_ids[-wanted:]
 
-    async def params(self, request: GenerationRequest, prompts: Sequence[Prompt]) -> list[SamplingParams]:
-        """Return each prompt's sampling parameters.
+    def check_params(self, params: SamplingParams) -> None:
+        """Check sampling parameters with what an engine knows.
 
         Raises:
-            RequestError: for a value out of range, or an id outside the vocabulary.
+            RequestError: for an id outside the vocabulary.
         """
-        defaults, cost = self.info.default_sampling, request.num_bytes if request.has_form else 0
-        common = await self.run_with_tokenizer(lambda _: sampling_params(request, defaults), cost=cost)
-        if common.bad_words:
-            work = partial(with_bad_words, common, vocab_size=self.info.vocab_size)
-            common = await self.run_with_tokenizer(work, cost=sum(map(len, common.bad_words)))
-        self._validator.check_params(common)
-        return [
-            params_for_prompt(
-                common, self.max_total_tokens - len(prompt.token_ids), needs_seed=index > 0 and request.seed is None
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        self._validator.check_params(params)
 
     def text_stream(self, prompt: Prompt, params: SamplingParams) -> TextStream:
         """Return the stream that turns the output tokens of ``prompt`` into text."""

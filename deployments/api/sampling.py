@@ -3,40 +3,59 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
 from deployments.api.openai.protocol import GenerationRequest
 from deployments.config import LimitOptions
+from deployments.requests.prompt import Prompt
+from engine.config import EngineInfo
 from engine.errors import RequestError
 from engine.sampling_params import REJECTED_WITH_BEAMS, SamplingParams
 from engine.text.tokenizer import Tokenizer
 
-__all__ = ["check_num_answers", "params_for_answers", "params_for_prompt", "sampling_params", "with_bad_words"]
+__all__ = ["check_num_answers", "params_of_prompts", "sampling_params"]
 
-_NAMES = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "logprob_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-)
+
+class Builder(Protocol):
+    """What is known of the engines, and the tokenizer; see PromptBuilder."""
+
+    info: EngineInfo
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Maximum tokens of prompt and answer together."""
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise RequestError for an id outside the vocabulary."""
+
+    async def run_with_tokenizer(self, work: Callable[[Tokenizer], Any], *, cost: int) -> Any:
+        """Run ``work`` with a tokenizer, in the background if ``cost`` is high."""
+
+
+async def params_of_prompts(
+    request: GenerationRequest, prompts: Sequence[Prompt], builder: Builder, limits: LimitOptions
+) -> list[list[SamplingParams]]:
+    """Return for each prompt the parameters of its engine requests: one for each answer, or one for a beam search.
+
+    Raises:
+        RequestError: for a value out of range, an id outside the vocabulary, or too many answers.
+    """
+    check_num_answers(request, len(prompts), limits)
+    defaults, cost = builder.info.default_sampling, request.num_bytes if request.has_form else 0
+    common: SamplingParams = await builder.run_with_tokenizer(lambda _: sampling_params(request, defaults), cost=cost)
+    if common.bad_words:
+        work = partial(_with_bad_words, common, vocab_size=builder.info.vocab_size)
+        common = await builder.run_with_tokenizer(work, cost=sum(map(len, common.bad_words)))
+    builder.check_params(common)
+    rooms = [builder.max_total_tokens - len(prompt.token_ids) for prompt in prompts]
+    return [
+        _of_answers(_of_prompt(common, room, needs_seed=index > 0 and request.seed is None))
+        for index, room in enumerate(rooms)
+    ]
 
 
 def check_num_answers(request: GenerationRequest, num_prompts: int, limits: LimitOptions) -> None:
@@ -65,7 +84,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> 
     Raises:
         RequestError: for a value out of range; it names the field of the request.
     """
-    given = {name: value for name in _NAMES if (value := getattr(request, name)) is not None}
+    given = {name: value for name in _common_fields(type(request)) if (value := getattr(request, name)) is not None}
     if request.prompt_only and request.min_tokens:
         raise RequestError("exceeds max_tokens=0", param="min_tokens", value=request.min_tokens, remedy="lower it")
     try:
@@ -83,6 +102,12 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> 
         return SamplingParams(**{"seed": _new_seed(), **defaults, **given})
     except RequestError as error:
         raise request.renamed(error) from None
+
+
+@cache
+def _common_fields(kind: type[GenerationRequest]) -> tuple[str, ...]:
+    """Return the fields of a body that are sampling parameters of the same name."""
+    return tuple(name for name in SamplingParams.__struct_fields__ if name in kind.model_fields)
 
 
 def _num_logprobs(request: GenerationRequest) -> int | None:
@@ -109,7 +134,7 @@ def _beams(request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{**given, **search})
 
 
-def with_bad_words(params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: int) -> SamplingParams:
+def _with_bad_words(params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: int) -> SamplingParams:
     """Return ``params`` with the token ids of the bad words, without spellings that the model cannot generate.
 
     Raises:
@@ -123,7 +148,7 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer, *, vocab_size: 
         raise error.renamed("bad_words") from None
 
 
-def params_for_prompt(params: SamplingParams, room: int, *, needs_seed: bool) -> SamplingParams:
+def _of_prompt(params: SamplingParams, room: int, *, needs_seed: bool) -> SamplingParams:
     """Return ``params`` with at most ``room`` tokens, and with another seed if the prompt needs one of its own."""
     seed = _new_seed() if needs_seed else params.seed
     if params.max_tokens is not None and params.max_tokens <= room:
@@ -131,7 +156,7 @@ def params_for_prompt(params: SamplingParams, room: int, *, needs_seed: bool) ->
     return replace(params, seed=seed, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
-def params_for_answers(params: SamplingParams) -> list[SamplingParams]:
+def _of_answers(params: SamplingParams) -> list[SamplingParams]:
     """Return the parameters of each engine request: answer ``i`` has the seed plus ``i``, as in an engine.
 
     A beam search is one request, whatever the number of its answers.

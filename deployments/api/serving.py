@@ -7,14 +7,13 @@ the response. This module does not know how HTTP bodies are read, how a replica 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import TypeAlias, TypeVar
 
-from msgspec.structs import replace
 from starlette.responses import Response
 
+from deployments.api.generations import generations_of
 from deployments.api.json_response import JsonResponse
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
 from deployments.api.openai.answer_formats import AnswerFormat, AnswerFormats
@@ -22,21 +21,18 @@ from deployments.api.openai.protocol import ChatRequest, CompletionRequest, Gene
 from deployments.api.openai.writers import ChatWriters, CompletionWriters
 from deployments.api.prompts import PromptBuilder
 from deployments.api.queue_limits import check_queue_limits
-from deployments.api.sampling import check_num_answers, params_for_answers
 from deployments.api.sse import EventStream
 from deployments.api.writers import Answer, EventWriter, ResponseHead, Usage, Writers, best_answers
 from deployments.config import AppConfig
 from deployments.errors import ApiError
 from deployments.request_log.log import RequestLog
 from deployments.request_log.record import current_record
-from deployments.requests.beams import BestBeam, OtherBeam, join_beams
 from deployments.requests.engine_client import EngineClient
 from deployments.requests.generation import Generation
 from deployments.requests.merge import merge
 from deployments.requests.prompt import Prompt
 from deployments.routing.cluster_view import ClusterView
 from engine.errors import RequestError
-from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 __all__ = ["Serving"]
@@ -88,7 +84,7 @@ class Serving:
         answer_format = self._formats.of(body, prompts[0])
         if answer_format is None:
             return await self._respond(body, prompts, builder, writers(None))
-        prompts = answer_format.showing_its_markers(prompts)
+        prompts = answer_format.with_shown_markers(prompts)
         body, made = answer_format.constrained(body), writers(answer_format)
         return await self._respond(body, prompts, builder, made, answer_format.cost_per_character)
 
@@ -137,8 +133,7 @@ class Serving:
 
         ``cost_per_character`` is that of parsing the answers; a costly response is written in a thread.
         """
-        check_num_answers(body, len(prompts), self._limits)
-        generations = await self._generations(body, prompts, builder)
+        generations = await generations_of(body, prompts, builder, self._engines, self._limits)
         response_id = f"{writers.id_prefix}{body.request_id or current_record().request_id}"
         self._fill_record(body, generations, response_id, self._log.prompt(builder.tokenizer, prompts[0].token_ids))
         head = ResponseHead(response_id, int(time.time()), self.model)
@@ -148,55 +143,6 @@ class Serving:
             return await _whole(writers, head, generations, body, builder, cost_per_character)
         except RequestError as error:  # it names the engine's parameter, not the body's
             raise body.renamed(error) from None
-
-    async def _generations(
-        self, body: GenerationRequest, prompts: Sequence[Prompt], builder: PromptBuilder
-    ) -> list[Generation]:
-        """Return one Generation for each answer, the answers to one prompt next to each other.
-
-        Each answer is an engine request of its own, so that each survives the loss of its replica by itself. The
-        prefix cache computes their prompt once.
-        """
-        generations: list[Generation] = []
-        for prompt, params in zip(prompts, await builder.params(body, prompts), strict=True):
-            if params.uses_beam_search:
-                kinds: list[type[Generation]] = [BestBeam, *[OtherBeam] * (params.n - 1)]
-                search = [
-                    self._generation(len(generations) + index, body, prompt, params, builder, kind)
-                    for index, kind in enumerate(kinds)
-                ]
-                generations += join_beams(search)
-                continue
-            for one in params_for_answers(params):
-                generations.append(self._generation(len(generations), body, prompt, one, builder))
-        return generations
-
-    def _generation(
-        self,
-        index: int,
-        body: GenerationRequest,
-        prompt: Prompt,
-        params: SamplingParams,
-        builder: PromptBuilder,
-        kind: type[Generation] = Generation,
-    ) -> Generation:
-        request = replace(
-            prompt.request,
-            request_id=uuid.uuid4().hex,
-            params=params,
-            priority=body.priority,
-            client=current_record().client,
-        )
-        return kind(
-            self._engines,
-            request,
-            prompt,
-            builder.text_stream(prompt, params),
-            index=index,
-            prompt_only=body.prompt_only,
-            max_migrations=self._limits.max_migrations,
-            keeps_logprobs=not body.stream,
-        )
 
     def _fill_record(
         self, body: GenerationRequest, generations: Sequence[Generation], response_id: str, prompt: str | None

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-__all__ = ["CLIENT_HEADER", "REQUESTS_PER_TURN", "Turns"]
+__all__ = ["REQUESTS_PER_TURN", "Turns"]
 
 REQUESTS_PER_TURN = 32  # of the event loop; to prepare one takes half a millisecond
-CLIENT_HEADER = "x-pagoda-client"  # HAProxy puts the address that connects into it
 
 
 class Turns:

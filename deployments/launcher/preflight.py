@@ -98,7 +98,7 @@ def _validate(document: dict[str, Any]) -> None:
         )
     port = schema.http_options.port
     if type(port) is not int or not 1 <= port <= 65535:
-        raise ConfigError(f"http_options.port={port!r} is no port; give a number from 1 to 65535")
+        raise ConfigError(f"http_options.port={port!r} is not a port; give a number from 1 to 65535")
     for application in schema.applications:
         if application.route_prefix is not None and not application.route_prefix.startswith("/"):
             raise ConfigError(f"route_prefix={application.route_prefix!r} must begin with '/'")
@@ -122,7 +122,7 @@ def _why_not(endpoint: Endpoint, error: OSError | UnicodeError) -> str:
     if isinstance(error, socket.gaierror | UnicodeError):
         return f"http_options.host='{host}' cannot be resolved to an address of this machine; {its_own}"
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"http_options.host='{host}' is no address of this machine; {its_own}"
+        return f"http_options.host='{host}' is not an address of this machine; {its_own}"
     if error.errno == errno.EADDRINUSE:
         return f"port {port} on {host} is taken; free it, or change http_options.port"
     return f"port {port} on {host} cannot be used ({error.strerror}); change http_options.port"

@@ -72,7 +72,7 @@ def checked_name(name: str, known: Container[str] | None = None) -> str:
     """Return a function's name.
 
     Raises:
-        MalformedError: it is empty, has whitespace, is not in ``known``, or is no text that can be sent.
+        MalformedError: it is empty, has whitespace, is not in ``known``, or is not text that can be sent.
     """
     has_space = any(character.isspace() for character in name)
     if not name or has_space or _has_surrogate(name) or (known is not None and name not in known):

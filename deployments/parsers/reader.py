@@ -134,7 +134,7 @@ class Reader:
         """Read a JSON value and emit its text, piece by piece as it comes; without ``event``, return the text.
 
         Raises:
-            MalformedError: it is no JSON, or ends too early. What was valid has been read and emitted.
+            MalformedError: it is not JSON, or ends too early. What was valid has been read and emitted.
         """
         scanner, pieces = JsonScanner(), []
         while True:

@@ -18,11 +18,11 @@ from deployments.proxy.answers import (
 from deployments.proxy.backends import wait_for_stream_rules
 from deployments.proxy.limits import ProxyLimits
 
-__all__ = ["CLIENT_HEADER", "DROPPED_HEADERS", "EARLY_ERRORS", "LOOPBACK", "client_rules"]
+__all__ = ["CLIENT_HEADER", "DROPPED_HEADERS", "EARLY_ERRORS", "LOOPBACK", "REQUEST_ID", "client_rules"]
 
 LOOPBACK = "127.0.0.1"
 IPV6_PREFIX = 64  # bits of an address that one client does not choose
-CLIENT_HEADER = "x-pagoda-client"  # as deployments/api/turns.py names it
+CLIENT_HEADER = "x-pagoda-client"  # with the address that connects; the ingress reads it
 # Headers of requests that servers obey, by the beginnings of their names if those end with a dash. Ray Serve takes
 # `_` for `-` in some of them.
 DROPPED_HEADERS = (
@@ -34,7 +34,7 @@ DROPPED_HEADERS = (
     "forwarded",  # uvicorn, from proxies on this machine: another client, another scheme
     "x-forwarded-",
 )
-REQUEST_ID = "^[!-~]{1,128}$"  # as deployments/api/middleware.py; Ray Serve fails at bytes that are not UTF-8
+REQUEST_ID = "^[!-~]{1,128}$"  # of a request, else the ingress makes one; Ray Serve fails at bytes that are not UTF-8
 TRACE_HEADERS = ("traceparent", "tracestate")  # with Ray's tracing, likewise
 # Where an answer's headers are kept for the answer that HAProxy makes of it; the first also names answers of its own.
 REQUEST_ID_VARIABLE = "txn.pagoda_id"

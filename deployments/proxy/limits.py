@@ -25,7 +25,7 @@ class ProxyLimits:
 
     Attributes:
         max_connections: from all addresses together.
-        max_connections_per_address: 0 is no limit, for a server that only a load balancer connects to.
+        max_connections_per_address: 0 is unlimited, for a server that only a load balancer connects to.
         header_timeout_s: seconds for the head of a request, from its connection or its first byte on.
         keep_alive_timeout_s: seconds that a connection may be idle after an answer.
         send_timeout_s: seconds for a client that does not read its answer, or is silent in a body that no one reads.

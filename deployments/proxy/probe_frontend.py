@@ -31,7 +31,7 @@ def probe_port(environ: Mapping[str, str]) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise ValueError(f"{PORT_VARIABLE}='{text}' is no port; give a number from 1 to 65535")
+        raise ValueError(f"{PORT_VARIABLE}='{text}' is not a port; give a number from 1 to 65535")
     return int(text)
 
 

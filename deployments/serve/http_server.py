@@ -19,7 +19,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.api.turns import CLIENT_HEADER, REQUESTS_PER_TURN, Turns
+from deployments.api.turns import REQUESTS_PER_TURN, Turns
+from deployments.proxy.client_rules import CLIENT_HEADER
 
 __all__ = ["CONNECTIONS_PER_TURN", "StartInTurns", "accept_many"]
 

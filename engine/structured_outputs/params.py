@@ -88,7 +88,9 @@ def _check_text(name: str, text: object, longest: int) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        _reject(f"has {text[error.start]!r}, which is half a character", "give valid text", name)
+        _reject(
+            f"has {text[error.start]!r}, an unpaired surrogate, which is not valid Unicode", "give valid text", name
+        )
 
 
 def _checked_choices(choices: object) -> tuple[str, ...]:

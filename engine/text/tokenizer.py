@@ -126,14 +126,15 @@ class Tokenizer:
         """Return the token ids of ``text``. Special tokens spelled out in it become special tokens.
 
         Raises:
-            RequestError: about ``prompt``, if the text has half a character (a lone surrogate), which no tokenizer can
-                encode.
+            RequestError: about ``prompt``, if the text has an unpaired surrogate, which no tokenizer can encode.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"has {text[error.start]!r}, which is half a character", param="prompt", remedy="send valid text"
+                f"has {text[error.start]!r}, an unpaired surrogate, which is not valid Unicode",
+                param="prompt",
+                remedy="send valid text",
             ) from None
         return self._encode(text, add_special_tokens=add_special_tokens)
 

@@ -115,8 +115,8 @@ def test_the_shipped_file_is_valid_and_shows_every_key() -> None:
             lambda d: d["http_options"].update(request_timeout_s=9),
             "leave it out, and set args.limits.request_timeout_s",
         ),
-        (lambda d: d["http_options"].update(port=0), "port=0 is no port"),
-        (lambda d: d["http_options"].update(port=99999), "port=99999 is no port"),
+        (lambda d: d["http_options"].update(port=0), "port=0 is not a port"),
+        (lambda d: d["http_options"].update(port=99999), "port=99999 is not a port"),
         (lambda d: d.update(applications=5), "applications=5"),
         (lambda d: d["applications"][0].update(route_prefix="llm"), "route_prefix"),
         (lambda d: d["applications"][0].update(deployments=5), "deployments=5"),
@@ -150,7 +150,10 @@ def test_a_taken_port() -> None:
 @pytest.mark.parametrize(
     ("host", "problem"),
     [
-        ("192.0.2.1", "is no address of this machine; give one of its addresses, 127.0.0.1, or 0.0.0.0"),  # RFC 5737
+        (
+            "192.0.2.1",
+            "is not an address of this machine; give one of its addresses, 127.0.0.1, or 0.0.0.0",
+        ),  # RFC 5737
         ("no such host", "cannot be resolved to an address of this machine; give one of its addresses"),
         ("a..b", "cannot be resolved"),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Callable, Iterable, Iterator
 from json.encoder import encode_basestring
 from typing import Any, TypeAlias
@@ -13,24 +11,17 @@ from pydantic import TypeAdapter
 from deployments.api.json_response import encode_json
 from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 
-__all__ = ["BlockEvents", "NewId", "content_blocks", "encode_event", "new_call_id"]
+__all__ = ["BlockEvents", "NewId", "content_blocks", "encode_event"]
 
 NewId: TypeAlias = Callable[[], str]
 
 _OBJECT = TypeAdapter(dict[str, Any])
 SIGNATURE = "unsigned"  # of thinking; nothing checks it, but clients expect one
-_ALPHABET = string.ascii_letters + string.digits
 _TEXT_DELTAS = {
     Content: ("text_delta", "text"),
     Reasoning: ("thinking_delta", "thinking"),
     CallArguments: ("input_json_delta", "partial_json"),
 }
-
-
-def new_call_id(length: int) -> str:
-    """Return the id of a call for a template that takes ids of ``length`` characters."""
-    prefix = "toolu_" if length > 9 else ""
-    return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(length - len(prefix)))
 
 
 def content_blocks(events: Iterable[Event], new_id: NewId) -> list[dict[str, Any]]:
@@ -78,7 +69,7 @@ def _input(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call; of a truncated call, those that are complete, as clients read a stream's."""
     try:
         return _OBJECT.validate_json(arguments, experimental_allow_partial=True)
-    except ValueError:  # they are no object
+    except ValueError:  # they are not an object
         return {}
 
 

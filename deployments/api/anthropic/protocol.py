@@ -115,9 +115,9 @@ class CountTokensRequest(Fields):
             raise RequestError(problem, param="messages", remedy="send a shorter conversation") from None
         self._chat.check()
 
-    def was_parsed_from(self, num_bytes: int) -> None:
+    def set_num_bytes(self, num_bytes: int) -> None:
         """Set the length of the JSON."""
-        self.chat.was_parsed_from(num_bytes)
+        self.chat.set_num_bytes(num_bytes)
 
     @property
     def chat(self) -> MessagesChatRequest:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from deployments.api.anthropic.content import BlockEvents, NewId, content_blocks, encode_event, new_call_id
+from deployments.api.anthropic.content import BlockEvents, NewId, content_blocks, encode_event
+from deployments.api.call_ids import new_call_id
 from deployments.api.error_responses import error_body
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.openai.protocol import ChatRequest
@@ -53,7 +54,7 @@ class MessagesWriters:
     def new_id(self) -> NewId:
         """Makes the ids of calls."""
         length = AnswerFormat.call_id_length if self.answer_format is None else self.answer_format.call_id_length
-        return partial(new_call_id, length)
+        return partial(new_call_id, "toolu_", length)
 
 
 class MessageWriter:

@@ -59,7 +59,7 @@ class AnswerFormat:
         """Return the parser of one answer."""
         return AnswerParser(self.family, max_calls=self.max_calls, include_reasoning=self.include_reasoning)
 
-    def showing_its_markers(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+    def with_shown_markers(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts of answers whose text has the special tokens that the parser needs."""
         return [replace(prompt, shown_special_tokens=self.shown_special_tokens) for prompt in prompts]
 

@@ -5,11 +5,10 @@ The answers of all other requests are written by ChatWriter and ChunkWriter.
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Sequence
 from typing import Any
 
+from deployments.api.call_ids import new_call_id
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.openai.chunks import ChunkWriter, encode_event
 from deployments.api.openai.protocol import GenerationRequest
@@ -24,7 +23,6 @@ from engine.text.tokenizer import Tokenizer
 __all__ = ["ParsedChatWriter", "ParsedChunkWriter", "finish_reason"]
 
 _TOOL_CALLS = "tool_calls"  # the finish_reason of an answer that ends with tool calls
-_ALPHABET = string.ascii_letters + string.digits
 
 
 class ParsedChatWriter(ChatWriter):
@@ -72,9 +70,8 @@ class ParsedChatWriter(ChatWriter):
         return fields | ({"tool_calls": calls} if calls else {})
 
     def _new_call(self, index: int, name: str) -> dict[str, Any]:
-        prefix = "call_" if self.format.call_id_length > 9 else ""
-        id_ = prefix + "".join(secrets.choice(_ALPHABET) for _ in range(self.format.call_id_length - len(prefix)))
-        return {"index": index, "id": id_, "type": "function", "function": {"name": name, "arguments": ""}}
+        call_id = new_call_id("call_", self.format.call_id_length)
+        return {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 class ParsedChunkWriter(ChunkWriter):

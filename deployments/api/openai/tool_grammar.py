@@ -5,7 +5,7 @@
     "auto", with a strict tool      the answer is any text; a call in it has the model's own format
 
 The first two need no support by the model, and enforce schemas whether they are ``strict`` or not. The last exists for
-models that write calls as Hermes does, if the marker of a call is no special token; for others ``strict`` changes
+models that write calls as Hermes does, if the marker of a call is not a special token; for others ``strict`` changes
 nothing.
 """
 

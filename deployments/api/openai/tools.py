@@ -68,7 +68,7 @@ class ToolCall(_Fields):
     function: CalledFunction
 
     def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
-        """Return the call as the chat template gets it. Text that is no JSON object stays text."""
+        """Return the call as the chat template gets it. Text that is not a JSON object stays text."""
         arguments = _arguments(self.function.arguments)
         if arguments_as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)

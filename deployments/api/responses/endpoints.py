@@ -151,7 +151,7 @@ def _page(items: list[dict[str, Any]], query: QueryParams) -> dict[str, Any]:
     if after is not None:
         index = next((index for index, item in enumerate(ordered) if item["id"] == after), None)
         if index is None:
-            raise ApiError(400, f"after={shown(after)} is the id of no item; give one of a page", param="after")
+            raise ApiError(400, f"after={shown(after)} is not the id of an item; give one of a page", param="after")
         ordered = ordered[index + 1 :]
     data = ordered[: int(limit)]
     ends = {"first_id": data[0]["id"] if data else "", "last_id": data[-1]["id"] if data else ""}

@@ -127,4 +127,4 @@ def _items_of(stored: StoredResponse) -> list[InputItem]:
 
 
 def _encoded(value: Any) -> bytes:
-    return encode_json(value).encode(errors="backslashreplace")  # half a character becomes an escape of JSON
+    return encode_json(value).encode(errors="backslashreplace")  # an unpaired surrogate becomes JSON's escape

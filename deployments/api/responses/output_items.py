@@ -5,18 +5,16 @@ An item makes the events of its own stream, as dicts without their sequence numb
 
 from __future__ import annotations
 
-import secrets
-import string
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from deployments.api.call_ids import new_call_id
 from deployments.api.responses.input_items import new_id
 
 __all__ = ["CallItem", "MessageItem", "OutputItem", "ReasoningItem", "StreamEvent"]
 
 StreamEvent = dict[str, Any]
-_ALPHABET = string.ascii_letters + string.digits
 
 
 class OutputItem(ABC):
@@ -148,8 +146,7 @@ class CallItem(OutputItem):
     def __init__(self, index: int, name: str, call_id_length: int) -> None:
         super().__init__(index)
         self._name = name
-        prefix = "call_" if call_id_length > 9 else ""
-        self._call_id = prefix + "".join(secrets.choice(_ALPHABET) for _ in range(call_id_length - len(prefix)))
+        self._call_id = new_call_id("call_", call_id_length)
 
     def finish(self, status: str) -> Iterator[StreamEvent]:
         """Yield the events that end the arguments and the item."""

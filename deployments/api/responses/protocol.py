@@ -148,7 +148,7 @@ class ResponseRequest(_Fields):
         _require_finite("tools", [tool.parameters for tool in self.tools or ()])
         _require_finite("text.format.schema", form.schema_)
 
-    def was_parsed_from(self, num_bytes: int) -> None:
+    def set_num_bytes(self, num_bytes: int) -> None:
         """Set the length of the JSON."""
         self._num_bytes = num_bytes
 

@@ -53,7 +53,7 @@ def chat_request(request: ResponseRequest, items: Sequence[InputItem], num_bytes
         wrong.param = field_name(wrong.param)
         raise wrong from None
     chat.check()
-    chat.was_parsed_from(num_bytes)
+    chat.set_num_bytes(num_bytes)
     return chat
 
 

@@ -147,7 +147,7 @@ class ResponseEvents:
         return self._encode({"type": f"response.{stage}", "response": response} for stage in ("created", "in_progress"))
 
     def _encode(self, events: Iterable[StreamEvent]) -> bytes:
-        # Half a character of the request becomes an escape of JSON.
+        # An unpaired surrogate of the request becomes an escape of JSON.
         return "".join(map(self._encoded, events)).encode(errors="backslashreplace")
 
     def _encoded(self, event: StreamEvent) -> str:

@@ -109,7 +109,7 @@ def _as_json(text: str) -> str:
         encoded = json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise MalformedError from None
-    return encoded.encode(errors="backslashreplace").decode()  # half a character: as JSON escapes it
+    return encoded.encode(errors="backslashreplace").decode()  # an unpaired surrogate, as JSON escapes it
 
 
 def _value(node: ast.expr) -> Any:

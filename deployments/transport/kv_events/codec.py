@@ -99,4 +99,4 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Any], data: bytes, max_bytes: int)
 
 def _check_packed(packed: bytes) -> None:
     if len(packed) % BYTES_PER_HASH:
-        raise KVMessageError(f"{len(packed)} bytes are no whole number of {BYTES_PER_HASH}-byte hashes")
+        raise KVMessageError(f"{len(packed)} bytes are not a whole number of {BYTES_PER_HASH}-byte hashes")

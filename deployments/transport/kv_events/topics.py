@@ -30,7 +30,9 @@ class Topics:
 
     def __init__(self, replica: str) -> None:
         if not 0 < len(replica) <= MAX_NAME_LENGTH or not replica.isprintable():
-            raise ConfigError(f"replica={replica[:40]!r} is no name; it needs 1 to {MAX_NAME_LENGTH} printable letters")
+            raise ConfigError(
+                f"replica={replica[:40]!r} is not a name; it needs 1 to {MAX_NAME_LENGTH} printable letters"
+            )
         name = quote(replica, safe="").encode()
         self.events: bytes = b"e/" + name + b"/"
         self.awaited: bytes = b"a/" + name + b"/"

@@ -1,6 +1,6 @@
 """Errors of requests on the wire, with the fields of RequestError.
 
-``ReplicaFullError`` and ``ReplicaDrainingError`` are no failures of the request: another replica may take it, and
+``ReplicaFullError`` and ``ReplicaDrainingError`` are not failures of the request: another replica may take it, and
 nothing was computed. ``StreamPausedError`` is raised in the ingress only.
 """
 

@@ -11,8 +11,9 @@ from starlette.types import Message
 
 from deployments.api.body import BYTES_PER_S, BodyReader
 from deployments.api.openai.protocol import CompletionRequest
-from deployments.api.turns import CLIENT_HEADER, REQUESTS_PER_TURN
+from deployments.api.turns import REQUESTS_PER_TURN
 from deployments.errors import ApiError
+from deployments.proxy.client_rules import CLIENT_HEADER
 
 BODY = b'{"prompt": "a", "user": "' + b"x" * 2 * BYTES_PER_S + b'"}'
 

@@ -50,7 +50,7 @@ SHAPES = [
     Shape(
         "name with a space", '<tool_call>{"name": "a b"}</tool_call>', text('<tool_call>{"name": "a b"}</tool_call>')
     ),
-    Shape("half a character", '<tool_call>{"name": "\\ud800"}', text('<tool_call>{"name": "\\ud800"}')),
+    Shape("an unpaired surrogate", '<tool_call>{"name": "\\ud800"}', text('<tool_call>{"name": "\\ud800"}')),
     Shape(
         "list as arguments",
         '<tool_call>{"name": "f", "arguments": [1]}',

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from deployments.api.turns import CLIENT_HEADER
+from deployments.proxy.client_rules import CLIENT_HEADER
 from deployments.serve.http_server import StartInTurns, accept_many
 
 uvloop = pytest.importorskip("uvloop", reason="Ray uses asyncio's event loop here")

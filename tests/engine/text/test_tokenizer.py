@@ -171,10 +171,10 @@ def test_private_use_characters_in_user_text_stay_themselves(tokenizer: Tokenize
     assert ids.count(IM_END) == 1
 
 
-def test_half_characters_and_messages_of_a_wrong_type_are_request_errors(tokenizer: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="half a character"):
+def test_unpaired_surrogates_and_messages_of_a_wrong_type_are_request_errors(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="an unpaired surrogate"):
         tokenizer.encode("a\ud800")
-    with pytest.raises(RequestError, match="half a character") as caught:
+    with pytest.raises(RequestError, match="an unpaired surrogate") as caught:
         tokenizer.encode_chat([{"role": "user", "content": "a\ud800"}])
     assert caught.value.param == "messages"
     with pytest.raises(RequestError, match="a message is str"):

@@ -122,7 +122,7 @@ def test_the_error_of_a_malformed_message_names_the_field() -> None:
     """It is logged, and is all that an operator sees of a peer of another version."""
     with pytest.raises(KVMessageError, match=r"`int` >= 0 - at `\$\[1\]`"):
         decode_events(msgspec.msgpack.encode([1, -1, 1.0, []]))
-    with pytest.raises(KVMessageError, match="7 bytes are no whole number of 8-byte hashes"):
+    with pytest.raises(KVMessageError, match="7 bytes are not a whole number of 8-byte hashes"):
         decode_awaited(msgspec.msgpack.encode([b"1234567"]))
 
 
@@ -224,5 +224,5 @@ def test_invalid_replica_names_are_rejected(name: str) -> None:
 
 
 def test_the_error_of_a_long_name_shows_its_start() -> None:
-    with pytest.raises(ConfigError, match=f"^replica='{'x' * 40}' is no name; it needs 1 to 256 printable letters$"):
+    with pytest.raises(ConfigError, match=f"^replica='{'x' * 40}' is not a name; it needs 1 to 256 printable letters$"):
         Topics("x" * 257)
