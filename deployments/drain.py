@@ -68,7 +68,7 @@ def nodes_in_use(details: dict[str, Any], own_ip: str) -> set[str]:
     for application in (details.get("applications") or {}).values():
         for deployment in application.get("deployments", {}).values():
             used += deployment.get("replicas", [])
-    return {str(one["node_id"]) for one in used if one.get("node_ip") == own_ip and one.get("node_id")}
+    return {str(node["node_id"]) for node in used if node.get("node_ip") == own_ip and node.get("node_id")}
 
 
 def _announce(node: str, address: str, seconds: int) -> bool:

@@ -68,10 +68,10 @@ class Description:
 
     Attributes:
         tag: the API that it belongs to.
-        bodies: the types of the request's body, of which it must be one; none for no body.
-        responses: the types of the JSON in a response with status 200, of which it is one; none for any object.
+        bodies: the types that the request's body may have; empty without a body.
+        responses: the types that the JSON of a response with status 200 may have; empty for any object.
         stream: the response to a body with ``stream: true``, if that is offered.
-        statuses: of the error responses, besides those that every endpoint may return.
+        statuses: of the error responses, without those that every endpoint may return.
         error: the type of the body of error responses.
         query: the query's parameters.
         media_type: of the response, if it is not JSON.

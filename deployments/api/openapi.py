@@ -49,10 +49,12 @@ def openapi_document(routes: Sequence[ApiRoute], *, version: str, needs_key: boo
 
 def _schemas(descriptions: Sequence[Description]) -> tuple[Mapping[type[BaseModel], str], dict[str, Any]]:
     """Return the reference to each type, and the schemas of all types by name."""
-    requests = {kind: None for one in descriptions for kind in one.bodies}
+    requests = {kind: None for description in descriptions for kind in description.bodies}
     responses: dict[type[BaseModel], None] = {}
-    for one in descriptions:
-        responses |= dict.fromkeys((one.error, *one.responses, *(one.stream.events if one.stream else ())))
+    for description in descriptions:
+        responses |= dict.fromkeys(
+            (description.error, *description.responses, *(description.stream.events if description.stream else ()))
+        )
     modes = [(kind, "validation") for kind in requests] + [(kind, "serialization") for kind in responses]
     found, definitions = models_json_schema(modes, ref_template=_TEMPLATE)  # type: ignore[arg-type]
     references = {kind: schema["$ref"] for (kind, _), schema in found.items() if isinstance(kind, type)}
@@ -77,7 +79,9 @@ def _operation(route: ApiRoute, references: Mapping[type[BaseModel], str], *, ne
         {"name": found[1], "in": "path", "required": True, "schema": {"type": "string"}}
         for found in _PARAMETER.finditer(route.path)
     ]
-    parameters += [{"name": one.name, "in": "query", "schema": dict(one.schema)} for one in described.query]
+    parameters += [
+        {"name": parameter.name, "in": "query", "schema": dict(parameter.schema)} for parameter in described.query
+    ]
     if parameters:
         operation["parameters"] = parameters
     if described.bodies:
@@ -118,4 +122,4 @@ def _event(described: Description, references: Mapping[type[BaseModel], str]) ->
 def _any_of(references: Sequence[str]) -> dict[str, Any]:
     if len(references) == 1:
         return {"$ref": references[0]}
-    return {"anyOf": [{"$ref": one} for one in references]}
+    return {"anyOf": [{"$ref": reference} for reference in references]}

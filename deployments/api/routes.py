@@ -20,7 +20,7 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 
 class ApiRoute(NamedTuple):
-    """An endpoint and what the OpenAPI document says about it besides the first line of its docstring.
+    """An endpoint, and what the OpenAPI document says about it after the first line of its docstring.
 
     Attributes:
         path: with parameters in braces, which the endpoint gets by name.

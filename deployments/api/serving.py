@@ -191,4 +191,4 @@ async def _whole(
 
 
 def _headers(generations: Sequence[Generation]) -> dict[str, str]:
-    return {"X-Pagoda-Replica": next((one.replica for one in generations if one.replica), "")}
+    return {"X-Pagoda-Replica": next((generation.replica for generation in generations if generation.replica), "")}

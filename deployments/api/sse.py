@@ -37,7 +37,7 @@ class EventStream(Response):
             None if it takes longer than a second.
         deltas: yields the other deltas of all choices, and None while there are none.
         events: writes the events.
-        headers: besides those of an event stream.
+        headers: in addition to those of an event stream.
     """
 
     media_type = "text/event-stream"

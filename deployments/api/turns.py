@@ -15,9 +15,9 @@ REQUESTS_PER_TURN = 32  # of the event loop; to prepare one takes half a millise
 
 
 class Turns:
-    """Lets so many callers go on in each turn of the event loop; the others wait.
+    """Lets at most ``per_turn`` callers continue in each turn of the event loop; the others wait.
 
-    Those of one client go on in their order, and the clients one after the other.
+    The callers of one client continue in their order, and clients alternate.
 
     Args:
         per_turn: number of callers.

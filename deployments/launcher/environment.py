@@ -65,7 +65,7 @@ def _ports() -> dict[str, str]:
     get some of the other's requests. So the search starts at a random port.
     """
     starts = random.sample(INGRESS_PORTS, len(INGRESS_PORTS))
-    start = next((one for one in starts if all(map(_is_free, range(one, one + 10)))), starts[0])
+    start = next((port for port in starts if all(map(_is_free, range(port, port + 10)))), starts[0])
     last = start + INGRESS_PORTS.step - 1
     return {
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(start),

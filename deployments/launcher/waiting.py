@@ -71,12 +71,12 @@ class WaitingReplicas:
 
 def replica_ids(details: Mapping[str, Any]) -> set[str]:
     """Return the ids of all replicas that Serve knows."""
-    return {str(one["replica_id"]) for _, deployment in _deployments(details) for one in _replicas(deployment)}
+    return {str(replica["replica_id"]) for _, deployment in _deployments(details) for replica in _replicas(deployment)}
 
 
 def unplaced_replicas(details: Mapping[str, Any]) -> set[str]:
     """Return the ids of the replicas that Ray has not placed on a node."""
-    return {str(one["replica_id"]) for _, deployment in _deployments(details) for one in _unplaced(deployment)}
+    return {str(replica["replica_id"]) for _, deployment in _deployments(details) for replica in _unplaced(deployment)}
 
 
 def _deployments(details: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -89,7 +89,11 @@ def _replicas(deployment: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _unplaced(deployment: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [one for one in _replicas(deployment) if one.get("state") == "STARTING" and not one.get("node_id")]
+    return [
+        replica
+        for replica in _replicas(deployment)
+        if replica.get("state") == "STARTING" and not replica.get("node_id")
+    ]
 
 
 def _line(name: str, deployment: Mapping[str, Any], usage: Mapping[str, Usage], config: str) -> str:
@@ -104,7 +108,7 @@ def _line(name: str, deployment: Mapping[str, Any], usage: Mapping[str, Usage], 
 
 
 def _scarce(deployment: Mapping[str, Any], usage: Mapping[str, Usage]) -> str | None:
-    """Return the resource of which a replica lacks most, None if the cluster has enough of each."""
+    """Return the resource that a replica lacks most, or None if the cluster has enough of each."""
     lacks = {name: need - usage.get(name, Usage(0, 0)).free for name, need in _needs(deployment).items()}
     most = max(lacks, key=lambda name: lacks[name], default=None)
     return most if most is not None and lacks[most] > ROUNDING else None

@@ -61,7 +61,7 @@ class Reader:
         No marker may contain another one, except at its end.
         """
         while True:
-            found = [(start, one) for one in markers if (start := self._text.find(one, self.position)) >= 0]
+            found = [(start, marker) for marker in markers if (start := self._text.find(marker, self.position)) >= 0]
             start, marker = min(found) if found else (len(self._text) - self._partial_marker_length(markers), None)
             if start > self.position:
                 text, self.position = self._text[self.position : start], start
@@ -87,9 +87,9 @@ class Reader:
         """
         begin = seen = self.position
         while True:
-            found = [(start, one) for one in markers if (start := self._text.find(one, seen)) >= 0]
+            found = [(start, marker) for marker in markers if (start := self._text.find(marker, seen)) >= 0]
             end, marker = min(found) if found else (len(self._text) - self._partial_marker_length(markers), "")
-            if end - begin > limit or any(self._text.find(one, seen, end) >= 0 for one in never):
+            if end - begin > limit or any(self._text.find(marker, seen, end) >= 0 for marker in never):
                 raise MalformedError
             if marker:
                 self.position = end + len(marker)

@@ -54,7 +54,7 @@ class ReasoningParser:
     is_open: bool = False
 
     def is_open_after(self, prompt: str) -> bool:
-        """Whether an answer to ``prompt``, of which the end suffices, starts with reasoning without a marker."""
+        """Whether an answer to ``prompt`` starts with reasoning without a marker; the end of the prompt suffices."""
         opens, closes = (prompt.rstrip().endswith(marker) for marker in self.markers)
         return opens or (self.is_open and not closes)
 
@@ -178,4 +178,4 @@ class Parsers:
 
 
 def _sign(signs: tuple[tuple[tuple[str, ...], str], ...], chat_template: str) -> str | None:
-    return next((name for needed, name in signs if all(one in chat_template for one in needed)), None)
+    return next((name for needed, name in signs if all(sign in chat_template for sign in needed)), None)

@@ -109,8 +109,8 @@ def _expectations(limits: ProxyLimits) -> list[str]:
     """Return the rules that tell a client to send the body that it announces, so that the ingress never does.
 
     HAProxy 2.8 loses the body of an answer whose head comes in one packet with the ingress's "100 Continue", as happens
-    on a busy machine: it takes that answer for one without a body. So it sends "100 Continue" itself, as it does where
-    it waits for a body, of which one byte suffices. A request without a body has nothing to be told.
+    on a busy machine: it takes that answer for one without a body. So it sends "100 Continue" itself, as it always does
+    when it waits for a body; here it waits for one byte. A client without a body needs no answer to its expectation.
     """
     expects = "{ req.hdr(expect) -m str -i 100-continue }"
     time = round(1000 * limits.header_timeout_s)

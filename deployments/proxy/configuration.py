@@ -1,6 +1,6 @@
 """`python configuration.py FILE`: makes HAProxy's configuration, as Ray Serve writes it, safe for open networks.
 
-haproxy.sh runs this before each start and reload of HAProxy, for which Ray writes the file anew.
+haproxy.sh runs this before each start and reload of HAProxy, for which Ray writes a new file.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _defaults(limits: ProxyLimits, directory: Path) -> list[str]:
 
 
 def within_file_limit(limits: ProxyLimits, max_files: int) -> ProxyLimits:
-    """Return the limits for a process that may open so many files; HAProxy would not start with too many connections.
+    """Return the limits for a process of at most ``max_files`` files. HAProxy does not start with too many connections.
 
     It counts two files and half a pipe for a connection, and some for itself.
     """

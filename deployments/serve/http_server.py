@@ -31,7 +31,7 @@ Startup = Callable[[uvicorn.Server, list[socket.socket] | None], Awaitable[None]
 
 
 def accept_many(per_turn: int = CONNECTIONS_PER_TURN) -> None:
-    """Let every HTTP server that this process starts from now on accept so many connections a turn.
+    """Let every HTTP server that this process starts from now on accept up to ``per_turn`` connections a turn.
 
     Its requests start in turns.
 
@@ -45,7 +45,7 @@ def accept_many(per_turn: int = CONNECTIONS_PER_TURN) -> None:
     @functools.wraps(original)
     async def start(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
         if sockets and not isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
-            sockets = [*sockets, *(one.dup() for one in sockets for _ in range(per_turn - 1))]
+            sockets = [*sockets, *(listener.dup() for listener in sockets for _ in range(per_turn - 1))]
         server.config.loaded_app = StartInTurns(server.config.loaded_app)
         await original(server, sockets)
 

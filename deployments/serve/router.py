@@ -30,7 +30,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the candidates as one rank, of which Serve takes the one with the shortest queue."""
+        """Return the candidates as one rank. Serve takes the one with the shortest queue."""
         if pending_request is not None:
             # When all replicas are full Serve calls again; without a backoff that is a busy loop.
             pending_request.routing_context.should_backoff = True

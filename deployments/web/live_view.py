@@ -73,8 +73,8 @@ class EngineSnapshot:
     def take(cls, stats: EngineStats, series: Iterable[Series], blocks: BlockMap) -> EngineSnapshot:
         """Make a snapshot; the counters are summed over ``series``."""
         totals: Counter[str] = Counter()
-        for one in series:
-            totals[one.metric.name] += int(one.value) if one.metric.kind == "counter" else 0
+        for item in series:
+            totals[item.metric.name] += int(item.value) if item.metric.kind == "counter" else 0
         return cls(stats, {name: totals[metric.name] for name, metric in _COUNTERS.items()}, blocks)
 
     def as_json(self, name: str) -> dict[str, Any]:
@@ -133,8 +133,8 @@ class LiveView:
             return self._body
 
     def _encode(self, engines: Mapping[str, EngineSnapshot], ingresses: Mapping[str, Sequence[RoutedRequest]]) -> bytes:
-        routed = [asdict(one) | {"ingress": name} for name, requests in ingresses.items() for one in requests]
-        routed.sort(key=lambda one: float(one["time"]), reverse=True)
+        routed = [asdict(request) | {"ingress": name} for name, requests in ingresses.items() for request in requests]
+        routed.sort(key=lambda item: float(item["time"]), reverse=True)
         content = {
             "time": time.time(),
             "model": self._model,

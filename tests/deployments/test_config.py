@@ -71,7 +71,7 @@ def test_a_relative_model_starts_at_the_checkout() -> None:
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         AppConfig.parse({"model": str(tmp_path / "none")}).require_model()
     with pytest.raises(ConfigError, match=r"no config\.json"):
         AppConfig.parse({"model": str(tmp_path)}).require_model()

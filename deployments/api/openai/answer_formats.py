@@ -127,7 +127,7 @@ class AnswerFormats:
         if request.thinking_token_budget is None:
             return None
         reasoning = self._parsers.reasoning_parser
-        ids = [] if reasoning is None else [self._tokenizer.single_token_id(one) for one in reasoning.markers]
+        ids = [] if reasoning is None else [self._tokenizer.single_token_id(marker) for marker in reasoning.markers]
         if reasoning is None or None in ids:
             if not request.requires_thinking_budget:
                 return None

@@ -201,4 +201,4 @@ class GenerationRequest(JsonBody):
 
 def _is_one_of(value: object, neutral: tuple[Any, ...]) -> bool:
     """Whether ``value`` is in ``neutral``, where False and 0 differ."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+    return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral)

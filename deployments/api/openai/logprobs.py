@@ -52,7 +52,7 @@ def prompt_logprobs(
     """Return vLLM's ``prompt_logprobs``: by id, the token and the ``top`` most likely ones; None for the first."""
     return [
         position
-        and {token_id: _ranked(tokenizer, token_id, one) for token_id, one in islice(position.items(), 1 + top)}
+        and {token_id: _ranked(tokenizer, token_id, logprob) for token_id, logprob in islice(position.items(), 1 + top)}
         for position in logprobs
     ]
 
@@ -67,7 +67,7 @@ class CompletionLogprobs:
 
     Args:
         tokenizer: for the tokens' texts.
-        top: number of most likely tokens to list besides each token.
+        top: number of most likely tokens to list with each token.
         skip_special_tokens: whether the text omits special tokens.
         as_ids: write tokens as ``token_id:N``.
     """
@@ -87,9 +87,11 @@ class CompletionLogprobs:
         positions = list(zip(token_ids, logprobs, strict=True))
         return {
             "text_offset": [self._advance(token_id) for token_id in token_ids],
-            "token_logprobs": [one and max(one[token_id].logprob, LOWEST) for token_id, one in positions],
+            "token_logprobs": [
+                logprobs and max(logprobs[token_id].logprob, LOWEST) for token_id, logprobs in positions
+            ],
             "tokens": [self._name(token_id) for token_id in token_ids],
-            "top_logprobs": [one and self._top(one) for _, one in positions],
+            "top_logprobs": [logprobs and self._top(logprobs) for _, logprobs in positions],
         }
 
     def _name(self, token_id: int) -> str:

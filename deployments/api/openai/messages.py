@@ -98,7 +98,7 @@ class Conversation(JsonBody):
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None  # None: unless the final message is continued
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # besides those that the template writes
+    add_special_tokens: bool = False  # in addition to those that the template writes
 
     def check(self) -> None:
         """Reject invalid combinations of fields.
@@ -128,7 +128,7 @@ class Conversation(JsonBody):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What the chat template gets besides the messages."""
+        """What the chat template gets in addition to the messages."""
         options: dict[str, Any] = {}
         if self.offered_tools:
             options["tools"] = [tool.model_dump(exclude_unset=True) for tool in self.offered_tools]

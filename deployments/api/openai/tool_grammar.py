@@ -105,7 +105,7 @@ def _moved(schema: Any, root: str) -> Any:
             else _moved(value, root)
             for key, value in schema.items()
         }
-    return [_moved(one, root) for one in schema] if isinstance(schema, list) else schema
+    return [_moved(inner, root) for inner in schema] if isinstance(schema, list) else schema
 
 
 def _pointer(name: str) -> str:

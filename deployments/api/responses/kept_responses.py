@@ -111,7 +111,7 @@ class KeptResponses:
     async def _find_items(self, ids: set[str]) -> dict[str, dict[str, Any]]:
         """Return the output items with these ids, as far as an ingress keeps them."""
         found = await asyncio.to_thread(self.store.items, ids) if ids else {}
-        wanted = {one for one in ids - found.keys() if _ITEM_ID.fullmatch(one)}
+        wanted = {item_id for item_id in ids - found.keys() if _ITEM_ID.fullmatch(item_id)}
         while wanted and (more := await self._ask_ingresses("stored_items", sorted(wanted))):
             found |= more  # all that one ingress keeps
             wanted -= more.keys()

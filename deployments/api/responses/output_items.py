@@ -160,5 +160,5 @@ class CallItem(OutputItem):
 
 def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
     """Return a token's log-probability as events have it."""
-    top = [{"token": one["token"], "logprob": one["logprob"]} for one in entry["top_logprobs"]]
+    top = [{"token": likely["token"], "logprob": likely["logprob"]} for likely in entry["top_logprobs"]]
     return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}

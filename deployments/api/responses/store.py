@@ -81,9 +81,9 @@ class ResponseStore:
         """Return the output items with these ids, as far as they are kept."""
         with self._lock:
             self._drop_expired()
-            responses = {found for one in ids if (found := self._response_of.get(one)) is not None}
-            stored = [self._stored[one][1] for one in responses]
-        items = (item for one in stored for item in json.loads(one.response)["output"])
+            responses = {found for item_id in ids if (found := self._response_of.get(item_id)) is not None}
+            stored = [self._stored[response_id][1] for response_id in responses]
+        items = (item for response in stored for item in json.loads(response.response)["output"])
         wanted = frozenset(ids)
         return {item["id"]: item for item in items if item["id"] in wanted}
 

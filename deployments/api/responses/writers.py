@@ -60,8 +60,9 @@ class ResponseWriters:
 
         def logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
             shown = [token for token in tokens if not tokenizer.is_special(token[0])]
-            ranked = [one or {} for _, one in shown]
-            entries: list[dict[str, Any]] = chat_logprobs(tokenizer, [one for one, _ in shown], ranked, top)["content"]
+            ranked = [logprob or {} for _, logprob in shown]
+            token_ids = [token_id for token_id, _ in shown]
+            entries: list[dict[str, Any]] = chat_logprobs(tokenizer, token_ids, ranked, top)["content"]
             return entries
 
         return Output(self.answer_format, logprobs)

@@ -101,11 +101,11 @@ def _as_json(text: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of unknown escapes in strings
             call = ast.parse(f"f({text}\n)", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(one.arg is None for one in call.keywords):
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             raise MalformedError
-        if len({one.arg for one in call.keywords}) < len(call.keywords):
+        if len({keyword.arg for keyword in call.keywords}) < len(call.keywords):
             raise MalformedError
-        values = {one.arg: _value(one.value) for one in call.keywords}
+        values = {keyword.arg: _value(keyword.value) for keyword in call.keywords}
         encoded = json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         raise MalformedError from None
@@ -118,7 +118,7 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(one) for one in node.elts]
+        return [_value(element) for element in node.elts]
     if isinstance(node, ast.Dict):
         return {_key(key): _value(value) for key, value in zip(node.keys, node.values, strict=True)}
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):

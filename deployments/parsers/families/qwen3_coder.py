@@ -87,7 +87,7 @@ def _string_piece(text: str) -> CallArguments:
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema names, also those of its alternatives; "any" stands for what it does not name."""
-    types = {one for one in _listed(schema.get("type")) if isinstance(one, str)}
+    types = {name for name in _listed(schema.get("type")) if isinstance(name, str)}
     for key in ("anyOf", "oneOf"):
         for alternative in _listed(schema.get(key)):
             types |= _types(alternative) if isinstance(alternative, Mapping) else set()

@@ -45,7 +45,7 @@ def response_template(reader: Reader, template: Mapping[str, Any], prompt: str, 
             return
     try:
         _, events = parser.finalize()
-        found = [one for event in events for one in _events(event, has_tools)]
+        found = [part for event in events for part in _events(event, has_tools)]
     except _ERRORS:
         found = [Content(held)]
     yield from found
