@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError, ModelLoadError
+from engine.kv.layer_cache import bytes_per_token
 from engine.models.config.model_config import GenerationDefaults, ModelConfig, load_hf_config
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
@@ -192,6 +193,5 @@ def test_sliding_windows_by_layer() -> None:
 
 def test_kv_bytes_per_token() -> None:
     config = ModelConfig.from_hf(build_model("qwen3").config)
-    assert (
-        config.attention.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 32 * 2
-    )  # K and V, layers, KV heads, dim, bytes
+    size = bytes_per_token(config.layer_caches, torch.bfloat16.itemsize)
+    assert size == 2 * 2 * 2 * 32 * 2  # K and V, layers, KV heads, dim, bytes
