@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+
+from tests.waiting import until
 
 SERVER, ERROR = 2, 2  # the protocol's numbers of a span's kind and of a status
 
@@ -46,16 +47,13 @@ class Collector:
     refused: list[str] = field(default_factory=list)
     status: int = 200  # with which exports are answered
 
-    def wait_for(self, count: int, timeout_s: float = 10.0) -> list[Span]:
+    def wait_for(self, count: int) -> list[Span]:
         """Return the spans once there are as many."""
-        return self.wait_until(lambda: len(self.spans) >= count, timeout_s)
+        return self.wait_until(lambda: len(self.spans) >= count)
 
-    def wait_until(self, done: Callable[[], bool], timeout_s: float = 10.0) -> list[Span]:
+    def wait_until(self, done: Callable[[], bool]) -> list[Span]:
         """Return the spans once ``done`` is true."""
-        deadline = time.monotonic() + timeout_s
-        while not done():
-            assert time.monotonic() < deadline, [span.name for span in self.spans]
-            time.sleep(0.01)
+        until(done, "the spans have arrived", pause_s=0.01, details=lambda: [span.name for span in self.spans])
         return list(self.spans)
 
     def receive(self, path: str, body: bytes) -> None:

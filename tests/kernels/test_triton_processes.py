@@ -41,14 +41,29 @@ def test_nothing_on_the_cpu_path_imports_triton_or_flash_attn() -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def _compile(cache: Path, *arguments: str, shared_by_decodes: int = 0) -> list[Counter[str]]:
+@pytest.fixture(
+    params=[
+        pytest.param([90], id="sm_90", marks=pytest.mark.long),
+        pytest.param(
+            [80, 100],
+            id="sm_80 and sm_100",
+            marks=pytest.mark.exhaustive("the same table for two more architectures; CI compiles it for sm_90"),
+        ),
+    ]
+)
+def capabilities(request: pytest.FixtureRequest) -> list[int]:
+    """Return the compute capabilities to compile for."""
+    return list(request.param)
+
+
+def _compile(cache: Path, capabilities: list[int], *arguments: str, shared_by_decodes: int = 0) -> list[Counter[str]]:
     """Compile in another process, check what each variant takes, and return the kernels' variants for each GPU."""
     pytest.importorskip("triton")
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    capabilities = ",".join(map(str, SHARED_MEMORY))
-    result = _python("-m", "tests.kernels.compile_for_gpu", capabilities, *arguments, **environment)
+    listed = ",".join(map(str, capabilities))
+    result = _python("-m", "tests.kernels.compile_for_gpu", listed, *arguments, **environment)
     assert result.returncode == 0, result.stderr
-    compiled: dict[int, Counter[str]] = {capability: Counter() for capability in SHARED_MEMORY}
+    compiled: dict[int, Counter[str]] = {capability: Counter() for capability in capabilities}
     for line in result.stdout.splitlines():
         capability, name, registers, stack, shared = line.split()
         assert 0 < int(registers) <= 255, line
@@ -59,33 +74,29 @@ def _compile(cache: Path, *arguments: str, shared_by_decodes: int = 0) -> list[C
     return list(compiled.values())
 
 
-@pytest.mark.long
-def test_every_kernel_of_a_decoder_layer_compiles_for_gpus(tmp_path: Path) -> None:
+def test_every_kernel_of_a_decoder_layer_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     names = {"add_norm_kernel", "rotate_and_store_kernel", "gated_activation_kernel", "linear_kernel"}
-    for compiled in _compile(tmp_path, "variants", "layers", "linear"):
+    for compiled in _compile(tmp_path, capabilities, "variants", "layers", "linear"):
         assert set(compiled) == names
         assert compiled["rotate_and_store_kernel"] >= 11
 
 
-@pytest.mark.long
-def test_attention_of_every_shape_and_option_compiles_for_gpus(tmp_path: Path) -> None:
+def test_attention_of_every_shape_and_option_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     """As gpu_variants.py combines them: about a minute of a core for what would take an hour."""
-    for compiled in _compile(tmp_path, "variants", "attention"):
+    for compiled in _compile(tmp_path, capabilities, "variants", "attention"):
         assert set(compiled) == {*ATTENTION, "_store_kernel"}
         assert min(compiled[name] for name in ("prefill_kernel", "split_decode_kernel")) >= 4  # a head_dim each
 
 
-@pytest.mark.long
-def test_every_kernel_that_samples_compiles_for_gpus(tmp_path: Path) -> None:
+def test_every_kernel_that_samples_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     choices = {"best_of_tokens_kernel", "best_of_parts_kernel", "group_maxima_kernel", "truncated_draw_kernel"}
-    for compiled in _compile(tmp_path, "sampling"):
+    for compiled in _compile(tmp_path, capabilities, "sampling"):
         assert set(compiled) == choices | {"change_tokens_kernel", "penalise_kernel", "bitmask_kernel"}
         assert compiled["best_of_tokens_kernel"] >= 4  # with and without noise, and indices
 
 
-@pytest.mark.long
-def test_every_kernel_of_experts_compiles_for_gpus(tmp_path: Path) -> None:
-    for compiled in _compile(tmp_path, "experts"):
+def test_every_kernel_of_experts_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
+    for compiled in _compile(tmp_path, capabilities, "experts"):
         assert compiled == {  # for each mixture one: few tokens and many launch the same
             "route_kernel": 6,
             "group_kernel": 6,
@@ -94,9 +105,8 @@ def test_every_kernel_of_experts_compiles_for_gpus(tmp_path: Path) -> None:
         }
 
 
-@pytest.mark.long
-def test_every_kernel_of_a_warm_up_compiles_for_gpus(tmp_path: Path) -> None:
-    for compiled in _compile(tmp_path, "models", "Qwen3-0.6B", shared_by_decodes=TWO_TILES):
+def test_every_kernel_of_a_warm_up_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
+    for compiled in _compile(tmp_path, capabilities, "models", "Qwen3-0.6B", shared_by_decodes=TWO_TILES):
         assert compiled == {  # without and with a sliding window
             "prefill_kernel": 2,
             "plan_splits_kernel": 2,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from deployments.launcher import log_follower
 from deployments.launcher.log_follower import LogFollower
+from tests.waiting import until
 
 
 def _append(path: Path, text: str) -> None:
@@ -76,10 +76,7 @@ def test_the_thread_follows_until_stop(tmp_path: Path, monkeypatch: pytest.Monke
     follower = LogFollower(tmp_path, shown.append)
     follower.start()
     _append(path, "one\n")
-    deadline = time.monotonic() + 5
-    while not shown:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: shown, "a line is shown", pause_s=0.01)
     _append(path, "last\n")
     follower.stop()
     assert shown == ["one", "last"]

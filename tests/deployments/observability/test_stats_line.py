@@ -17,6 +17,7 @@ from engine.observability.metrics import (
     REQUESTS_SWAPPED,
     REQUESTS_WAITING,
 )
+from tests.waiting import until
 
 Log = list[logging.LogRecord]
 
@@ -72,9 +73,6 @@ def test_the_line_comes_from_a_thread(serve_log: Log) -> None:
     stats = StatsLine(recorder, period_s=0.01)
     stats.start()
     recorder.increment(GENERATION_TOKENS, 5)
-    deadline = time.monotonic() + 5
-    while not serve_log:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: serve_log, "a line is logged", pause_s=0.01)
     stats.stop()
     assert serve_log[0].getMessage().startswith("Avg prompt throughput: ")

@@ -8,7 +8,7 @@ from http.server import ThreadingHTTPServer
 
 import pytest
 
-from tests.deployments.proxy.proxies import Ingress, Proxy, running
+from tests.deployments.proxy.proxies import PATIENT, Ingress, Proxy, running
 
 
 @pytest.fixture(scope="module")
@@ -28,4 +28,11 @@ def ingress() -> Iterator[int]:
 def proxy(tmp_path_factory: pytest.TempPathFactory, ingress: int) -> Iterator[Proxy]:
     """Return a HAProxy, whose connections each test closes."""
     with running(tmp_path_factory.mktemp("proxy"), ingress) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def patient_proxy(tmp_path_factory: pytest.TempPathFactory, ingress: int) -> Iterator[Proxy]:
+    """Return a HAProxy that keeps silent connections open."""
+    with running(tmp_path_factory.mktemp("patient"), ingress, limits=PATIENT) as proxy:
         yield proxy

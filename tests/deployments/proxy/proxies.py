@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from deployments.config import checkout_root
 from deployments.proxy.limits import ProxyLimits
 from deployments.proxy.probe_frontend import PORT_VARIABLE
 from tests.ports import free_port
+from tests.waiting import HANG_S, until
 
 LIMITS = ProxyLimits(
     max_connections=8, max_connections_per_address=3, header_timeout_s=1.0, keep_alive_timeout_s=1.2, send_timeout_s=1.6
 )
+PATIENT = replace(LIMITS, header_timeout_s=HANG_S)  # for tests that hold silent connections
 CLIENTS = [f"127.0.0.{number}" for number in range(2, 6)]
 
 
@@ -110,14 +113,16 @@ class Ingress(BaseHTTPRequestHandler):
 class Proxy:
     """A running HAProxy: its address, and its process."""
 
-    def __init__(self, directory: Path, *ingresses: int, host: str = "127.0.0.1", **options: Any) -> None:
+    def __init__(
+        self, directory: Path, *ingresses: int, host: str = "127.0.0.1", limits: ProxyLimits = LIMITS, **options: Any
+    ) -> None:
         self.host = host
         self.port, self.stats_port, self.metrics_port = free_port(), free_port(), free_port()
         self.socket, self.config = directory / "admin.sock", directory / "haproxy.cfg"
         ports = {"stats_port": self.stats_port, "metrics_port": self.metrics_port}
         write_config(self.config, *ingresses, frontend=self.port, host=host, **options, **ports)
         self.probe_port = free_port()
-        environ = os.environ | LIMITS.environment | {PORT_VARIABLE: str(self.probe_port)}
+        environ = os.environ | limits.environment | {PORT_VARIABLE: str(self.probe_port)}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self.process = subprocess.Popen(
             [checkout_root() / "deployments/proxy/haproxy.sh", "-db", "-f", self.config], env=environ | {"PATH": path}
@@ -130,11 +135,11 @@ class Proxy:
 
     def client(self, address: str) -> httpx.Client:
         """Return a client with an address of its own."""
-        return httpx.Client(base_url=self.url, transport=httpx.HTTPTransport(local_address=address), timeout=5)
+        return httpx.Client(base_url=self.url, transport=httpx.HTTPTransport(local_address=address), timeout=HANG_S)
 
     def connect(self, address: str) -> socket.socket:
         """Return a connection from an address."""
-        return socket.create_connection((self.host, self.port), timeout=5, source_address=(address, 0))
+        return socket.create_connection((self.host, self.port), timeout=HANG_S, source_address=(address, 0))
 
     def command(self, text: str) -> str:
         """Return what HAProxy answers to a command."""
@@ -186,18 +191,19 @@ def hold(stack: ExitStack, proxy: Proxy, address: str, count: int) -> None:
 
 @contextmanager
 def running(directory: Path, *ingresses: int, **options: Any) -> Iterator[Proxy]:
-    """Run a HAProxy for ingresses at these ports; the options are those of ``write_config``."""
+    """Run a HAProxy for ingresses at these ports; the options are those of Proxy and ``write_config``."""
     proxy = Proxy(directory, *ingresses, **options)
     try:
-        deadline = time.monotonic() + 20
-        while not (proxy.socket.exists() and _accepts(proxy)):
-            assert proxy.process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: _has_started(proxy), "HAProxy accepts connections", pause_s=0.02)
         yield proxy
     finally:
         proxy.process.send_signal(signal.SIGKILL)
         proxy.process.wait()
+
+
+def _has_started(proxy: Proxy) -> bool:
+    assert proxy.process.poll() is None
+    return proxy.socket.exists() and _accepts(proxy)
 
 
 def _accepts(proxy: Proxy) -> bool:

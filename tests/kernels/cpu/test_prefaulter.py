@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from kernels.cpu.library import library
 from kernels.cpu.memory import huge_zeros
 from kernels.cpu.prefaulter import Prefaulter
 from tests.kernels.cpu.test_memory import num_resident_bytes
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 BLOCK = 64 * 2**10
@@ -34,8 +34,7 @@ def can_prefault() -> bool:
         return False
     prefaulter = impolite([torch.zeros(1000, 4096)], 0)
     prefaulter.use(7)
-    while not prefaulter.num_ready:
-        time.sleep(0.001)
+    until(lambda: prefaulter.num_ready, "a block is ready", pause_s=0.001)
     return prefaulter.num_ready == 8
 
 
@@ -46,10 +45,7 @@ def parts() -> list[torch.Tensor]:
 
 def wait(prefaulter: Prefaulter, num_ready: int) -> None:
     """Wait until exactly as many blocks are ready."""
-    deadline = time.monotonic() + 60
-    while prefaulter.num_ready != num_ready and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert prefaulter.num_ready == num_ready
+    until(lambda: prefaulter.num_ready == num_ready, f"{num_ready} blocks are ready", pause_s=0.005)
 
 
 pytestmark = pytest.mark.skipif(
