@@ -102,7 +102,7 @@ def make_public(args: dict[str, Any]) -> None:
     """
     args["engine"] |= {"dtype": "float32", "async_scheduling": True}
     args["replicas"] |= {"num_ingress_replicas": 2, "cpus_per_engine": 0.1, "cpus_per_ingress": 0.1}
-    args["limits"]["stall_timeout_s"] = 10.0
+    args["limits"]["stall_timeout_s"] = 20.0  # a new engine sends nothing while it compiles its first grammar
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,8 @@ from tests.waiting import HANG_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 Change = Callable[[dict[str, Any]], object]
+# On a busy machine Ray would take a proxy for dead that starts or answers slowly, and kill it.
+PATIENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
 START_HANG_S = 240.0  # below the limit of a test, whose message would not show the log
 assert ray.__file__
 
@@ -196,7 +198,7 @@ def start_server(
         process = subprocess.Popen(
             [sys.executable, "-m", "deployments.launch", str(config)],
             cwd=ROOT,
-            env={**os.environ, "RAY_TMPDIR": str(ray_dir), **(environment or {})},
+            env={**os.environ, "RAY_TMPDIR": str(ray_dir), **PATIENT, **(environment or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -80,9 +80,11 @@ async def _full_batch(client: httpx.AsyncClient) -> AsyncIterator[None]:
     """Take all slots of running requests with streams that are as long as the context."""
     body = {"prompt": "Endless", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     async with AsyncExitStack() as streams:
+        lines = []  # a generator that is dropped would close its stream
         for _ in range(MAX_RUNNING):
             answer = await streams.enter_async_context(client.stream("POST", "/v1/completions", json=body))
-            await _read_until_first_token(answer.aiter_lines())
+            lines.append(answer.aiter_lines())
+            await _read_until_first_token(lines[-1])
         yield
 
 
