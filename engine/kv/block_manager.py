@@ -101,19 +101,17 @@ class BlockManager:
             self.pool.retain(block)
         for page in match.pages:  # before blocks are taken for them, which may evict other pages
             self.host_pool.pin(page)
-        for block in (*match.blocks, *map(self._load, match.pages)):
+        blocks = list(match.blocks)
+        for page in match.pages:
+            blocks.append(block := self._take_block())
+            self.host_pool.load(page, block)
+            self.prefix_cache.publish_page(page, block)
+        for block in blocks:
             sequence.block_table.append(block.block_id)
             sequence.content_ids.append(block.content_id)
         sequence.num_matched_tokens = match.num_tokens
         # A fully cached sequence still computes its last token, whose logits are needed; its K and V are not rewritten.
         sequence.num_computed_tokens = min(match.num_tokens, sequence.num_tokens - 1)
-
-    def _load(self, page: Block) -> Block:
-        """Return a block of the device to which a pinned page is copied in this step."""
-        block = self._take_block()
-        self.host_pool.load(page, block)
-        self.prefix_cache.publish_page(page, block)
-        return block
 
     # --- allocation ---------------------------------------------------------------------------------------------
 
