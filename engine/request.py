@@ -30,8 +30,8 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
         priority: higher is more important.
         cache_salt: requests share cached blocks only under equal salts.
         client: who sent it; the waiting requests of several clients start in turns (engine/scheduling/client_turns.py).
-        output_token_ids: tokens that a lost engine has already generated for this request. The answer goes on after
-            them as if this engine had generated them: penalties, the grammar, the positions of seeded sampling,
+        output_token_ids: tokens that a lost engine has already generated for this request. The answer continues
+            after them as if this engine had generated them: penalties, the grammar, the positions of seeded sampling,
             ``min_tokens`` and ``max_tokens`` count them too.
     """
 

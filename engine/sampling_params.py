@@ -41,7 +41,7 @@ MAX_SEQUENCES = 128  # n, best_of
 MAX_BEAM_WIDTH = 64
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
-MAX_BAD_WORD_TOKENS = 64  # the sampler keeps so many last tokens of a sequence
+MAX_BAD_WORD_TOKENS = 64  # the sampler keeps this many last tokens of a sequence
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 _ROUNDS_TO_ZERO = 2.0**-150  # the greatest number that is 0 as a float32
@@ -155,7 +155,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
     Attributes:
         n: sequences returned, at most 128.
-        best_of: sequences generated, of which the n most likely are returned; None is n.
+        best_of: sequences generated; the n most likely are returned; None is n.
         beam_width: number of beams of a beam search, at most 64; needs temperature 0. None samples.
         length_penalty: a beam's log-probability is divided by its length to this power, in [-10, 10].
         early_stopping: when a beam search ends, as in transformers: true, false or "never".
@@ -180,7 +180,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
         skip_special_tokens: leave special tokens out of the text.
         logprobs: log-probabilities of the generated token and of this many most likely tokens, at most 20; None is off.
         prompt_logprobs: the same for the prompt's tokens.
-        logprob_token_ids: at most 128 tokens whose log-probabilities are returned besides; needs ``logprobs``.
+        logprob_token_ids: at most 128 tokens whose log-probabilities are returned in addition; needs ``logprobs``.
         structured_outputs: a JSON schema, regex, choice or grammar that the text must follow.
         thinking_budget: maximum tokens of reasoning, after which it is ended.
 
@@ -291,7 +291,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
     @cached_property
     def needs_history(self) -> bool:
-        """Whether a token is chosen by which tokens come before it, besides the logits: penalties, for example."""
+        """Whether the choice of a token depends on the tokens before it beyond the logits, as with penalties."""
         penalizes = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         has_long_words = any(len(word) > 1 for word in self.bad_words_token_ids or ())
         return bool(penalizes or has_long_words or self.uses_beam_search or self.thinking_budget is not None)

@@ -16,7 +16,7 @@ DECODE_INTERVAL_S = 0.25
 class LoadReporter:
     """Reports the load when the queue or the batch has changed, at most once in ``interval_s``.
 
-    While only decoding goes on, it reports the new number of steps and of free blocks every ``DECODE_INTERVAL_S``.
+    While the engine only decodes, it reports the new number of steps and of free blocks every ``DECODE_INTERVAL_S``.
 
     Args:
         listener: receives the reports in the step thread; its exceptions reach the caller of ``update``.

@@ -71,9 +71,9 @@ def apply_rules(
     for name, rule in rules.items():
         try:
             value = rule(getattr(target, name))
-        except RuleError as found:
+        except RuleError as broken:
             names = {"param": name} if param is None else {"param": param, "part": name}
-            raise error(found.problem, **names, **found.fields) from None
+            raise error(broken.problem, **names, **broken.fields) from None
         store(target, name, value)
 
 
@@ -100,7 +100,7 @@ def number(low: float, high: float, interval: str | None = None) -> Rule:
 
 
 def integer(low: int | None = None, high: int | None = None) -> Rule:
-    """Return the rule for an integer of at least ``low`` and at most ``high``; None is no limit."""
+    """Return the rule for an integer of at least ``low`` and at most ``high``; None means unlimited."""
     limits = [f"at least {low}"] * (low is not None) + [f"at most {high}"] * (high is not None)
     remedy = f"give an integer of {' and '.join(limits)}" if limits else "give an integer"
 
@@ -167,11 +167,11 @@ def strings(limit: int) -> Rule:
     """Return the rule for a list of at most ``limit`` strings that are not empty; None is an empty list."""
 
     def check(value: Any) -> Any:
-        found = items(() if value is None else value, limit, "strings")
-        for string in found:
+        checked = items(() if value is None else value, limit, "strings")
+        for string in checked:
             if not isinstance(string, str) or not string:
                 raise RuleError(f"contains {shown(string)}", remedy="give strings that are not empty")
-        return found
+        return checked
 
     return check
 
@@ -180,13 +180,13 @@ def memory_size(value: Any) -> int:
     """Return bytes from an int or from text such as ``"512MiB"`` or ``"4 GiB"``.
 
     Raises:
-        RuleError: if the text is no size, or the size is not positive.
+        RuleError: if the text is not a size, or the size is not positive.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or not isinstance(value, int | str) or isinstance(value, bool):
-        raise RuleError("is no memory size", value=value, remedy="give bytes or text such as '512MiB' or '4GiB'")
+        raise RuleError("is not a memory size", value=value, remedy="give bytes or text such as '512MiB' or '4GiB'")
     size = float(match[1]) * unit
     if not 1 <= size < 2**63:
-        raise RuleError("is no amount of memory that a machine has", value=value, remedy="give, say, '512MiB'")
+        raise RuleError("is not an amount of memory that a machine has", value=value, remedy="give, say, '512MiB'")
     return int(size)

@@ -29,7 +29,7 @@ class ThinkingBudget(Struct, frozen=True, array_like=True, forbid_unknown_fields
         start_token_id: the token that starts it, once; None: the prompt ends within the reasoning.
 
     Raises:
-        RequestError: for a value that is no number of at least 0.
+        RequestError: for a value that is not an integer of at least 0.
     """
 
     num_tokens: int

@@ -1,6 +1,6 @@
 """GrammarCompiler: compiles a request's structured outputs to a grammar over one model's tokens.
 
-Each request gets a Grammar or a RequestError within about four time-outs, of which it waits two for other grammars.
+Each request gets a Grammar or a RequestError within about four time-outs; for two of them it waits for other grammars.
 This module owns the tokenizer, the cache and the time-out; grammar.py decides which tokens a grammar allows.
 
     compiled before        a copy, without waiting                      (cached)

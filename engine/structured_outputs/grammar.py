@@ -60,7 +60,7 @@ class Grammar:
     """The state of one sequence's grammar.
 
     EOS (any of the model's EOS ids) is allowed exactly where the grammar accepts the text so far. A token that is not
-    allowed, or a limit of the automaton, sets ``error``. From then on only EOS is allowed, so that the batch goes on
+    allowed, or a limit of the automaton, sets ``error``. From then on only EOS is allowed, so that the batch continues
     and the engine can end this sequence with an error.
 
     A sequence must end when ``is_terminated`` becomes true, whatever its ``ignore_eos`` and ``min_tokens`` are: no

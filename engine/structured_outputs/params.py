@@ -35,7 +35,7 @@ class StructuredOutputsParams(Struct, frozen=True, kw_only=True, omit_defaults=T
         json: a JSON schema (object, or its text; kept as text), nested at most 64 deep. The order of properties in the
             text is their order in the schema.
         regex: a regular expression that the whole text matches, without look-around or back-references.
-        choice: strings, one of which the text is (kept as a tuple).
+        choice: strings; the text is one of them (kept as a tuple).
         grammar: a grammar in Lark's notation as llguidance extends it, or in GBNF (``root ::= ...``).
         json_object: true for any JSON object.
 
@@ -123,21 +123,21 @@ def _schema_text(schema: object) -> str:
         try:
             text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
         except (TypeError, ValueError) as error:
-            _reject(f"is no JSON: {str(error)[:100]}", "give plain JSON values", "json")
+            _reject(f"is not JSON: {str(error)[:100]}", "give plain JSON values", "json")
         _check_text("json", text, MAX_SCHEMA_CHARACTERS)
     return text
 
 
 def _parsed(text: str) -> object:
     def no_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not JSON")
 
     try:
         return json.loads(text, parse_constant=no_constant)
     except RecursionError:
         _reject(f"is nested deeper than {MAX_SCHEMA_DEPTH}", "use a flatter schema", "json")
     except ValueError as error:
-        _reject(f"is no JSON: {str(error)[:100]}", "give a JSON schema", "json")
+        _reject(f"is not JSON: {str(error)[:100]}", "give a JSON schema", "json")
 
 
 def _depths(value: object) -> Iterator[int]:

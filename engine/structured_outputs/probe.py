@@ -74,7 +74,7 @@ class GrammarProbe:
         self._is_closed = False
 
     def check(self, params: StructuredOutputsParams) -> str | None:
-        """Return the reason to reject a grammar, or None; takes at most about six time-outs, of which it waits four.
+        """Return the reason to reject a grammar, or None; takes at most about six time-outs, four of them waiting.
 
         Raises:
             OverloadedError: if the grammar could not be tried.

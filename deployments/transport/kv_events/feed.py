@@ -69,7 +69,7 @@ class ReplicaFeed:
         listener: receives the changes.
         sink: where gaps are counted.
         now: monotonic seconds.
-        silence_s: after so many seconds without a message the replica's events count as lost.
+        silence_s: the replica's events count as lost after this many seconds without a message.
         resync_s: seconds to wait for the first snapshot; the wait doubles with each further one, up to 8 times.
     """
 

@@ -29,15 +29,15 @@ class PackedSet:
 
     def update(self, hashes: Iterable[int]) -> None:
         """Add hashes."""
-        for one in hashes:
-            if one not in self._index_of:
-                self._index_of[one] = len(self.words)
-                self.words.append(one)
+        for block_hash in hashes:
+            if block_hash not in self._index_of:
+                self._index_of[block_hash] = len(self.words)
+                self.words.append(block_hash)
 
     def difference_update(self, hashes: Iterable[int]) -> None:
         """Remove hashes; unknown ones are ignored."""
-        for one in hashes:
-            index = self._index_of.pop(one, None)
+        for block_hash in hashes:
+            index = self._index_of.pop(block_hash, None)
             if index is None:
                 continue
             last = self.words.pop()

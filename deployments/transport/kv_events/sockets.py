@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 __all__ = ["Wakeup", "address_of", "bind_publisher", "check_endpoint", "connect_subscriber", "set_common", "url_host"]
 
 MAX_SUBSCRIPTION_BYTES = 4096  # of a message to a publisher: subscriptions
-ENVELOPE_BYTES = 4096  # of a snapshot besides its hashes
+ENVELOPE_BYTES = 4096  # of a snapshot, beyond its hashes
 ALIVE_IVL_MS, ALIVE_TIMEOUT_MS = 1000, 5000  # heartbeats; a connection whose peer is gone is closed
 RECONNECT_IVL_MS, RECONNECT_MAX_MS = 100, 2000
 CONNECT_TIMEOUT_MS = 3000
@@ -69,29 +69,29 @@ def bind_publisher(
         ConfigError: ``host`` is not an address of this node.
     """
     address = address_of(host)
-    made = context.socket(zmq.XPUB)
-    made.setsockopt(zmq.SNDHWM, max_queued)
-    made.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
-    set_common(made, address)
+    publisher = context.socket(zmq.XPUB)
+    publisher.setsockopt(zmq.SNDHWM, max_queued)
+    publisher.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
+    set_common(publisher, address)
     try:
-        made.bind(f"tcp://{url_host(address)}:*")
+        publisher.bind(f"tcp://{url_host(address)}:*")
     except zmq.ZMQError as error:
-        made.close(0)
+        publisher.close(0)
         raise ConfigError(f"cannot listen on host={host!r}: {error}; give an address of this node") from None
-    return made, made.getsockopt_string(zmq.LAST_ENDPOINT)
+    return publisher, publisher.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def connect_subscriber(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     """Return a SUB socket that connects, and reconnects, to ``endpoint``; raises what ``check_endpoint`` raises."""
-    made = context.socket(zmq.SUB)
-    made.setsockopt(zmq.RCVHWM, MAX_RECEIVED)
-    made.setsockopt(zmq.MAXMSGSIZE, MAX_SNAPSHOT_BYTES + ENVELOPE_BYTES)
-    made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_IVL_MS)
-    made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-    made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-    set_common(made, check_endpoint(endpoint))
-    made.connect(endpoint)
-    return made
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt(zmq.RCVHWM, MAX_RECEIVED)
+    subscriber.setsockopt(zmq.MAXMSGSIZE, MAX_SNAPSHOT_BYTES + ENVELOPE_BYTES)
+    subscriber.setsockopt(zmq.RECONNECT_IVL, RECONNECT_IVL_MS)
+    subscriber.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    subscriber.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+    set_common(subscriber, check_endpoint(endpoint))
+    subscriber.connect(endpoint)
+    return subscriber
 
 
 def check_endpoint(endpoint: str) -> IPv4Address | IPv6Address:
@@ -102,12 +102,12 @@ def check_endpoint(endpoint: str) -> IPv4Address | IPv6Address:
     return address_of(match["host"].strip("[]"))
 
 
-def set_common(made: zmq.Socket[bytes], address: IPv4Address | IPv6Address) -> None:
+def set_common(target: zmq.Socket[bytes], address: IPv4Address | IPv6Address) -> None:
     """Set the options of every socket to or at ``address``."""
-    made.setsockopt(zmq.LINGER, 0)
-    made.setsockopt(zmq.IPV6, int(address.version == 6))
-    made.setsockopt(zmq.HEARTBEAT_IVL, ALIVE_IVL_MS)
-    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, ALIVE_TIMEOUT_MS)
+    target.setsockopt(zmq.LINGER, 0)
+    target.setsockopt(zmq.IPV6, int(address.version == 6))
+    target.setsockopt(zmq.HEARTBEAT_IVL, ALIVE_IVL_MS)
+    target.setsockopt(zmq.HEARTBEAT_TIMEOUT, ALIVE_TIMEOUT_MS)
 
 
 def address_of(host: str) -> IPv4Address | IPv6Address:

@@ -42,8 +42,8 @@ class KVEventSubscriber:
     Args:
         listener: called from the subscriber's thread; an exception that it raises is logged, and the feed resyncs.
         sink: where metrics are reported.
-        silence_s: the events of a replica count as lost after so many seconds without a message, until the next one.
-        resync_s: a snapshot that does not arrive within so many seconds is requested again.
+        silence_s: the events of a replica count as lost after this many seconds without a message, until the next one.
+        resync_s: a snapshot that does not arrive within this many seconds is requested again.
         renew_s: the socket of a replica that is silent for so long is replaced: ZeroMQ reconnects to a peer that was
             gone, but never to one that has violated its protocol.
         clock: returns seconds.

@@ -25,10 +25,10 @@ class StreamPausedError(PagodaError):
 
 
 _REQUEST_ERRORS: dict[str, type[RequestError]] = {
-    one.__name__: one for one in (RequestError, PromptTooLongError, OverloadedError)
+    kind.__name__: kind for kind in (RequestError, PromptTooLongError, OverloadedError)
 }
 _OTHERS: dict[str, type[Exception]] = {
-    one.__name__: one for one in (ReplicaFullError, ReplicaDrainingError, EngineDeadError)
+    kind.__name__: kind for kind in (ReplicaFullError, ReplicaDrainingError, EngineDeadError)
 }
 
 
@@ -53,7 +53,7 @@ def error_of(failure: Failure, replica: str) -> Exception:
         if isinstance(error, OverloadedError):
             error.replica = replica
         return error
-    made = _OTHERS.get(failure.kind, RuntimeError)(failure.message)
-    if isinstance(made, EngineDeadError):
-        made.replica = replica
-    return made
+    other = _OTHERS.get(failure.kind, RuntimeError)(failure.message)
+    if isinstance(other, EngineDeadError):
+        other.replica = replica
+    return other

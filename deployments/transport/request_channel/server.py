@@ -37,7 +37,7 @@ __all__ = ["ChannelServer"]
 
 logger = logging.getLogger("ray.serve")
 
-MAX_SILENT_TICKS = 5  # an ingress that sends nothing for so many ticks is lost
+MAX_SILENT_TICKS = 5  # an ingress that sends nothing for this many ticks is lost
 MAX_INGRESSES = 4096
 MAX_KEPT_BYTES = 64 * 2**20  # of messages that a live ingress does not receive
 DRAIN_POLL_S = 0.05
@@ -103,7 +103,7 @@ class ChannelServer:
     @property
     def num_requests(self) -> int:
         """Number of unfinished requests."""
-        return self._count.num_unfinished + sum(len(one.compiling) for one in self._ingresses.values())
+        return self._count.num_unfinished + sum(len(ingress.compiling) for ingress in self._ingresses.values())
 
     async def drain(self) -> None:
         """Refuse new requests; returns when all others have ended and their outputs have arrived."""
@@ -167,9 +167,9 @@ class ChannelServer:
         if is_old or len(self._ingresses) >= MAX_INGRESSES:
             return None
         self._num_ingresses += 1
-        made = _Ingress(self._num_ingresses, Connection(self._outputs, identity, self._count))
-        self._ingresses[identity] = made
-        return made
+        ingress = _Ingress(self._num_ingresses, Connection(self._outputs, identity, self._count))
+        self._ingresses[identity] = ingress
+        return ingress
 
     def _acknowledge(self, identity: bytes, ingress: _Ingress, hello: Hello) -> None:
         """Note what the ingress has received, and send what it lacks."""
