@@ -38,7 +38,7 @@ def logprobs_of_text(options: dict[str, Any]) -> dict[str, list[float]]:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     for far in (False, True):
         for text, question in held_out_questions(far=far):
-            asked = tokenizer.encode_chat([{"role": "user", "content": text}])
+            asked = tokenizer.chat_template.encode([{"role": "user", "content": text}])
             prompt = asked + tokenizer.encode(question.answer)
             scored = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].prompt_logprobs
             assert scored is not None

@@ -30,6 +30,7 @@ from engine.options.rules import (
     rules_of,
 )
 from kernels.attention.registry import BACKENDS
+from kernels.linear.registry import QUANTIZATIONS
 
 __all__ = ["EngineConfig", "SpeculativeConfig"]
 
@@ -190,7 +191,7 @@ class EngineConfig:
     model: Annotated[str, _checkpoint_path]
     dtype: Annotated[str, choice("auto", "float32", "bfloat16", "float16")] = "auto"
     model_impl: Annotated[str, choice("auto", "pagoda", "transformers")] = "auto"
-    quantization: Annotated[str | None, optional(choice("int8"))] = None
+    quantization: Annotated[str | None, optional(choice(*QUANTIZATIONS))] = None
     max_model_len: Annotated[int | None, optional(integer(1))] = None
     max_num_seqs: Annotated[int, integer(1)] = 256
     max_num_batched_tokens: Annotated[int, integer(1)] = 2048

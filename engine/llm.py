@@ -127,7 +127,7 @@ class LLM:
         tokenizer = self._require_tokenizer()
         listed: list[Any] = _listed(messages, "messages")
         conversations = [listed] if listed and isinstance(listed[0], dict) else listed
-        prompts = [_TokenizedPrompt(tokenizer.encode_chat(_listed(one, "messages"))) for one in conversations]
+        prompts = [_TokenizedPrompt(tokenizer.chat_template.encode(_listed(one, "messages"))) for one in conversations]
         return self._run(prompts, self._params_for(sampling_params, len(prompts)), use_tqdm)
 
     # --- one run ------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def _ranges(engine: Engine) -> Iterator[None]:
         for name, method in vars(sampler).items():
             if callable(method) and not name.startswith("_"):
                 stack.enter_context(patch.object(sampler, name, _in_range(SAMPLING, method)))
-        model = runner.workers.local.model
+        model = runner.workers.local.shard.model
         for module in model.modules() if isinstance(model, nn.Module) else ():
             if group := next((group for part, group in MODULE_GROUPS.items() if part in type(module).__name__), None):
                 stack.enter_context(patch.object(module, "forward", _in_range(group, module.forward)))

@@ -128,16 +128,16 @@ class PromptBuilder:
     def _render(self, conversation: Conversation, tokenizer: Tokenizer, max_contexts: int) -> list[int]:
         """Render and tokenise a conversation that is at most about ``max_contexts`` contexts long."""
         has_calls = any(message.tool_calls for message in conversation.messages)
-        as_text = has_calls and tokenizer.renders_arguments_as_text
+        as_text = has_calls and tokenizer.chat_template.renders_arguments_as_text
         messages = [message.for_template(arguments_as_text=as_text) for message in conversation.messages]
-        if "developer" not in tokenizer.chat_template:  # such templates skip the role, or refuse it
+        if "developer" not in tokenizer.chat_template.source:  # such templates skip the role, or refuse it
             messages = [_as_system(message) for message in messages]
         options = conversation.template_options
         self._check_length(sum(len(message["content"]) for message in messages), "messages", max_contexts)
         if options or has_calls:
             size = sum(map(len, texts_in([*messages, options])))
             self._check_length(size, "tools" if conversation.offered_tools else "messages", max_contexts)
-        return tokenizer.encode_chat(
+        return tokenizer.chat_template.encode(
             messages,
             add_generation_prompt=conversation.starts_answer,
             continue_final_message=conversation.continue_final_message,

@@ -1,21 +1,18 @@
-"""Tokenizer: text to token ids and back, with the checkpoint's own tokenizer and chat template."""
+"""Tokenizer: text to token ids and back, with the checkpoint's own tokenizer."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError, RequestError
-from engine.text.special_tokens import SpecialTokenMask, texts_in
+from engine.text.chat_template import ChatTemplate
+from engine.text.token_bytes import TokenBytes
 
 __all__ = ["Tokenizer", "import_tokenizers"]
-
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a token that is a byte
 
 
 def import_tokenizers() -> None:
@@ -24,7 +21,11 @@ def import_tokenizers() -> None:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer and chat template.
+    """A checkpoint's tokenizer.
+
+    Attributes:
+        chat_template: renders conversations; the checkpoint may have none.
+        token_bytes: returns the bytes of a token.
 
     Raises:
         ModelLoadError: if the directory holds no tokenizer that loads without running its own code.
@@ -51,7 +52,8 @@ class Tokenizer:
         special = set(self._tokenizer.all_special_tokens)
         special |= {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         self._special_tokens: list[str] = sorted(special, key=len, reverse=True)
-        self._bytes: dict[int, bytes] = {}  # a cache
+        self.chat_template = ChatTemplate(self._tokenizer, self.encode, self._special_tokens)
+        self.token_bytes = TokenBytes(self._tokenizer, self.decode)
 
     def __len__(self) -> int:
         return len(self._tokenizer)
@@ -64,49 +66,11 @@ class Tokenizer:
     def warm_up(self) -> None:
         """Read the vocabulary and compile the templates, for which the first request would have to wait."""
         assert self.longest_token
-        if self.response_template is not None:
+        if self.chat_template.response_template is not None:
             import transformers.utils.chat_parsing  # noqa: F401  (slow to import, and needed for few models)
-        if self.has_chat_template:
+        if self.chat_template.exists:
             with suppress(RequestError):  # a template may refuse these messages
-                self.encode_chat([{"role": "user", "content": "a"}])
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the checkpoint has a chat template."""
-        return bool(self._tokenizer.chat_template)
-
-    @property
-    def chat_template(self) -> str:
-        """The source of the chat template, of all of them if there are several; empty if there is none."""
-        template = self._tokenizer.chat_template or ""
-        return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
-
-    @property
-    def response_template(self) -> Mapping[str, Any] | None:
-        """The checkpoint's description of its answers' format, as transformers reads it; None if it has none."""
-        template = getattr(self._tokenizer, "response_template", None)
-        return template if isinstance(template, Mapping) else None
-
-    @cached_property
-    def renders_arguments_as_text(self) -> bool:
-        """Whether the chat template takes the arguments of a tool call as JSON text, not as a mapping.
-
-        A template that takes text either fails with a mapping, or writes it as Python does.
-        """
-        call = {"type": "function", "id": "call_000", "function": {"name": "f", "arguments": {"key": "value"}}}
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        try:
-            rendered = str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        except Exception:  # templates raise anything
-            return self._renders_text_arguments(messages, call)
-        return "'key'" in rendered
-
-    def _renders_text_arguments(self, messages: list[Any], call: dict[str, Any]) -> bool:
-        call["function"]["arguments"] = '{"key": "value"}'
-        try:
-            return "key" in str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        except Exception:  # it refuses tool calls of any kind
-            return False
+                self.chat_template.encode([{"role": "user", "content": "a"}])
 
     def special_token_ids(self, tokens: Iterable[str]) -> frozenset[int]:
         """Return the ids of those of ``tokens`` that are special tokens."""
@@ -117,13 +81,18 @@ class Tokenizer:
         token_ids = self.encode(text, add_special_tokens=False)
         return token_ids[0] if len(token_ids) == 1 else None
 
-    @property
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids of all special tokens."""
-        return self._special_ids
+        return frozenset(self._tokenizer.convert_tokens_to_ids(self._special_tokens))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of ``text``. Special tokens spelled out in it become special tokens.
+    def encode(self, text: str, *, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of ``text``.
+
+        Args:
+            text: what is tokenised.
+            add_special_tokens: whether the tokenizer adds its own special tokens.
+            split_special_tokens: whether special tokens spelled out in the text stay plain text.
 
         Raises:
             RequestError: about ``prompt``, if the text has an unpaired surrogate, which no tokenizer can encode.
@@ -136,9 +105,6 @@ class Tokenizer:
                 param="prompt",
                 remedy="send valid text",
             ) from None
-        return self._encode(text, add_special_tokens=add_special_tokens)
-
-    def _encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]:
         if self._rust is None:
             options = {"split_special_tokens": True} if split_special_tokens else {}
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, **options))
@@ -180,123 +146,13 @@ class Tokenizer:
 
         return partial(DecodeStream(list(context), skip_special_tokens).step, self._rust)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, also if they are only a part of a character.
-
-        The bytes of a special token are its name. An id that the tokenizer does not have gives no bytes.
-        """
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._bytes_of(token_id)
-        return found
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        if token_id >= len(self):
-            return b""
-        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
-        text = self.decode([token_id], skip_special_tokens=False)
-        if "\ufffd" in text:  # no whole characters
-            if byte := _BYTE_TOKEN.fullmatch(token):
-                return bytes([int(byte[1], 16)])
-            alphabet = _byte_level_alphabet()
-            if all(character in alphabet for character in token):
-                return bytes(alphabet[character] for character in token)
-        # SentencePiece drops the space at the start of a text, and here each token is a text.
-        return (" " + text if token.startswith("▁") and not text.startswith(" ") else text).encode()
-
     def token_names(self, token_ids: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary spells them."""
         return list(self._tokenizer.convert_ids_to_tokens(list(token_ids)))
 
     def is_special(self, token_id: int) -> bool:
         """Whether ``decode`` omits the token when it skips special tokens."""
-        return token_id in self._special_ids
-
-    @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        return frozenset(self._tokenizer.convert_tokens_to_ids(self._special_tokens))
-
-    def encode_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        add_special_tokens: bool = False,
-        template_options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> list[int]:
-        """Render ``messages`` with the checkpoint's chat template and return the token ids.
-
-        A special token spelled out in a message or an option stays plain text; only the template writes control tokens.
-
-        Args:
-            messages: of the conversation.
-            add_generation_prompt: whether the prompt ends with the start of the answer.
-            continue_final_message: whether the prompt ends within the final message, which the answer continues.
-            add_special_tokens: whether the tokenizer adds its own special tokens to those of the template.
-            template_options: further variables of the template, such as ``tools`` and ``documents``.
-
-        Raises:
-            RequestError: if there is no template, or the template refuses the messages.
-        """
-        if not self.has_chat_template:
-            raise RequestError(
-                "cannot be rendered: this model has no chat template", param="messages", remedy="use /v1/completions"
-            )
-        for message in messages:
-            if not isinstance(message, Mapping):
-                raise RequestError(
-                    f"cannot be rendered: a message is {type(message).__name__}",
-                    param="messages",
-                    remedy="give mappings with role and content",
-                )
-        everything = [*messages, template_options] if template_options else messages
-        mask = SpecialTokenMask(self._spelled_out(everything), everything)
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                mask.masked_messages[: len(messages)],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **(mask.masked_messages[-1] if template_options else {}),
-            )
-        except Exception as error:  # templates raise anything: jinja2 errors, TypeError, KeyError
-            problem = f"cannot be rendered: the chat template refused them: {error}"
-            raise RequestError(problem, param="messages") from error
-        try:
-            token_ids = self._encode_masked(rendered, mask.token_of)
-        except RequestError as error:
-            raise error.renamed("messages") from None
-        before, after = self._added_tokens if add_special_tokens else ((), ())
-        return [*before, *token_ids, *after] if before or after else token_ids
-
-    @cached_property
-    def _added_tokens(self) -> tuple[Sequence[int], Sequence[int]]:
-        """The special tokens that the tokenizer adds before and after a text."""
-        plain, full = self.encode("a", add_special_tokens=False), self.encode("a")
-        starts = range(len(full) - len(plain) + 1)
-        start = next((index for index in starts if full[index : index + len(plain)] == plain), 0)
-        return full[:start], full[start + len(plain) :]
-
-    def _spelled_out(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-        """Return all special tokens if a text of the messages has one, else none: nearly no message needs a mask."""
-        has_one = self._special_tokens and any(map(self._special_pattern.search, texts_in(messages)))
-        return self._special_tokens if has_one else ()
-
-    @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self._special_tokens)))
-
-    def _encode_masked(self, rendered: str, token_of: Mapping[str, str]) -> list[int]:
-        """Tokenise rendered text, and the special token that each placeholder stands for as plain text."""
-        token_ids: list[int] = []
-        start = 0
-        for position, character in enumerate(rendered) if token_of else ():
-            if character in token_of:
-                token_ids += self.encode(rendered[start:position], add_special_tokens=False)
-                token_ids += self._encode(token_of[character], add_special_tokens=False, split_special_tokens=True)
-                start = position + 1
-        return token_ids + self.encode(rendered[start:], add_special_tokens=False)
+        return token_id in self.special_ids
 
 
 def _rust_tokenizer(tokenizer: Any) -> Any | None:
@@ -316,11 +172,3 @@ def _rust_tokenizer(tokenizer: Any) -> Any | None:
     rust.no_truncation()
     rust.no_padding()
     return rust
-
-
-@cache
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of byte-level BPE tokens (the inverse of GPT-2's ``bytes_to_unicode``)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

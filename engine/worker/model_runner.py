@@ -50,18 +50,18 @@ class ModelRunner:
         self.config = config
         started = perf_counter()
         self.workers = WorkerPool(config)
-        worker = self.workers.local
-        size = worker.weight_bytes * config.tensor_parallel_size / 2**30
+        worker, shard = self.workers.local, self.workers.local.shard
+        size = shard.weight_bytes * config.tensor_parallel_size / 2**30
         logger.info("Model loading took %.2f GiB and %.2f seconds", size, perf_counter() - started)
-        self.device, self.dtype, self.backend = worker.device, worker.dtype, worker.backend
-        self.model_config = worker.model_config
-        self.max_model_len, self.block_size = worker.max_model_len, worker.block_size
-        self.free_tokens = worker.free_tokens
+        self.device, self.dtype, self.backend = shard.device, shard.dtype, shard.backend
+        self.model_config = shard.model_config
+        self.max_model_len, self.block_size = shard.max_model_len, shard.block_size
+        self.free_tokens = shard.free_tokens
         self.sampler = Sampler(self.model_config.vocab_size, self.device)
         self._sampled: torch.Tensor | None = None  # what the last started step samples, on the device
         self._mask_builder: MaskBuilder | None = None
         try:
-            self.generation_defaults = GenerationDefaults.load(config.model, worker.hf_config)
+            self.generation_defaults = GenerationDefaults.load(config.model, shard.hf_config)
             self.num_blocks = self._allocate_blocks()
             self._planner = StepPlanner(self.block_size, *worker.block_tables.shape)
         except BaseException:
@@ -151,11 +151,11 @@ class ModelRunner:
 
     def _allocate_blocks(self) -> int:
         """Warm up, then allocate the KV cache, as large as fits on every rank; return the number of blocks."""
-        self.workers.call("warm_up", self.workers.local.warm_up_batches())
+        self.workers.call("warm_up", self.workers.local.shard.warm_up_batches())
         num_blocks = self.config.num_blocks or min(self.workers.call("measure_num_blocks"))
         if num_blocks * self.block_size < 2:
             raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
-        bytes_per_block = self.workers.local.bytes_per_block * self.config.tensor_parallel_size
+        bytes_per_block = self.workers.local.shard.bytes_per_block * self.config.tensor_parallel_size
         self.num_host_blocks = host_blocks_for(self.config.swap_space_gib, bytes_per_block)
         self.workers.call("allocate", num_blocks, self.num_host_blocks)
         self.workers.call("capture_graphs")

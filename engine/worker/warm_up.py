@@ -1,75 +1,57 @@
-"""The warm-up's steps: the largest one, whose peak of GPU memory is measured, and those that compile kernels.
-
-Their sequences all read and write block 0, because only shapes matter: they need a KV cache of one block.
-"""
+"""WarmUp: computes steps before the KV cache is allocated, so that kernels are compiled and memory is measured."""
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 
-from engine.config import EngineConfig
-from engine.worker.step_plan import ModelInput
-from kernels.attention_metadata import AttentionMetadata, leading_decodes
+from engine.sampling.sampler import Sampler
+from engine.worker.model_shard import PROMPT_LOGITS_AT_ONCE, ModelShard
+from engine.worker.warm_up_steps import largest_step, one_sequence
+from kernels.cache.pending_tokens import take_pending_tokens
 
-__all__ = ["largest_step", "one_sequence"]
+__all__ = ["WarmUp"]
 
 
-def largest_step(
-    config: EngineConfig, *, max_model_len: int, block_size: int, num_prompt_logits: int, device: torch.device
-) -> ModelInput:
-    """Return a batch of ``max_num_batched_tokens`` prompt tokens, with as many logits as a step can ask for.
+class WarmUp:
+    """The warm-up of one rank.
 
     Args:
-        num_prompt_logits: the largest number of prompt tokens whose logits are computed at once.
+        shard: the rank's model, loaded.
     """
-    num_tokens = config.max_num_batched_tokens
-    length = min(num_tokens, max_model_len)
-    lengths = [min(length, num_tokens - start) for start in range(0, num_tokens, length)]
-    num_draft_tokens = config.speculation.num_speculative_tokens if config.speculation is not None else 0
-    num_logits = min(min(config.max_num_seqs, num_tokens) * (1 + num_draft_tokens), num_tokens)
-    return _model_input(
-        [(count, count) for count in lengths],
-        block_size,
-        device,
-        num_logits=num_logits,
-        num_prompt_logits=min(num_prompt_logits, num_tokens),
-    )
 
+    def __init__(self, shard: ModelShard) -> None:
+        self._shard = shard
 
-def one_sequence(query_len: int, seq_len: int, *, block_size: int, device: torch.device) -> ModelInput:
-    """Return a batch of the last ``query_len`` tokens of a context of ``seq_len``, without logits."""
-    return _model_input([(query_len, seq_len)], block_size, device)
+    def run_batches(self, batches: list[tuple[int, int]]) -> None:
+        """Run batches of one sequence, given as (query_len, seq_len), so that their kernels are compiled."""
+        shard = self._shard
+        if batches:
+            cache = shard.make_cache(1)
+            for query_len, seq_len in batches:
+                step = one_sequence(query_len, seq_len, block_size=shard.block_size, device=shard.device)
+                shard.forward(step, cache)
 
+    def run_largest_step(self) -> None:
+        """Run and sample the largest step once, so that torch records the peak of memory that it takes."""
+        shard = self._shard
+        model_input = largest_step(
+            shard.config,
+            max_model_len=shard.max_model_len,
+            block_size=shard.block_size,
+            num_prompt_logits=PROMPT_LOGITS_AT_ONCE,
+            device=shard.device,
+        )
+        num_sampled = min(shard.config.max_num_seqs, shard.config.max_num_batched_tokens)
+        sampler = Sampler(shard.model_config.vocab_size, shard.device)
 
-def _model_input(
-    lengths: list[tuple[int, int]],
-    block_size: int,
-    device: torch.device,
-    *,
-    num_logits: int = 0,
-    num_prompt_logits: int = 0,
-) -> ModelInput:
-    """Return a batch of sequences given as (query_len, seq_len)."""
-    query_lens, seq_lens = [query_len for query_len, _ in lengths], [seq_len for _, seq_len in lengths]
-    positions = torch.cat([torch.arange(end - count, end, device=device) for count, end in lengths])
-
-    def tensor(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    return ModelInput(
-        token_ids=torch.zeros_like(positions),
-        positions=positions,
-        metadata=AttentionMetadata(
-            slot_mapping=positions % block_size,
-            cu_seqlens_q=tensor([0, *accumulate(query_lens)]),
-            seq_lens=tensor(seq_lens),
-            block_tables=tensor([0] * -(-max(seq_lens) // block_size)).repeat(len(lengths), 1),
-            num_decodes=leading_decodes(query_lens),
-            max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens),
-        ),
-        logit_indices=torch.arange(num_logits, device=device),
-        prompt_logit_indices=torch.arange(num_prompt_logits, device=device),
-    )
+        torch.cuda.reset_peak_memory_stats(shard.device)
+        hidden = shard.forward(model_input, shard.make_cache(1))
+        shard.compute_prompt_logits(hidden, model_input.prompt_logit_indices, sampler.warm_up_prompt_logprobs)
+        if (logits := shard.model.compute_logits(hidden, model_input.logit_indices)) is not None:
+            sampler.warm_up_kernels(logits)
+            after_drafts = logits[num_sampled:].clone()  # stays in memory while the other logits are sampled from
+            del logits
+            sampler.warm_up(num_sampled)
+            del after_drafts
+        token_ids = torch.full((1,), -1, device=shard.device)
+        take_pending_tokens(token_ids, torch.zeros_like(token_ids))

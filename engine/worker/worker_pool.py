@@ -72,10 +72,10 @@ class WorkerPool:
                 are aborted by a death leave garbage.
         """
         if self._ranks is None:
-            wait_for_device(self.local.device, event)
+            wait_for_device(self.local.shard.device, event)
             return
         with self._ranks.together():
-            wait_for_device(self.local.device, event)
+            wait_for_device(self.local.shard.device, event)
             self._ranks.check_health()
 
     def check_health(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.library import require
-from kernels.cpu.linear import PackedLinear, WeightKind
+from kernels.cpu.linear import PackedLinear
 
 __all__ = ["gather_packed_rows", "gather_rows"]
 
@@ -49,7 +49,7 @@ def gather_packed_rows(table: PackedLinear, rows: torch.Tensor, multiplier: floa
     Raises:
         IndexError: if the table lacks one of them.
     """
-    assert table.kind is not WeightKind.INT8
+    assert not table.kind.is_quantized
     assert rows.dtype == torch.int64
     assert rows.is_contiguous()
     gathered = torch.empty(len(rows), table.in_features)

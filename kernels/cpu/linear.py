@@ -29,10 +29,20 @@ class WeightKind(IntEnum):
     BFLOAT16 = 1
     INT8 = 2  # per output, symmetric; activations are quantized row by row
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether each output has a scale, and the sum of its weights is kept."""
+        return self is WeightKind.INT8
+
+    @property
+    def elements_per_word(self) -> int:
+        """Elements in 32 bits."""
+        return {WeightKind.FLOAT32: 1, WeightKind.BFLOAT16: 2, WeightKind.INT8: 4}[self]
+
 
 def words_per_row(kind: WeightKind, in_features: int) -> int:
     """Return how many 32-bit words one row of ``in_features`` elements takes."""
-    return -(-in_features // {WeightKind.FLOAT32: 1, WeightKind.BFLOAT16: 2, WeightKind.INT8: 4}[kind])
+    return -(-in_features // kind.elements_per_word)
 
 
 def has_int8() -> bool:
@@ -48,19 +58,21 @@ class PackedLinear:
         in_features: elements of a row.
         out_features: rows.
         has_bias: whether there is a bias, which is kept in float32.
+
+    Attributes:
+        words: the packed weights, int32.
     """
 
     def __init__(self, kind: WeightKind, in_features: int, out_features: int, *, has_bias: bool = False) -> None:
         self.kind, self.in_features, self.out_features = kind, in_features, out_features
         panels = -(-out_features // (LANES * PANELS_AT_ONCE)) * PANELS_AT_ONCE
         num_words = words_per_row(kind, in_features)
-        self._words = huge_zeros((panels * num_words * LANES,), torch.int32)  # unused lanes stay zero
-        is_int8 = kind is WeightKind.INT8
-        self._scales = torch.zeros(panels * LANES) if is_int8 else None
-        self._sums = torch.zeros(panels * LANES, dtype=torch.int32) if is_int8 else None
+        self.words = huge_zeros((panels * num_words * LANES,), torch.int32)  # unused lanes stay zero
+        self._scales = torch.zeros(panels * LANES) if kind.is_quantized else None
+        self._sums = torch.zeros(panels * LANES, dtype=torch.int32) if kind.is_quantized else None
         self._bias = torch.zeros(panels * LANES) if has_bias else None
         self.c_weight = CWeight(
-            self._words.data_ptr(),
+            self.words.data_ptr(),
             address(self._scales),
             address(self._sums),
             address(self._bias),
@@ -72,7 +84,7 @@ class PackedLinear:
     @property
     def num_bytes(self) -> int:
         """Bytes that the weights take."""
-        return self._words.nbytes
+        return self.words.nbytes
 
     def set_weight(self, weight: torch.Tensor, *, first_output: int = 0, every: int = 1, offset: int = 0) -> None:
         """Pack rows [n, in_features] of the weights, float32 or bfloat16 (others are converted).
@@ -94,7 +106,7 @@ class PackedLinear:
             weight = weight.float()
         weight = weight.contiguous()
         require().pagoda_pack_weight(
-            self._words.data_ptr(),
+            self.words.data_ptr(),
             address(self._scales),
             address(self._sums),
             weight.data_ptr(),

@@ -11,8 +11,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import nn
 
-__all__ = ["linear_triton"]
+from kernels.linear.base import LinearMethod
+
+__all__ = ["FixedTileLinear", "TritonLinears", "linear_triton"]
 
 _BLOCK_ROWS, _BLOCK_OUTPUTS = 64, 64
 _BLOCK_INPUTS = {2: 64, 4: 16}  # by the bytes of an element; more of float32 would spill registers
@@ -90,3 +93,25 @@ def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 def _num_warps(element_size: int, num_inputs: int) -> int:
     """Return the warps of a program: 4, or 8 where 4 would spill registers, because each element has its address."""
     return 8 if element_size == 2 and num_inputs % 16 else 4
+
+
+class FixedTileLinear(nn.Module):
+    """A linear layer by ``linear_triton``."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        return linear_triton(x, self.weight, self.bias)
+
+
+class TritonLinears(LinearMethod):
+    """Keeps the weights as they are, and multiplies with tiles of one size."""
+
+    name = "triton"
+
+    def layer(self, linear: nn.Linear) -> nn.Module:
+        """Return a layer with the weights of ``linear``."""
+        return FixedTileLinear(linear)

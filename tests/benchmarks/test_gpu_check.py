@@ -245,7 +245,7 @@ def test_the_memory_of_a_model_is_free_while_the_caller_holds_the_llm(part: Part
     with loaded(part, "0.6b") as llm:
         generate(llm, [[11, 12]], [2])
         worker = llm.engine.runner.workers.local  # type: ignore[attr-defined]
-        alive = [weakref.ref(worker.kv_cache), weakref.ref(worker.model)]
+        alive = [weakref.ref(worker.kv_cache), weakref.ref(worker.shard.model)]
         del worker
     assert llm is not None
     assert [item() for item in alive] == [None, None]

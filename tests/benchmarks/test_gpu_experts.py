@@ -82,7 +82,7 @@ def test_tokens_of_a_model_with_experts(part: PartRun, monkeypatch: pytest.Monke
 def test_a_checkpoint_with_experts_is_served_and_timed(part: PartRun) -> None:
     checkpoint.run(part, "moe")
     with loaded(part, "moe") as llm:
-        assert llm.engine.runner.workers.local.model.config.experts.num_experts == 6  # type: ignore[attr-defined]
+        assert llm.engine.runner.workers.local.shard.model.config.experts.num_experts == 6  # type: ignore[attr-defined]
         assert len(generate(llm, [[11, 12]], [3])[0].outputs[0].token_ids) == 3
     decode.run(part, "moe")
     figures, faults = outcome(part)

@@ -177,7 +177,7 @@ def test_defaults_come_from_generation_config(llm: LLM) -> None:
 def test_chat_uses_the_template(llm: LLM) -> None:
     output = llm.chat([{"role": "user", "content": "keys"}], SamplingParams(max_tokens=2), use_tqdm=False)[0]
     assert llm.tokenizer is not None
-    assert output.prompt_token_ids == llm.tokenizer.encode_chat([{"role": "user", "content": "keys"}])
+    assert output.prompt_token_ids == llm.tokenizer.chat_template.encode([{"role": "user", "content": "keys"}])
 
 
 def test_prompts_are_not_paced_unless_it_is_asked_for(llm: LLM, qwen3: SavedModel) -> None:

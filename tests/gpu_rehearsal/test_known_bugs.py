@@ -35,7 +35,7 @@ def test_an_engine_loads_on_its_gpu(option: str, device: str, gpu: Rehearsal) ->
 
 
 def test_a_device_without_an_index_again(gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.worker.model_worker.resolve_device", lambda config, rank: torch.device("cuda"))
+    monkeypatch.setattr("engine.worker.model_shard.resolve_device", lambda config, rank: torch.device("cuda"))
     with pytest.raises(ValueError, match="Expected a torch.device with a specified index"):
         gpu.start()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.worker.warm_up import one_sequence
+from engine.worker.warm_up_steps import one_sequence
 from kernels.attention.base import AttentionInputs, StepLimits
 from kernels.attention.triton.backend import TritonBackend
 from kernels.cache.triton.store_kvcache import store_kvcache_triton

@@ -95,8 +95,8 @@ def _check_fault(
     plant: Callable[[ModelInput], ModelInput],
 ) -> None:
     worker: Any = llm.engine.runner.workers.local  # type: ignore[attr-defined]
-    forward = worker._forward
-    worker._forward = lambda step, *more: forward(plant(step), *more)
+    forward = worker.shard.forward
+    worker.shard.forward = lambda step, *more: forward(plant(step), *more)
     outputs = generate(llm, prompts, [MAX_TOKENS] * len(prompts))
     judged: Judgement = judge.judge(prompts, [output.outputs[0].token_ids for output in outputs])
     part.record(name, {"above": judged.above, "not_first": judged.not_first})

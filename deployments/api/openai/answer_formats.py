@@ -75,8 +75,8 @@ class AnswerFormats:
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str | None, reasoning_parser: str | None) -> None:
         self._tokenizer = tokenizer
-        template = tokenizer.response_template
-        self._parsers = Parsers.choose(tokenizer.chat_template, tool_parser, reasoning_parser, template)
+        template = tokenizer.chat_template.response_template
+        self._parsers = Parsers.choose(tokenizer.chat_template.source, tool_parser, reasoning_parser, template)
         is_own = self._parsers.template is None
         self._shown = tokenizer.special_token_ids(self._parsers.markers) if is_own else tokenizer.special_ids
         self._cost_per_character = AnswerFormat.cost_per_character if is_own else COST_OF_RESPONSE_TEMPLATE

@@ -17,7 +17,6 @@ from torch import nn
 from engine.errors import ModelLoadError
 from engine.kv.layer_cache import KeyValue
 from engine.models.adapter.attention import AttentionCall, attention_by
-from engine.models.adapter.linears import CpuLinear
 from engine.models.config.shape import AttentionShape
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.decoder.decoder import ForwardContext
@@ -77,8 +76,7 @@ class TransformersDecoder:
         """Bytes that the weights take."""
         parameters = [*self._backbone.parameters(), *self._model.parameters()]
         sizes: dict[int, int] = {weight.data_ptr(): weight.nbytes for weight in parameters}  # tied ones are one
-        modules: list[nn.Module] = [*self._backbone.modules(), *self._model.modules()]
-        return sum(sizes.values()) + sum(one.num_bytes for one in modules if isinstance(one, CpuLinear))
+        return sum(sizes.values())
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the last hidden states [num_tokens, hidden_size] of ``token_ids`` at ``positions`` [num_tokens]."""

@@ -21,7 +21,7 @@ from kernels.attention import c_kernel
 from kernels.cpu.experts import ExpertSizes, PackedExperts, experts
 from kernels.cpu.gather import gather_packed_rows, gather_rows
 from kernels.cpu.layer import LayerShape, NormName, PackedLayer
-from kernels.cpu.linear import PackedLinear, WeightKind, has_int8
+from kernels.cpu.linear import PackedLinear, WeightKind
 from kernels.cpu.scratch import Scratch
 from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, attention_half, logits, mlp_half
 
@@ -42,16 +42,14 @@ _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
 }
 
 
-def can_run(config: ModelConfig, dtype: torch.dtype, kind: WeightKind, device: torch.device) -> bool:
+def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the C kernels are available on this machine and can compute this model on this device."""
-    if device.type != "cpu" or not c_kernel.is_supported(dtype, config.head_dim):
-        return False
-    return kind is not WeightKind.INT8 or has_int8()
+    return device.type == "cpu" and c_kernel.is_supported(dtype, config.head_dim)
 
 
 def head_is_embedding(config: ModelConfig, parallel: TensorParallel, kind: WeightKind) -> bool:
     """Return whether the embedding is read from the head's packed weights, so that memory holds them once."""
-    return config.tie_word_embeddings and parallel.size == 1 and kind is not WeightKind.INT8
+    return config.tie_word_embeddings and parallel.size == 1 and not kind.is_quantized
 
 
 class CpuDecoder:

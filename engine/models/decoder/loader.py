@@ -12,26 +12,22 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from engine.errors import ConfigError
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.weights import EMBEDDING, HEAD, read_weights
 from engine.models.config.model_config import ModelConfig
-from engine.models.decoder.batch_invariant import check_batch_invariant, make_batch_invariant
 from engine.models.decoder.cpu_decoder import CpuDecoder, head_is_embedding
 from engine.models.decoder.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder.decoder import Decoder
 from engine.models.decoder.experts import Experts
-from engine.models.decoder.int8_linear import quantize_linears
+from engine.models.decoder.linears import choose_linear_method, replace_linears
 from engine.models.decoder.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
-from kernels.cpu.linear import WeightKind
 from kernels.layer_ops.select import select_layer_ops
+from kernels.linear.packed import PackedLinears
 
 __all__ = ["load_decoder"]
 
 logger = logging.getLogger(__name__)
-
-_KINDS = {torch.float32: WeightKind.FLOAT32, torch.bfloat16: WeightKind.BFLOAT16}
 
 
 def load_decoder(
@@ -68,18 +64,20 @@ def load_decoder(
     with torch.device("meta"), _Uninitialised():
         model = Decoder(config, rope, parallel, select_layer_ops(device))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    kind = _packed_kind(config, dtype, device, quantization) if use_cpu_kernels else None
-    if kind is None and quantization is not None and config.experts is not None:
-        raise ConfigError(
-            "is computed only by the C kernels on a CPU if a model has experts",
-            param="quantization",
-            value=quantization,
-            remedy="leave it out",
-        )
+    method = choose_linear_method(
+        config,
+        dtype,
+        device,
+        parallel.size,
+        quantization=quantization,
+        batch_invariant=batch_invariant,
+        may_pack=use_cpu_kernels and cpu_kernels_can_run(config, dtype, device),
+    )
+    if parallel.rank == 0:
+        logger.info("Using %s linear layers (%s)", method.name, method.why_chosen)
+    kind = method.kind if isinstance(method, PackedLinears) else None
     if is_head := kind is not None and head_is_embedding(config, parallel, kind):
         del shapes[HEAD]  # the embedding's weights are packed as the head's
-    if kind is None and batch_invariant:
-        check_batch_invariant(device, parallel.size)
     started = perf_counter()
     with open_checkpoint(path) as checkpoint:
         weights = read_weights(
@@ -99,20 +97,9 @@ def load_decoder(
             return packed
         model.rope = rope.to(device)
         _fill(model, weights)
-    if quantization == "int8":
-        quantize_linears(model)
-    if batch_invariant:
-        make_batch_invariant(model)
+    replace_linears(model, method)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
     return model.eval()
-
-
-def _packed_kind(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str | None
-) -> WeightKind | None:
-    """Return the type of the weights that the C kernels would pack; None if they cannot run the model."""
-    kind = WeightKind.INT8 if quantization == "int8" else _KINDS.get(dtype)
-    return kind if kind is not None and cpu_kernels_can_run(config, dtype, kind, device) else None
 
 
 def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

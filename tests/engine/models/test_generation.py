@@ -234,7 +234,7 @@ def test_bfloat16_logits_stay_near_float32(qwen3: SavedModel) -> None:
     logits = []
     for llm in (exact, coarse):
         captured: list[torch.Tensor] = []
-        model: Any = llm.engine.runner.workers.local.model  # type: ignore[attr-defined]
+        model: Any = llm.engine.runner.workers.local.shard.model  # type: ignore[attr-defined]
         original = model.compute_logits
         model.compute_logits = lambda *a, f=original, c=captured: c.append(f(*a)) or c[-1]
         llm.engine.block_manager.prefix_cache.reset()

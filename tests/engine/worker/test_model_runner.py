@@ -16,9 +16,10 @@ from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.worker.model_runner import ModelRunner
-from engine.worker.model_worker import PROMPT_LOGITS_AT_ONCE
+from engine.worker.model_shard import PROMPT_LOGITS_AT_ONCE
 from engine.worker.step_plan import StepPlan
 from engine.worker.step_planner import StepPlanner
+from engine.worker.warm_up import WarmUp
 from tests.engine.conftest import SavedModel
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
@@ -121,9 +122,9 @@ def test_a_step_that_was_interrupted_leaves_no_foreign_block_tables(
 def watch_logits(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by the number of rows whenever logits are computed."""
     sizes: list[int] = []
-    compute = worker.model.compute_logits
+    compute = worker.shard.model.compute_logits
     monkeypatch.setattr(
-        worker.model, "compute_logits", lambda hidden, rows: sizes.append(len(rows)) or compute(hidden, rows)
+        worker.shard.model, "compute_logits", lambda hidden, rows: sizes.append(len(rows)) or compute(hidden, rows)
     )
     return sizes
 
@@ -151,7 +152,7 @@ def test_the_warm_up_measures_a_slice_of_prompt_logprobs(qwen3: SavedModel, monk
     sizes = watch_logits(worker, monkeypatch)
     reduced: list[int] = []
     monkeypatch.setattr(Sampler, "prompt_logprobs", lambda self, logits, *args: reduced.append(len(logits)))
-    worker._run_largest_step()
+    WarmUp(worker.shard).run_largest_step()
     assert sizes == [PROMPT_LOGITS_AT_ONCE, 5]
     assert reduced == [PROMPT_LOGITS_AT_ONCE]
 
@@ -175,7 +176,7 @@ def test_the_warm_up_measures_the_logits_after_drafts(
     sizes = watch_logits(worker, monkeypatch)
     sampled: list[int] = []
     monkeypatch.setattr(Sampler, "warm_up", lambda self, rows: sampled.append(rows))
-    worker._run_largest_step()
+    WarmUp(worker.shard).run_largest_step()
     assert sizes == [min(PROMPT_LOGITS_AT_ONCE, max_num_batched_tokens), num_rows]
     assert sampled == [min(5, max_num_batched_tokens)]
 

@@ -153,7 +153,7 @@ def test_a_rank_that_cannot_load_ends_the_engine_with_its_error(
     checkpoint: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is given an intact copy, so that only rank 1 stumbles."""
-    import engine.worker.model_worker as module
+    import engine.worker.model_shard as module
 
     load, intact = module.load_decoder, checkpoint("llama")
     weights = load_file(Path(intact) / "model.safetensors")

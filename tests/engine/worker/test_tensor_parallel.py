@@ -99,7 +99,7 @@ def test_two_ranks_of_torch_s_experts_answer_like_one(
     monkeypatch.setattr("engine.models.decoder.loader.cpu_kernels_can_run", lambda *_: False)
     expected = answer(LLM(checkpoint(name), **OPTIONS))
     llm = LLM(checkpoint(name), tensor_parallel_size=2, **OPTIONS)
-    assert isinstance(llm.engine.runner.workers.local.model, Decoder)  # type: ignore[attr-defined]
+    assert isinstance(llm.engine.runner.workers.local.shard.model, Decoder)  # type: ignore[attr-defined]
     check_equal(answer(llm), expected)
     llm.engine.close()
 

@@ -15,7 +15,7 @@ import torch
 from engine.llm import LLM
 from engine.models.decoder import loader
 from engine.sampling_params import SamplingParams
-from engine.worker.model_worker import ModelWorker
+from engine.worker.model_shard import ModelShard
 from kernels.layer_ops.torch import TorchOps
 from tests.engine.checkpoints import build_model, save_checkpoint
 
@@ -114,7 +114,7 @@ def test_options_change_nothing(options: dict[str, Any], tmp_path: Path, log: La
 
 def test_without_the_warm_up_steps_compile(tmp_path: Path, log: LaunchLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the log is for: steps launch more variants than the largest step alone."""
-    monkeypatch.setattr(ModelWorker, "warm_up_batches", lambda self: [(2048, 2048)])
+    monkeypatch.setattr(ModelShard, "warm_up_batches", lambda self: [(2048, 2048)])
     llm = start(save_checkpoint(build_model("qwen3", **SMALL), tmp_path))
     warmed = list(log.variants)
     run_steps_of_every_kind(llm)
@@ -129,6 +129,6 @@ def test_without_the_warm_up_steps_compile(tmp_path: Path, log: LaunchLog, monke
 def test_a_cpu_warms_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_checkpoint(build_model("qwen3"), tmp_path)
     computed: list[torch.Tensor] = []
-    monkeypatch.setattr(ModelWorker, "_forward", lambda self, step, cache: computed.append(step.token_ids))
+    monkeypatch.setattr(ModelShard, "forward", lambda self, step, cache: computed.append(step.token_ids))
     LLM(path, device="cpu", skip_tokenizer_init=True, kv_cache_memory="1MiB")
     assert computed == []

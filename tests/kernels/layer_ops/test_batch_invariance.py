@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import ConfigError
 from engine.models.config.model_config import load_hf_config
 from engine.models.decoder import loader
-from engine.models.decoder.batch_invariant import FixedTileLinear, check_batch_invariant
 from engine.models.decoder.decoder import Decoder
 from engine.models.tensor_parallel import TensorParallel
 from tests.engine.checkpoints import build_model, save_checkpoint
@@ -31,11 +29,12 @@ def decoder(
         pytest.skip("the model is computed on a CPU here, by interpreted kernels")
     from kernels.experts.triton.experts import experts_triton
     from kernels.layer_ops.triton.ops import TritonOps
+    from kernels.linear.triton import TritonLinears
 
     path = save_checkpoint(build_model(request.param, **MODELS[request.param], num_hidden_layers=1), tmp_path)
     monkeypatch.setattr("engine.models.decoder.experts.routed_experts", experts_triton)
     monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
-    monkeypatch.setattr(loader, "check_batch_invariant", lambda *_: None)  # it knows that this is a CPU
+    monkeypatch.setattr(loader, "choose_linear_method", lambda _, dtype, *__, **___: TritonLinears(dtype))
     monkeypatch.setattr(loader, "select_layer_ops", lambda device: TritonOps())
     options: dict[str, Any] = {"dtype": torch.float32, "device": kernel_device, "parallel": TensorParallel()}
     model = loader.load_decoder(path, load_hf_config(path), max_model_len=64, batch_invariant=True, **options)
@@ -46,6 +45,7 @@ def decoder(
 @pytest.mark.long
 def test_logits_have_the_same_bits_in_any_batch(decoder: Decoder) -> None:
     from kernels.attention.triton.backend import TritonBackend
+    from kernels.linear.triton import FixedTileLinear
 
     assert isinstance(decoder.lm_head, FixedTileLinear)
     sequences = make_sequences()
@@ -55,16 +55,3 @@ def test_logits_have_the_same_bits_in_any_batch(decoder: Decoder) -> None:
         own = [[chunk] for step in steps for chunk in step if chunk[0] == index]
         alone = packed_logits(decoder, sequences, steps=own, backend=TritonBackend())
         assert torch.equal(alone[0], logits)
-
-
-@pytest.mark.parametrize(
-    ("device", "num_ranks", "message"),
-    [
-        ("cpu", 1, "batch_invariant=True needs the C kernels on a CPU"),
-        ("cuda", 2, "with tensor_parallel_size=2 on GPUs"),
-    ],
-)
-def test_what_cannot_be_invariant_is_refused(device: str, num_ranks: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_batch_invariant(torch.device(device), num_ranks)
-    check_batch_invariant(torch.device("cuda"), 1)

@@ -257,7 +257,7 @@ def test_beams_equal_transformers(saved: Callable[[str], Saved], name: str) -> N
 def test_auto_chooses_our_own_decoder(saved: Callable[[str], Saved]) -> None:
     for name in DENSE_FAMILIES:
         llm = LLM(saved(name).path, device="cpu", skip_tokenizer_init=True, num_blocks=64)
-        assert isinstance(llm.engine.runner.workers.local.model, CpuDecoder | Decoder)  # type: ignore[attr-defined]
+        assert isinstance(llm.engine.runner.workers.local.shard.model, CpuDecoder | Decoder)  # type: ignore[attr-defined]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

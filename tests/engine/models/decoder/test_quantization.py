@@ -43,7 +43,7 @@ def test_int8_takes_less_memory_than_bfloat16() -> None:
     sizes = []
     for quantization in (None, "int8"):
         llm = LLM(str(DEMO_MODEL), device="cpu", num_blocks=64, quantization=quantization)
-        sizes.append(llm.engine.runner.workers.local.weight_bytes)  # type: ignore[attr-defined]
+        sizes.append(llm.engine.runner.workers.local.shard.weight_bytes)  # type: ignore[attr-defined]
     assert sizes[1] < 0.8 * sizes[0]  # an embedding is not quantized, and no longer the same as the head
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine.llm import LLM
-from engine.worker import model_worker
-from engine.worker.model_worker import ModelWorker
+from engine.worker import model_shard, step_graphs
+from engine.worker.step_graphs import StepGraphs
 from kernels.layer_ops import torch as torch_ops
 from tests.engine.conftest import SavedModel
 from tests.engine.worker.graphs.recorded_graphs import RecordingDevice
@@ -32,9 +32,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
     """What captures the graphs of the engines that a test starts."""
     recording = RecordingDevice()
     monkeypatch.setattr(torch_ops, "store_kvcache", store_kvcache)
-    monkeypatch.setattr(model_worker, "select_backend", lambda *_: TorchAttention())
-    monkeypatch.setattr(model_worker, "CudaGraphDevice", lambda _: recording)
-    monkeypatch.setattr(ModelWorker, "uses_graphs", True)
+    monkeypatch.setattr(model_shard, "select_backend", lambda *_: TorchAttention())
+    monkeypatch.setattr(step_graphs, "CudaGraphDevice", lambda _: recording)
+    monkeypatch.setattr(StepGraphs, "are_used", True)
     return recording
 
 

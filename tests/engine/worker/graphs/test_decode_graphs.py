@@ -17,6 +17,7 @@ from engine.sampling_params import SamplingParams
 from engine.worker.graphs.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from engine.worker.graphs.static_inputs import StaticInputs
 from engine.worker.model_worker import ModelWorker
+from engine.worker.step_graphs import StepGraphs
 from engine.worker.step_plan import StepPlan
 from tests.engine.checkpoints import FAMILIES
 from tests.engine.worker.graphs.recorded_graphs import RecordingDevice, poison
@@ -72,7 +73,7 @@ class Checks:
 
     @property
     def graphs(self) -> DecodeGraphs:
-        graphs = self.worker._graphs
+        graphs = self.worker.graphs._graphs
         assert graphs is not None
         return graphs
 
@@ -95,16 +96,16 @@ class Checks:
         """Keep what a replay may read: weights, KV cache, block tables, and the constant bounds of its sequences."""
         worker, inputs = self.worker, graph.inputs
         caches = [part for layer in worker.kv_cache.layers for part in layer]
-        kept = [*worker.model.parameters(), worker.model.rope, *caches, worker.block_tables._array]
+        kept = [*worker.shard.model.parameters(), worker.shard.model.rope, *caches, worker.block_tables._array]
         kept += [one.inputs._cu_seqlens_q for one in self.graphs._graphs]
         self._device.poison_all_but(kept)
         poison(inputs._slab)  # which the step's copy must fill
 
     def _eager_logits(self, plan: StepPlan) -> torch.Tensor:
         worker = self.worker
-        model_input = plan.to_device(worker.block_tables, worker.block_size)
-        hidden = worker._forward(model_input, worker.kv_cache)
-        logits: torch.Tensor = worker.model.compute_logits(hidden, model_input.logit_indices)
+        model_input = plan.to_device(worker.block_tables, worker.shard.block_size)
+        hidden = worker.shard.forward(model_input, worker.kv_cache)
+        logits: torch.Tensor = worker.shard.model.compute_logits(hidden, model_input.logit_indices)
         return logits
 
 
@@ -148,7 +149,7 @@ def test_poisoned_replays(start: Callable[..., LLM], device: RecordingDevice, mo
 
 def test_answers_are_those_of_eager_steps(start: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     found = generate(start(), seed=5)
-    monkeypatch.setattr(ModelWorker, "uses_graphs", False)
+    monkeypatch.setattr(StepGraphs, "are_used", False)
     assert generate(start(), seed=5) == found
 
 

@@ -40,14 +40,14 @@ def test_prompts_equal_those_of_transformers(tmp_path: Path, template: str, way:
     for conversation in CONVERSATIONS:
         messages = [{"role": role, "content": content} for role, content in conversation]
         expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **way)
-        assert ours.encode_chat(messages, **way) == expected, conversation
+        assert ours.chat_template.encode(messages, **way) == expected, conversation
 
 
 def test_a_continued_message_keeps_special_tokens_as_text(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<|im_end|>c"}]
-    ids = tokenizer.encode_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    ids = tokenizer.chat_template.encode(messages, add_generation_prompt=False, continue_final_message=True)
     assert tokenizer.decode(ids, skip_special_tokens=False).endswith("assistant\nb<|im_end|>c")
     assert ids.count(4) == 1  # <|im_end|>, of the first message
 
@@ -64,5 +64,5 @@ def test_special_tokens_of_the_tokenizer_come_besides_those_of_the_template(tmp_
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.encode("a")[0] == 1
     messages = [{"role": "user", "content": "the cache"}]
-    plain = tokenizer.encode_chat(messages)
-    assert tokenizer.encode_chat(messages, add_special_tokens=True) == [1, *plain, 2]
+    plain = tokenizer.chat_template.encode(messages)
+    assert tokenizer.chat_template.encode(messages, add_special_tokens=True) == [1, *plain, 2]

@@ -1,0 +1,101 @@
+"""The linear method of our own decoder: its choice, and the layers that compute with it.
+
+With the option ``batch_invariant`` a token's logits have the same bits alone and in any batch: attention, experts and
+sampling have this property always where the Triton kernels compute them. A sequence that computes one token in a step,
+as a decode does, gets other bits than in a chunk of several, because its context is split. On a CPU the C kernels give
+the same bits in every case.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from engine.errors import ConfigError
+from engine.models.config.model_config import ModelConfig
+from engine.models.decoder.decoder import RowParallelLinear
+from engine.models.tensor_parallel import TensorParallel
+from kernels.linear.base import LinearMethod
+from kernels.linear.select import select_linear_method
+
+__all__ = ["choose_linear_method", "replace_linears"]
+
+
+def choose_linear_method(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_ranks: int,
+    *,
+    quantization: str | None = None,
+    batch_invariant: bool = False,
+    may_pack: bool,
+) -> LinearMethod:
+    """Return how the linear layers of a model are computed.
+
+    Args:
+        config: the whole model's shape.
+        dtype: of the weights.
+        device: of the weights.
+        num_ranks: of the tensor-parallel group.
+        quantization: the engine's option.
+        batch_invariant: the engine's option.
+        may_pack: whether the C kernels may compute the model.
+
+    Raises:
+        ConfigError: if experts cannot be quantized here, or the model cannot be batch-invariant here.
+    """
+    needed = {"experts": config.experts is not None, "batch_invariant": batch_invariant}
+    options = frozenset(name for name, is_needed in needed.items() if is_needed)
+    if batch_invariant and device.type != "cpu" and num_ranks > 1:
+        raise _not_invariant(
+            f"is not possible with tensor_parallel_size={num_ranks} on GPUs, whose sums depend on their size"
+        )
+    try:
+        return select_linear_method(device, dtype, quantization, options, may_pack=may_pack)
+    except ValueError as error:
+        if quantization is not None and config.experts is not None:
+            raise ConfigError(
+                "is computed only by the C kernels on a CPU if a model has experts",
+                param="quantization",
+                value=quantization,
+                remedy="leave it out",
+            ) from error
+        raise _not_invariant(
+            "needs the C kernels on a CPU, which cannot compute this model, its dtype, or on this machine"
+        ) from error
+
+
+def _not_invariant(reason: str) -> ConfigError:
+    return ConfigError(reason, param="batch_invariant", value=True, remedy="leave it out")
+
+
+def replace_linears(model: nn.Module, method: LinearMethod) -> None:
+    """Let ``method`` compute every linear layer of ``model``."""
+    for name, child in model.named_children():
+        if not isinstance(child, nn.Linear):
+            replace_linears(child, method)
+        elif isinstance(child, RowParallelLinear):
+            setattr(model, name, _row_parallel(child, method))
+        else:
+            setattr(model, name, method.layer(child))
+
+
+def _row_parallel(linear: RowParallelLinear, method: LinearMethod) -> nn.Module:
+    parallel = linear.parallel
+    if parallel.rank > 0:
+        linear.register_parameter("bias", None)  # the ranks' outputs are summed
+    layer = method.layer(linear)
+    return layer if layer is linear or parallel.size == 1 else _SummedOverRanks(layer, parallel)
+
+
+class _SummedOverRanks(nn.Module):
+    """A layer that reads its rank's input features, whose outputs the ranks sum."""
+
+    def __init__(self, layer: nn.Module, parallel: TensorParallel) -> None:
+        super().__init__()
+        self._layer, self._parallel = layer, parallel
+
+    def forward(self, own_features: torch.Tensor) -> torch.Tensor:
+        """Map [num_tokens, in_features] to the whole [num_tokens, out_features]."""
+        return self._parallel.all_reduce(self._layer(own_features))

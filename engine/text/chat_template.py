@@ -1,0 +1,149 @@
+"""ChatTemplate: conversations to token ids, by the checkpoint's own chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from engine.errors import RequestError
+from engine.text.special_tokens import SpecialTokenMask, texts_in
+
+__all__ = ["ChatTemplate"]
+
+
+class ChatTemplate:
+    """A checkpoint's chat template, which may not exist.
+
+    Args:
+        tokenizer: of transformers.
+        encode: ``Tokenizer.encode``.
+        special_tokens: of the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, encode: Callable[..., list[int]], special_tokens: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._encode = encode
+        self._special_tokens = special_tokens
+
+    @property
+    def exists(self) -> bool:
+        """Whether the checkpoint has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def source(self) -> str:
+        """The source of the chat template, of all of them if there are several; empty if there is none."""
+        template = self._tokenizer.chat_template or ""
+        return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """The checkpoint's description of its answers' format, as transformers reads it; None if it has none."""
+        template = getattr(self._tokenizer, "response_template", None)
+        return template if isinstance(template, Mapping) else None
+
+    @cached_property
+    def renders_arguments_as_text(self) -> bool:
+        """Whether the chat template takes the arguments of a tool call as JSON text, not as a mapping.
+
+        A template that takes text either fails with a mapping, or writes it as Python does.
+        """
+        call = {"type": "function", "id": "call_000", "function": {"name": "f", "arguments": {"key": "value"}}}
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            rendered = str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception:  # templates raise anything
+            return self._renders_text_arguments(messages, call)
+        return "'key'" in rendered
+
+    def _renders_text_arguments(self, messages: list[Any], call: dict[str, Any]) -> bool:
+        call["function"]["arguments"] = '{"key": "value"}'
+        try:
+            return "key" in str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception:  # it refuses tool calls of any kind
+            return False
+
+    def encode(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        template_options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        """Render ``messages`` with the checkpoint's chat template and return the token ids.
+
+        A special token spelled out in a message or an option stays plain text; only the template writes control tokens.
+
+        Args:
+            messages: of the conversation.
+            add_generation_prompt: whether the prompt ends with the start of the answer.
+            continue_final_message: whether the prompt ends within the final message, which the answer continues.
+            add_special_tokens: whether the tokenizer adds its own special tokens to those of the template.
+            template_options: further variables of the template, such as ``tools`` and ``documents``.
+
+        Raises:
+            RequestError: if there is no template, or the template refuses the messages.
+        """
+        if not self.exists:
+            raise RequestError(
+                "cannot be rendered: this model has no chat template", param="messages", remedy="use /v1/completions"
+            )
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise RequestError(
+                    f"cannot be rendered: a message is {type(message).__name__}",
+                    param="messages",
+                    remedy="give mappings with role and content",
+                )
+        everything = [*messages, template_options] if template_options else messages
+        mask = SpecialTokenMask(self._spelled_out(everything), everything)
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                mask.masked_messages[: len(messages)],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(mask.masked_messages[-1] if template_options else {}),
+            )
+        except Exception as error:  # templates raise anything: jinja2 errors, TypeError, KeyError
+            problem = f"cannot be rendered: the chat template refused them: {error}"
+            raise RequestError(problem, param="messages") from error
+        try:
+            token_ids = self._encode_masked(rendered, mask.token_of)
+        except RequestError as error:
+            raise error.renamed("messages") from None
+        before, after = self._added_tokens if add_special_tokens else ((), ())
+        return [*before, *token_ids, *after] if before or after else token_ids
+
+    @cached_property
+    def _added_tokens(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The special tokens that the tokenizer adds before and after a text."""
+        plain, full = self._encode("a", add_special_tokens=False), self._encode("a")
+        starts = range(len(full) - len(plain) + 1)
+        start = next((index for index in starts if full[index : index + len(plain)] == plain), 0)
+        return full[:start], full[start + len(plain) :]
+
+    def _spelled_out(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+        """Return all special tokens if a text of the messages has one, else none: nearly no message needs a mask."""
+        has_one = self._special_tokens and any(map(self._special_pattern.search, texts_in(messages)))
+        return self._special_tokens if has_one else ()
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._special_tokens)))
+
+    def _encode_masked(self, rendered: str, token_of: Mapping[str, str]) -> list[int]:
+        """Tokenise rendered text, and the special token that each placeholder stands for as plain text."""
+        token_ids: list[int] = []
+        start = 0
+        for position, character in enumerate(rendered) if token_of else ():
+            if character in token_of:
+                token_ids += self._encode(rendered[start:position], add_special_tokens=False)
+                token_ids += self._encode(token_of[character], add_special_tokens=False, split_special_tokens=True)
+                start = position + 1
+        return token_ids + self._encode(rendered[start:], add_special_tokens=False)

@@ -1,0 +1,211 @@
+"""ModelShard: one tensor-parallel rank's shard of the model, with what computes it.
+
+It knows how the options fit the model, computes steps on a KV cache that it is given, and says what memory its blocks
+take. ``ModelWorker`` holds the cache and executes plans.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.kv.block_tables import BlockTables
+from engine.kv.kv_cache import KVCache
+from engine.kv.layer_cache import bytes_per_token
+from engine.models.adapter.decoder import TransformersDecoder
+from engine.models.adapter.loader import load_transformers_decoder
+from engine.models.config.implementation import read_shape
+from engine.models.config.model_config import load_hf_config
+from engine.models.config.transformers_config import TransformersConfig
+from engine.models.decoder.cpu_decoder import CpuDecoder
+from engine.models.decoder.decoder import Decoder, ForwardContext
+from engine.models.decoder.loader import load_decoder
+from engine.models.tensor_parallel import TensorParallel
+from engine.worker.device import resolve_device
+from engine.worker.step_plan import ModelInput
+from kernels.attention.base import AttentionBackend, StepLimits
+from kernels.attention.select import select_backend
+from kernels.linear.registry import quantization_devices
+
+__all__ = ["MAX_PREALLOCATED_TOKENS", "PROMPT_LOGITS_AT_ONCE", "ModelShard"]
+
+logger = logging.getLogger(__name__)
+
+MAX_PREALLOCATED_TOKENS = 4096  # of a step on a CPU: larger steps are rare, so their memory is not taken in advance
+PROMPT_LOGITS_AT_ONCE = 64  # float32 logits of a whole prompt would take gigabytes
+
+
+class ModelShard:
+    """A rank's shard. The constructor checks the config against the model and loads no weights.
+
+    Attributes:
+        model: the model, after ``load``.
+
+    Raises:
+        ConfigError: if an option does not fit the model, the backend or the machine.
+        ModelLoadError: if the checkpoint cannot be served.
+    """
+
+    model: Decoder | CpuDecoder | TransformersDecoder
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        self.config = config
+        self.rank = rank
+        self.device = resolve_device(config, rank)
+        self.hf_config = load_hf_config(config.model)
+        self.model_config = read_shape(self.hf_config, config.model_impl)
+        self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        self._check_options()
+        self.max_model_len = self.model_config.context_length(config.max_model_len)
+        self.model_config.check_options(
+            max_model_len=self.max_model_len,
+            tensor_parallel_size=config.tensor_parallel_size,
+            quantization=config.quantization,
+        )
+        self.backend = self._select_backend()
+        self.block_size = config.block_size or self.backend.default_block_size
+        try:
+            self.backend.check_block_size(self.block_size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if rank == 0:
+            logger.info(
+                "Using %s attention backend on %s, with blocks of %d tokens (%s)",
+                self.backend.name,
+                self.device,
+                self.block_size,
+                self.backend.why_chosen,
+            )
+
+    def _check_options(self) -> None:
+        """Raise ConfigError for an option that this device or this model's implementation lacks."""
+        quantization = self.config.quantization
+        if quantization is not None and self.device.type not in quantization_devices(quantization):
+            raise ConfigError(
+                f"quantization={quantization!r} is for CPUs, and the device is {self.device}; leave it out"
+            )
+        if self.config.batch_invariant and isinstance(self.model_config, TransformersConfig):
+            raise ConfigError(
+                "needs our own decoder, and this model is computed by transformers' modules",
+                param="batch_invariant",
+                value=True,
+                remedy="leave it out",
+            )
+
+    def _select_backend(self) -> AttentionBackend:
+        options = self.model_config.attention_options
+        if self.config.batch_invariant:
+            options |= {"batch_invariant"}
+        try:
+            return select_backend(self.device, self.dtype, self.config.attention_backend, options)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def load(self, parallel: TensorParallel) -> None:
+        """Load the weights of a rank of ``parallel``.
+
+        Raises:
+            ModelLoadError: if the checkpoint cannot be served.
+        """
+        self.model = self._load_model(parallel)
+
+    def _load_model(self, parallel: TensorParallel) -> Decoder | CpuDecoder | TransformersDecoder:
+        show_progress = self.config.use_tqdm_on_load and self.rank == 0
+        if isinstance(self.model_config, TransformersConfig):
+            return load_transformers_decoder(
+                self.config.model,
+                self.model_config,
+                dtype=self.dtype,
+                device=self.device,
+                use_cpu_kernels=self.backend.uses_cpu_kernels,
+                show_progress=show_progress,
+            )
+        return load_decoder(
+            self.config.model,
+            self.hf_config,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            parallel=parallel,
+            quantization=self.config.quantization,
+            batch_invariant=self.config.batch_invariant,
+            use_cpu_kernels=self.backend.uses_cpu_kernels,
+            show_progress=show_progress,
+        )
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def forward(self, model_input: ModelInput, kv_cache: KVCache) -> torch.Tensor:
+        """Return the hidden states [num_tokens, hidden_size] of a batch, whose keys and values go to ``kv_cache``."""
+        context = ForwardContext(self.backend, model_input.metadata, kv_cache)
+        hidden: torch.Tensor = self.model(model_input.token_ids, model_input.positions, context)
+        return hidden
+
+    def compute_prompt_logits(
+        self, hidden: torch.Tensor, indices: torch.Tensor, on_prompt_logits: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        """Compute the logits of some tokens of ``hidden`` slice by slice; on rank 0 call ``on_prompt_logits``."""
+        for part in torch.split(indices, PROMPT_LOGITS_AT_ONCE):  # a collective: every rank computes the same slices
+            logits = self.model.compute_logits(hidden, part)
+            if logits is not None and on_prompt_logits is not None:
+                on_prompt_logits(logits)
+
+    def warm_up_batches(self) -> list[tuple[int, int]]:
+        """Return the batches of one sequence, as (query_len, seq_len), after which no step compiles a kernel."""
+        limits = StepLimits(
+            num_heads=self.model.attention.num_heads,
+            num_kv_heads=self.model.attention.num_kv_heads,
+            head_dim=self.model.attention.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            sliding_windows=self.model.attention.sliding_windows,
+            max_query_len=min(self.config.max_num_batched_tokens, self.max_model_len),
+            max_seq_len=self.max_model_len,
+        )
+        return self.backend.warm_up_batches(limits)
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens that a step computes in about the time of one; None where that is unknown: without CPU kernels."""
+        return self.model.free_tokens if isinstance(self.model, CpuDecoder) else None
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of this rank's weights; an embedding that stays mapped from its file does not count."""
+        return self.model.num_bytes
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Size of a block's keys and values on this rank."""
+        return self.block_size * bytes_per_token(self.model.layer_caches, self.dtype.itemsize)
+
+    @property
+    def num_preallocated_tokens(self) -> int:
+        """Largest step whose scratch memory is preallocated."""
+        if not isinstance(self.model, CpuDecoder):
+            return 0
+        return min(self.config.max_num_batched_tokens, MAX_PREALLOCATED_TOKENS)
+
+    def make_tables(self, num_blocks: int | None = None) -> BlockTables:
+        """Return block tables for a pool of ``num_blocks``; None: of any size."""
+        num_rows = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # sequences in a batch, at most
+        max_blocks = -(-self.max_model_len // self.block_size)
+        return BlockTables(num_rows, min(max_blocks, num_blocks or max_blocks), self.device)
+
+    def make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
+        """Return a KV cache for what the model's layers declare."""
+        return KVCache(
+            self.model.layer_caches,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            device=self.device,
+            num_host_blocks=num_host_blocks,
+            num_blocks_ahead=-(-2 * self.num_preallocated_tokens // self.block_size),
+        )

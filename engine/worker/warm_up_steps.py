@@ -1,0 +1,75 @@
+"""The warm-up's steps: the largest one, whose peak of GPU memory is measured, and those that compile kernels.
+
+Their sequences all read and write block 0, because only shapes matter: they need a KV cache of one block.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from engine.config import EngineConfig
+from engine.worker.step_plan import ModelInput
+from kernels.attention_metadata import AttentionMetadata, leading_decodes
+
+__all__ = ["largest_step", "one_sequence"]
+
+
+def largest_step(
+    config: EngineConfig, *, max_model_len: int, block_size: int, num_prompt_logits: int, device: torch.device
+) -> ModelInput:
+    """Return a batch of ``max_num_batched_tokens`` prompt tokens, with as many logits as a step can ask for.
+
+    Args:
+        num_prompt_logits: the largest number of prompt tokens whose logits are computed at once.
+    """
+    num_tokens = config.max_num_batched_tokens
+    length = min(num_tokens, max_model_len)
+    lengths = [min(length, num_tokens - start) for start in range(0, num_tokens, length)]
+    num_draft_tokens = config.speculation.num_speculative_tokens if config.speculation is not None else 0
+    num_logits = min(min(config.max_num_seqs, num_tokens) * (1 + num_draft_tokens), num_tokens)
+    return _model_input(
+        [(count, count) for count in lengths],
+        block_size,
+        device,
+        num_logits=num_logits,
+        num_prompt_logits=min(num_prompt_logits, num_tokens),
+    )
+
+
+def one_sequence(query_len: int, seq_len: int, *, block_size: int, device: torch.device) -> ModelInput:
+    """Return a batch of the last ``query_len`` tokens of a context of ``seq_len``, without logits."""
+    return _model_input([(query_len, seq_len)], block_size, device)
+
+
+def _model_input(
+    lengths: list[tuple[int, int]],
+    block_size: int,
+    device: torch.device,
+    *,
+    num_logits: int = 0,
+    num_prompt_logits: int = 0,
+) -> ModelInput:
+    """Return a batch of sequences given as (query_len, seq_len)."""
+    query_lens, seq_lens = [query_len for query_len, _ in lengths], [seq_len for _, seq_len in lengths]
+    positions = torch.cat([torch.arange(end - count, end, device=device) for count, end in lengths])
+
+    def tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return ModelInput(
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        metadata=AttentionMetadata(
+            slot_mapping=positions % block_size,
+            cu_seqlens_q=tensor([0, *accumulate(query_lens)]),
+            seq_lens=tensor(seq_lens),
+            block_tables=tensor([0] * -(-max(seq_lens) // block_size)).repeat(len(lengths), 1),
+            num_decodes=leading_decodes(query_lens),
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+        ),
+        logit_indices=torch.arange(num_logits, device=device),
+        prompt_logit_indices=torch.arange(num_prompt_logits, device=device),
+    )
