@@ -35,8 +35,9 @@ from deployments.config import LoggingOptions, TracingOptions
 from deployments.request_log.log import RequestLog
 from deployments.request_log.record import RequestRecord, current_record
 from deployments.request_log.tracing import Tracer, open_tracer
-from deployments.requests.attempt import Attempt
+from deployments.transport.request_channel.dispatch import Dispatch
 from engine.outputs import EngineOutput, FinishReason, RequestTiming
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 REPEATS = 5
@@ -52,14 +53,16 @@ LAST = EngineOutput(
     timing=RequestTiming(0.01, 0.05, 0.5),
 )
 PARAMS = SamplingParams(max_tokens=64)
+REQUEST = EngineRequest("id", [1] * 512, PARAMS)
 
 
 def generation() -> Any:
     """Return a finished generation as the record sees it, with one attempt that received its outputs one by one."""
-    attempt = Attempt()
+    attempt = Dispatch(REQUEST, replica="1kkmte8r")
+    attempt.sent_at = attempt.started
     for output in (FIRST, *BATCHES, LAST):
-        attempt.receive(output)
-    attempt.end("1kkmte8r", attempt.started)
+        attempt.record(output)
+    attempt.ended = attempt.last_token
     return SimpleNamespace(
         attempts=[attempt],
         finish_reason="length",

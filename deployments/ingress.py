@@ -38,7 +38,6 @@ from deployments.request_log.log import RequestLog
 from deployments.request_log.record import RequestRecord
 from deployments.request_log.tracing import open_tracer
 from deployments.requests.dispatcher import Dispatcher
-from deployments.requests.engine_client import EngineClient
 from deployments.routing.cluster_view import cluster_view
 from deployments.routing.recently_routed import RoutedRequest
 from deployments.serve.http_server import accept_many
@@ -75,15 +74,11 @@ class Ingress:
             self._view,
             self._engines.info.remote,
             max_requests=config.limits.max_concurrent_requests_per_engine,
-        )
-        client = EngineClient(
-            self._dispatcher,
-            self._view,
             stall_timeout_s=config.limits.stall_timeout_s,
             request_timeout_s=config.limits.request_timeout_s,
         )
         self._unfinished: set[RequestRecord] = set()
-        self._serving = Serving(config, client, self._view, self._prompts, self._log)
+        self._serving = Serving(config, self._dispatcher, self._prompts, self._log)
         self._replicas = Replicas(self._engines)
         self._bodies = BodyReader(config.limits.max_body_bytes, config.limits.body_timeout_s)
         self._responses = Responses(self._serving, self._bodies, config.limits, self._replicas.ask_ingresses)

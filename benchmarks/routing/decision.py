@@ -18,8 +18,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.result_file import write_result
+from deployments.routing.cluster_view import ClusterView
 from deployments.routing.state import RoutingState
+from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.load import EngineLoad
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
 
 __all__ = ["main", "measure"]
 
@@ -31,12 +35,14 @@ CONVERSATIONS = 8  # of each replica
 
 
 def measure(num_replicas: int, repeats: int, seed: int = 0) -> dict[str, Any]:
-    """Return percentiles in microseconds by kind of prompt, of ``choose`` and of ``dispatched``."""
+    """Return percentiles in microseconds by kind of prompt, of ``choose`` and of ``sent``."""
     rng = random.Random(seed)
     names = [f"replica-{number:02}" for number in range(num_replicas)]
-    state = RoutingState()
+    now = 100.0
+    view = ClusterView(clock=lambda: now)
+    view.set_replicas({name: {} for name in names})
+    state = view.routing
     state.block_size = BLOCK_SIZE
-    state.set_replicas(names)
     system_prompts = [_hashes(rng, SHARED_BLOCKS) for _ in range(8)]
     held = [list(_conversations(state, name, system_prompts, rng)) for name in names]
     blocks = len(state.index)
@@ -47,7 +53,7 @@ def measure(num_replicas: int, repeats: int, seed: int = 0) -> dict[str, Any]:
         "fully cached": lambda: list(rng.choice(rng.choice(held))),
     }
     results: dict[str, Any] = {"replicas": num_replicas, "index_blocks": blocks, "decisions": repeats, "kinds": {}}
-    now = 100.0
+    tokens, params = [0] * PROMPT_TOKENS, SamplingParams()
     for kind, prompt in kinds.items():
         chosen, noted = [], []
         for number in range(repeats):
@@ -55,19 +61,21 @@ def measure(num_replicas: int, repeats: int, seed: int = 0) -> dict[str, Any]:
             hashes = prompt()
             if number % 10 == 0:
                 _report(state, names, rng, now)
+            dispatch = Dispatch(EngineRequest(f"{kind}{number}", tokens, params), hashes)
             started = thread_time()
-            decision = state.choose(names, hashes, PROMPT_TOKENS, now=now)
+            decision = view.choose(dispatch, names)
             between = thread_time()
-            state.dispatched(decision.order[0], hashes, PROMPT_TOKENS, now=now, request_id=f"{kind}{number}")
+            dispatch.replica = decision.order[0]
+            view.sent(dispatch, decision)
             ended = thread_time()
-            state.ended(decision.order[0], f"{kind}{number}")
+            view.ended(dispatch)
             # Its events confirm the blocks and later evict them, so that the size of the index stays constant.
             computed = hashes[decision.num_cached_blocks :]
             state.stored(decision.order[0], computed)
             state.removed(decision.order[0], computed)
             chosen.append(between - started)
             noted.append(ended - started)
-        results["kinds"][kind] = {"choose": _percentiles(chosen), "choose and dispatched": _percentiles(noted)}
+        results["kinds"][kind] = {"choose": _percentiles(chosen), "choose and sent": _percentiles(noted)}
     return results
 
 

@@ -1,4 +1,4 @@
-"""The production policy in the simulation: one unmodified RoutingState per ingress, with delayed or lost messages.
+"""The production policy in the simulation: one unmodified ClusterView per ingress, with delayed or lost messages.
 
 What has reached an ingress by the time of a decision is applied just before it, each piece with the time at which it
 came: nothing is decided in between, so that is the same as applying it then.
@@ -13,12 +13,17 @@ from itertools import islice
 from benchmarks.routing.replica import Job, SimulatedReplica
 from benchmarks.routing.simulation import Cluster
 from benchmarks.routing.traces import BLOCK_SIZE
+from deployments.routing.cluster_view import ClusterView
 from deployments.routing.options import RoutingOptions
-from deployments.routing.state import RoutingState
+from deployments.routing.policy import Decision
+from deployments.transport.request_channel.dispatch import Dispatch
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
 
 __all__ = ["ProductionPolicy"]
 
 _DEFAULTS = RoutingOptions()
+_PARAMS = SamplingParams()
 
 
 class _Feed:
@@ -35,18 +40,24 @@ class _Feed:
 
 class _Ingress:
     def __init__(self, cluster: Cluster, options: RoutingOptions, seed: int) -> None:
-        self.state = RoutingState(options)
-        self.state.block_size = BLOCK_SIZE
+        self.now = 0.0
+        self.view = ClusterView(options, clock=lambda: self.now)
+        self.routing = self.view.routing
+        self.routing.block_size = BLOCK_SIZE
         self.cluster = cluster
         self.feeds: dict[str, _Feed] = {}
+        self.dispatches: dict[int, tuple[Dispatch, Decision]] = {}  # by the job's number
         self.rng = random.Random(seed)
 
     def set_replicas(self, names: Sequence[str]) -> None:
-        self.state.set_replicas(names)
+        for dispatch, _ in self.dispatches.values():
+            if dispatch.replica and dispatch.replica not in names:  # it is lost with its replica
+                self.view.ended(dispatch)
+        self.view.set_replicas({name: {} for name in names})
         self.feeds = {name: self.feeds.get(name) or _Feed(self.cluster.replicas[name]) for name in names}
         for name, feed in self.feeds.items():
             if feed.position == 0 and not feed.held:
-                self.state.replaced(name, [])
+                self.routing.replaced(name, [])
 
     def listen(self, now: float) -> None:
         """Apply the messages that have arrived."""
@@ -59,7 +70,7 @@ class _Ingress:
         name, log, loss = feed.replica.name, feed.replica.log, self.cluster.settings.loss
         if 0 <= feed.resync_at <= now:
             feed.resync_at = -1.0
-            self.state.replaced(name, feed.held)
+            self.routing.replaced(name, feed.held)
         while feed.position < len(log) and log[feed.position].at <= received:
             entry = log[feed.position]
             feed.position += 1
@@ -67,17 +78,17 @@ class _Ingress:
                 feed.held = set() if entry.cleared else (feed.held | set(entry.stored)) - set(entry.removed)
                 if self.rng.random() < loss and feed.resync_at < 0:  # the next batch shows the gap; a snapshot follows
                     feed.resync_at = now + 2 * self.cluster.settings.network_s + 0.1
-                    self.state.events_lost(name)
+                    self.routing.events_lost(name)
             if feed.resync_at >= 0:
                 continue
             if entry.cleared:
-                self.state.cleared(name)
+                self.routing.cleared(name)
             if entry.awaited:
-                self.state.awaited(name, entry.awaited, now=now)
+                self.routing.awaited(name, entry.awaited, now=now)
             if entry.stored:
-                self.state.stored(name, entry.stored)
+                self.routing.stored(name, entry.stored)
             if entry.removed:
-                self.state.removed(name, entry.removed)
+                self.routing.removed(name, entry.removed)
 
     def _receive_report(self, feed: _Feed, received: float) -> None:
         feed.replica.report_until(received)
@@ -86,7 +97,7 @@ class _Ingress:
                 return
             if at <= received and self.rng.random() >= self.cluster.settings.loss:
                 feed.report_at = at
-                self.state.report(feed.replica.name, load, now=at + self.cluster.settings.network_s)
+                self.routing.report(feed.replica.name, load, now=at + self.cluster.settings.network_s)
                 return
 
 
@@ -102,20 +113,27 @@ class ProductionPolicy:
         """Choose with the router of the job's ingress."""
         ingress, request = self._ingresses[job.ingress], job.request
         ingress.listen(now)
-        decision = ingress.state.choose(self._names, request.hashes, request.input_tokens, now=now, avoid=avoid)
+        ingress.now = now
+        prompt = EngineRequest(str(job.number), [0] * request.input_tokens, _PARAMS)
+        dispatch = Dispatch(prompt, request.hashes, avoid)
+        decision = ingress.view.choose(dispatch, self._names)
+        ingress.dispatches[job.number] = dispatch, decision
         job.predicted_blocks = decision.num_cached_blocks
         return decision.order[0]
 
     def dispatched(self, job: Job, now: float) -> None:
         """Report it to the router of the job's ingress."""
-        request = job.request
-        self._ingresses[job.ingress].state.dispatched(
-            job.replica, request.hashes, request.input_tokens, now=now, request_id=str(job.number)
-        )
+        ingress = self._ingresses[job.ingress]
+        ingress.now = now
+        dispatch, decision = ingress.dispatches[job.number]
+        dispatch.replica = job.replica
+        ingress.view.sent(dispatch, decision)
 
     def completed(self, job: Job, now: float) -> None:
         """Report it to the router of the job's ingress."""
-        self._ingresses[job.ingress].state.ended(job.replica, str(job.number))
+        ingress = self._ingresses[job.ingress]
+        dispatch, _ = ingress.dispatches.pop(job.number)
+        ingress.view.ended(dispatch)
 
     def replicas_changed(self, names: Sequence[str]) -> None:
         """Report it to the routers of all ingresses."""

@@ -13,7 +13,7 @@ from deployments.api.sampling import params_of_prompts
 from deployments.config import LimitOptions
 from deployments.request_log.record import current_record
 from deployments.requests.beams import BestBeam, OtherBeam, join_beams
-from deployments.requests.engine_client import EngineClient
+from deployments.requests.dispatcher import Dispatcher
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
 from engine.request import EngineRequest
@@ -26,7 +26,7 @@ async def generations_of(
     body: GenerationRequest,
     prompts: Sequence[Prompt],
     builder: PromptBuilder,
-    engines: EngineClient,
+    dispatcher: Dispatcher,
     limits: LimitOptions,
 ) -> list[Generation]:
     """Return one Generation for each answer, the answers to one prompt next to each other.
@@ -41,7 +41,7 @@ async def generations_of(
 
     def add(prompt: Prompt, params: SamplingParams, kind: type[Generation] = Generation) -> Generation:
         generation = kind(
-            engines,
+            dispatcher,
             _engine_request(body, prompt, params),
             prompt,
             builder.text_stream(prompt, params),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from deployments.config import LimitOptions
 from deployments.errors import ApiError
 from deployments.observability.ingress_metrics import INGRESS_REJECTIONS, ingress_recorder
-from deployments.routing.cluster_view import ClusterView
+from deployments.requests.dispatcher import Dispatcher
 
 __all__ = ["check_queue_limits"]
 
@@ -17,7 +17,7 @@ RETRY_AFTER_S = 1
 DEFAULT_PRIORITY = 0
 
 
-def check_queue_limits(view: ClusterView, limits: LimitOptions, priority: int) -> None:
+def check_queue_limits(dispatcher: Dispatcher, limits: LimitOptions, priority: int) -> None:
     """Reject a request while too many requests or prompt tokens wait.
 
     A request of higher priority than the default is accepted: the engine rejects another one to make room.
@@ -27,7 +27,7 @@ def check_queue_limits(view: ClusterView, limits: LimitOptions, priority: int) -
     """
     if priority > DEFAULT_PRIORITY:
         return
-    num_requests, num_tokens = view.queued()
+    num_requests, num_tokens = dispatcher.queued()
     for count, limit, what in (
         (num_requests, limits.max_queued_requests, "requests"),
         (num_tokens, limits.max_queued_prefill_tokens, "prompt tokens"),

@@ -27,11 +27,10 @@ from deployments.config import AppConfig
 from deployments.errors import ApiError
 from deployments.request_log.log import RequestLog
 from deployments.request_log.record import current_record
-from deployments.requests.engine_client import EngineClient
+from deployments.requests.dispatcher import Dispatcher
 from deployments.requests.generation import Generation
 from deployments.requests.merge import merge
 from deployments.requests.prompt import Prompt
-from deployments.routing.cluster_view import ClusterView
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 
@@ -48,8 +47,7 @@ class Serving:
 
     Args:
         config: the application's configuration.
-        engines: sends requests to the engine replicas.
-        view: how much is queued at them.
+        dispatcher: sends requests to the engine replicas, and knows how much is queued.
         prompts: loads the tokenizer.
         log: how much of a prompt is logged.
 
@@ -57,13 +55,10 @@ class Serving:
         model: the served name.
     """
 
-    def __init__(
-        self, config: AppConfig, engines: EngineClient, view: ClusterView, prompts: LazyPromptBuilder, log: RequestLog
-    ) -> None:
+    def __init__(self, config: AppConfig, dispatcher: Dispatcher, prompts: LazyPromptBuilder, log: RequestLog) -> None:
         self.model = config.served_name
         self._limits = config.limits
-        self._engines = engines
-        self._view = view
+        self._dispatcher = dispatcher
         self._prompts = prompts
         self._log = log
         self._parsers = (config.tool_parser, config.reasoning_parser)
@@ -113,7 +108,7 @@ class Serving:
     def _admit(self, body: GenerationRequest) -> None:
         """Reject a request for another model, or while too much is queued."""
         self._require_model(body.model)
-        check_queue_limits(self._view, self._limits, body.priority)
+        check_queue_limits(self._dispatcher, self._limits, body.priority)
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
@@ -133,7 +128,7 @@ class Serving:
 
         ``cost_per_character`` is that of parsing the answers; a costly response is written in a thread.
         """
-        generations = await generations_of(body, prompts, builder, self._engines, self._limits)
+        generations = await generations_of(body, prompts, builder, self._dispatcher, self._limits)
         response_id = f"{writers.id_prefix}{body.request_id or current_record().request_id}"
         self._fill_record(body, generations, response_id, self._log.prompt(builder.tokenizer, prompts[0].token_ids))
         head = ResponseHead(response_id, int(time.time()), self.model)

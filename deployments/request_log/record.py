@@ -1,7 +1,7 @@
 """RequestRecord: the parameters, answers and end of one HTTP request for tokens, for its log line and its spans.
 
 The ASGI middleware creates the record when a request arrives, the code that serves the request fills it in, and it is
-read once at the end. So nothing is formatted, and no span is made, while tokens flow. Times are seconds of this
+read once at the end. So nothing is formatted, and no span is created, while tokens flow. Times are seconds of this
 process's monotonic clock.
 """
 
@@ -65,7 +65,7 @@ class RequestRecord:
     @property
     def finish_reasons(self) -> list[str]:
         """Why each answer ended, in order, without the answers that did not end."""
-        return [one.finish_reason for one in self.generations if one.finish_reason is not None]
+        return [answer.finish_reason for answer in self.generations if answer.finish_reason is not None]
 
     @property
     def reason(self) -> str:
@@ -84,37 +84,38 @@ class RequestRecord:
     @property
     def ttft_s(self) -> float | None:
         """Seconds from the request's arrival to the first token of any answer (TTFT)."""
-        firsts = [one.first_token for g in self.generations for one in g.attempts if one.first_token is not None]
+        attempts = [attempt for answer in self.generations for attempt in answer.attempts]
+        firsts = [attempt.first_token for attempt in attempts if attempt.first_token is not None]
         return min(firsts) - self.started if firsts else None
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts. A prompt counts once, however many answers it has."""
-        return sum(len(one.prompt.token_ids) for one in self._first_answers)
+        return sum(len(answer.prompt.token_ids) for answer in self._first_answers)
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that a prefix cache served."""
-        return sum(one.num_cached_tokens for one in self._first_answers)
+        return sum(answer.num_cached_tokens for answer in self._first_answers)
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens of all answers."""
-        return sum(len(one.token_ids) for one in self.generations)
+        return sum(len(answer.token_ids) for answer in self.generations)
 
     @property
     def num_migrations(self) -> int:
         """Number of migrations to another replica."""
-        return sum(one.num_migrations for one in self.generations)
+        return sum(answer.num_migrations for answer in self.generations)
 
     @property
     def replica(self) -> str:
         """The last replica of the first answer; empty if there was none."""
         attempts = self.generations[0].attempts if self.generations else ()
-        return next((one.replica for one in reversed(attempts) if one.replica), "")
+        return next((attempt.replica for attempt in reversed(attempts) if attempt.replica), "")
 
     def release(self) -> None:
-        """Drop the prompts and answers, which no one reads after the end.
+        """Drop the prompts and answers, which are not read after the end.
 
         The HTTP server keeps the last request of each connection, and with it this record, until the next one comes:
         after a burst, thousands of prompts.
@@ -136,7 +137,7 @@ def set_current_record(record: RequestRecord) -> None:
 
 
 def current_record() -> RequestRecord:
-    """Return the record of the request that this task serves. There is one below the middleware that creates it."""
+    """Return the record of the request that this task serves. It exists below the middleware that creates it."""
     record = _current.get()
     assert record is not None
     return record

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.request_log.record import RequestRecord
-from deployments.requests.attempt import Attempt
+from deployments.transport.request_channel.dispatch import Dispatch
 
 __all__ = ["Phase", "phases", "request_attributes"]
 
@@ -63,12 +63,12 @@ def _generation_attributes(record: RequestRecord, model: str) -> dict[str, Any]:
 
 def _latency_attributes(record: RequestRecord) -> dict[str, float]:
     """Return the engines' times for the first answer, summed over its attempts."""
-    timings = [one.timing for one in record.generations[0].attempts if one.timing is not None]
+    timings = [attempt.timing for attempt in record.generations[0].attempts if attempt.timing is not None]
     if not timings:
         return {}
-    prefill_s, decode_s = sum(one.prefill_s for one in timings), sum(one.decode_s for one in timings)
+    prefill_s, decode_s = sum(timing.prefill_s for timing in timings), sum(timing.decode_s for timing in timings)
     return {
-        "gen_ai.latency.time_in_queue": sum(one.queue_s for one in timings),
+        "gen_ai.latency.time_in_queue": sum(timing.queue_s for timing in timings),
         "gen_ai.latency.time_in_model_prefill": prefill_s,
         "gen_ai.latency.time_in_model_decode": decode_s,
         "gen_ai.latency.time_in_model_inference": prefill_s + decode_s,
@@ -102,19 +102,19 @@ def phases(record: RequestRecord) -> Iterator[Phase]:
             yield from parts
 
 
-def _intervals(attempt: Attempt, now: float) -> Iterator[tuple[str, float, float]]:
+def _intervals(attempt: Dispatch, now: float) -> Iterator[tuple[str, float, float]]:
     """Yield (phase, start, end) in order, without overlaps."""
-    started, end = attempt.started, attempt.ended or now
+    started, end, sent = attempt.started, attempt.ended or now, attempt.sent_at
     first = attempt.first_token
     if first is None:  # it may have been queued or in prefill at the end; the engine has not reported it
-        yield "route", started, attempt.chosen or end
-        if attempt.chosen is not None:
-            yield "queue", attempt.chosen, end
+        yield "route", started, min(sent, end)
+        if sent < end:
+            yield "queue", sent, end
         return
     timing = attempt.timing
     prefill = max(started, first - timing.prefill_s) if timing is not None else first
-    queue = max(started, prefill - timing.queue_s) if timing is not None else min(attempt.chosen or first, first)
-    yield "route", started, queue if attempt.chosen is None else min(attempt.chosen, queue)
+    queue = max(started, prefill - timing.queue_s) if timing is not None else min(sent, first)
+    yield "route", started, min(sent, queue)
     yield "queue", queue, prefill
     yield "prefill", prefill, first
     last = max(first, attempt.last_token or first)

@@ -1,4 +1,4 @@
-"""Tracer: OpenTelemetry spans of a request, made from its record when it has ended.
+"""Tracer: OpenTelemetry spans of a request, created from its record when it has ended.
 
     chat pagoda-demo                      the request; a child of the caller's span if it sent a ``traceparent``
       route                               until the router chose a replica
@@ -8,11 +8,11 @@
 
 A request that migrated has these four phases for each attempt, one with several answers for each answer.
 
-All spans are made in the ingress; replicas export none. An engine sends its queue, prefill and decode times as
+All spans are created in the ingress; replicas export none. An engine sends its queue, prefill and decode times as
 durations, with the first and the last output. They are laid out around the arrival of the first output on the ingress's
 clock, so that a child cannot start before its parent when the clocks of two hosts differ. The gap between route and
 queue is the network and the step that ran when the request arrived. The durations are always sent (two small objects a
-request); spans are made only when tracing is on, after the response.
+request); spans are created only when tracing is on, after the response.
 
 The provider is our own: Ray's tracing and other global providers are neither used nor changed. The SDK is imported only
 if tracing is on. Prompts and answers are never part of a span (spans.py has the attributes).
@@ -110,7 +110,7 @@ def open_tracer(options: TracingOptions, model: str) -> Tracer:
 
     Raises:
         ConfigError: if the configuration names a collector to which spans cannot be sent. If only the environment does,
-            which a cluster may set for all of its pods, a warning is logged and no spans are made.
+            which a cluster may set for all of its pods, a warning is logged and no spans are created.
     """
     if not spans_wanted(options):
         return NullTracer()
@@ -229,6 +229,6 @@ def _forward_sdk_warnings() -> None:
     handler = _RateLimitedHandler()
     for name in ("opentelemetry.exporter.otlp", "opentelemetry.sdk"):
         sdk_logger = logging.getLogger(name)
-        if not any(isinstance(one, _RateLimitedHandler) for one in sdk_logger.handlers):
+        if not any(isinstance(handler, _RateLimitedHandler) for handler in sdk_logger.handlers):
             sdk_logger.addHandler(handler)
             sdk_logger.propagate = False

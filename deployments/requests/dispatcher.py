@@ -4,8 +4,8 @@ A request that no replica takes now waits here: because there is none yet, or be
 are sent in the order of their arrival. A replica that is full or shuts down returns a request, which then goes to
 another one; the request's reader does not notice.
 
-While a request waits and no replica is connected, one call through Serve's handle is pending, which Serve's autoscaler
-counts as a request.
+It makes one attempt and reports how that ends; Generation retries and migrates. While a request waits and no replica is
+connected, one call through Serve's handle is pending, which Serve's autoscaler counts as a request.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from time import perf_counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from time import monotonic, perf_counter
 
 from deployments.observability.ingress_metrics import ROUTING_DECISION_SECONDS, ROUTING_DECISIONS, ingress_recorder
+from deployments.requests.stall_watch import StallWatch
 from deployments.routing.cluster_view import ClusterView
-from deployments.transport.request_channel.link import Link
+from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.links import Links
-from deployments.transport.request_channel.stream import ReplicaStream
 from engine.errors import RequestError
 from engine.request import EngineRequest
 
 __all__ = ["Dispatcher"]
 
-FULL_S = 0.1  # a replica that has returned a request is asked again after so many seconds
+FULL_S = 0.1  # a replica that has returned a request is asked again after this many seconds
 WAKE_INTERVAL_S = 0.5
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A request and where it is."""
-
-    request: EngineRequest
-    block_hashes: Sequence[int]
-    avoid: Sequence[str]
-    link: Link | None = None  # None: it waits
 
 
 class Dispatcher:
     """Sends the requests of one ingress process to the engine replicas.
 
     Args:
-        view: ranks the replicas, and knows where each request is.
+        view: ranks the replicas, and knows whether a queue explains that no token arrives.
         wake: calls any replica through Serve's handle; waits while there is none.
         max_requests: unfinished requests of this ingress at one replica.
+        stall_timeout_s: seconds without an output after which a replica counts as lost.
+        request_timeout_s: seconds that a request may take from its arrival to its last token.
     """
 
-    def __init__(self, view: ClusterView, wake: Callable[[], Awaitable[object]], *, max_requests: int) -> None:
+    def __init__(
+        self,
+        view: ClusterView,
+        wake: Callable[[], Awaitable[object]],
+        *,
+        max_requests: int,
+        stall_timeout_s: float,
+        request_timeout_s: float,
+    ) -> None:
+        self.request_timeout_s = request_timeout_s
         self._view = view
         self._wake = wake
         self._max_requests = max_requests
-        self._calls: dict[ReplicaStream, _Call] = {}
-        self._waiting: dict[ReplicaStream, _Call] = {}  # the first to send first
+        self._watch = StallWatch(view, stall_timeout_s=stall_timeout_s)
+        self._waiting: dict[Dispatch, None] = {}  # the first to send first
         self._full_until: dict[str, float] = {}  # replica -> time of the event loop
         self._waking: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -77,52 +77,59 @@ class Dispatcher:
         if self._retry is not None:
             self._retry.cancel()
 
-    def send(self, request: EngineRequest, *, block_hashes: Sequence[int], avoid: Sequence[str]) -> ReplicaStream:
-        """Send a request, now or when a replica takes it; returns the stream of its outputs.
+    def send(
+        self, request: EngineRequest, block_hashes: Sequence[int], *, avoid: Collection[str], deadline: float
+    ) -> Dispatch:
+        """Send a request, now or when a replica takes it. The caller passes the dispatch to ``end``, in any case.
 
         Args:
             request: the prompt, and the output tokens that other replicas have generated.
             block_hashes: of the prompt's full blocks.
             avoid: replicas that have just failed this request.
+            deadline: when the request times out, on the event loop's clock.
         """
-        stream = ReplicaStream(request.request_id)
-        call = _Call(request, block_hashes, avoid)
-        if self._waiting or not self._try_send(stream, call):
-            self._waiting[stream] = call
+        dispatch = Dispatch(request, block_hashes, avoid, deadline)
+        if self._waiting or not self._try_send(dispatch):
+            self._waiting[dispatch] = None
             self._wake_replicas()
-        self._calls[stream] = call
-        return stream
+        self._watch.add(dispatch)
+        return dispatch
 
-    def cancel(self, stream: ReplicaStream) -> None:
-        """End a stream; its reader has got all that it wants. Cancelling twice is harmless."""
-        call = self._calls.pop(stream, None)
-        if call is None:
+    def end(self, dispatch: Dispatch) -> None:
+        """End a dispatch; if it is unfinished, its replica aborts the request. Ending twice is harmless."""
+        if dispatch.ended is not None:
             return
-        self._waiting.pop(stream, None)
-        if call.link is not None:
-            call.link.cancel(stream)
+        dispatch.ended = monotonic()
+        self._watch.remove(dispatch)
+        self._waiting.pop(dispatch, None)
+        if self._links is not None:
+            self._links.cancel(dispatch)
+        self._view.ended(dispatch)
         self._send_waiting()
 
-    # --- replicas ---------------------------------------------------------------------------------------------------
+    def queued(self) -> tuple[int, int]:
+        """Return (waiting requests, queued prefill tokens) of all replicas, and the requests that wait here."""
+        num_requests, num_tokens = self._view.queued()
+        return num_requests + len(self._waiting), num_tokens
 
-    def _try_send(self, stream: ReplicaStream, call: _Call) -> bool:
-        """Send a request to the best replica that takes one; False if none does."""
+    # --- replicas -----------------------------------------------------------------------------------------------------
+
+    def _try_send(self, dispatch: Dispatch) -> bool:
+        """Send a request to the best replica that takes it; False if none does."""
         assert self._links is not None, "start() was not called"
         candidates = [name for name in self._links.ready if self._has_room(name)]
         if not candidates:
             return False
-        request, started = call.request, perf_counter()
-        decision = self._view.choose(candidates, call.block_hashes, request.num_tokens, call.avoid, request.request_id)
+        started = perf_counter()
+        decision = self._view.choose(dispatch, candidates)
         ingress_recorder().increment(ROUTING_DECISIONS, outcome=decision.outcome)
         ingress_recorder().observe(ROUTING_DECISION_SECONDS, perf_counter() - started)
-        replica = decision.order[0]
         try:
-            self._links[replica].submit(request, call.block_hashes, stream)
+            self._links[decision.order[0]].submit(dispatch)
         except RequestError as error:
-            stream.fail(error)
-            return True
-        call.link = self._links[replica]
-        self._view.dispatch(request.request_id, replica, call.block_hashes, request.num_tokens)
+            dispatch.fail(error)
+        else:
+            self._view.sent(dispatch, decision)
         return True
 
     def _has_room(self, replica: str) -> bool:
@@ -131,28 +138,25 @@ class Dispatcher:
             return False
         return self._links[replica].num_streams < self._max_requests
 
-    def _take_back(self, stream: ReplicaStream, error: Exception) -> None:
+    def _take_back(self, dispatch: Dispatch, error: Exception) -> None:
         """Let a request that its replica has not taken wait for another one, before all that came later."""
         del error
-        call = self._calls.get(stream)
-        if call is None or call.link is None:
-            return
         now = self._loop.time()
         self._full_until = {name: until for name, until in self._full_until.items() if until > now}
-        self._full_until[call.link.replica] = now + FULL_S
-        call.link = None
-        self._view.unassign(stream.request_id)
-        self._waiting = {stream: call} | self._waiting
+        self._full_until[dispatch.replica] = now + FULL_S
+        self._view.ended(dispatch)
+        dispatch.replica = ""
+        self._waiting = {dispatch: None} | self._waiting
         self._loop.call_soon(self._send_waiting)  # after the rest of the message: it may return more
         self._wake_replicas()
 
     def _send_waiting(self) -> None:
         """Send waiting requests while a replica takes them."""
         while self._waiting:
-            stream, call = next(iter(self._waiting.items()))
-            if not self._try_send(stream, call):
+            dispatch = next(iter(self._waiting))
+            if not self._try_send(dispatch):
                 break
-            self._waiting.pop(stream, None)
+            self._waiting.pop(dispatch, None)
         if self._waiting and self._full_until and self._retry is None:
             self._retry = self._loop.call_later(FULL_S, self._send_again)
 
@@ -160,7 +164,7 @@ class Dispatcher:
         self._retry = None
         self._send_waiting()
 
-    # --- scaling from zero ------------------------------------------------------------------------------------------
+    # --- scaling from zero --------------------------------------------------------------------------------------------
 
     def _wake_replicas(self) -> None:
         if self._waking is None or self._waking.done():

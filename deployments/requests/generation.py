@@ -1,9 +1,9 @@
 """Generation: one answer to one prompt, from the first request to an engine to the last piece of text.
 
 It sends the prompt to a replica, detokenises the tokens that come back, and ends at a stop string. It keeps every
-token: when a replica dies, stalls or is drained, it sends the prompt and the tokens to another
-replica, and the answer goes on with no token lost and none twice. So does an answer that was paused because its client
-reads too slowly. It knows nothing of HTTP.
+token: when a replica dies, stalls or is drained, it sends the prompt and the tokens to another replica, and the answer
+continues with no token lost and none twice. So does an answer that was paused because its client reads too slowly. It
+knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import closing
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from deployments.errors import ReplicasLostError, is_replica_loss
+from deployments.errors import ReplicasLostError, is_replica_loss, unwrap
 from deployments.observability.ingress_metrics import REQUEST_MIGRATIONS, ingress_recorder
-from deployments.requests.attempt import Attempt
-from deployments.requests.attempt_stream import AttemptError, AttemptStream
-from deployments.requests.engine_client import EngineClient
+from deployments.requests.dispatcher import Dispatcher
 from deployments.requests.prompt import Prompt
+from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.errors import StreamPausedError
 from engine.errors import OverloadedError
 from engine.outputs import EngineOutput, FinishReason, TokenLogprobs
@@ -33,7 +31,7 @@ __all__ = ["Delta", "Generation"]
 
 logger = logging.getLogger("ray.serve")
 
-MAX_OVERLOAD_RETRIES = 1  # how often an answer is sent to another replica because one is full
+MAX_OVERLOAD_RETRIES = 1  # attempts of an answer after a full replica
 
 
 @dataclass(slots=True)
@@ -52,7 +50,7 @@ class Generation:
     """One answer to one prompt: its tokens, text, replicas and finish reason.
 
     Args:
-        engines: sends requests to replicas.
+        dispatcher: sends requests to replicas.
         request: the prompt and its parameters, for a single answer.
         prompt: the same prompt with its block hashes.
         text: turns tokens into text and finds stop strings.
@@ -65,7 +63,7 @@ class Generation:
 
     def __init__(
         self,
-        engines: EngineClient,
+        dispatcher: Dispatcher,
         request: EngineRequest,
         prompt: Prompt,
         text: TextStream,
@@ -75,7 +73,7 @@ class Generation:
         max_migrations: int = 3,
         keeps_logprobs: bool = True,
     ) -> None:
-        self._engines = engines
+        self._dispatcher = dispatcher
         self._request = request
         self._text = text
         self._prompt_only = prompt_only
@@ -85,7 +83,7 @@ class Generation:
         self._num_overload_retries = 0
         self._num_pauses = 0
         self.num_migrations = 0
-        self.attempts: list[Attempt] = []
+        self.attempts: list[Dispatch] = []
         self.index = index
         self.prompt = prompt
         self.replica = ""  # the replica of the last tokens, or the one that is to send the first
@@ -124,41 +122,35 @@ class Generation:
             RequestTimeoutError: if the answer takes too long.
             RequestError: if an engine rejects the request as invalid.
         """
-        deadline = asyncio.get_running_loop().time() + self._engines.request_timeout_s
-        while True:
+        deadline = asyncio.get_running_loop().time() + self._dispatcher.request_timeout_s
+        while not self._has_ended:
+            dispatch = self._send(deadline)
             try:
-                with closing(self._send(deadline)) as outputs:
-                    while True:
-                        if (output := await outputs.next()) is None:
-                            self.replica = self.replica or outputs.replica
-                            yield None
-                            continue
-                        delta = self._receive(output)
-                        yield delta
-                        if self._has_ended:
-                            return
-            except AttemptError as failure:
-                self._prepare_retry(failure.cause, failure.replica)
+                while not self._has_ended:
+                    output = await dispatch.next()
+                    if output is None:
+                        self.replica = self.replica or dispatch.replica
+                    yield None if output is None else self._receive(output)
+            except Exception as error:
+                self._prepare_retry(dispatch, unwrap(error))
+            finally:
+                self._dispatcher.end(dispatch)
 
     @property
     def _has_ended(self) -> bool:
         return self.finish_reason is not None
 
-    def _send(self, deadline: float) -> AttemptStream:
+    def _send(self, deadline: float) -> Dispatch:
         """Send the prompt, and the tokens received so far, to a replica."""
         self.replica = ""
-        attempt = Attempt()
-        self.attempts.append(attempt)
-        return self._engines.send(
-            self._remaining_request(),
-            self.prompt.block_hashes,
-            avoid=list(self._avoid),
-            deadline=deadline,
-            attempt=attempt,
+        dispatch = self._dispatcher.send(
+            self._remaining_request(), self.prompt.block_hashes, avoid=list(self._avoid), deadline=deadline
         )
+        self.attempts.append(dispatch)
+        return dispatch
 
     def _remaining_request(self) -> EngineRequest:
-        """Return the request with the tokens received so far, after which the engine goes on."""
+        """Return the request with the tokens received so far, which the engine continues."""
         retries = self._num_overload_retries + self.num_migrations + self._num_pauses
         if not retries:
             return self._request
@@ -193,15 +185,21 @@ class Generation:
         text = self._text.push(output.token_ids, final=output.finish_reason is not None)
         delta = Delta(self.index, text, output.token_ids, output.finish_reason, output.stop_reason, output.logprobs)
         if self._text.stop_string is not None:
-            # One output may hold tokens after the stop string; the client gets none of them.
+            # An output may hold tokens after the stop string, which the client does not get.
             kept = self._text.num_tokens - len(self.token_ids)
             delta.token_ids = output.token_ids[:kept]
             delta.logprobs = None if output.logprobs is None else output.logprobs[:kept]
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, self._text.stop_string
         return delta
 
-    def _prepare_retry(self, error: Exception, replica: str) -> None:
-        """Avoid ``replica`` from now on, unless it only paused; raises if another replica cannot do better."""
+    def _prepare_retry(self, dispatch: Dispatch, error: Exception) -> None:
+        """Avoid the replica of a failed dispatch from now on, unless it only paused.
+
+        Raises:
+            Exception: the error, if another replica cannot do better.
+        """
+        replica = dispatch.replica = getattr(error, "replica", "") or dispatch.replica
+        dispatch.error = type(error).__name__
         if isinstance(error, StreamPausedError):
             self._num_pauses += 1
             return
@@ -223,7 +221,7 @@ class Generation:
         self.num_migrations += 1
         ingress_recorder().increment(REQUEST_MIGRATIONS)
         logger.warning(
-            "replica %s was lost (%s); its request goes on elsewhere, request_id=%s",
+            "replica %s was lost (%s); another one continues its request, request_id=%s",
             replica or "(unknown)",
             error,
             self._request.request_id,

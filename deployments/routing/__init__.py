@@ -1,11 +1,11 @@
 """Routing: which engine replica gets a prompt, by the KV blocks it has cached and the work it has queued.
 
-    PrefixRouter (router.py)      called by Ray Serve for each request
-      +-- ClusterView             the replicas listed by Serve, and where each request of this process runs
-            +-- RoutingState      takes the lock; applies KV events, load reports and dispatches
-                  +-- KVIndex         which replica holds which blocks
-                  +-- ReplicaTable    how busy each replica is, as the cost of an empty prompt (cost.py)
-                  +-- RoutingPolicy   cost of this prompt on each replica -> ranking
+    ClusterView                 the replicas listed by Serve; ranks them for a Dispatch and counts it in their load
+      +-- RoutingState          applies KV events and load reports; owns the lock
+      |     +-- KVIndex         which replica holds which blocks
+      |     +-- ReplicaTable    how busy each replica is, as the cost of an empty prompt (cost.py)
+      +-- RoutingPolicy         cost of this prompt on each replica -> ranking
+      +-- RecentlyRouted        the last routed requests, for the web page
 
 Knows block hashes, loads and replica names. Does not know Ray Serve, prompt text or HTTP.
 """

@@ -1,15 +1,14 @@
-"""ClusterView: the replicas that Serve lists, and the replica at which each request of this process runs.
+"""ClusterView: the replicas that Serve lists, their caches and loads, and the choice among them.
 
-Serve's router, the thread that receives KV events, and the requests of this process share it. ``routing`` holds the
-replicas' caches and loads, and ranks the replicas. It knows neither Serve nor HTTP. Every method may be called from any
-thread.
+Serve's router, the thread that receives KV events, and the requests of this process share it. It ranks the replicas for
+a request and counts each Dispatch in the load of its replica, but it holds no request itself. It knows neither Serve
+nor HTTP. Every method may be called from any thread.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,43 +19,49 @@ from deployments.observability.ingress_metrics import (
     ROUTING_PREDICTED_HIT_TOKENS,
     ingress_recorder,
 )
-from deployments.routing.policy import Decision
+from deployments.routing.cost import PromptBlocks
+from deployments.routing.options import RoutingOptions
+from deployments.routing.policy import Decision, RoutingPolicy
 from deployments.routing.recently_routed import RecentlyRouted, RoutedRequest
 from deployments.routing.state import RoutingState
 from deployments.transport.kv_events.subscriber import KVEventSubscriber
 from deployments.transport.replica_metadata import BLOCK_SIZE, ENDPOINT
+from deployments.transport.request_channel.dispatch import Dispatch
 
 __all__ = ["ClusterView", "cluster_view"]
 
+_DEFAULTS = RoutingOptions()
+
 
 class ClusterView:
-    """The replicas of one deployment, and the requests that this process has sent to them."""
+    """The replicas of one deployment.
 
-    def __init__(self) -> None:
-        self.routing = RoutingState()
+    Args:
+        options: the parameters of the choice.
+        clock: returns monotonic seconds; the simulator in benchmarks/routing has its own.
+
+    Attributes:
+        routing: the replicas' caches and loads. Its lock protects this object too.
+    """
+
+    def __init__(self, options: RoutingOptions = _DEFAULTS, clock: Callable[[], float] | None = None) -> None:
+        self.routing = RoutingState(options)
+        self._clock = clock or time.monotonic
+        self._lock, self._table, self._index = self.routing.lock, self.routing.table, self.routing.index
+        self._policy = RoutingPolicy(self._table)
         self._recorder = ingress_recorder()
-        self._subscriber: KVEventSubscriber | None = None
-        self._lock = threading.Lock()
-        self._replica_of: dict[str, str] = {}  # by request id; "" until the request is dispatched
-        self._num_unassigned = 0  # of those, not dispatched
-        self._dispatched_at: dict[str, float] = {}  # by request id
-        self._without_stream: set[str] = set()  # requests whose tokens come together at the end
         self._recently_routed = RecentlyRouted()
+        self._subscriber: KVEventSubscriber | None = None
         self._listed: dict[str, Mapping[str, Any]] = {}  # metadata of the replicas that take requests
         self._observed: dict[str, Mapping[str, Any]] = {}  # of those, and of draining ones that still run our requests
         self._watcher: Callable[[Mapping[str, Mapping[str, Any]]], None] = lambda metadata: None
+
+    # --- the replicas -------------------------------------------------------------------------------------------------
 
     @property
     def replicas(self) -> frozenset[str]:
         """The replicas that take requests."""
         return frozenset(self._listed)
-
-    @property
-    def num_unassigned(self) -> int:
-        """The number of requests without a replica yet, for instance because there is none."""
-        return self._num_unassigned
-
-    # --- for the router and the dispatcher ----------------------------------------------------------------------------
 
     def set_replicas(self, metadata: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the set of replicas that take requests: name -> the metadata that the replica reported.
@@ -81,9 +86,10 @@ class ClusterView:
             watcher(self._listed)
 
     def _update_observed(self) -> None:
-        in_use = set(self._replica_of.values())
         draining = {
-            name: described for name, described in self._observed.items() if name in in_use and name not in self._listed
+            name: described
+            for name, described in self._observed.items()
+            if name not in self._listed and self._table.by_name[name].load.has_dispatches
         }
         self._observed = self._listed | draining
         self.routing.set_replicas(self._observed)
@@ -93,100 +99,76 @@ class ClusterView:
         if self._subscriber is not None:
             self._subscriber.set_endpoints(endpoints)
 
-    def choose(
-        self,
-        candidates: Sequence[str],
-        hashes: Sequence[int],
-        num_tokens: int,
-        avoid: Collection[str],
-        request_id: str = "",
-    ) -> Decision:
-        """Rank the candidates for a prompt, and count the cache hits that are predicted for the first of them."""
-        decision = self.routing.choose(candidates, hashes, num_tokens, now=time.monotonic(), avoid=avoid)
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def choose(self, dispatch: Dispatch, candidates: Sequence[str]) -> Decision:
+        """Rank the candidates, at least one, and count the cache hits that are predicted for the first of them."""
+        hashes, block_size = dispatch.block_hashes, self.routing.block_size
         with self._lock:
-            if request_id in self._replica_of:
-                self._recently_routed.record_decision(request_id, decision)
+            if not self._table.by_name.keys() >= set(candidates):  # one may be unlisted already
+                self.routing.add_unknown(candidates)
+            self._table.expire_reports(self._clock())
+            prompt = PromptBlocks(dispatch.request.num_tokens, hashes, block_size)
+            decision = self._policy.choose(candidates, prompt, self._index.num_cached_blocks(hashes), dispatch.avoid)
         for metric, num_blocks in (
             (ROUTING_PREDICTED_HIT_TOKENS, decision.num_cached_blocks),
             (ROUTING_BEST_HIT_TOKENS, decision.max_cached_blocks),
         ):
             if num_blocks:
-                self._recorder.increment(metric, num_blocks * self.routing.block_size)
+                self._recorder.increment(metric, num_blocks * block_size)
         return decision
 
-    def dispatch(self, request_id: str, replica: str, hashes: Sequence[int], num_tokens: int) -> None:
-        """Record that a request is sent to ``replica``, for the first time or after another replica rejected it."""
-        with self._lock:  # for the whole method: else `end` could run between the look-up and the bookkeeping
-            if request_id not in self._replica_of:  # its client has disconnected meanwhile
-                return
-            before, now = self._replica_of[request_id], time.monotonic()
-            self._replica_of[request_id], self._dispatched_at[request_id] = replica, now
-            if before:
-                self.routing.ended(before, request_id)
-            else:
-                self._num_unassigned -= 1
-            num_cached = self.routing.dispatched(replica, hashes, num_tokens, now=now, request_id=request_id)
-            self._recently_routed.record_dispatch(request_id, replica, num_tokens, num_cached, self.routing.block_size)
+    def sent(self, dispatch: Dispatch, decision: Decision) -> None:
+        """Add a dispatch, which has just been sent to its replica, to the load there.
 
-    def unassign(self, request_id: str) -> None:
-        """Record that the replica of a request has returned it; it waits for another one."""
+        Until events confirm it, the replica is assumed to hold the prompt's blocks.
+
+        Args:
+            dispatch: its replica is the first of the decision.
+            decision: as ``choose`` returned it.
+        """
+        block_size = self.routing.block_size
         with self._lock:
-            if before := self._replica_of.get(request_id, ""):
-                self._replica_of[request_id] = ""
-                self._num_unassigned += 1
-                self.routing.ended(before, request_id)
+            now = dispatch.sent_at = self._clock()
+            self._recently_routed.add(dispatch, decision, block_size)
+            self._index.expire(now)
+            if dispatch.replica in self._table.by_name:
+                num_cached_tokens = decision.num_cached_blocks * block_size
+                dispatch.num_uncached_tokens = max(1, dispatch.request.num_tokens - num_cached_tokens)
+                self._table.sent(dispatch)
+                self.routing.assume(dispatch.replica, dispatch.block_hashes, now)
 
-    # --- for the requests -----------------------------------------------------------------------------------------
-
-    def begin(self, request_id: str, *, streams: bool = True) -> None:
-        """Add a request that has no replica yet; without ``streams``, its tokens come together at the end."""
+    def ended(self, dispatch: Dispatch) -> None:
+        """Remove a dispatch from the load of its replica: it has ended, for any reason, or was returned."""
         with self._lock:
-            self._replica_of[request_id] = ""
-            if not streams:
-                self._without_stream.add(request_id)
-            self._num_unassigned += 1
-
-    def end(self, request_id: str) -> None:
-        """Remove a request that has ended, for any reason."""
-        with self._lock:
-            replica = self._replica_of.pop(request_id, None)
-            self._num_unassigned -= replica == ""
-            self._dispatched_at.pop(request_id, None)
-            self._without_stream.discard(request_id)
-            self._recently_routed.ended(request_id)
-            if replica:
-                self.routing.ended(replica, request_id)
-            if replica in self._observed and replica not in self._listed:
+            if dispatch.replica in self._table.by_name:
+                self._table.ended(dispatch)
+            if dispatch.replica in self._observed and dispatch.replica not in self._listed:
                 self._update_observed()
 
-    def replica_of(self, request_id: str) -> str:
-        """Return the replica of a request; empty before it is dispatched."""
-        return self._replica_of.get(request_id, "")
+    def stall_allowance(self, dispatch: Dispatch, stall_timeout_s: float) -> float:
+        """Return the seconds until a dispatch without tokens must be checked again; 0: its replica has stalled.
 
-    def dispatched_at(self, request_id: str) -> float | None:
-        """Return when a request was dispatched, in monotonic seconds; None before that."""
-        return self._dispatched_at.get(request_id)
-
-    def stall_allowance(self, request_id: str, stall_timeout_s: float) -> float:
-        """Return the seconds until a request without tokens must be checked again; 0: its replica has stalled.
-
-        A request that has no replica yet, or whose replica has a queue, is checked again after a quarter of the
-        timeout. So is one whose tokens come together at the end, while its replica computes. Otherwise its replica has
+        One that has no replica yet, or whose replica has a queue, is checked again after a quarter of the timeout. So
+        is one whose tokens come together at the end, while its replica computes. Otherwise its replica has
         ``stall_timeout_s`` seconds from the dispatch to the first token. It is never more than ``stall_timeout_s``:
         StallWatch relies on that.
         """
-        replica, now = self.replica_of(request_id), time.monotonic()
-        needs_queue = request_id not in self._without_stream
-        if not replica or self.routing.is_busy(replica, now=now, within_s=stall_timeout_s, needs_queue=needs_queue):
+        now = self._clock()
+        with self._lock:
+            is_busy = self._table.is_busy(
+                dispatch.replica, now, within_s=stall_timeout_s, needs_queue=dispatch.streams_tokens
+            )
+        if not dispatch.replica or is_busy:
             return stall_timeout_s / 4
-        return max(0.0, self._dispatched_at.get(request_id, now) + stall_timeout_s - now)
+        return max(0.0, dispatch.sent_at + stall_timeout_s - now)
 
     def queued(self) -> tuple[int, int]:
-        """Return (waiting requests, queued prefill tokens) of all replicas, requests without a replica included."""
-        num_requests, num_tokens = self.routing.total_queued(now=time.monotonic())
-        return num_requests + self.num_unassigned, num_tokens
+        """Return (waiting requests, queued prefill tokens) of all replicas, unreported dispatches included."""
+        with self._lock:
+            return self._table.total_queued(self._clock())
 
-    # --- for metrics and the web page -----------------------------------------------------------------------------
+    # --- for metrics and the web page ---------------------------------------------------------------------------------
 
     def recently_routed(self) -> list[RoutedRequest]:
         """Return the last routed requests of this process, the latest last."""
@@ -197,7 +179,7 @@ class ClusterView:
         """Set the gauges."""
         self._recorder.set(REPLICAS, len(self._listed), state="running")
         self._recorder.set(REPLICAS, len(self._observed) - len(self._listed), state="draining")
-        self._recorder.set(KV_INDEX_BLOCKS, len(self.routing.index))
+        self._recorder.set(KV_INDEX_BLOCKS, len(self._index))
 
 
 @cache

@@ -66,7 +66,7 @@ def prompt_costs(
     weight = 1 + miss_weight
     all_tokens = weight * max(1, prompt.num_tokens)
     if not num_cached_blocks:
-        return {name: (one := replicas[name]).queue_s + one.seconds_per_token * all_tokens for name in candidates}
+        return {name: replicas[name].queue_s + replicas[name].seconds_per_token * all_tokens for name in candidates}
     # The last token is computed even if its block is cached: its logits are needed.
     max_saved, saved_per_block = weight * max(0, prompt.num_tokens - 1), weight * prompt.block_size
     costs, blocks_of = {}, num_cached_blocks.get

@@ -11,7 +11,7 @@ prompt are an unbroken run from its first block. ``num_cached_blocks`` relies on
 runs instead of looking at every block. If a lost event leaves a hole in a run, a number is wrong and the routing
 decision is worse; nothing else depends on it.
 
-It knows neither Ray nor clocks, and takes no lock: RoutingState holds one.
+It knows neither Ray nor clocks, and takes no lock: the caller holds that of RoutingState.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class KVIndex:
         A binary search finds the first block that not all holders hold, and is repeated from there with the remaining
         holders: about log2(len(hashes)) look-ups for each distinct result.
         """
-        found: dict[str, int] = {}
+        num_blocks: dict[str, int] = {}
         get, size = self._masks.get, len(hashes)
         holders = get(hashes[0], 0) if hashes else 0
         low = 0
@@ -168,15 +168,9 @@ class KVIndex:
                 else:
                     high = middle
             staying = get(hashes[high], 0) & holders if high < size else 0
-            found.update(dict.fromkeys(self._names(holders ^ staying), high))
+            num_blocks.update(dict.fromkeys(self._names(holders ^ staying), high))
             holders, low = staying, high
-        return found
-
-    def num_cached_blocks_on(self, replica: str, hashes: Sequence[int]) -> int:
-        """Return how many leading blocks of a prompt one replica holds."""
-        if (holdings := self._holdings.get(replica)) is None:
-            return 0
-        return _num_leading(hashes, lambda block: self._masks.get(block, 0) & holdings.bit != 0)
+        return num_blocks
 
     def _names(self, mask: int) -> tuple[str, ...]:
         names = self._names_by_mask.get(mask)

@@ -9,21 +9,12 @@ It knows nothing of caches, of other replicas, or of what the numbers are used f
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from math import inf
 
+from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.load import EngineLoad
 
 __all__ = ["ReplicaLoad"]
-
-
-@dataclass(slots=True, eq=False)
-class _Dispatch:
-    """A request that this ingress has sent and that has not ended."""
-
-    request_id: str
-    at: float
-    tokens: int  # predicted number of prompt tokens to compute
 
 
 class ReplicaLoad:
@@ -41,37 +32,40 @@ class ReplicaLoad:
     def __init__(self) -> None:
         self.report: EngineLoad | None = None
         self._last_step_at = -inf  # when num_steps of the reports last changed
-        self._in_flight: list[_Dispatch] = []
+        self._in_flight: set[Dispatch] = set()
         self._in_flight_tokens = 0
-        self._unreported: deque[_Dispatch] = deque()
+        self._unreported: deque[Dispatch] = deque()
         self._unreported_tokens = 0
 
-    def dispatched(self, request_id: str, tokens: int, now: float) -> None:
-        """Add a request."""
-        dispatch = _Dispatch(request_id, now, tokens)
-        self._in_flight.append(dispatch)
-        self._unreported.append(dispatch)
-        self._in_flight_tokens += tokens
-        self._unreported_tokens += tokens
+    @property
+    def has_dispatches(self) -> bool:
+        """Whether a request that this ingress has sent is unfinished."""
+        return bool(self._in_flight)
 
-    def ended(self, request_id: str) -> None:
-        """Remove a request, the oldest if ``request_id`` is empty; an unknown one was removed before."""
-        for index, dispatch in enumerate(self._in_flight):
-            if not request_id or dispatch.request_id == request_id:
-                del self._in_flight[index]
-                self._in_flight_tokens -= dispatch.tokens
-                if dispatch in self._unreported:
-                    self._unreported.remove(dispatch)
-                    self._unreported_tokens -= dispatch.tokens
-                return
+    def sent(self, dispatch: Dispatch) -> None:
+        """Add a request of this ingress."""
+        self._in_flight.add(dispatch)
+        self._unreported.append(dispatch)
+        self._in_flight_tokens += dispatch.num_uncached_tokens
+        self._unreported_tokens += dispatch.num_uncached_tokens
+
+    def ended(self, dispatch: Dispatch) -> None:
+        """Remove a request; one that is not in flight here was removed before."""
+        if dispatch not in self._in_flight:
+            return
+        self._in_flight.remove(dispatch)
+        self._in_flight_tokens -= dispatch.num_uncached_tokens
+        if dispatch in self._unreported:
+            self._unreported.remove(dispatch)
+            self._unreported_tokens -= dispatch.num_uncached_tokens
 
     def reported(self, report: EngineLoad, *, now: float, transit_s: float) -> None:
         """Apply a report that arrives now and does not include the dispatches of the last ``transit_s`` seconds."""
         if self.report is None or report.num_steps != self.report.num_steps:
             self._last_step_at = now
         self.report = report
-        while self._unreported and self._unreported[0].at <= now - transit_s:
-            self._unreported_tokens -= self._unreported.popleft().tokens
+        while self._unreported and self._unreported[0].sent_at <= now - transit_s:
+            self._unreported_tokens -= self._unreported.popleft().num_uncached_tokens
 
     def has_stepped_since(self, time: float) -> bool:
         """Return whether the engine was seen to finish a step at or after ``time``."""

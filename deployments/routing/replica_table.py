@@ -1,7 +1,7 @@
 """ReplicaTable: the load of every replica of a deployment, with the cost that follows from it.
 
-Reports and dispatches update it; decisions only read it. It knows neither prompts nor caches, and takes no lock:
-RoutingState holds one.
+Reports and dispatches update it; decisions only read it. It knows neither prompts nor caches, and takes no lock: the
+caller holds that of RoutingState.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import xxhash
 from deployments.routing.cost import ReplicaCost
 from deployments.routing.options import RoutingOptions
 from deployments.routing.replica_load import ReplicaLoad
+from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.load import EngineLoad
 
 __all__ = ["Replica", "ReplicaTable"]
@@ -71,16 +72,16 @@ class ReplicaTable:
         else:
             self._update_freshness(now)
 
-    def dispatched(self, name: str, request_id: str, num_tokens: int, now: float) -> None:
-        """Add a request to the load of a known replica, which has to compute ``num_tokens`` of its prompt."""
-        replica = self.by_name[name]
-        replica.load.dispatched(request_id, num_tokens, now)
+    def sent(self, dispatch: Dispatch) -> None:
+        """Add a dispatch to the load of its replica, which is known."""
+        replica = self.by_name[dispatch.replica]
+        replica.load.sent(dispatch)
         self._update_cost(replica)
 
-    def ended(self, name: str, request_id: str) -> None:
-        """Remove a request from the load of a known replica; without an id, its oldest one."""
-        replica = self.by_name[name]
-        replica.load.ended(request_id)
+    def ended(self, dispatch: Dispatch) -> None:
+        """Remove a dispatch from the load of its replica, which is known."""
+        replica = self.by_name[dispatch.replica]
+        replica.load.ended(dispatch)
         self._update_cost(replica)
 
     def expire_reports(self, now: float) -> None:

@@ -25,7 +25,7 @@ class PrefixRouter(RequestRouter):
     def initialize_state(self, **kwargs: Any) -> None:
         """Set the ``RoutingOptions``, which Serve passes from the deployment's request_router_kwargs."""
         self.view = cluster_view(self._deployment_id.name)
-        self.view.routing.options = RoutingOptions(**kwargs)
+        self.view.routing.table.options = RoutingOptions(**kwargs)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -41,8 +41,8 @@ class PrefixRouter(RequestRouter):
     ) -> RunningReplica:
         """Choose a replica for this request.
 
-        Serve's own version matches requests to replicas by an id that all handle calls of one HTTP request share. Of
-        several concurrent calls all but one would wait forever.
+        Serve's own version matches requests to replicas by an id that all handle calls of one HTTP request share, so
+        only one of several concurrent calls would ever get a replica.
         """
         async with aclosing(self._choose_replicas_with_backoff(pending_request)) as ranks:
             attempt = 0

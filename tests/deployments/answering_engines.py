@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec.structs import replace
 
 from engine.outputs import EngineOutput, FinishReason, Logprob, TokenLogprobs
 from engine.request import EngineRequest
-from tests.deployments.fakes import FakeEngines, FakeStream
+from tests.deployments.fakes import FakeEngines, Script
 
 TOKENS = (70, 71)
 
@@ -19,10 +17,8 @@ class AnsweringEngines(FakeEngines):
     def __init__(self) -> None:
         super().__init__([])
 
-    def send(self, request: EngineRequest, **options: Any) -> FakeStream:
-        self.calls.append((request, options))
-        self.streams.append(FakeStream(request.request_id, list(_outputs(request))))
-        return self.streams[-1]
+    def answer(self, request: EngineRequest) -> Script:
+        return list(_outputs(request))
 
 
 def _outputs(request: EngineRequest) -> list[EngineOutput]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+import time
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,8 @@ from typing import Any
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.requests.engine_client import EngineClient
-from deployments.routing.cluster_view import ClusterView
-from deployments.transport.request_channel.stream import ReplicaStream
+from deployments.routing.cluster_view import cluster_view
+from deployments.transport.request_channel.dispatch import Dispatch
 from engine.config import EngineInfo
 from engine.errors import EngineDeadError
 from engine.observability.load import EngineLoad
@@ -46,13 +46,14 @@ def output(
     logprobs: list[float] | None = None,
     prompt_logprobs: bool | list[TokenLogprobs | None] = False,
     timing: RequestTiming | None = None,
+    index: int = 0,
 ) -> EngineOutput:
     """Return an output as a replica sends it."""
     ranked = [{t: Logprob(value, 1)} for t, value in zip(token_ids, logprobs, strict=True)] if logprobs else None
     of_prompt = [None] if prompt_logprobs is True else prompt_logprobs or None
     return EngineOutput(
         "id",
-        0,
+        index,
         token_ids,
         None if finish_reason is None else FinishReason(finish_reason),
         None,
@@ -64,13 +65,11 @@ def output(
     )
 
 
-class FakeStream(ReplicaStream):
-    """The stream of a request whose outputs come from a script, one at a time."""
+@dataclass(slots=True, eq=False)
+class FakeDispatch(Dispatch):
+    """A request whose outputs come from a script, one at a time."""
 
-    def __init__(self, request_id: str, script: Script) -> None:
-        super().__init__(request_id)
-        self.script = list(script)
-        self.cancelled = False
+    script: Script = field(default_factory=list)
 
     def take(self) -> EngineOutput | None:
         if not self.script:
@@ -78,7 +77,12 @@ class FakeStream(ReplicaStream):
         item = self.script.pop(0)
         if isinstance(item, BaseException):
             raise item
+        if item is not None:
+            self.replica = item.replica
         return item
+
+    async def wait(self) -> None:
+        """The next item of the script is there."""
 
 
 @dataclass
@@ -87,9 +91,10 @@ class FakeEngines:
 
     scripts: list[Script]
     calls: list[tuple[EngineRequest, dict[str, Any]]] = field(default_factory=list)
-    streams: list[FakeStream] = field(default_factory=list)
+    dispatches: list[FakeDispatch] = field(default_factory=list)
     deployment_name: str = "engine-of-fakes"
     is_down: bool = False
+    request_timeout_s: float = 60.0
 
     def options(self, **options: Any) -> FakeEngines:
         return self
@@ -104,15 +109,23 @@ class FakeEngines:
     def close(self) -> None:
         """There is nothing to close."""
 
-    def send(self, request: EngineRequest, **options: Any) -> FakeStream:
-        self.calls.append((request, options))
-        script = self.scripts[min(len(self.calls), len(self.scripts)) - 1]
-        self.streams.append(FakeStream(request.request_id, script))
-        return self.streams[-1]
+    def send(
+        self, request: EngineRequest, block_hashes: Sequence[int], *, avoid: Collection[str], deadline: float
+    ) -> FakeDispatch:
+        self.calls.append((request, {"block_hashes": block_hashes, "avoid": avoid}))
+        script = list(self.answer(request))
+        self.dispatches.append(FakeDispatch(request, block_hashes, avoid, deadline, script=script))
+        return self.dispatches[-1]
 
-    def cancel(self, stream: ReplicaStream) -> None:
-        assert isinstance(stream, FakeStream)
-        stream.cancelled = True
+    def answer(self, request: EngineRequest) -> Script:
+        """Return the script of the request that was sent last."""
+        return self.scripts[min(len(self.calls), len(self.scripts)) - 1]
+
+    def end(self, dispatch: Dispatch) -> None:
+        dispatch.ended = time.monotonic()
+
+    def queued(self) -> tuple[int, int]:
+        return cluster_view(self.deployment_name).queued()
 
 
 IDLE = EngineLoad(
@@ -138,13 +151,6 @@ def waiting(requests: int, tokens: int) -> EngineLoad:
         prefill_tokens_per_s=1000.0,
         decode_step_s=0.01,
         num_steps=1,
-    )
-
-
-def client(engines: FakeEngines, view: ClusterView | None = None, **timeouts: float) -> EngineClient:
-    """Return a client of fake engines."""
-    return EngineClient(
-        engines, view or ClusterView(), **({"stall_timeout_s": 30.0, "request_timeout_s": 60.0} | timeouts)
     )
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from engine.engine import Engine
 from engine.request import EngineRequest
-from tests.deployments.fakes import FakeEngines, FakeStream
+from tests.deployments.fakes import FakeEngines, Script
 
 
 class _Info:
@@ -36,13 +36,11 @@ class RealEngines(FakeEngines):
     def info(self) -> Any:
         return SimpleNamespace(remote=lambda: _Info(self.engine))
 
-    def send(self, request: EngineRequest, **options: Any) -> FakeStream:
-        self.calls.append((request, options))
+    def answer(self, request: EngineRequest) -> Script:
         self.engine.check_request(request)
         grammar = self.engine.grammars.compile(request.params.structured_outputs)
         self.engine.queue_request(request, grammar=grammar)
-        outputs = []
+        outputs: Script = []
         while self.engine.has_unfinished:
             outputs += [replace(output, replica="r1") for output in self.engine.step()]
-        self.streams.append(FakeStream(request.request_id, list(outputs)))
-        return self.streams[-1]
+        return outputs

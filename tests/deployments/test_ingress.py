@@ -20,7 +20,6 @@ from deployments.api.openai.protocol import CompletionRequest
 from deployments.api.prompts import PromptBuilder
 from deployments.errors import RequestTimeoutError
 from deployments.ingress import Ingress
-from deployments.requests import stall_watch
 from deployments.routing.cluster_view import cluster_view
 from engine.observability.load import EngineLoad
 from engine.text.tokenizer import Tokenizer
@@ -113,11 +112,8 @@ def test_an_error_after_the_first_byte_is_an_event(client: TestClient, engines: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stream_begins_before_a_late_first_token(
-    client: TestClient, engines: FakeEngines, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_begins_before_a_late_first_token(client: TestClient, engines: FakeEngines, stream: bool) -> None:
     """With a comment; a whole answer still has a status of its own."""
-    monkeypatch.setattr(stall_watch, "NUDGE_S", 0.01)
     engines.scripts = [[None, None, ActorDiedError()], [ActorDiedError()]]
     answer = client.post("/v1/chat/completions", json=CHAT | {"stream": stream})
     if stream:

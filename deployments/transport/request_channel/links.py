@@ -14,9 +14,9 @@ from typing import Any
 import zmq
 
 from deployments.transport.request_channel.address import ReplicaAddress
+from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.link import Link
 from deployments.transport.request_channel.sockets import Socket
-from deployments.transport.request_channel.stream import ReplicaStream
 from engine.errors import ConfigError
 
 __all__ = ["Links"]
@@ -39,7 +39,7 @@ class Links:
         self,
         *,
         on_change: Callable[[], None],
-        on_returned: Callable[[ReplicaStream, Exception], None],
+        on_returned: Callable[[Dispatch, Exception], None],
         tick_s: float = 0.5,
     ) -> None:
         self._on_change = on_change
@@ -69,6 +69,12 @@ class Links:
     def ready(self) -> list[str]:
         """The names of the replicas that take requests."""
         return [name for name, link in self._listed.items() if link.takes_requests]
+
+    def cancel(self, dispatch: Dispatch) -> None:
+        """Forget a dispatch; if it is unfinished, its replica aborts the request."""
+        for link in (self._listed.get(dispatch.replica), *self._retired):
+            if link is not None:
+                link.cancel(dispatch)
 
     def close(self) -> None:
         """Close all links; unfinished streams fail."""

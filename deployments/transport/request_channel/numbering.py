@@ -15,6 +15,8 @@ from itertools import islice
 
 __all__ = ["Arrivals", "Outbox"]
 
+MAX_STALLED_REPORTS = 4  # messages that were sent and have not arrived after this many reports are lost
+
 
 class Outbox:
     """The messages to one peer that it has not acknowledged.
@@ -72,6 +74,7 @@ class Arrivals:
     def __init__(self) -> None:
         self.received = 0
         self.has_gap = False
+        self._received_at_last_report = self._num_stalled_reports = 0
 
     def accept(self, number: int) -> bool:
         """Return whether to process the message with this number: it is the next one."""
@@ -82,3 +85,17 @@ class Arrivals:
         if number > self.received:
             self.has_gap = True
         return False
+
+    def has_lost_tail(self, sent: int) -> bool:
+        """Return whether the last messages are lost, which no later message can show.
+
+        Args:
+            sent: number of the last message that the peer has sent, as it reports periodically.
+        """
+        is_stalled = self.received < sent and self.received == self._received_at_last_report
+        self._received_at_last_report = self.received
+        self._num_stalled_reports = self._num_stalled_reports + 1 if is_stalled else 0
+        if self._num_stalled_reports < MAX_STALLED_REPORTS:
+            return False
+        self._num_stalled_reports = 0
+        return True

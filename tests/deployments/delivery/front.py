@@ -15,13 +15,12 @@ from deployments.api.openai.writers import ChatWriters, CompletionWriters
 from deployments.api.serving import _streamed
 from deployments.api.writers import ResponseHead, Writers
 from deployments.requests.dispatcher import Dispatcher
-from deployments.requests.engine_client import EngineClient, Engines
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
 from deployments.routing.cluster_view import ClusterView
+from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.link import Link
 from deployments.transport.request_channel.server import ChannelServer
-from deployments.transport.request_channel.stream import ReplicaStream
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text.text_stream import TextStream
@@ -29,7 +28,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.deployments.delivery.network import Network, Router
 from tests.deployments.delivery.scripted_engine import Answer, ScriptedEngine
 from tests.deployments.delivery.sse_content import Content
-from tests.deployments.fakes import IDLE, FakeStream
+from tests.deployments.fakes import IDLE, FakeDispatch
 
 NEVER_S = 1e6  # the test itself calls what timers would
 
@@ -79,12 +78,12 @@ class Request:
         self.answers = answers
         self._params = params
 
-    def generations(self, engines: EngineClient, tokenizer: Tokenizer) -> list[Generation]:
+    def generations(self, dispatcher: Any, tokenizer: Tokenizer) -> list[Generation]:
         """Return a Generation for each choice; its seed says which."""
         token_ids = self.prompt.token_ids
         return [
             Generation(
-                engines,
+                dispatcher,
                 EngineRequest(f"request {token_ids[0]}.{index}", token_ids, replace(self._params, seed=index)),
                 self.prompt,
                 TextStream(tokenizer, token_ids, self._params),
@@ -100,10 +99,10 @@ class Request:
         return self.answers[request.params.seed]
 
 
-async def respond(engines: EngineClient, request: Request, tokenizer: Tokenizer, client: Client) -> list[Generation]:
+async def respond(dispatcher: Any, request: Request, tokenizer: Tokenizer, client: Client) -> list[Generation]:
     """Stream a request's answers to a client; returns the generations at the end."""
     writers: Writers[Any] = ChatWriters(None) if isinstance(request.body, ChatRequest) else CompletionWriters()
-    generations = request.generations(engines, tokenizer)
+    generations = request.generations(dispatcher, tokenizer)
     head = ResponseHead("id", 1_700_000_000, "m")
     response = await _streamed(writers.events(head, request.body, tokenizer, generations), generations)
     await response({"type": "http"}, client.receive, client.send)
@@ -113,14 +112,16 @@ async def respond(engines: EngineClient, request: Request, tokenizer: Tokenizer,
 class _OneByOne:
     """Engines whose outputs are one token each and reach the reader as they are, past the channel."""
 
+    request_timeout_s = NEVER_S
+
     def __init__(self, request: Request) -> None:
         self._request = request
 
-    def send(self, request: EngineRequest, *, block_hashes: Sequence[int], avoid: Sequence[str]) -> ReplicaStream:
+    def send(self, request: EngineRequest, block_hashes: Sequence[int], **_: Any) -> Dispatch:
         outputs = self._request.answer(request).outputs(request, iter(lambda: 1, -1))
-        return FakeStream(request.request_id, list(outputs))
+        return FakeDispatch(request, block_hashes, script=list(outputs))
 
-    def cancel(self, stream: ReplicaStream) -> None:
+    def end(self, dispatch: Dispatch) -> None:
         """There is nothing to cancel."""
 
 
@@ -128,13 +129,8 @@ async def respond_undisturbed(request: Request, tokenizer: Tokenizer) -> tuple[C
     """Return what a client gets that receives every token by itself."""
     client = Client()
     client.allow(10_000)
-    generations = await respond(engine_client(_OneByOne(request), ClusterView()), request, tokenizer, client)
+    generations = await respond(_OneByOne(request), request, tokenizer, client)
     return Content.of(client.body), generations
-
-
-def engine_client(engines: Engines, view: ClusterView) -> EngineClient:
-    """Return a client whose requests neither stall nor time out."""
-    return EngineClient(engines, view, stall_timeout_s=NEVER_S, request_timeout_s=NEVER_S)
 
 
 class Front:
@@ -152,9 +148,14 @@ class Front:
             name: ChannelServer(engine, "127.0.0.1", max_requests=100, tick_s=NEVER_S)  # type: ignore[arg-type]
             for name, engine in self.engines.items()
         }
-        self.dispatcher = Dispatcher(self.view, asyncio.Event().wait, max_requests=100)
+        self.dispatcher = Dispatcher(
+            self.view,
+            asyncio.Event().wait,
+            max_requests=100,
+            stall_timeout_s=NEVER_S,
+            request_timeout_s=NEVER_S,
+        )
         self.dispatcher.start()
-        self.client = engine_client(self.dispatcher, self.view)
         self.view.set_replicas(
             {name: {"block_size": 4, **server.address.metadata} for name, server in self.servers.items()}
         )

@@ -139,7 +139,7 @@ class Network:
         """Give the channel these sockets in the ``with`` block."""
         sockets = {"SocketReader": Reader, "watch_connection": Watcher, "connect_dealer": self._connect}
         with (
-            patch.multiple("deployments.transport.request_channel.link", **sockets),
+            patch.multiple("deployments.transport.request_channel.replica_connection", **sockets),
             patch.multiple("deployments.transport.request_channel.server", SocketReader=Reader, bind_router=self._bind),
             patch("asyncio.open_connection", self._open_connection),
         ):

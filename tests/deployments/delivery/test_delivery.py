@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
-from deployments.transport.request_channel import stream as stream_module
+from deployments.transport.request_channel import dispatch as dispatch_module
 from engine.outputs import FinishReason, Logprob
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -151,11 +151,11 @@ class Disturbances:
 async def _delivered(request: Request, tokenizer: Tokenizer, data: st.DataObject) -> tuple[Content, list[Generation]]:
     """Return what a client of a disturbed front gets; nothing is left of its request afterwards."""
     network = Network()
-    with network.installed(), patch.object(stream_module, "MAX_QUEUED_LOGPROBS", 6):
+    with network.installed(), patch.object(dispatch_module, "MAX_QUEUED_LOGPROBS", 6):
         front, client = Front(network, request.answer), Client()
         await settle()
         await front.run_quietly()
-        responding = asyncio.create_task(respond(front.client, request, tokenizer, client))
+        responding = asyncio.create_task(respond(front.dispatcher, request, tokenizer, client))
         try:
             await settle()
             await Disturbances(front, client, data).run(responding)
@@ -188,9 +188,10 @@ async def _assert_nothing_is_left(front: Front) -> None:
         front.tick()
     for link in front.links:
         assert not link.num_streams
-        assert not len(link._outbox)
-    assert not front.dispatcher._calls
-    assert front.view.queued() == (0, 0)
+        assert not len(link._connection._outbox)
+    assert not front.dispatcher._waiting
+    assert not front.dispatcher._watch._watched
+    assert front.dispatcher.queued() == (0, 0)
     for name, server in front.servers.items():
         if any(router.is_dead for router in front.routers(name)):
             continue

@@ -10,7 +10,7 @@ import pytest
 
 from deployments.api.openai.protocol import ChatRequest
 from deployments.requests.prompt import Prompt
-from deployments.transport.request_channel import stream as stream_module
+from deployments.transport.request_channel import dispatch as dispatch_module
 from engine.outputs import FinishReason, Logprob
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ async def _run(tokenizer: Tokenizer, slow: Request | None) -> tuple[list[list[in
         front = Front(network, answer)
         await settle()
         await front.run_quietly()
-        tasks = [asyncio.create_task(respond(front.client, asked[n], tokenizer, clients[n])) for n in asked]
+        tasks = [asyncio.create_task(respond(front.dispatcher, asked[n], tokenizer, clients[n])) for n in asked]
         await settle()
         for number, client in clients.items():
             client.allow(0 if number == SLOW else 10_000)
@@ -73,7 +73,7 @@ async def _run(tokenizer: Tokenizer, slow: Request | None) -> tuple[list[list[in
 async def test_a_client_that_reads_nothing_slows_no_other_and_gets_its_answer_when_it_reads(
     tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_module, "MAX_QUEUED_LOGPROBS", MAX_QUEUED)
+    monkeypatch.setattr(dispatch_module, "MAX_QUEUED_LOGPROBS", MAX_QUEUED)
     tokenizer, slow = Tokenizer(tokenizer_path), _request(SLOW, SLOW_TOKENS, 1)
     alone, _, _ = await _run(tokenizer, None)
     beside, content, queued = await _run(tokenizer, slow)

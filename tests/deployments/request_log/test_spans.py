@@ -15,14 +15,17 @@ from starlette.testclient import TestClient
 
 from deployments.request_log.record import RequestRecord
 from deployments.request_log.spans import phases
-from deployments.requests.attempt import Attempt
+from deployments.transport.request_channel.dispatch import Dispatch
 from engine.errors import OverloadedError
 from engine.outputs import RequestTiming
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
 from tests.deployments.collector import ERROR, SERVER, Collector, Span, child_spans, root_span
 from tests.deployments.fakes import FakeEngines, output
 from tests.deployments.request_log.conftest import FIRST, LAST
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the secret cache"}]}
+REQUEST = EngineRequest("id", [1, 2, 3], SamplingParams())
 PHASES = ["route", "queue", "prefill", "decode"]
 
 
@@ -170,11 +173,11 @@ def test_a_thousand_answers_do_not_make_thousands_of_spans(traced: TestClient, c
     ("attempt", "expected"),
     [
         (  # 0.1 s on the network between route and queue
-            {"chosen": 10.1, "first_token": 11.0, "last_token": 12.0, "timing": RequestTiming(0.3, 0.5, 0.9)},
+            {"sent_at": 10.1, "first_token": 11.0, "last_token": 12.0, "timing": RequestTiming(0.3, 0.5, 0.9)},
             [("route", 10.0, 10.1), ("queue", 10.2, 10.5), ("prefill", 10.5, 11.0), ("decode", 11.0, 11.9)],
         ),
         (  # aborted: the engine has not reported how long it decoded
-            {"chosen": 10.1, "first_token": 11.0, "last_token": 12.0, "timing": RequestTiming(0.3, 0.5)},
+            {"sent_at": 10.1, "first_token": 11.0, "last_token": 12.0, "timing": RequestTiming(0.3, 0.5)},
             [("route", 10.0, 10.1), ("queue", 10.2, 10.5), ("prefill", 10.5, 11.0), ("decode", 11.0, 12.0)],
         ),
         (  # another router than ours: the time of its choice is unknown
@@ -182,10 +185,10 @@ def test_a_thousand_answers_do_not_make_thousands_of_spans(traced: TestClient, c
             [("route", 10.0, 10.2), ("queue", 10.2, 10.5), ("prefill", 10.5, 11.0), ("decode", 11.0, 11.0)],
         ),
         (  # durations that cannot be: the clocks of two threads were read in another order
-            {"chosen": 10.9, "first_token": 11.0, "last_token": 11.0, "timing": RequestTiming(5.0, 0.5)},
+            {"sent_at": 10.9, "first_token": 11.0, "last_token": 11.0, "timing": RequestTiming(5.0, 0.5)},
             [("route", 10.0, 10.0), ("queue", 10.0, 10.5), ("prefill", 10.5, 11.0), ("decode", 11.0, 11.0)],
         ),
-        ({"chosen": 10.1}, [("route", 10.0, 10.1), ("queue", 10.1, 12.5)]),  # lost before its first token
+        ({"sent_at": 10.1}, [("route", 10.0, 10.1), ("queue", 10.1, 12.5)]),  # lost before its first token
         ({}, [("route", 10.0, 12.5)]),  # nowhere yet
     ],
 )
@@ -193,15 +196,15 @@ def test_phases_are_laid_out_from_the_first_token(
     attempt: dict[str, Any], expected: list[tuple[str, float, float]]
 ) -> None:
     record = RequestRecord("id", "/v1/completions", ended=13.0)
-    record.generations = (SimpleNamespace(attempts=[Attempt(started=10.0, ended=12.5, **attempt)]),)  # type: ignore[assignment]
+    record.generations = (SimpleNamespace(attempts=[Dispatch(REQUEST, started=10.0, ended=12.5, **attempt)]),)  # type: ignore[assignment]
     found = [(phase.name, phase.start, phase.end) for phase in phases(record)]
     assert [name for name, _, _ in found] == [name for name, _, _ in expected]
     assert [times for _, *times in found] == [pytest.approx(times) for _, *times in expected]
 
 
 def test_tokens_that_arrive_together_have_the_engines_times(collector: Collector) -> None:
-    attempt = Attempt(started=time.monotonic() - 1.0)
-    attempt.receive(output([1, 2, 3], "stop", timing=RequestTiming(0.1, 0.2, 0.3)))
+    attempt = Dispatch(REQUEST, started=time.monotonic() - 1.0)
+    attempt.record(output([1, 2, 3], "stop", timing=RequestTiming(0.1, 0.2, 0.3)))
     assert attempt.first_token is not None
     assert attempt.last_token is not None
     assert attempt.last_token - attempt.first_token == pytest.approx(0.3)

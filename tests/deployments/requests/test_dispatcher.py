@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from math import inf
 from typing import Any
 
 import pytest
@@ -13,14 +14,14 @@ import pytest
 from deployments.requests.dispatcher import Dispatcher
 from deployments.routing.cluster_view import ClusterView
 from deployments.routing.options import RoutingOptions
-from deployments.transport.request_channel.stream import ReplicaStream
+from deployments.transport.request_channel.dispatch import Dispatch
 from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.fakes import IDLE
 from tests.deployments.transport.request_channel.peers import Peers, Replica, tokens_of
 from tests.engine.async_streams import Gate
-from tests.waiting import until_in_loop
+from tests.waiting import HANG_S, until_in_loop
 
 
 class Front:
@@ -29,11 +30,13 @@ class Front:
     def __init__(self, peers: Peers, max_requests: int = 100) -> None:
         self.peers = peers
         self.view = ClusterView()
-        self.view.routing.options = RoutingOptions(load_bound=1.25)
+        self.view.routing.table.options = RoutingOptions(load_bound=1.25)
         self.replicas: dict[str, Replica] = {}
         self.num_wakes = 0
         self.woken = asyncio.Event()
-        self.dispatcher = Dispatcher(self.view, self._wake, max_requests=max_requests)
+        self.dispatcher = Dispatcher(
+            self.view, self._wake, max_requests=max_requests, stall_timeout_s=HANG_S, request_timeout_s=HANG_S
+        )
         self.dispatcher.start()
         self._num_sent = 0
 
@@ -59,16 +62,11 @@ class Front:
 
     def send(
         self, hashes: list[int] | None = None, *, avoid: list[str] | None = None, length: int = 5, **params: Any
-    ) -> ReplicaStream:
+    ) -> Dispatch:
         self._num_sent += 1
         prompt = [self._num_sent % 50] * (4 * len(hashes or ()) + 1)
         request = EngineRequest(f"r{self._num_sent}", prompt, SamplingParams(max_tokens=length, **params))
-        self.view.begin(request.request_id)
-        return self.dispatcher.send(request, block_hashes=hashes or [], avoid=avoid or [])
-
-    def end(self, stream: ReplicaStream) -> None:
-        self.dispatcher.cancel(stream)
-        self.view.end(stream.request_id)
+        return self.dispatcher.send(request, hashes or [], avoid=avoid or [], deadline=inf)
 
 
 @pytest.fixture
@@ -85,10 +83,10 @@ async def test_a_prefix_goes_to_the_replica_that_caches_it(front: Front) -> None
         stream = front.send([1, 2, 3, 100 + tail])
         assert stream.replica == "b"
         assert len(await tokens_of(stream)) == 5
-        front.end(stream)
+        front.dispatcher.end(stream)
     assert [routed.replica for routed in front.view.recently_routed()] == ["b"] * 5
-    assert front.view.queued() == (0, 0)
-    assert not front.dispatcher._calls
+    assert front.dispatcher.queued() == (0, 0)
+    assert not front.dispatcher._watch._watched
 
 
 async def test_a_request_counts_before_its_kv_events_arrive(front: Front) -> None:
@@ -97,7 +95,7 @@ async def test_a_request_counts_before_its_kv_events_arrive(front: Front) -> Non
     first = front.send(long)
     assert front.send(long).replica == first.replica
     assert front.send([7]).replica != first.replica  # it would queue after a long prompt
-    assert front.view.queued()[0] == 3
+    assert front.dispatcher.queued()[0] == 3
 
 
 async def test_requests_spread_until_they_end(front: Front) -> None:
@@ -108,9 +106,9 @@ async def test_requests_spread_until_they_end(front: Front) -> None:
     assert max(where.values()) <= 1.25 * 10 + 1
     for stream in streams:
         assert len(await tokens_of(stream)) == 5
-        front.end(stream)
-    assert front.view.queued() == (0, 0)
-    assert not front.dispatcher._calls
+        front.dispatcher.end(stream)
+    assert front.dispatcher.queued() == (0, 0)
+    assert not front.dispatcher._watch._watched
 
 
 async def test_avoided_replicas_come_last(front: Front) -> None:
@@ -142,7 +140,7 @@ async def test_a_replica_that_is_full_here_is_not_chosen_nor_counted_as_a_hit(pe
     assert (routed.outcome, routed.predicted_tokens, routed.best_tokens) == ("balanced", 0, 4)
     late = front.send([1])
     assert late.replica == ""
-    assert front.view.num_unassigned == 1
+    assert len(front.dispatcher._waiting) == 1
     for gate in gates:
         gate.opened.set()
     assert len(await tokens_of(late)) == 5
@@ -159,9 +157,9 @@ async def test_waiting_requests_are_sent_in_order(peers: Peers) -> None:
     async def read(number: int) -> None:
         await tokens_of(streams[number])
         ended.append(number)
-        front.end(streams[number])
+        front.dispatcher.end(streams[number])
 
-    front.end(streams.pop(5))
+    front.dispatcher.end(streams.pop(5))
     await asyncio.gather(*(read(number) for number in range(9)))
     assert ended == list(range(9))
     assert not front.dispatcher._waiting
@@ -179,8 +177,8 @@ async def test_a_replica_that_is_full_of_others_requests_returns_ours(front: Fro
     streams = [(front, other)[number % 2].send(length=30) for number in range(40)]
     for number, stream in enumerate(streams):
         assert len(await tokens_of(stream)) == 30
-        (front, other)[number % 2].end(stream)
-    assert front.view.queued() == other.view.queued() == (0, 0)
+        (front, other)[number % 2].dispatcher.end(stream)
+    assert front.dispatcher.queued() == other.dispatcher.queued() == (0, 0)
     other.dispatcher.close()
 
 
@@ -188,11 +186,11 @@ async def test_a_request_that_its_replica_has_returned_may_be_cancelled_while_it
     await front.add("a")
     stream = front.send()
     front.dispatcher._take_back(stream, OverloadedError("full"))
-    assert front.view.num_unassigned == 1
+    assert len(front.dispatcher._waiting) == 1
     assert list(front.dispatcher._waiting) == [stream]
-    front.end(stream)
+    front.dispatcher.end(stream)
     assert not front.dispatcher._waiting
-    assert front.view.queued() == (0, 0)
+    assert front.dispatcher.queued() == (0, 0)
 
 
 async def test_a_draining_replica_hands_new_requests_to_another_unnoticed(front: Front) -> None:
@@ -208,7 +206,7 @@ async def test_a_draining_replica_hands_new_requests_to_another_unnoticed(front:
     await front.add("b")
     front.list_replicas("b")
     assert len(await tokens_of(late)) == 20
-    assert late.replica == front.view.replica_of(late.request_id) == "b"
+    assert late.replica == "b"
     assert len(await tokens_of(running)) == 20
     await draining
 
@@ -216,7 +214,7 @@ async def test_a_draining_replica_hands_new_requests_to_another_unnoticed(front:
 async def test_without_a_replica_one_call_wakes_serve_and_the_requests_wait(front: Front) -> None:
     streams = [front.send() for _ in range(5)]
     await until_in_loop(lambda: front.num_wakes)
-    assert front.view.num_unassigned == 5
+    assert len(front.dispatcher._waiting) == 5
     await front.add("a")
     front.woken.set()
     for stream in streams:
@@ -227,21 +225,46 @@ async def test_without_a_replica_one_call_wakes_serve_and_the_requests_wait(fron
 
 async def test_a_request_whose_client_goes_while_it_waits_is_forgotten(front: Front) -> None:
     stream, other = front.send(), front.send()
-    front.end(stream)
+    front.dispatcher.end(stream)
     await front.add("a")
     assert len(await tokens_of(other)) == 5
     assert stream.replica == ""
-    assert len(front.dispatcher._calls) == 1
+    assert front.dispatcher._watch._watched == {other}
 
 
 async def test_a_request_that_cannot_be_encoded_fails_alone(front: Front) -> None:
     await front.add("a")
     request = EngineRequest("bad", [2**40], SamplingParams())
-    front.view.begin("bad")
-    stream = front.dispatcher.send(request, block_hashes=[], avoid=[])
+    stream = front.dispatcher.send(request, [], avoid=[], deadline=inf)
     with pytest.raises(RequestError, match="cannot be sent"):
         stream.take()
+    assert front.dispatcher.queued() == (0, 0)
     assert len(await tokens_of(front.send())) == 5
+
+
+async def test_a_request_that_fails_while_it_is_sent_leaves_nothing(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await front.add("a")
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(front.view, "choose", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        front.send()
+    assert front.dispatcher.queued() == (0, 0)
+    assert not front.dispatcher._watch._watched
+
+
+async def test_a_dispatch_that_has_ended_ends_only_once(front: Front) -> None:
+    await front.add("a")
+    first, second = front.send(length=3), front.send(length=3)
+    for _ in range(2):
+        front.dispatcher.end(first)
+    assert first.ended is not None
+    assert front.dispatcher.queued()[0] == 1
+    assert len(await tokens_of(second)) == 3
 
 
 async def test_closing_fails_what_is_unfinished(front: Front) -> None:

@@ -17,7 +17,7 @@ from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs.params import StructuredOutputsParams
-from tests.deployments.fakes import FakeEngines, FakeText, Script, client, output
+from tests.deployments.fakes import FakeEngines, FakeText, Script, output
 
 
 def _generation(
@@ -26,7 +26,7 @@ def _generation(
     engines = FakeEngines(scripts)
     request = EngineRequest("id", [1, 2, 3], SamplingParams(**({"max_tokens": 6} | params)))
     text: Any = FakeText(stop)
-    return Generation(client(engines), request, Prompt(request, [77]), text, prompt_only=prompt_only), engines
+    return Generation(engines, request, Prompt(request, [77]), text, prompt_only=prompt_only), engines
 
 
 async def _all(generation: Generation) -> list[Delta]:
@@ -40,7 +40,7 @@ async def test_tokens_become_deltas() -> None:
     assert [delta.finish_reason for delta in deltas] == [None, "stop"]
     assert (generation.token_ids, generation.num_cached_tokens, generation.replica) == ([5, 6, 7], 2, "r1")
     assert engines.calls[0][1] == {"block_hashes": [77], "avoid": []}
-    assert engines.streams[0].cancelled
+    assert engines.dispatches[0].ended is not None
 
 
 async def test_a_stop_string_ends_the_request_at_the_replica_too() -> None:
@@ -48,7 +48,7 @@ async def test_a_stop_string_ends_the_request_at_the_replica_too() -> None:
     deltas = await _all(generation)
     assert [delta.text for delta in deltas] == ["<5>", "<6>"]
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "<7>")
-    assert engines.streams[0].cancelled
+    assert engines.dispatches[0].ended is not None
 
 
 async def test_tokens_after_a_stop_string_are_not_counted() -> None:
@@ -212,7 +212,7 @@ async def test_a_stream_does_not_keep_its_logprobs() -> None:
     request = EngineRequest("id", [1], SamplingParams(max_tokens=2, logprobs=0))
     text: Any = FakeText()
     engines = FakeEngines([[output([5], logprobs=[-1.0]), output([6], "length", logprobs=[-2.0])]])
-    generation = Generation(client(engines), request, Prompt(EngineRequest("", [1]), []), text, keeps_logprobs=False)
+    generation = Generation(engines, request, Prompt(EngineRequest("", [1]), []), text, keeps_logprobs=False)
     assert [len(delta.logprobs or ()) for delta in await _all(generation)] == [1, 1]
     assert generation.num_logprobs == 0
 
@@ -237,4 +237,4 @@ async def test_closing_a_generation_cancels_the_call() -> None:
     generation, engines = _generation([[output([5]), output([6])]])
     async with aclosing(generation.deltas()) as deltas:
         await anext(deltas)
-    assert engines.streams[0].cancelled
+    assert engines.dispatches[0].ended is not None

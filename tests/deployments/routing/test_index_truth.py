@@ -18,6 +18,7 @@ import zmq
 
 from deployments.observability.ingress_metrics import KV_INDEX_GAPS
 from deployments.observability.recorder import Recorder
+from deployments.routing.options import RoutingOptions
 from deployments.routing.state import RoutingState
 from deployments.transport.kv_events.publisher import KVEventPublisher
 from deployments.transport.kv_events.subscriber import KVEventSubscriber
@@ -93,7 +94,7 @@ class Indexed(Known):
 
     def __init__(self) -> None:
         super().__init__()
-        self.routing = RoutingState()
+        self.routing = RoutingState(RoutingOptions())
         self.routing.set_replicas(REPLICAS)
 
     def stored(self, replica: str, hashes: Iterable[int]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from deployments.routing.replica_load import ReplicaLoad
+from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.load import EngineLoad
+from tests.deployments.routing.dispatches import dispatch_of
 
 REPORT = EngineLoad(
     num_running=1,
@@ -19,25 +21,35 @@ REPORT = EngineLoad(
 )
 
 
+def _send(load: ReplicaLoad, tokens: int, now: float) -> Dispatch:
+    dispatch = dispatch_of([], tokens)
+    dispatch.sent_at, dispatch.num_uncached_tokens = now, tokens
+    load.sent(dispatch)
+    return dispatch
+
+
 def test_without_a_report_our_own_requests_are_the_queue() -> None:
     load = ReplicaLoad()
-    for number, tokens in enumerate((10, 200, 3000)):
-        load.dispatched(str(number), tokens, now=0.0)
+    dispatches = [_send(load, tokens, now=0.0) for tokens in (10, 200, 3000)]
+    assert load.has_dispatches
     assert (load.queued_tokens(fresh=False), load.waiting_requests(fresh=False)) == (3210, 3)
-    load.ended("1")
-    load.ended("1")  # it was removed before
+    load.ended(dispatches[1])
+    load.ended(dispatches[1])  # it was removed before
     assert (load.queued_tokens(fresh=False), load.waiting_requests(fresh=False)) == (3010, 2)
-    load.ended("")  # the oldest one
+    load.ended(dispatches[0])
     assert (load.queued_tokens(fresh=False), load.waiting_requests(fresh=False)) == (3000, 1)
+    assert load.has_dispatches
+    load.ended(dispatches[2])
+    assert not load.has_dispatches
 
 
 def test_a_report_includes_what_was_dispatched_long_enough_before_it() -> None:
     load = ReplicaLoad()
-    load.dispatched("early", 10, now=1.0)
-    load.dispatched("late", 200, now=2.0)
+    _send(load, 10, now=1.0)
+    late = _send(load, 200, now=2.0)
     load.reported(REPORT, now=2.1, transit_s=0.5)
     assert (load.queued_tokens(fresh=True), load.waiting_requests(fresh=True)) == (500, 3)
-    load.ended("late")
+    load.ended(late)
     assert (load.queued_tokens(fresh=True), load.waiting_requests(fresh=True)) == (300, 2)
     assert (load.queued_tokens(fresh=False), load.waiting_requests(fresh=False)) == (10, 1)
 

@@ -86,7 +86,7 @@ async def test_calls_that_share_a_request_id_all_get_a_replica(router: PrefixRou
 async def test_a_dead_replica_is_forgotten(router: PrefixRouter) -> None:
     router.view.routing.stored("b", [5])
     router.on_replica_actor_died(_id("b"))
-    assert router.view.routing.replicas == {"a", "c"}
+    assert router.view.routing.table.by_name.keys() == {"a", "c"}
     assert len(router.view.routing.index) == 0
 
 
@@ -100,7 +100,7 @@ async def test_the_views_watcher_gets_the_replicas_and_their_metadata(router: Pr
 
 async def test_the_block_size_and_the_options_reach_the_view(router: PrefixRouter) -> None:
     assert router.view.routing.block_size == 4
-    assert router.view.routing.options.load_bound == 1.25
+    assert router.view.routing.table.options.load_bound == 1.25
 
 
 def test_the_private_parts_of_serve_that_we_use_exist() -> None:

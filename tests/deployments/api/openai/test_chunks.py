@@ -187,5 +187,5 @@ async def test_a_client_that_disconnects_ends_the_stream_and_leaves_no_task(
     await asyncio.sleep(0.01)  # the fake engine's own generator is closed by the event loop
     assert 3 <= len(sent) <= 6
     assert all(message.get("more_body", True) for message in sent)
-    assert engines.streams[0].cancelled
+    assert engines.dispatches[0].ended is not None
     assert {task for task in asyncio.all_tasks() if not task.done()} <= before

@@ -19,7 +19,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.conftest import MARKERS, Answers
 from tests.deployments.api.openai.test_tool_requests import CHAT, NAMED, USER
 from tests.deployments.conftest import OpenClient
-from tests.deployments.fakes import FakeEngines, client, events, output
+from tests.deployments.fakes import FakeEngines, events, output
 from tests.deployments.parsers.shapes import call, parse, parser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -198,9 +198,7 @@ async def test_a_stream_in_a_call_goes_on_elsewhere(tokenizer: Tokenizer, lost_a
     engines = FakeEngines([[*first, EngineDeadError("gone")], [rest]])
     params = SamplingParams(max_tokens=200)
     stream = TextStream(tokenizer, [5], params, tokenizer.special_token_ids(MARKERS))
-    generation = Generation(
-        client(engines), EngineRequest("id", [5], params), Prompt(EngineRequest("", [5]), [7]), stream
-    )
+    generation = Generation(engines, EngineRequest("id", [5], params), Prompt(EngineRequest("", [5]), [7]), stream)
     pieces = [delta.text async for delta in generation.deltas()]
     assert generation.num_migrations == 1
     assert "".join(pieces) == text

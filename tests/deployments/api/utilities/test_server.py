@@ -12,7 +12,7 @@ from deployments.api.utilities.openapi import LoadResponse, ServerInfoResponse
 from deployments.ingress import Ingress
 from engine.config import EngineConfig
 from tests.deployments.conftest import OpenClient
-from tests.deployments.fakes import FakeEngines, FakeStream
+from tests.deployments.fakes import FakeDispatch, FakeEngines
 
 KEY = "a-key-of-at-least-16-characters"
 
@@ -35,13 +35,13 @@ def test_an_ingress_counts_requests_from_their_arrival_to_their_end(
 ) -> None:
     monkeypatch.setattr("deployments.ingress._name", lambda: "this")
     during: list[int] = []
-    taken = FakeStream.take
+    taken = FakeDispatch.take
 
-    def take(self: FakeStream) -> Any:
+    def take(self: FakeDispatch) -> Any:
         during.append(len(ingress._unfinished))
         return taken(self)
 
-    monkeypatch.setattr(FakeStream, "take", take)
+    monkeypatch.setattr(FakeDispatch, "take", take)
     for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}):
         assert client.post("/v1/completions", json=body).status_code == 200
     assert client.post("/v1/completions", json={"prompt": ""}).status_code == 400

@@ -10,9 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deployments.transport.request_channel.address import ReplicaAddress
+from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.links import Links
 from deployments.transport.request_channel.server import ChannelServer
-from deployments.transport.request_channel.stream import ReplicaStream
 from engine.async_engine import AsyncEngine
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
@@ -61,15 +61,15 @@ class Ingress:
     """An ingress with links to replicas."""
 
     def __init__(self, tick_s: float = 0.02) -> None:
-        self.returned: list[tuple[ReplicaStream, Exception]] = []
+        self.returned: list[tuple[Dispatch, Exception]] = []
         self.num_changes = 0
         self.links = Links(on_change=self._changed, on_returned=self._returned, tick_s=tick_s)
 
     def _changed(self) -> None:
         self.num_changes += 1
 
-    def _returned(self, stream: ReplicaStream, error: Exception) -> None:
-        self.returned.append((stream, error))
+    def _returned(self, dispatch: Dispatch, error: Exception) -> None:
+        self.returned.append((dispatch, error))
 
     async def join(self, **addresses: ReplicaAddress) -> None:
         """Link to replicas, by name, and wait until they take requests."""
@@ -78,11 +78,11 @@ class Ingress:
 
     def submit(
         self, prompt: list[int], length: int, *, replica: str = REPLICA, hashes: Iterable[int] = (), **params: Any
-    ) -> ReplicaStream:
+    ) -> Dispatch:
         request = EngineRequest(f"request {prompt}", prompt, SamplingParams(max_tokens=length, **params))
-        stream = ReplicaStream(request.request_id)
-        self.links[replica].submit(request, list(hashes), stream)
-        return stream
+        dispatch = Dispatch(request, list(hashes))
+        self.links[replica].submit(dispatch)
+        return dispatch
 
 
 def in_lockstep(replica: Replica) -> None:
@@ -98,7 +98,7 @@ def in_lockstep(replica: Replica) -> None:
     replica.runner.run = step  # type: ignore[method-assign]
 
 
-async def outputs_of(stream: ReplicaStream) -> list[EngineOutput]:
+async def outputs_of(stream: Dispatch) -> list[EngineOutput]:
     """Return all outputs of a stream, as they come."""
     outputs: list[EngineOutput] = []
     while not (outputs and outputs[-1].is_last):
@@ -109,7 +109,7 @@ async def outputs_of(stream: ReplicaStream) -> list[EngineOutput]:
     return outputs
 
 
-async def tokens_of(stream: ReplicaStream) -> list[int]:
+async def tokens_of(stream: Dispatch) -> list[int]:
     """Return all tokens of a stream."""
     return [token_id for output in await outputs_of(stream) for token_id in output.token_ids]
 

@@ -48,16 +48,16 @@ async def test_messages_of_one_turn_go_as_one_in_their_order(peers: Peers, monke
     replica, ingress = await peers.pair()
     link = ingress.links["r1"]
     sent: list[list[Submit | Abort]] = []
-    send = link._requests.send
+    send = link._connection._requests.send
 
     def record(*frames: bytes) -> None:
         sent.append([one for one in map(decode_from_ingress, frames) if not isinstance(one, Hello)])
         send(*frames)
 
-    monkeypatch.setattr(link._requests, "send", record)
+    monkeypatch.setattr(link._connection._requests, "send", record)
     streams = [ingress.submit([i], 5) for i in range(3)]
     link.cancel(streams[1])
-    link._say_hello(resend=True)
+    link._connection._say_hello(resend=True)
     assert not sent
     for i in (0, 2):
         assert await tokens_of(streams[i]) == replica.answer([i], 5)
@@ -116,7 +116,8 @@ async def test_a_full_replica_returns_the_request(peers: Peers) -> None:
     gate = Gate(replica.runner)
     running = [ingress.submit([i], 20) for i in range(2)]
     late = ingress.submit([3], 20)
-    await until_in_loop(lambda: replica.server._count.num_started == 2 and not len(ingress.links["r1"]._outbox))
+    connection = ingress.links["r1"]._connection
+    await until_in_loop(lambda: replica.server._count.num_started == 2 and not len(connection._outbox))
     gate.opened.set()  # the step thread reports the refusal
     await until_in_loop(lambda: ingress.returned)
     assert ingress.returned[0][0] is late

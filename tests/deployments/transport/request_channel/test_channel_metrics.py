@@ -71,7 +71,7 @@ async def test_a_replica_that_is_lost_counts_once_and_only_with_streams(peers: P
 async def test_a_gap_counts_by_what_is_missing(peers: Peers) -> None:
     replica, ingress = await peers.pair()
     link, before = ingress.links["r1"], _counts()
-    accept, lost = link._arrivals.accept, [1]
+    accept, lost = link._connection._arrivals.accept, [1]
 
     def lossy(number: int) -> bool:
         if number in lost:
@@ -79,12 +79,12 @@ async def test_a_gap_counts_by_what_is_missing(peers: Peers) -> None:
             return False
         return accept(number)
 
-    link._arrivals.accept = lossy  # type: ignore[method-assign]
+    link._connection._arrivals.accept = lossy  # type: ignore[method-assign]
     assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
     assert _since(before) == {"channel_gaps outputs": 1}
-    send = link._send
-    link._send = lambda data: None  # type: ignore[method-assign]
+    send = link._connection._send
+    link._connection._send = lambda data: None  # type: ignore[method-assign]
     stream = ingress.submit([2], 5)
-    link._send = send  # type: ignore[method-assign]
+    link._connection._send = send  # type: ignore[method-assign]
     assert await tokens_of(stream) == replica.answer([2], 5)
     assert _since(before) == {"channel_gaps outputs": 1, "channel_gaps requests": 1}

@@ -140,7 +140,7 @@ async def test_a_replica_that_sends_something_else_is_lost(peers: Peers) -> None
         await until_in_loop(lambda: fake.poll(0))
         identity, *_ = fake.recv_multipart()  # a Hello for each of its two connections, in one message or two
         link = ingress.links["r1"]
-        requests = link._requests
+        requests = link._connection._requests
         fake.send_multipart([identity, b"surprise"])
         await until_in_loop(lambda: requests.is_closed)
         assert not ingress.links.ready

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.transport.request_channel.numbering import Arrivals, Outbox
+from deployments.transport.request_channel.numbering import MAX_STALLED_REPORTS, Arrivals, Outbox
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60))
@@ -56,3 +56,15 @@ def test_an_acknowledgement_from_the_past_or_the_future_changes_nothing() -> Non
         assert (len(outbox), outbox.acknowledged) == (1, 2)
     assert list(outbox.after(0)) == list(outbox.after(2)) == [(3, b"x")]
     assert list(outbox.after(3)) == []
+
+
+def test_a_lost_tail_is_noticed_when_reports_repeat_what_has_not_arrived() -> None:
+    arrivals = Arrivals()
+    reports = [arrivals.has_lost_tail(2) for _ in range(2 * MAX_STALLED_REPORTS)]
+    assert reports == ([False] * (MAX_STALLED_REPORTS - 1) + [True]) * 2
+    for _ in range(MAX_STALLED_REPORTS - 1):
+        assert not arrivals.has_lost_tail(2)
+    arrivals.accept(1)  # they arrive after all
+    assert not any(arrivals.has_lost_tail(2) for _ in range(MAX_STALLED_REPORTS))
+    arrivals.accept(2)
+    assert not any(arrivals.has_lost_tail(2) for _ in range(2 * MAX_STALLED_REPORTS)), "nothing is missing"

@@ -8,7 +8,7 @@ from operator import gt
 
 import pytest
 
-from deployments.transport.request_channel import link as link_module
+from deployments.transport.request_channel import replica_connection
 from deployments.transport.request_channel import server as server_module
 from deployments.transport.request_channel import sockets as sockets_module
 from deployments.transport.request_channel.address import ReplicaAddress
@@ -76,7 +76,7 @@ async def test_every_stream_gets_exactly_its_tokens_through_a_line_that_breaks(p
     await until_in_loop(lambda: replica.is_idle)
     for ingress in ingresses:
         link = ingress.links["r1"]
-        await until_in_loop(lambda link=link: not link.num_streams and not len(link._outbox))  # type: ignore[misc]
+        await until_in_loop(lambda link=link: not link.num_streams and not len(link._connection._outbox))  # type: ignore[misc]
     await until_in_loop(lambda: all(not one.connection._outbox.num_bytes or one.connection.acknowledged ==
                             one.connection.last_number for one in replica.server._ingresses.values()))  # fmt: skip
 
@@ -101,8 +101,8 @@ async def test_outputs_that_are_lost_without_a_break_are_sent_again(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica, ingress = await peers.pair()
-    arrive = ingress.links["r1"]._on_outputs
-    accept = ingress.links["r1"]._arrivals.accept
+    arrive = ingress.links["r1"]._connection._on_outputs
+    accept = ingress.links["r1"]._connection._arrivals.accept
     dropped: list[int] = []
 
     def lossy(number: int) -> bool:
@@ -111,7 +111,7 @@ async def test_outputs_that_are_lost_without_a_break_are_sent_again(
             return False
         return accept(number)
 
-    monkeypatch.setattr(ingress.links["r1"]._arrivals, "accept", lossy)
+    monkeypatch.setattr(ingress.links["r1"]._connection._arrivals, "accept", lossy)
     assert arrive is not None
     assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
     assert dropped == [2, 5]
@@ -156,11 +156,11 @@ async def test_a_replica_that_dies_before_its_connection_is_back_fails_its_strea
     await stream.wait()
     for proxy in proxies:
         proxy.cut()
-    link = ingress.links["r1"]
+    connection = ingress.links["r1"]._connection
     await until_in_loop(
-        lambda: link._num_broken == 2 and link._probe is not None and link._probe.done()
+        lambda: connection._num_broken == 2 and connection._probe is not None and connection._probe.done()
     )  # it was found
-    assert link.is_ready
+    assert connection.is_ready
     for proxy in proxies:
         await proxy.refuse()
     with pytest.raises(EngineDeadError, match="does not listen"):
@@ -205,8 +205,7 @@ async def test_five_hundred_clients_that_vanish_leave_no_block_task_or_buffer(pe
     await until_in_loop(lambda: replica.is_idle)
     link = ingress.links["r1"]
     assert not link._streams
-    assert not link._number_of
-    await until_in_loop(lambda: not len(link._outbox))
+    await until_in_loop(lambda: not len(link._connection._outbox))
     (served,) = replica.server._ingresses.values()
     await until_in_loop(lambda: served.connection.acknowledged == served.connection.last_number)
     assert len(asyncio.all_tasks()) <= tasks
@@ -217,7 +216,7 @@ async def test_a_replica_forgets_an_ingress_that_was_silent_and_the_ingress_star
     gate = Gate(replica.runner)
     stream = ingress.submit([1], 50)
     await stream.wait()
-    await until_in_loop(lambda: not len(ingress.links["r1"]._outbox))
+    await until_in_loop(lambda: not len(ingress.links["r1"]._connection._outbox))
     for identity in list(replica.server._ingresses):
         replica.server._remove(identity, "a test")
     gate.opened.set()
@@ -237,12 +236,12 @@ async def test_a_hello_that_was_on_the_way_does_not_revive_a_closed_connection(p
     stream = ingress.submit([1], 50)
     if answered:
         await stream.wait()
-    link._say_hello()
-    await until_in_loop(lambda: not len(link._outbox))
+    link._connection._say_hello()
+    await until_in_loop(lambda: not len(link._connection._outbox))
     for identity in list(replica.server._ingresses):
         replica.server._remove(identity, "a test")
-    link._requests.send(encode(Hello(link.address.secret, 0, 0, 0, False)))
-    link._say_hello()
+    link._connection._requests.send(encode(Hello(link.address.secret, 0, 0, 0, False)))
+    link._connection._say_hello()
     gate.opened.set()
     with pytest.raises(EngineDeadError, match="closed the connection"):
         await tokens_of(stream)
@@ -269,7 +268,7 @@ async def test_what_an_ingress_does_not_receive_is_bounded(peers: Peers, monkeyp
 async def test_a_link_with_too_many_bytes_on_the_way_takes_no_request(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "MAX_KEPT_BYTES", 500)
+    monkeypatch.setattr(replica_connection, "MAX_KEPT_BYTES", 500)
     replica, ingress = await peers.pair()
     stream = ingress.submit([1] * 200, 5)
     assert not ingress.links.ready
@@ -319,7 +318,7 @@ async def test_links_that_are_lost_while_their_connection_breaks_stop_no_other(p
             proxy.cut()
         for _ in range(turn % 5 * 10):  # at different moments of ZeroMQ's thread
             await asyncio.sleep(0)
-        link._lose("a test")
-        link._open()
+        link._connection._lose("a test")
+        link._connection._open()
         await until_in_loop(lambda before=before: all(map(gt, [proxy.num_connections for proxy in proxies], before)))  # type: ignore[misc]
     assert await tokens_of(ingress.submit([3], 5, replica="r2")) == other.answer([3], 5)

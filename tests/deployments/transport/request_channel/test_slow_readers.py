@@ -8,15 +8,18 @@ import tracemalloc
 import pytest
 
 from deployments.observability.ingress_metrics import STREAM_PAUSES, ingress_recorder
-from deployments.transport.request_channel import stream as stream_module
+from deployments.transport.request_channel import dispatch as dispatch_module
 from deployments.transport.request_channel.codec import decode_from_replica, encode
+from deployments.transport.request_channel.dispatch import MAX_QUEUED_LOGPROBS, Dispatch
 from deployments.transport.request_channel.errors import StreamPausedError
 from deployments.transport.request_channel.messages import Outputs
-from deployments.transport.request_channel.stream import MAX_QUEUED_LOGPROBS, ReplicaStream
 from engine.outputs import EngineOutput, Logprob
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
 from tests.deployments.transport.request_channel.peers import Peers, outputs_of, tokens_of
 from tests.waiting import until_in_loop
 
+REQUEST = EngineRequest("id", [1], SamplingParams())
 BYTES_PER_TOKEN, MAX_LOGPROB_BYTES = 45, 1.4e6
 TOP = 21  # log-probabilities of a token with top_logprobs 20
 
@@ -28,7 +31,7 @@ def _with_logprobs(count: int) -> bytes:
     return encode(Outputs(1, [], [], [(1, output)], []))
 
 
-def _put(stream: ReplicaStream, data: bytes) -> None:
+def _put(stream: Dispatch, data: bytes) -> None:
     message = decode_from_replica(data)
     assert isinstance(message, Outputs)
     (_, output) = message.others[0]
@@ -38,7 +41,7 @@ def _put(stream: ReplicaStream, data: bytes) -> None:
 def test_the_bytes_that_are_kept_for_a_reader() -> None:
     """As the documentation says: of log-probabilities a fixed number, of tokens the rest of the answer."""
     data = _with_logprobs(1)
-    with_logprobs, plain = ReplicaStream("a"), ReplicaStream("b")
+    with_logprobs, plain = Dispatch(REQUEST), Dispatch(REQUEST)
     tracemalloc.start()
     try:
         num_tokens = 0
@@ -57,7 +60,7 @@ def test_the_bytes_that_are_kept_for_a_reader() -> None:
 
 
 def test_a_stream_is_full_until_its_reader_takes_the_outputs() -> None:
-    stream = ReplicaStream("a")
+    stream = Dispatch(REQUEST)
     _put(stream, _with_logprobs(MAX_QUEUED_LOGPROBS // TOP))
     assert not stream.is_full
     _put(stream, _with_logprobs(1))
@@ -72,7 +75,7 @@ async def test_a_stream_whose_reader_takes_nothing_is_paused_and_frees_its_block
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # More than the messages that a link takes before the other readers run.
-    monkeypatch.setattr(stream_module, "MAX_QUEUED_LOGPROBS", 150)
+    monkeypatch.setattr(dispatch_module, "MAX_QUEUED_LOGPROBS", 150)
     replica, ingress = await peers.pair(num_blocks=1024)
     before = _num_pauses()
     slow = ingress.submit([1, 2], 300, logprobs=0)
@@ -91,7 +94,7 @@ async def test_a_stream_whose_reader_takes_nothing_is_paused_and_frees_its_block
 
 
 async def test_an_answer_that_ends_is_not_paused(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "MAX_QUEUED_LOGPROBS", 30)
+    monkeypatch.setattr(dispatch_module, "MAX_QUEUED_LOGPROBS", 30)
     replica, ingress = await peers.pair()
     stream = ingress.submit([1, 2], 31, logprobs=0)
     await until_in_loop(lambda: replica.is_idle and not ingress.links["r1"].num_streams)
