@@ -85,6 +85,7 @@ class BlockPool:
     @property
     def least_recently_used(self) -> Block:
         """The cached block that is evicted next."""
+        assert self._cached, "the pool cannot hold what is scheduled: no block is free or cached"
         return self.blocks[next(iter(self._cached))]
 
     def counts(self) -> BlockCounts:

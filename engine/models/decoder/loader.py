@@ -74,7 +74,7 @@ def load_decoder(
         may_pack=use_cpu_kernels and cpu_kernels_can_run(config, dtype, device),
     )
     if parallel.rank == 0:
-        logger.info("Using %s linear layers (%s)", method.name, method.why_chosen)
+        logger.debug("Using %s linear layers (%s)", method.name, method.why_chosen)
     kind = method.kind if isinstance(method, PackedLinears) else None
     if is_head := kind is not None and head_is_embedding(config, parallel, kind):
         del shapes[HEAD]  # the embedding's weights are packed as the head's

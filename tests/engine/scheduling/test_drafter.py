@@ -124,9 +124,9 @@ def test_no_token_follows_a_stop_token_in_a_right_draft() -> None:
         seen = watch(engine)
         outputs = steps(engine)
         assert [output.token_ids for (output,) in outputs] == [expected[:1], expected[1:4]]
-        assert outputs[-1][0].finish_reason is FinishReason.STOP
-        assert outputs[-1][0].stop_reason == (None if eos else stop)
-        assert outputs[-1][0].is_last
+        (last,) = outputs[-1]
+        assert (last.finish_reason, last.is_last) == (FinishReason.STOP, True)
+        assert last.stop_reason == (None if eos else stop)
         assert list(seen[-1].num_accepted.values()) == [2]
         # The prompt's 5 tokens and the answer's first 3 are computed: two blocks, and nothing of the draft.
         assert len(engine.block_manager.prefix_cache.published_hashes()) == 2
