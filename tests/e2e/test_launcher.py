@@ -102,7 +102,7 @@ def test_more_engines_than_fit(tmp_path: Path, ray_dir: Path) -> None:
         end_server(server)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("starts a cluster of its own; the checks before a start have unit tests")
 def test_an_engine_for_which_no_machine_has_room(tmp_path: Path, ray_dir: Path) -> None:
     def change(args: dict[str, Any]) -> None:
         args["replicas"].update(num_engine_replicas=1, cpus_per_engine=psutil.cpu_count() + 1)
