@@ -71,7 +71,7 @@ class EngineOutput(Struct, array_like=True, forbid_unknown_fields=True, gc=False
             [token_id for output in outputs for token_id in output.token_ids],
             last.finish_reason,
             last.stop_reason,
-            last.num_cached_tokens,
+            max(first.num_cached_tokens, last.num_cached_tokens),  # a plain token has none
             last.is_last,
             None if first.logprobs is None else [position for output in outputs for position in output.logprobs or ()],
             first.prompt_logprobs,

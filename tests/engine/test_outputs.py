@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.engine import Engine
-from engine.outputs import EngineOutput, FinishReason, RequestTiming
+from engine.outputs import EngineOutput, FinishReason, RequestTiming, StepOutputs
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.answer_checks import NO_CHOICE
@@ -154,3 +154,14 @@ def test_joined_outputs_keep_the_latest_timing() -> None:
     assert EngineOutput.join(outputs).timing == first
     assert EngineOutput.join([*outputs, EngineOutput("a", 0, [4], timing=last)]).timing == last
     assert EngineOutput.join(outputs[1:]).timing is None
+
+
+def test_a_plain_token_that_joins_the_first_output_keeps_the_number_of_cached_tokens() -> None:
+    """Both come at once where a batch was collected in the step that launched it."""
+    step, later = StepOutputs(), StepOutputs()
+    step.others.append(EngineOutput("a", 0, [1], num_cached_tokens=8))
+    later.request_ids.append("a")
+    later.token_ids.append(2)
+    step.extend(later)
+    joined = EngineOutput.join(list(step))
+    assert (joined.token_ids, joined.num_cached_tokens) == ([1, 2], 8)
