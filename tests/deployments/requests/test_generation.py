@@ -206,6 +206,7 @@ async def test_a_paused_answer_continues_wherever_it_is_sent_and_loses_no_replic
     assert len({call[0].request_id for call in engines.calls}) == 10
     assert generation.num_migrations == 0
     assert generation.num_logprobs == 10
+    assert not any(attempt.request.output_token_ids for attempt in generation.attempts)  # no copies are kept
 
 
 async def test_a_stream_does_not_keep_its_logprobs() -> None:
