@@ -1,8 +1,9 @@
 """Copies between the host and a device that do not stop the host; on a CPU nothing is copied.
 
-A GPU works through a queue. A copy from ordinary memory, and one whose result is read at once, make the host wait until
-the queue is empty, so that the GPU idles while the host prepares what comes next. Here arrays go to the device through
-pinned memory. Copies to the host are only started, and one ``wait_for_device`` makes all of them readable.
+A GPU works through a queue. A copy from ordinary memory makes the host wait until the queue is empty, and so does a
+copy whose result is read at once. The GPU then idles while the host prepares what comes next. Here arrays go to the
+device through pinned memory. Copies to the host are only started, and one ``wait_for_device`` makes all of them
+readable.
 """
 
 from __future__ import annotations

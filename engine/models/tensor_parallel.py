@@ -7,7 +7,7 @@ The scheme is Megatron-LM's (Shoeybi et al., 2019). A layer needs two sums, and 
     embedding          by vocabulary: a rank looks up its own ids, other ids give zero, and all_reduce sums
     lm_head            by vocabulary: rank 0 gathers the logits; the others do not need them
 
-The object is passed explicitly. It has its own process group and leaves torch's default one alone, so several engines
+The object is passed explicitly. It has its own process group and leaves torch's default one alone. So several engines
 can share a process with each other and with other users of torch.distributed. No port is fixed: gloo and NCCL take free
 ones and exchange them through a file in a private directory.
 """
@@ -55,7 +55,7 @@ class TensorParallel:
         return addend
 
     def gather_columns(self, columns: torch.Tensor) -> torch.Tensor | None:
-        """Return the ranks' [num_tokens, n] side by side, [num_tokens, size * n], on rank 0, and None elsewhere."""
+        """Return the ranks' [num_tokens, n] side by side, [num_tokens, size * n], on rank 0, None on the others."""
         if self.size == 1:
             return columns
         parts = [torch.empty_like(columns) for _ in range(self.size)] if self.rank == 0 else []

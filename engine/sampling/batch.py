@@ -1,8 +1,8 @@
 """SamplingBatch: the parameters of the sequences that sample together, as columns on the device.
 
 The columns are a pure function of the sequences. While the same sequences sample step after step, the batch is kept and
-advanced by each sequence's new token; otherwise a new batch is built, with filters of the last one where they keep the
-history of sequences.
+advanced by each sequence's new token; otherwise a new batch is built. It takes over those filters of the last batch
+that keep the history of sequences.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SamplingBatch:
         vocab_size: width of the logits.
         device: device of the logits.
         num_candidates: how many of the most likely tokens top-p tries before it sorts the vocabulary; torch only.
-        previous: the last batch, whose filters this one takes over; it must not be used any more.
+        previous: the last batch, whose filters this one takes over; it must not be used afterwards.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class SamplingBatch:
         return True
 
     def _known_tokens(self) -> dict[Sequence, int]:
-        """Return the sequences that still begin with the tokens they had in the last step, and how many these were.
+        """Return the sequences that still begin with the tokens of the last step, and how many tokens those were.
 
-        As in ``advance``, the last of these tokens is compared, and the constants.
+        As in ``advance``, only the last of these tokens and the constants are compared.
         """
         noted = zip(self._sequences, self._lengths.tolist(), self._last_ids, self._constants, strict=True)
         return {
@@ -153,7 +153,7 @@ class SamplingBatch:
         }
 
     def _has_grown_by_drafts(self, lengths: npt.NDArray[np.int64]) -> bool:
-        """Whether all sequences have grown, and by several tokens only those whose columns do not depend on tokens."""
+        """Whether all sequences have grown, by exactly one token where the columns depend on tokens."""
         grown = lengths - self._lengths
         return bool((grown > 0).all() and (grown[self._depends_on_tokens] == 1).all())
 

@@ -57,7 +57,7 @@ class Chooser(ABC):
 
     @abstractmethod
     def _choose_by(self, ops: SamplingOps, logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Let the kernels of a GPU write the chosen tokens; none is left UNDECIDED."""
+        """Let the kernels of a GPU write the chosen tokens; no sequence is left UNDECIDED."""
 
     @abstractmethod
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,10 +144,10 @@ class TruncatedDraw(Draw):
     whose sums are exact (``weights_of``), so that all devices keep the same tokens.
 
     A GPU's kernels find them by bisection (kernels/sampling/triton/truncation.py), and a CPU's among the most likely
-    ones (csrc/sampling/truncated_draw.c). In torch, since they are few tokens nearly always, ``choose`` looks at
-    ``num_candidates`` of them. Where the candidates' probabilities do not reach p, it leaves the sequence UNDECIDED,
-    because only the device knows it at that time. Once the host knows it too, ``choose_sorted`` sorts the whole
-    vocabulary for those sequences.
+    ones (csrc/sampling/truncated_draw.c). In torch ``choose`` looks at the ``num_candidates`` most likely tokens,
+    because nearly always only few are kept. Where the candidates' probabilities do not reach p, it leaves the sequence
+    UNDECIDED, because only the device knows it at that time. Once the host knows it too, ``choose_sorted`` sorts the
+    whole vocabulary for those sequences.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class TruncatedDraw(Draw):
 def build_choosers(
     sequences: Sequence_[Sequence], vocab_size: int, device: torch.device, num_candidates: int
 ) -> list[Chooser]:
-    """Return choosers that serve every sequence of a batch but beams, which the beam search extends."""
+    """Return choosers that serve every sequence of a batch except beams, which the beam search extends."""
     greedy, plain, truncated = [], [], []
     min_p_truncates = select_sampling_ops(device.type) is not None  # C and torch draw as fast with min_p
     for index, sequence in enumerate(sequences):

@@ -2,8 +2,8 @@
 
 Each filter serves the sequences of a batch that use its parameter, and changes their logits. A batch has only the
 filters that some sequence uses. The state of a filter is a pure function of its sequences: it is built from them when
-the batch changes, and advanced by each new token otherwise. What depends on whole histories is kept when the batch
-changes (token_rows.py).
+the batch changes, and advanced by each new token otherwise. State that depends on whole histories is kept when the
+batch changes (token_rows.py).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class BadWords(LogitFilter):
     As in transformers, those may be in the prompt.
     """
 
-    _NONE = -2  # is no token
+    _NONE = -2  # is not a token id
 
     def __init__(
         self,
@@ -380,8 +380,8 @@ def build_filters(
         sequences: the batch.
         vocab_size: width of the logits.
         device: device of the logits.
-        previous: filters of the last batch, some of which serve this one; they must not be used otherwise any more.
-        known: the sequences of the last batch that went on as they were, and how many tokens they had in it.
+        previous: filters of the last batch. Some of them serve this one; do not use them afterwards.
+        known: the sequences of the last batch that still begin with the same tokens, and how many tokens they had then.
     """
     by_type = {type(one): one for one in previous}
     filters: list[LogitFilter] = []

@@ -30,8 +30,8 @@ class PendingTokens:
 
     Args:
         batch: the parameters. It may advance before ``finish``, to the next step.
-        logits: float32 [batch_size, vocab_size], from which the tokens were chosen. Kept if a token may be undecided,
-            and then not to change before ``finish``.
+        logits: float32 [batch_size, vocab_size], from which the tokens were chosen. Kept if a token may be undecided;
+            they must then not change before ``finish``.
         tokens: int64 [batch_size], as the choosers wrote them: ``on_device``.
         raw_logprobs: the model's own log-probabilities of the batch's ``logprob_indices``, [n, vocab_size].
         beams: the scores and ids of the most likely tokens of the batch's ``beam_indices``, both [num_beams, k].
@@ -54,7 +54,7 @@ class PendingTokens:
         self._tokens = start_to_host(tokens)
         self._logprobs = None
         if raw_logprobs is not None:
-            own = tokens[batch.logprob_indices_on_device].clamp_(min=0)  # without a token, any one's
+            own = tokens[batch.logprob_indices_on_device].clamp_(min=0)  # without a token, those of any token
             self._logprobs = gather_logprobs(raw_logprobs, own, batch.num_logprobs)
         self._listed = None
         if raw_logprobs is not None and (listed := batch.listed) is not None:

@@ -35,7 +35,7 @@ def top_tokens(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
 class PendingLogprobs:
     """Log-probabilities on their way to the host: tensors there, all [n, 1 + k], to be read after the device is done.
 
-    Of each index the given token comes first, then the most likely ones.
+    For each index the given token comes first, then the most likely ones.
     """
 
     token_ids: torch.Tensor  # int64

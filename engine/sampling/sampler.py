@@ -105,7 +105,7 @@ class Sampler:
         Args:
             logits: float32 [n, vocab_size].
             token_ids: int64 [n], on the device: the prompt's next token, for each index of the logits.
-            num_top_tokens: how many of the most likely tokens to find besides.
+            num_top_tokens: how many of the most likely tokens to find in addition.
         """
         return gather_logprobs(logits.log_softmax(dim=1), token_ids, num_top_tokens)
 

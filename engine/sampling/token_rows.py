@@ -1,7 +1,7 @@
 """TokenRows: which tokens each sequence of a filter has, or how often, as a matrix that outlives the batch.
 
-A batch changes whenever a sequence joins or ends. Then the rows of all others stay where they are: only the tokens that
-they got since, and the whole history of sequences that join, are written.
+A batch changes whenever a sequence joins or ends. Then the rows of all other sequences stay where they are. Only their
+new tokens, and the whole history of sequences that join, are written.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class TokenRows:
 
         Args:
             served: indices of the batch, and the sequences.
-            known: how many tokens are in the rows of those sequences that went on as they were; others begin anew.
+            known: how many tokens are in the rows of sequences that still begin with these tokens; other rows are
+                written again.
         """
         num_rows, device = len(served), self._memory.device
         index_of = {sequence: index for index, sequence in served}
@@ -101,7 +102,7 @@ class TokenRows:
             flat.scatter_add_(0, positions, torch.ones_like(positions, dtype=self._memory.dtype))
 
     def _reserve(self, num_rows: int) -> None:
-        """Have memory for so many rows: at least twice as much as before, so that rows are seldom copied."""
+        """Grow to ``num_rows``, at least doubling, so that rows are seldom copied."""
         old = self._memory
         if num_rows > len(old):
             self._memory = old.new_zeros(max(num_rows, 2 * len(old)), old.shape[1])

@@ -15,7 +15,7 @@ __all__ = ["ChatTemplate"]
 
 
 class ChatTemplate:
-    """A checkpoint's chat template, which may not exist.
+    """A checkpoint's chat template, which may be missing.
 
     Args:
         tokenizer: of transformers.
@@ -35,7 +35,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The source of the chat template, of all of them if there are several; empty if there is none."""
+        """The source of the chat template, or of all if there are several; empty without one."""
         template = self._tokenizer.chat_template or ""
         return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
 
@@ -129,7 +129,7 @@ class ChatTemplate:
         return full[:start], full[start + len(plain) :]
 
     def _spelled_out(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-        """Return all special tokens if a text of the messages has one, else none: nearly no message needs a mask."""
+        """Return all special tokens if a text of the messages has one, else no tokens: messages rarely need a mask."""
         has_one = self._special_tokens and any(map(self._special_pattern.search, texts_in(messages)))
         return self._special_tokens if has_one else ()
 

@@ -15,12 +15,12 @@ _CONTEXT = 12  # tokens of the prompt: the parts of a character at both ends, an
 class IncrementalDetokenizer:
     """Turns a stream of token ids into a stream of text, which does not depend on how the ids are batched.
 
-    A token's text depends on its neighbours (leading spaces, characters split over several byte tokens), so each token
-    is decoded with a short window of tokens before it, and the difference to that window's text is new. Tokens that end
-    in the middle of a character are held back. The method is Text Generation Inference's (prefix and read offsets).
+    A token's text depends on its neighbours (leading spaces, characters split over several byte tokens). So each token
+    is decoded together with a short window of tokens before it. What this adds to the window's text is new. Tokens that
+    end in the middle of a character are held back. The method is Text Generation Inference's (prefix and read offsets).
 
-    ``tokenizers.decoders.DecodeStream`` does the same in Rust, without a limit on what is held back and without an end.
-    It decodes the ordinary tokens, and this class those at which the two differ.
+    ``tokenizers.decoders.DecodeStream`` does the same in Rust, but it has no limit on what is held back and no final
+    flush. It decodes ordinary tokens. This class decodes the tokens where the two differ.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
@@ -70,7 +70,7 @@ class IncrementalDetokenizer:
         return after[len(before) :]
 
     def _advance(self) -> None:
-        """Make the tokens whose text is new the window of the next ones."""
+        """Make the tokens with new text the window of the next tokens."""
         self._prefix_offset, self._read_offset = self._read_offset, len(self._token_ids)
         self._before = None
 

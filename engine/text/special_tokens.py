@@ -18,7 +18,7 @@ class SpecialTokenMask:
 
     Args:
         special_tokens: the longest first, since one may contain another.
-        messages: of one conversation; and whatever else its template gets.
+        messages: of one conversation, and everything else that its template gets.
 
     Attributes:
         masked_messages: the messages with placeholders.

@@ -1,4 +1,4 @@
-"""TokenBytes: the bytes that each token of a vocabulary is."""
+"""TokenBytes: the bytes of each token of a vocabulary."""
 
 from __future__ import annotations
 

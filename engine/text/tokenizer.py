@@ -16,7 +16,7 @@ __all__ = ["Tokenizer", "import_tokenizers"]
 
 
 def import_tokenizers() -> None:
-    """Import the libraries of Tokenizer, which takes seconds, so that a thread can do it early."""
+    """Import the libraries of Tokenizer. It takes seconds, so a thread can do it early."""
     from transformers import AutoTokenizer  # noqa: F401
 
 
@@ -60,7 +60,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters, or bytes, of the longest token. A text has at least its length divided by this tokens."""
+        """Characters, or bytes, of the longest token. A text has at least (its length / this) tokens."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def warm_up(self) -> None:
@@ -77,7 +77,7 @@ class Tokenizer:
         return frozenset(self._tokenizer.convert_tokens_to_ids([one for one in tokens if one in self._special_tokens]))
 
     def single_token_id(self, text: str) -> int | None:
-        """Return the id of the one token that ``text`` is; None if it is several."""
+        """Return the id of the token that is exactly ``text``; None if ``text`` is several tokens."""
         token_ids = self.encode(text, add_special_tokens=False)
         return token_ids[0] if len(token_ids) == 1 else None
 
@@ -136,7 +136,7 @@ class Tokenizer:
     def decode_stream(
         self, context: Sequence[int], *, skip_special_tokens: bool = True
     ) -> Callable[[int], str | None] | None:
-        """Return a function that adds one token to ``context`` and returns the text that is new, None if none is yet.
+        """Return a function that adds one token to ``context`` and returns the new text, or None while there is none.
 
         It is ``tokenizers.decoders.DecodeStream``, written in Rust; None if this tokenizer is not.
         """

@@ -104,7 +104,7 @@ def gpu_memory_for_cache(config: EngineConfig, device: torch.device, useful: int
         graphs: bytes that CUDA graphs will take; they are captured after the pool is allocated.
 
     Raises:
-        ConfigError: if ``kv_cache_memory`` is more than the GPU has free, beside what a step needs.
+        ConfigError: if a step and ``kv_cache_memory`` need more memory than the GPU has free.
     """
     free, total = torch.cuda.mem_get_info(device)
     statistics = torch.cuda.memory_stats(device)

@@ -190,7 +190,7 @@ class _StepInFlight:
     Args:
         workers: the workers, which may have been given further steps.
         timer: clocks the step.
-        pending: what is sampled; None if nothing is.
+        pending: what is sampled; None if the step samples nothing.
         prompts: log-probabilities of prompt tokens; None if none are wanted.
     """
 
@@ -208,7 +208,7 @@ class _StepInFlight:
         Raises:
             EngineDeadError: if a rank has died; no later step can run.
         """
-        # The only wait of a step. One that samples nothing waits too, or the next step would pay its time.
+        # The only wait of a step. One that samples nothing waits too, else its time would be counted in the next step.
         self._workers.wait(self._timer.end)
         self._timer.step_done()
         sampled = SampledTokens([]) if self._pending is None else self._pending.finish(self._workers.wait)

@@ -35,7 +35,7 @@ __all__ = ["MAX_PREALLOCATED_TOKENS", "PROMPT_LOGITS_AT_ONCE", "ModelShard"]
 
 logger = logging.getLogger(__name__)
 
-MAX_PREALLOCATED_TOKENS = 4096  # of a step on a CPU: larger steps are rare, so their memory is not taken in advance
+MAX_PREALLOCATED_TOKENS = 4096  # of a step on a CPU: larger steps are rare, so their memory is not preallocated
 PROMPT_LOGITS_AT_ONCE = 64  # float32 logits of a whole prompt would take gigabytes
 
 

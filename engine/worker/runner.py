@@ -1,4 +1,4 @@
-"""Runner: the interface between the engine and whatever computes its batches."""
+"""Runner: the interface between the engine and what computes its batches."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Runner(Protocol):
         """The model and the sizes that the engine schedules for."""
 
     def start(self, output: SchedulerOutput) -> StepInFlight:
-        """Begin to compute a batch, after all that were started before; wait for none of them.
+        """Start to compute a batch, after all that were started before it; do not wait for any of them.
 
-        Where a sequence has a pending token, the batch computes what the one started before samples for it.
+        Where a sequence has a pending token, the batch computes the token that the previous batch samples for it.
         """
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
@@ -48,4 +48,4 @@ class Runner(Protocol):
         """Raise EngineDeadError if no further batch can be computed. Any thread may call it."""
 
     def close(self) -> None:
-        """Release what the runner holds besides memory, such as processes."""
+        """Release what the runner holds other than memory, such as processes."""

@@ -39,7 +39,7 @@ class StepGraphs:
 
     @property
     def why_eager(self) -> str | None:
-        """Why decodes are computed without CUDA graphs; None if they have them, or if the device is a CPU."""
+        """Why decodes are computed without CUDA graphs; None if graphs are used, or if the device is a CPU."""
         if self._shard.device.type == "cpu":
             return None
         if self._shard.config.enforce_eager:

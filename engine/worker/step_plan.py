@@ -32,12 +32,13 @@ class ModelInput:
 class StepPlan:
     """One step as every rank computes it. Arrays, because lists would pickle slower.
 
-    Block tables are not part of it: the ranks have them, and get what has changed.
+    Block tables are not part of it: the ranks have them, and receive only the changes.
     """
 
-    # Negative for a decode whose token only the device knows: ~i is the one of index i that the last step sampled.
+    # Negative for a decode whose token only the device knows: ~i is the token at index i of those that the last step
+    # sampled.
     token_ids: npt.NDArray[np.int64]
-    num_pending: int  # negative ones among them
+    num_pending: int  # how many of them are negative
     positions: npt.NDArray[np.int64]
     slot_mapping: npt.NDArray[np.int64]
     cu_seqlens_q: npt.NDArray[np.int32]
@@ -97,11 +98,12 @@ class StepPlan:
         )
 
     def take_sampled(self, token_ids: torch.Tensor, sampled: torch.Tensor | None) -> None:
-        """Write into the plan's ``token_ids`` on the device those that only the device knows.
+        """Replace the placeholders in the plan's ``token_ids`` on the device by the tokens that the last step sampled.
 
         Args:
             token_ids: int64 [num_tokens], or more.
-            sampled: int64 [n]: what the last step sampled, negative where that is no token; None if it sampled none.
+            sampled: int64 [n]: what the last step sampled, negative where there is no token; None if it sampled
+                nothing.
         """
         if self.num_pending:
             assert sampled is not None, "the plan takes tokens of a last step that has sampled none"

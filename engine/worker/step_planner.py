@@ -1,7 +1,7 @@
 """StepPlanner: packs each scheduled batch into a StepPlan, on rank 0.
 
-What it does for a sequence that decodes step after step is a few array operations for all of them together: block
-tables stay on the ranks, and only their changes are sent.
+Sequences that decode step after step take a few array operations for all of them together: block tables stay on the
+ranks, and only their changes are sent.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Batch(NamedTuple):
         num_new = np.array(counts, dtype=np.int64)
         starts = np.array([sequence.num_computed_tokens for sequence in sequences], dtype=np.int64)
         prompt_lens = np.array([sequence.num_prompt_tokens for sequence in sequences], dtype=np.int64)
-        # A chunk of one prompt token is no decode: the kernels of decodes add in another order than those of chunks,
+        # A chunk of one prompt token is not a decode: the kernels of decodes add in another order than those of chunks,
         # and where a prompt's chunks end depends on what else the steps compute.
         is_decode = (num_new == 1) & (starts >= prompt_lens)
         num_decodes = int(is_decode.sum())

@@ -12,7 +12,7 @@ __all__ = ["StepTimer"]
 
 
 class StepTimer:
-    """Clocks one step, from its making on.
+    """Measures the times of one step, from its construction on.
 
     A GPU has hardly begun when the host has queued a step, and may still compute the one before. So events in its queue
     note when the step starts, and when its forward pass and its sampling end. They are read when the step is over,

@@ -62,7 +62,7 @@ class WorkerPool:
             return self.local.execute(plan, on_prompt_logits)
 
     def wait(self, event: torch.cuda.Event | None = None) -> None:
-        """Wait until rank 0's device has done all that this thread has queued: only then are its results there.
+        """Wait until rank 0's device has done all that this thread has queued. Only then can its results be read.
 
         Args:
             event: wait only for what was queued before it.

@@ -21,11 +21,11 @@ __all__ = ["AttentionBackend", "AttentionInputs", "StepLimits"]
 class AttentionInputs:
     """One layer's queries and paged cache, and the step's batch.
 
-    A query at position p of its sequence sees the keys at positions j <= p, and with `sliding_window` = W only those
-    with p - j < W, as transformers does it for Mistral. Query head h reads KV head h // group_size.
+    A query at position p of its sequence sees the keys at positions j <= p. With `sliding_window` = W it sees only
+    those with p - j < W, as in transformers' Mistral. Query head h reads KV head h // group_size.
 
-    Two options need a backend whose line in registry.py names them: a soft-cap C replaces each score s by
-    C * tanh(s / C) (Gemma 2), and a sink is one more score of each query of a head, without a value (GPT-OSS).
+    Two options need a backend whose line in registry.py names them. A soft-cap C replaces each score s by
+    C * tanh(s / C) (Gemma 2). A sink is one more score of each query of a head, without a value (GPT-OSS).
     """
 
     query: torch.Tensor  # [num_tokens, num_heads, head_dim], packed: see AttentionMetadata
@@ -114,7 +114,7 @@ class AttentionBackend(ABC):
     def warm_up_batches(self, limits: StepLimits) -> list[tuple[int, int]]:
         """Return batches of one sequence, as (query_len, seq_len), after which no step within `limits` compiles.
 
-        A backend that compiles nothing at run time returns none.
+        A backend that compiles nothing at run time returns no batches.
         """
         return []
 

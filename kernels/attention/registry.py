@@ -26,7 +26,7 @@ class BackendEntry:
         class_name: the subclass of `AttentionBackend`.
         devices: types of devices, as torch names them.
         dtypes: of queries and cache, as torch names them.
-        options: of AttentionInputs that it computes besides the sliding window: `softcap`, `sinks`; and
+        options: of AttentionInputs that it computes in addition to the sliding window: `softcap`, `sinks`; and
             `batch_invariant`: what a sequence gets has the same bits whatever the rest of the batch.
     """
 

@@ -88,8 +88,8 @@ class _GatherBuffers:
 class _BandMasks:
     """Masks of tiles whose last query's own key is the last key.
 
-    Which keys a query sees depends only on its distance from the last row and column, so every tile of every sequence
-    is the lower right corner of one band, which only grows.
+    Which keys a query sees depends only on its distance from the last row and column. So the mask of every tile of
+    every sequence is the lower right corner of one band, which only grows.
     """
 
     def __init__(self) -> None:

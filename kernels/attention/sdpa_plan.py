@@ -4,8 +4,8 @@ The plan follows from the metadata alone, so it is made once a step and used by 
 tables and positions; it never sees a query, a key or a value.
 
 Decodes are gathered together by similar context length, because a short context beside a long one would be padded to
-its length. A longer query (a chunk of a prefill) is cut into tiles of queries, and a tile sees a slice of its
-sequence's gathered keys, so little is computed that causality or a sliding window then masks.
+its length. A longer query (a chunk of a prefill) is cut into tiles of queries. A tile sees a slice of its sequence's
+gathered keys, so little is computed that causality or a sliding window then masks.
 """
 
 from __future__ import annotations

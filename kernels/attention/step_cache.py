@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 
 class StepCache(Generic[Key, Value]):
-    """Values by metadata, which it does not keep alive, and by a key of the backend's."""
+    """Values by metadata, which it does not keep alive, and by a key that the backend chooses."""
 
     def __init__(self) -> None:
         self._steps: WeakKeyDictionary[AttentionMetadata, dict[tuple[bool, Key], Value]] = WeakKeyDictionary()

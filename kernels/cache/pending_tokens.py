@@ -1,6 +1,6 @@
-"""take_pending_tokens: fills in the token ids of a step that only the device knows, as the last step has sampled them.
+"""take_pending_tokens: replaces placeholders by the tokens that the previous step sampled.
 
-Steps that overlap are planned before the last one's tokens are on the host.
+With overlapping steps, a step is planned before the previous step's tokens are on the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["take_pending_tokens"]
 def take_pending_tokens(token_ids: torch.Tensor, sampled: torch.Tensor) -> None:
     """Replace each negative token id ``~index`` by ``sampled[index]``, or by 0 if that is negative, in place.
 
-    A sequence that has sampled no token ends before its next one is read, but must not make the model read out of
+    A sequence without a sampled token ends before its next token is read, but it must not make the model read out of
     bounds.
 
     Args:

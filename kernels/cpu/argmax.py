@@ -13,7 +13,7 @@ def argmax_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest element of each row and its index, int64, the first of equal ones.
 
     Args:
-        rows: float32 [num_rows, width], of which neither is 0.
+        rows: float32 [num_rows, width]; both sizes are at least 1.
 
     Returns:
         Both [num_rows]. A row with a NaN has NaN for its largest element, and any index.

@@ -1,7 +1,7 @@
 """The C library's structures and functions as ctypes declares them. No other module imports ctypes for the kernels.
 
-`load` sets the argument types of every function once, so callers pass Python numbers, `tensor.data_ptr()`, None for
-NULL, and structures themselves where C takes a pointer to one. csrc/*.h document the functions.
+`load` sets the argument types of every function once. Callers pass Python numbers, `tensor.data_ptr()`, None for NULL,
+and structures themselves where C takes a pointer to one. csrc/*.h document the functions.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class PackedExperts:
 
 
 def experts(hidden: torch.Tensor, packed: PackedExperts, norm: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return experts(norm(hidden)), float32 [num_tokens, hidden_size], of such hidden states.
+    """Return experts(norm(hidden)), float32; both are [num_tokens, hidden_size].
 
     Args:
         hidden: float32, contiguous.

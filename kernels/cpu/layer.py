@@ -99,7 +99,7 @@ class PackedLayer:
         return dense + (0 if self.experts is None else self.experts.num_bytes)
 
     def set_norm(self, name: NormName, weight: torch.Tensor) -> None:
-        """Set the weights of an RMSNorm, each of which is optional.
+        """Set the weights of an RMSNorm. Every norm is optional.
 
         [hidden_size]; of queries and keys [head_dim], or with ``norms_all_heads`` [num_heads * head_dim] and
         [num_kv_heads * head_dim].

@@ -18,7 +18,7 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros, on huge pages where the system has them and the tensor fills one; untouched memory takes none.
 
     Raises:
-        RuntimeError: if the system refuses so much memory, as torch does.
+        RuntimeError: if the system refuses the memory; torch raises the same.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _HUGE_PAGE or _ADVICE is None:

@@ -68,7 +68,7 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 def draw(
     logits: torch.Tensor, temperatures: torch.Tensor, floors: torch.Tensor | None, keys: torch.Tensor
 ) -> torch.Tensor:
-    """Return the noisy logits [rows, vocab_size] of which `kernels.cpu.sampling.draw` returns the largest."""
+    """Return the noisy logits [rows, vocab_size]; `kernels.cpu.sampling.draw` returns the largest of each row."""
     noisy = noisy_logits(logits, temperatures, keys)
     return noisy if floors is None else noisy.masked_fill(scores_of(logits, temperatures) < floors, -torch.inf)
 

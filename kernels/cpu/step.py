@@ -103,8 +103,8 @@ def all_layers(
 ) -> None:
     """Compute both halves of every layer in one call; ``caches`` are each layer's keys and values.
 
-    A call releases the interpreter's lock and waits for it at the end: with one call a layer, an event loop beside it
-    would delay a step as often.
+    A call releases the interpreter's lock and waits for it at the end: with one call a layer, an event loop in the same
+    process would delay a step at every layer.
     """
     require().pagoda_layers(
         pointers([layer.c_layer for layer in layers]),

@@ -87,7 +87,7 @@ class LayerCache:
 
 
 class LayerOps(ABC):
-    """A decoder layer's operations, all of which return new tensors.
+    """A decoder layer's operations. They return new tensors.
 
     What a token gets depends on that token alone, to the last bit, however many others are computed with it.
     """

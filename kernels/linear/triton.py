@@ -1,4 +1,4 @@
-"""A linear layer in Triton whose results have the same bits in any batch, which cuBLAS' have not.
+"""A linear layer in Triton whose results have the same bits in any batch, unlike those of cuBLAS.
 
 cuBLAS chooses its kernel, and so the order of a sum, by the number of rows. Here the tile is the same for all, and a
 program adds up all inputs of its outputs in their order. The reference is torch's `linear`.

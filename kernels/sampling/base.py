@@ -24,7 +24,7 @@ class Limits:
     and that of all tokens ``exact_math.total_weights``.
 
     Attributes:
-        top_k: int64 [num_rows, 1]: the first so many tokens are kept; the size of the vocabulary: all.
+        top_k: int64 [num_rows, 1]: how many of the first tokens are kept; the size of the vocabulary: all.
         top_p: float32 [num_rows, 1]: of these the fewest that have this share of their weight; inf: all.
         floors: float32 [num_rows, 1]: of these the ones with at least this score; -inf: all.
     """

@@ -79,7 +79,7 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 def noisy_logits(
     logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, token_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return float32 ``logits`` plus temperature times noise, the argmax of which is a draw (Gumbel, 1954).
+    """Return float32 ``logits`` plus temperature times noise, whose argmax is a draw (Gumbel, 1954).
 
     ``token_ids`` and ``keys`` are those of ``gumbel_noise``; without the former the logits are of all tokens.
     """
@@ -94,7 +94,7 @@ def scores_of(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
 
 
 def weights_of(scores: torch.Tensor) -> torch.Tensor:
-    """Return e^x of float32 scores x <= 0 in whole units, ``UNITS_OF_WEIGHT`` of which are 1, rounded down, as float64.
+    """Return e^x of float32 scores x <= 0 as float64, in whole units of 1 / ``UNITS_OF_WEIGHT``, rounded down.
 
     Their sums are exact, so they do not depend on the order.
     """

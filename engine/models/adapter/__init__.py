@@ -1,5 +1,5 @@
 """Adapter: serves architectures that our own decoder does not know, on the modules of transformers.
 
-It knows transformers' models and how they ask for attention. Which attention backend computes it, and where keys and
-values lie, it is told by a ForwardContext, as our own decoder is.
+It knows transformers' models and how they ask for attention. A ForwardContext gives it the attention backend and the KV
+cache, as it gives them to our own decoder.
 """

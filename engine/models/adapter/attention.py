@@ -1,8 +1,8 @@
 """Attention of transformers' models: translates what their modules ask for into paged attention.
 
 transformers looks up an attention function and a mask function by a name in the model's config. Both are registered
-here under NAME. The mask function returns no tensor but what its mask means, so that each layer's window is the one
-that transformers itself would have masked with, and a mask that is not causal is an error instead of being ignored.
+here under NAME. The mask function returns what its mask means instead of a tensor. So each layer's window is the one
+that transformers itself would mask with. A mask that is not causal is an error instead of being ignored.
 
     with attention_by(layers):     layers.attend(call) is called for each attention layer, in the model's order
         backbone(...)
@@ -47,8 +47,8 @@ class AttentionLayers(Protocol):
     """Computes the attention of a model's layers.
 
     Attributes:
-        checks_masks: whether the masks are still to be checked. It takes a millisecond, and they are those of the same
-            layers in every step.
+        checks_masks: whether the masks must still be checked. A check takes a millisecond, and the layers' masks are
+            the same in every step.
     """
 
     checks_masks: bool
@@ -140,7 +140,7 @@ def _attention(
         [1, num_tokens, num_heads, head_dim], and no attention weights.
 
     Raises:
-        ModelLoadError: if the layer asks for something else than causal attention.
+        ModelLoadError: if the layer asks for anything but causal attention.
     """
     if not isinstance(attention_mask, _CausalMask):
         raise ModelLoadError(f"{type(module).__name__} has an attention mask of its own, or none")

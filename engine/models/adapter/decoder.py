@@ -1,8 +1,8 @@
 """TransformersDecoder: a causal language model of transformers on our paged KV cache, with decoder.py's interface.
 
-The model is divided in two: the backbone computes hidden states of all tokens of a step, and the rest, with its own
-scaling and soft-cap of logits, those tokens whose logits are wanted. Tokens are packed: to transformers a step is one
-sequence in which every token has its own position, and only the attention layers know better.
+The model is divided in two. The backbone computes the hidden states of all tokens of a step. The rest computes the
+logits of the tokens whose logits are wanted, with its own scaling and soft-cap. Tokens are packed: transformers sees a
+step as one sequence in which every token has its own position. Only the attention layers distinguish the sequences.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TransformersDecoder:
         self.attention, self.layer_caches = probe.shape(config), probe.layer_caches()
 
     def _measure(self) -> _Probe:
-        """Compute a few tokens and their logits, to see that it can be done and what the attention layers ask for."""
+        """Compute a few tokens and their logits: checks that it works, and notes what the attention layers ask for."""
         probe = _Probe()
         tokens = torch.arange(_PROBE_TOKENS, device=self._model.device)
         try:
@@ -62,7 +62,7 @@ class TransformersDecoder:
                 logits = self.compute_logits(self._hidden_states(tokens, tokens), tokens)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise self._not_servable(f"its modules could not compute a few tokens: {error}") from error
-        if logits.isnan().any(dim=1).all():  # one token may be of those that were never trained
+        if logits.isnan().any(dim=1).all():  # a single token may never have been trained
             raise self._not_servable("the logits of a few tokens are no numbers")
         return probe
 
@@ -75,7 +75,7 @@ class TransformersDecoder:
     def num_bytes(self) -> int:
         """Bytes that the weights take."""
         parameters = [*self._backbone.parameters(), *self._model.parameters()]
-        sizes: dict[int, int] = {weight.data_ptr(): weight.nbytes for weight in parameters}  # tied ones are one
+        sizes: dict[int, int] = {weight.data_ptr(): weight.nbytes for weight in parameters}  # tied weights count once
         return sum(sizes.values())
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _backbone(model: Any) -> Any:
 
 
 class _GivenHiddenStates(nn.Module):
-    """Takes the backbone's place in a model, and returns hidden states that were computed before."""
+    """Replaces the backbone in a model, and returns hidden states that were computed before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _GivenHiddenStates(nn.Module):
 
     @contextmanager
     def hidden_states(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Return ``hidden`` [1, num_tokens, hidden_size] in the ``with``, and hold it no longer."""
+        """Return ``hidden`` [1, num_tokens, hidden_size] inside the ``with``, and drop it afterwards."""
         self._output = _BackboneOutput(hidden)
         try:
             yield
@@ -137,7 +137,7 @@ class _GivenHiddenStates(nn.Module):
 
 
 class _BackboneOutput:
-    """The output of a backbone of any class: no attribute but the hidden states."""
+    """The output of a backbone of any class, with the hidden states as its only attribute."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden

@@ -1,7 +1,7 @@
-"""require_fit: whether a checkpoint has the tensors that transformers' modules need, found before anything is read.
+"""require_fit: checks that a checkpoint has the tensors that transformers' modules need, before any tensor is read.
 
-transformers renames, joins and splits stored tensors in ways of each architecture's own. So its loader itself is run,
-on tensors without memory: what it finds missing, unexpected or of another shape does not fit.
+transformers renames, joins and splits stored tensors differently for each architecture. So its loader itself is run, on
+tensors without memory: what it finds missing, unexpected or of another shape does not fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[
     """Check the names, shapes and dtypes in the files' headers; return the tensors that will be read, in order.
 
     Args:
-        model: of transformers, on the meta device; it is of no further use.
+        model: of transformers, on the meta device; do not use it afterwards.
         checkpoint: is open.
         dtype: that the weights will have.
 
@@ -66,8 +66,8 @@ def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[
 def loading_in_order() -> Iterator[None]:
     """Let transformers' loader take each tensor when it needs it, not all of them ahead on its threads.
 
-    It copies the converter of each stored tensor, and needs the first copy of each parameter: for thousands of experts
-    the copies take most of its time, so unused ones are given to it again.
+    The loader copies the converter of each stored tensor, but needs only the first copy of each parameter. With
+    thousands of experts the copies take most of its time, so unused copies are reused.
     """
     from transformers import core_model_loading  # slow to import
 
@@ -85,7 +85,7 @@ def loading_in_order() -> Iterator[None]:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Put off the collector, which would walk through the objects of all stored tensors again and again."""
+    """Disable the garbage collector, which would walk through the objects of all stored tensors again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

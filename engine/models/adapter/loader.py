@@ -94,7 +94,7 @@ def _check(checkpoint: Checkpoint, hf_config: Any, architecture: str, dtype: tor
 def _read(checkpoint: Checkpoint, names: list[str], hf_config: Any, model_class: Any, dtype: torch.dtype) -> Any:
     """Return the model with its weights, in memory of their own.
 
-    A view of a mapped file would hold the file's pages in memory as long as any other tensor of it lives.
+    A view of a mapped file would keep the file's pages in memory as long as any other tensor of the file lives.
 
     Args:
         names: of the tensors that transformers' loader takes, in order.
@@ -147,7 +147,7 @@ def _as_load_errors(path: str | Path) -> Iterator[None]:
 
 
 class _LazyTensor:
-    """A stored tensor, which is taken from those that are read ahead when transformers' loader needs it."""
+    """A stored tensor, taken from the tensors that are read ahead when transformers' loader needs it."""
 
     def __init__(self, name: str, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._name, self._weights = name, weights

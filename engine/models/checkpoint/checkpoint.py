@@ -23,7 +23,7 @@ from engine.models.checkpoint.tensor_files import TensorFiles
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-_CONVERTED_BYTES = 2**20  # read and converted at once: so many stay in a processor's cache
+_CONVERTED_BYTES = 2**20  # read and converted at once: few enough to stay in a processor's cache
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -100,7 +100,7 @@ class Checkpoint:
     def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
         """Return one tensor, or only the ``shard`` of it, on the CPU and in the checkpoint's own dtype.
 
-        It is a view of the mapped file, of which only the touched parts are read, and may outlive the checkpoint.
+        It is a view of the mapped file and may outlive the checkpoint. Only the parts that are touched are read.
         """
         stored = self._stored[name]
         dtype = _DTYPES[stored.dtype]
@@ -235,7 +235,7 @@ def _read_index(index: Path) -> dict[str, str]:
 def _join(
     index: Path, weight_map: dict[str, str], by_file: dict[str, dict[str, StoredTensor]]
 ) -> dict[str, StoredTensor]:
-    """Return all tensors of the shards; each must be where the index says, and one that it does not name only once."""
+    """Return all tensors of the shards. Each must be where the index says; an unlisted one must be there only once."""
     stored: dict[str, StoredTensor] = {}
     for name, file in weight_map.items():
         if name not in by_file[file]:

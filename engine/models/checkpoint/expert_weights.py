@@ -19,7 +19,7 @@ _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def unstack(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, list[int]]]:
-    """Yield names and shapes of parameters, of stacked ones each expert's own: ``layers.0.mlp.experts.5.down_proj``."""
+    """Yield names and shapes of parameters; of a stacked one, each expert's: ``layers.0.mlp.experts.5.down_proj``."""
     for name, shape in shapes.items():
         if len(shape) < 3:
             yield name, list(shape)
@@ -30,7 +30,7 @@ def unstack(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, list[int
 
 
 def stored_block(name: str, stored: Container[str]) -> str:
-    """Return the stored name of a parameter of ours, but for what is fused: Mixtral calls the block otherwise."""
+    """Return the stored name of a parameter of ours that is not fused: Mixtral has another name for the block."""
     head, found, tail = name.partition(".mlp.")
     mixtral = f"model.{head}.block_sparse_moe.gate.weight"
     return f"model.{head}.block_sparse_moe.{tail}" if found and mixtral in stored else "model." + name

@@ -10,7 +10,7 @@ __all__ = ["is_finite"]
 def is_finite(x: torch.Tensor) -> bool:
     """Return whether ``x`` has no NaN and no infinity.
 
-    A NaN or an infinity makes the sum NaN or infinite, so the slow ``isfinite`` is only needed where a sum of finite
+    A NaN or an infinity makes the sum NaN or infinite. So the slow ``isfinite`` is only needed where a sum of finite
     numbers may have overflowed.
     """
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())

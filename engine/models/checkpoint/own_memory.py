@@ -1,4 +1,4 @@
-"""own_memory: tensors to fill with weights, whose memory the system has again when they are freed."""
+"""own_memory: mmap-backed tensors to fill with weights, returned to the OS when freed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """read_ahead: reads tensors on several threads while the caller processes earlier ones, and yields them in order.
 
-One thread reads no faster than it copies; several also keep more requests at the disk.
+One thread reads no faster than it copies. Several threads also queue more requests at the disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_ahead(
         items: what to read.
         read: is called in other threads, for several items at once.
         num_bytes: the memory that the result of an item takes.
-        max_bytes: of all that is read and not yet processed, if it should be less than usual.
+        max_bytes: limit of what is read and not yet processed, if it should be less than usual.
     """
     waiting: deque[tuple[_Item, Future[_Result]]] = deque()
     ahead = 0
@@ -47,7 +47,7 @@ def read_ahead(
                 ahead += num_bytes(item)
             while waiting:
                 yield _next(waiting)
-        finally:  # an error, or the caller wants no more
+        finally:  # an error, or the caller stops early
             for _, future in waiting:
                 future.cancel()
 

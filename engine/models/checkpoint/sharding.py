@@ -26,7 +26,7 @@ class Shard:
         return self.num_stacked is None and self.stop - self.start == self.full
 
     def stored_shape(self, own: list[int]) -> list[int]:
-        """Return the shape of the whole tensor, of which a rank's part of a matrix has the shape ``own``."""
+        """Return the shape of the whole tensor, given the shape ``own`` of a rank's part of a matrix."""
         matrix = [self.full if dim == self.dim else size for dim, size in enumerate(own)]
         return matrix if self.num_stacked is None else [self.num_stacked, *matrix]
 

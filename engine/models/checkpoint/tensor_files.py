@@ -92,7 +92,7 @@ class TensorFiles:
         self._ahead = {}
 
     def reached(self, tensor: StoredTensor) -> None:
-        """Request the tensors after ``tensor``, which is read now, as far as the window goes."""
+        """Request the tensors after ``tensor``, which is read now, up to the size of the window."""
         requested = []
         with self._lock:
             self._ahead.pop(tensor, None)

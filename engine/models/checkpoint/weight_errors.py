@@ -17,13 +17,13 @@ __all__ = ["weights_not_finite"]
 def weights_not_finite(
     checkpoint: Checkpoint, name: str, parts: Iterable[tuple[str, Shard | None]], dtype: torch.dtype
 ) -> ModelLoadError:
-    """Return the error about a parameter that has become NaN or infinite, with the stored tensor that did it.
+    """Return the error about a parameter that has become NaN or infinite, with the stored tensor that caused it.
 
     Args:
         checkpoint: is still open.
-        name: of the parameter, named if none of the tensors explains it.
+        name: of the parameter, named if no tensor explains it.
         parts: names of stored tensors that may be the cause, and which part of each was read; None: all of it.
-        dtype: to which they were converted.
+        dtype: what they were converted to.
     """
     for stored_name, shard in parts:
         if not checkpoint.has_floats(stored_name):

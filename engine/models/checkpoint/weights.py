@@ -69,7 +69,7 @@ def read_weights(
 
     Stacked experts come one by one, as ``unstack`` names them.
 
-    They are read on several threads, ahead of the caller by no more than the largest file has. On the CPU, a tensor
+    They are read on several threads, ahead of the caller by at most the size of the largest file. On the CPU, a tensor
     that is stored in this ``dtype`` may be a view of the mapped file; writing to it changes a private copy. All others
     are filled from the file in one pass. With tied embeddings the head is the same tensor as the embedding. All weights
     are checked to be finite: one NaN makes every answer noise, without an error.
@@ -79,8 +79,8 @@ def read_weights(
         shapes: of this rank's parameters, by name.
         config: of the whole model.
         parallel: the rank whose share is read.
-        may_be_mapped: whether a parameter of this name may be a view of the file, if it needs no change. A caller that
-            copies it says no: then its memory is freed with it, and not with the last tensor of the file.
+        may_be_mapped: whether a parameter of this name may be a view of the file, if it needs no change. Return False
+            for one that the caller copies: its memory is then freed with it, and not with the last tensor of the file.
         show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
 
     Raises:
@@ -112,7 +112,7 @@ def _parameter(
 
 
 def _within_fused(shards: Sequence[Shard | None]) -> list[Shard | None]:
-    """Return the same parts of tensors that are stored one after another in one."""
+    """Return the same parts of tensors that one fused tensor stores one after another."""
     within: list[Shard | None] = []
     full, start = sum(shard.full for shard in shards if shard is not None), 0
     for shard in shards:
@@ -185,7 +185,7 @@ def _read_each(
             assert embedding is not None  # our models have it first
             weight = embedding
         yield parameter.name, weight
-        del weight  # or it would be held while the next one is waited for
+        del weight  # else it would stay in memory during the wait for the next one
 
 
 def _assemble(

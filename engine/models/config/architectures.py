@@ -90,7 +90,7 @@ PROVEN = frozenset(
     }
 )
 
-# Names in published checkpoints of what transformers calls otherwise.
+# Names in published checkpoints, and transformers' names of the same architectures.
 ALIASES = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
 
 # Architectures whose attention layers have sinks.

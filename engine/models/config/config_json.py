@@ -1,6 +1,6 @@
 """config.json as it is written: what its raw fields alone decide, before transformers or torch is imported.
 
-So a launcher finds in milliseconds what an engine would find after its start.
+So a launcher reports in milliseconds what an engine would report after its start.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ExpertsShape:
             has_options: see ``Family.has_expert_options``.
 
         Raises:
-            ModelLoadError: if a token needs more experts than a layer has, or none, or a size is no integer.
+            ModelLoadError: if a token needs more experts than a layer has, or none, or a size is not an integer.
         """
         num_experts = require_integer(config, "num_experts", smallest=0)
         layers = _sparse_layers(config) if has_options else frozenset(range(config.num_hidden_layers))

@@ -1,6 +1,6 @@
 """Family: how an architecture differs from the others that our own decoder computes, and the table of them.
 
-It says what a config.json of that architecture means and what its checkpoint calls things. config.py reads the values.
+It says what a config.json of that architecture means and what its checkpoint calls things. model_config.py reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Family:
         qk_norm: the RMSNorm of queries and keys.
         qkv_bias, output_bias: of the attention's linear layers; None: config.json's attention_bias decides.
         norms: where a layer's RMSNorms are.
-        stored_norms: the checkpoint's names of norms that decoder.py calls otherwise.
+        stored_norms: the checkpoint's names of norms that have other names in decoder.py.
         norms_add_one: norms multiply by 1 + their weight.
         scales_embedding: embeddings are multiplied by sqrt(hidden_size), rounded to their dtype.
         has_multipliers: the config has Granite's four multipliers.
@@ -47,7 +47,7 @@ class Family:
         rope_types: the kinds of RoPE that transformers computes as our tables have it.
         has_experts: feed-forwards may be mixtures of experts.
         has_expert_options: the config says which layers have experts, how large they are, and whether their weights
-            are normalised. Without it all layers do, of intermediate_size, and they are.
+            are normalised. Without it all layers have experts, of intermediate_size, and the weights are normalised.
     """
 
     qk_norm: QKNorm = "none"

@@ -23,7 +23,7 @@ def read_shape(hf_config: Any, model_impl: str) -> ModelShape:
         model_impl: ``pagoda``, ``transformers``, or ``auto`` for our own decoder where it computes the model.
 
     Raises:
-        ModelLoadError: for a model that this implementation does not compute, or not yet proven so.
+        ModelLoadError: for a model that this implementation does not compute, or is not yet proven to compute.
     """
     architecture = (getattr(hf_config, "architectures", None) or ["none"])[0]
     if model_impl == "pagoda":

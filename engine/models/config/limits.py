@@ -1,7 +1,7 @@
 """require_plausible: refuses a config.json whose values no model has, before anything computes or allocates with them.
 
-Transformers checks the types of most fields, and the headers of the weights check sizes. Neither is reached with a
-billion layers, or stops a NaN that makes every logit NaN.
+Transformers checks the types of most fields, and the headers of the weights check sizes. With a billion layers neither
+check is reached, and neither stops a NaN that makes every logit NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGEST = {  # several times those of the largest models
     "decoder_sparse_step": 2**20,
     "n_group": 4096,
     "topk_group": 4096,
-    # What GPT-2, DBRX and their like call the same things.
+    # The names of the same fields in GPT-2, DBRX and similar models.
     "n_layer": 512,
     "n_layers": 512,
     "n_head": 4096,
@@ -86,7 +86,7 @@ def require_integer(config: Any, name: str, smallest: int = 1) -> int:
     """Return a field of a transformers config that the decoder computes with.
 
     Raises:
-        ModelLoadError: if it is absent, null, or no integer from ``smallest`` on.
+        ModelLoadError: if it is absent, null, or not an integer of at least ``smallest``.
     """
     value = getattr(config, name, None)
     if type(value) is not int or value < smallest:

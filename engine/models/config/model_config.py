@@ -38,9 +38,9 @@ class ModelConfig(ModelShape):
     Attributes:
         qk_norm: the RMSNorm of queries and keys.
         norms: where a layer's RMSNorms are; with ``norms_add_one`` they multiply by 1 + their weight.
-        embedding_multiplier: of the embeddings, exactly; see ``embedding_multiplier_in``.
+        embedding_multiplier: of the embeddings, not rounded; see ``embedding_multiplier_in``.
         attention_scale: factor of the queries' products with keys.
-        attention_softcap, logits_softcap: C of C * tanh(score / C), which replaces each score; None: there is none.
+        attention_softcap, logits_softcap: C of C * tanh(score / C), which replaces each score; None: no soft-cap.
         logits_divisor: what the logits are divided by, before their soft-cap.
         residual_multiplier: of what attention and feed-forward add to the hidden states.
         sliding_windows: of each layer, in tokens; None: it attends to everything.
@@ -73,7 +73,7 @@ class ModelConfig(ModelShape):
     experts: ExpertsShape | None = None  # None: every layer's feed-forward is dense
 
     def __post_init__(self) -> None:
-        """Raise UnsupportedModelError if a model with experts has what only dense feed-forwards are computed with."""
+        """Raise UnsupportedModelError if a model with experts needs what only dense feed-forwards support."""
         if self.experts is None:
             return
         for name, value, computed in (
@@ -87,7 +87,7 @@ class ModelConfig(ModelShape):
                 )
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer's feed-forward is experts."""
+        """Return whether a layer has experts."""
         return self.experts is not None and layer in self.experts.layers
 
     @property
@@ -119,7 +119,7 @@ class ModelConfig(ModelShape):
     def shard(self, size: int) -> ModelConfig:
         """Return the shape of the share that one of ``size`` tensor-parallel ranks computes.
 
-        KV heads that are fewer than the ranks are replicated. The vocabulary is divided in sharding.py.
+        If there are fewer KV heads than ranks, they are replicated. The vocabulary is divided in sharding.py.
 
         Raises:
             ConfigError: if the heads or the feed-forward cannot be divided by ``size``, or a norm is over all heads.

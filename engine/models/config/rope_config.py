@@ -16,7 +16,8 @@ class RopeConfig:
     """The rotary position embedding of a model.
 
     Attributes:
-        layer_types: the types of layers that have parameters of their own, each with a table; one None: all share one.
+        layer_types: the types of layers that have parameters of their own, each with a table; a single None: all layers
+            share one table.
         tables: each layer's index in ``layer_types``; None: the layer has no positions (NoPE).
         rotary_dim: elements of a head that are rotated, the first ones.
         rotates_neighbours: elements 2i and 2i + 1 of a head are rotated together, not i and i + rotary_dim / 2.
@@ -66,8 +67,8 @@ class RopeConfig:
         """Return the stored index of each element of a head as the decoder has it; None: the order is the same.
 
         The decoder rotates element i with i + head_dim / 2. Products of queries and keys do not depend on the order of
-        their elements, so others are brought there when the weights are loaded, and elements that are not rotated
-        follow those that are, half of them in each half. Their cosines are 1 and their sines 0.
+        their elements, so other orders are changed to this one when the weights are loaded. Elements that are not
+        rotated follow those that are, half of them in each half. Their cosines are 1 and their sines 0.
         """
         if self.rotary_dim == head_dim and not self.rotates_neighbours:
             return None
@@ -103,7 +104,7 @@ def longrope_length(parameters: dict[str, Any]) -> int | None:
 
 
 def check_longrope_length(longrope_length: int | None, max_model_len: int) -> None:
-    """Raise ConfigError if contexts may be longer than LongRoPE's factors for short contexts are for.
+    """Raise ConfigError if contexts may be longer than LongRoPE's factors for short contexts allow.
 
     transformers chooses the factors by the longest request of a batch, so one request would change the others.
     """

@@ -90,9 +90,9 @@ class PlainFamily:
 
     Attributes:
         architecture: the one that is plain with this model_type.
-        windows: which layers slide: none ever, none unless ``use_sliding_window`` says so, all if the config has a
-            window, or those that ``layer_types`` names.
-        full_attention_every: without ``layer_types``, one layer in so many has full attention, and the others slide.
+        windows: which layers slide: never any, none without ``use_sliding_window``, all if the config has a window, or
+            those that ``layer_types`` names.
+        full_attention_every: the period of layers with full attention if ``layer_types`` is absent; the others slide.
         required: fields whose absence or null transformers replaces with a number of its own.
         defaults: what it takes where these are absent.
         rotated_part: the share of a head's elements that is rotated where the config does not say.
@@ -180,4 +180,4 @@ def _known() -> Iterator[tuple[str, Types]]:
         yield from ((name, types) for name, types in family.required_fields.items() if name not in _OPTIONAL)
 
 
-KNOWN = dict(_known())  # fields that a plain config may have, whatever its family
+KNOWN = dict(_known())  # fields that a plain config of any family may have

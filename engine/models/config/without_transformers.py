@@ -18,7 +18,7 @@ __all__ = ["plain_config"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_EXPERTS = ("num_experts", "num_local_experts")  # two names of one field, but in Qwen2-MoE
+_EXPERTS = ("num_experts", "num_local_experts")  # two names of one field, except in Qwen2-MoE
 _POSITIVE = ("decoder_sparse_step", "no_rope_layer_interval", "query_pre_attn_scalar", "sliding_window_pattern")
 
 
@@ -92,7 +92,7 @@ def _experts(raw: dict[str, Any], family: PlainFamily) -> dict[str, Any] | None:
 
 
 def _unrotated_layers(raw: dict[str, Any], family: PlainFamily) -> dict[str, Any] | None:
-    """Return which layers have RoPE, if the family has others; None if that is not plain."""
+    """Return which layers have RoPE, if the family has layers without it; None if that is not plain."""
     if not family.family.has_unrotated_layers:
         return {}
     count, interval = raw["num_hidden_layers"], raw.get("no_rope_layer_interval", 4)
@@ -158,7 +158,7 @@ def _rope_by_layer_type(raw: dict[str, Any], family: PlainFamily) -> dict[str, A
 
 
 def _unscaled(parameters: Any, may_be_partial: bool = False) -> dict[str, Any] | None:
-    """Return a set of parameters if it says no more than the base, and maybe the part that is rotated; else None."""
+    """Return a set of parameters if it has only the base, and maybe the part that is rotated; else None."""
     if not isinstance(parameters, dict) or parameters.get("rope_type", "default") != "default":
         return None
     numbers = {"rope_theta", "partial_rotary_factor"} if may_be_partial else {"rope_theta"}

@@ -29,7 +29,7 @@ __all__ = ["CpuDecoder", "can_run", "head_is_embedding"]
 
 _TIMES_MEASURED = 3
 _LAYERS_MEASURED = 4  # together, the experts of one token are larger than the processor's caches
-_MANY_TOKENS = 32  # with so many, computing takes longer than reading weights on any processor
+_MANY_TOKENS = 32  # with this many tokens, computing takes longer than reading weights on any processor
 _MOST_FREE_TOKENS = 256
 
 _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
@@ -120,8 +120,8 @@ class CpuDecoder:
     def set_weight(self, name: str, weight: torch.Tensor) -> None:
         """Set one parameter, by its name in decoder.py's Decoder.
 
-        The packed layers copy it. The embedding keeps the tensor itself, which may be mapped from a file; where it is
-        read from the head, it is set as the head, and the head is not set.
+        The packed layers copy it. The embedding keeps the tensor itself, which may be mapped from a file; where the
+        head's weights are the embedding, setting the embedding sets them, and the head is not set separately.
         """
         match name.split("."):
             case ["embed_tokens", "weight"] if self._head_is_embedding:
@@ -185,7 +185,7 @@ class CpuDecoder:
         return hidden.float() * self._embedding_multiplier
 
     def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor | None:
-        """Return float32 logits [len(token_indices), vocab_size] on rank 0, None elsewhere; valid until the next call.
+        """Return float32 logits [len(token_indices), vocab_size] on rank 0, else None; valid until the next call.
 
         Args:
             hidden: [num_tokens, hidden_size].
@@ -209,15 +209,15 @@ class CpuDecoder:
     def free_tokens(self) -> int:
         """Tokens that a step computes in about the time of one, because reading the weights takes longer.
 
-        Measured once, on the head, the largest weights that are not experts': small ones would come from the
-        processor's caches. Each further token needs further experts, whose weights are read as well, so some layers'
-        experts are measured too, with random tokens, which are spread over many.
+        Measured once, on the head: the largest weights except experts', as small ones would come from the processor's
+        caches. Each further token needs other experts, whose weights are read as well. So the experts of some layers
+        are measured too, with random tokens, which are spread over many experts.
         """
         few, many = (self._seconds_of_weights(num_tokens) for num_tokens in (1, _MANY_TOKENS))
         return min(max(round(_MANY_TOKENS * few / many), 1), _MOST_FREE_TOKENS)
 
     def _seconds_of_weights(self, num_tokens: int) -> float:
-        """Return about how long the products with all weights take; without experts those with the head are enough."""
+        """Return about how long the products with all weights take; those with the head suffice without experts."""
         hidden = torch.randn(num_tokens, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
         seconds = _fastest(lambda: self._compute_own_logits(hidden))
         sparse = [layer.experts for layer in self.layers if layer.experts is not None]

@@ -211,7 +211,7 @@ class Decoder(nn.Module):
     @property
     def num_bytes(self) -> int:
         """Bytes that the weights take."""
-        return sum({weight.data_ptr(): weight.nbytes for weight in self.parameters()}.values())  # tied ones are one
+        return sum({weight.data_ptr(): weight.nbytes for weight in self.parameters()}.values())  # tied ones count once
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the last hidden states [num_tokens, hidden_size] of ``token_ids`` at ``positions`` [num_tokens]."""
@@ -226,7 +226,7 @@ class Decoder(nn.Module):
         return self.ops.add_norm(hidden, addend, self.norm)[1]
 
     def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor | None:
-        """Return float32 logits [len(token_indices), vocab_size] on rank 0, None elsewhere.
+        """Return float32 logits [len(token_indices), vocab_size] on rank 0, None on the others.
 
         Args:
             hidden: [num_tokens, hidden_size].
@@ -240,6 +240,6 @@ class Decoder(nn.Module):
             logits = logits / self.config.logits_divisor
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        # Without the padding of the last rank's part. Before a conversion, it would leave one row another stride than
-        # several have, for which a GPU's kernels would be compiled anew.
+        # Drop the padding of the last rank's part. Dropped before a conversion, it would leave one row with another
+        # stride than several rows have, and a GPU would compile its kernels for that stride too.
         return logits[:, : self.config.vocab_size]

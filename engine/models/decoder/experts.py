@@ -1,4 +1,4 @@
-"""SparseMoeBlock: a feed-forward of which each token uses a few experts, computed by torch's operators or in Triton.
+"""SparseMoeBlock: a mixture of experts as a layer's feed-forward, computed by torch's operators or in Triton.
 
 Tensor-parallel ranks hold a part of the features of every expert, so all route alike, and one sum joins their outputs.
 """

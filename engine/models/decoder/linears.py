@@ -1,8 +1,8 @@
 """The linear method of our own decoder: its choice, and the layers that compute with it.
 
 With the option ``batch_invariant`` a token's logits have the same bits alone and in any batch: attention, experts and
-sampling have this property always where the Triton kernels compute them. A sequence that computes one token in a step,
-as a decode does, gets other bits than in a chunk of several, because its context is split. On a CPU the C kernels give
+sampling always have this property where the Triton kernels compute them. A sequence that computes one token in a step
+(a decode) gets other bits than in a chunk of several tokens, because its context is split. On a CPU the C kernels give
 the same bits in every case.
 """
 

@@ -26,8 +26,8 @@ def rope_tables(hf_config: Any, rope: RopeConfig, head_dim: int, length: int) ->
     float32 [num_tables, length, 2, head_dim // 2], in the order of ``rope.element_order``.
 
     Raises:
-        ConfigError: if the tables of so long a context take too much memory.
-        ModelLoadError: if the config's parameters cannot be computed with, or the angles are no finite numbers.
+        ConfigError: if the tables of a context of this length take too much memory.
+        ModelLoadError: if the config's parameters cannot be computed with, or the angles are not finite.
     """
     bytes_per_token = 4 * head_dim * len(rope.layer_types)
     if (num_bytes := bytes_per_token * length) > _MAX_BYTES:

@@ -56,7 +56,7 @@ class DecodeGraphs:
 
     Args:
         device: captures them.
-        forward: what they compute. All that it reads besides its arguments must stay where it is: weights, KV cache.
+        forward: what they compute. Except its arguments, all that it reads must stay at its address: weights, KV cache.
         block_tables: the rank's block tables.
         block_size: tokens per block.
     """

@@ -14,12 +14,12 @@ class GraphDevice(Protocol):
     """Captures what a function launches, as a graph that can be replayed.
 
     A replay repeats the launches with the same pointers and numbers: it reads and writes the memory that the capture
-    read and wrote, whatever that holds by then, and runs no Python. Graphs of one device share their scratch memory, so
+    read and wrote, with its present contents, and runs no Python. Graphs of one device share their scratch memory, so
     only one may run at a time, and those for large batches are captured first.
     """
 
     def capture(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Call ``run``, which makes all that it launches ready, and capture it; return what queues a replay.
+        """Call ``run`` once, so that all it launches is ready, then capture it; return a function that queues a replay.
 
         Tensors that ``run`` makes must not be used outside it.
         """
@@ -33,7 +33,7 @@ class CudaGraphDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # a capture needs one of its own
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # a capture needs its own stream
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], object]) -> Callable[[], None]:

@@ -1,7 +1,6 @@
 """StaticInputs: the memory from which the graph of one batch size reads a step, and the copy that fills it.
 
-All graphs read the same slab, each its beginning. What a graph does not read follows: it is used before the replay, and
-after it.
+Every graph reads the beginning of the same slab. What no graph reads follows: it is used before or after the replay.
 
     slab   [ token_ids | positions | slot_mapping | table_rows | seq_lens | logit_indices | changes of block tables ]
              int64       int64       int64          int64        int32      of any length
@@ -22,7 +21,7 @@ from kernels.device_copy import host_words
 
 __all__ = ["MAX_CHANGES", "StaticInputs", "make_slab"]
 
-MAX_CHANGES = 64  # of block tables in one step, beside one for each sequence
+MAX_CHANGES = 64  # of block tables in one step, in addition to one for each sequence
 
 _PADDING = {"token_ids": 0, "positions": 0, "slot_mapping": -1, "table_rows": 0, "seq_lens": 0}  # of a graph's fields
 
@@ -46,7 +45,7 @@ class StaticInputs:
     Args:
         size: sequences of the graph, padding included.
         slab: shared by the graphs of all sizes.
-        block_tables: the rank's block tables, of which the graph reads the rows.
+        block_tables: the rank's block tables, whose rows the graph reads.
         block_size: tokens per block.
 
     Attributes:
@@ -94,7 +93,7 @@ class StaticInputs:
         return self._slab[self._num_words : first_change]
 
     def metadata(self) -> AttentionMetadata:
-        """Return the batch as attention sees it. To be called inside a capture: it copies rows of the block tables."""
+        """Return the batch as attention sees it. Call it inside a capture: it copies rows of the block tables."""
         return AttentionMetadata(
             slot_mapping=self._slot_mapping,
             cu_seqlens_q=self._cu_seqlens_q,

@@ -1,7 +1,7 @@
 """FlashBackend: what the backends of the flash-attn packages have in common.
 
-A step's decodes and its prefills are two calls: beside a prefill, flash-attn would give each decode a whole tile of
-queries and would not split its context.
+A step's decodes and its prefills are two calls: in one call with a prefill, flash-attn would give each decode a whole
+tile of queries and would not split its context.
 """
 
 from __future__ import annotations

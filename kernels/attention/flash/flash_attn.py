@@ -1,6 +1,6 @@
 """Paged attention by flash-attn (FlashAttention-2; Dao, 2023).
 
-flash-attn aligns a causal mask with the end of the context, as our packed queries need, and reads keys through a block
+flash-attn aligns a causal mask with the end of the context, as our packed queries need. It reads keys through a block
 table whose blocks are a multiple of 256 tokens.
 """
 

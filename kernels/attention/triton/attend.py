@@ -1,14 +1,14 @@
 """The walk of a tile of queries over keys and values in the paged cache, shared by the attention kernels.
 
-Keys are walked in tiles of TILE positions, and each position's slot is found through the block table, so a tile may
-span several pages, or a page several tiles. Tiles begin at multiples of TILE whatever the range, so that a query adds
-up its keys in the same order in any batch. The softmax is FlashAttention-2's online one (Dao, 2023), in base 2. Query
-heads that share a KV head are packed into the rows of one tile, so that a key is loaded once for all of them:
+Keys are walked in tiles of TILE positions. Each position's slot is looked up in the block table, so a tile may span
+several pages, or a page several tiles. Tiles begin at multiples of TILE whatever the range, so that a query adds up its
+keys in the same order in any batch. The softmax is FlashAttention-2's online one (Dao, 2023), in base 2. Query heads
+that share a KV head are packed into the rows of one tile, so that a key is loaded once for all of them:
 
     row of a tile     0    1    2    3    4    5   ...       (GROUP_SIZE 2)
     query, head       0,0  0,1  1,0  1,1  2,0  2,1 ...
 
-Nothing a masked lane points at is read: a block of -1, a slot after the context, a padded head dimension.
+Memory that a masked lane points at is never read: a block of -1, a slot after the context, a padded head dimension.
 """
 
 # ruff: noqa: N803 - Triton's users write compile-time constants in capitals
@@ -29,7 +29,7 @@ METADATA = ["cu_seqlens_q", "seq_lens", "block_tables"]
 
 @triton.jit
 def first_key_of_window(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Return the start of the tile with the first key that the query at `position` sees; WINDOW 0 is none."""
+    """Return the start of the tile with the first key that the query at `position` sees; WINDOW 0: no window."""
     first_key = 0
     if WINDOW > 0:
         first_key = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
@@ -38,10 +38,10 @@ def first_key_of_window(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def rows_anew(pointer, value, ROWS: tl.constexpr):
-    """Return the numbers of a tile's rows, of which the compiler does not know that it has computed with them before.
+    """Return the row numbers of a tile, reloaded so that the compiler cannot reuse what it computed from them before.
 
-    Else it would keep offsets and masks of the rows in registers, throughout the loop over keys, and spill others.
-    `pointer` points to `value`, and is read anew.
+    Otherwise it would keep offsets and masks of the rows in registers throughout the loop over keys, and spill others.
+    `pointer` points to `value`, which is loaded again.
     """
     return tl.arange(0, ROWS) + (tl.load(pointer, volatile=True) - value)
 

@@ -1,6 +1,6 @@
 """Paged attention on a GPU without flash-attn: launches the Triton kernels on a step's tensors.
 
-Every launch parameter follows from shapes, num_decodes and max_seq_len, never from what a tensor holds, so a step can
+Every launch parameter follows from shapes, num_decodes and max_seq_len, never from what a tensor holds. So a step can
 be captured in a CUDA graph and replayed with other lengths. The arithmetic is in prefill.py and decode.py.
 """
 
@@ -81,7 +81,7 @@ class TritonBackend(AttentionBackend):
 
     def warm_up_batches(self, limits: StepLimits) -> list[tuple[int, int]]:
         longest = limits.max_seq_len  # so that its splits are added up too
-        # A chunk of one prompt token is no decode, so the kernel of chunks is needed whatever the largest chunk is.
+        # A chunk of one prompt token is not a decode, so the kernel of chunks is needed whatever the largest chunk is.
         return [(1, longest), (2, 2)] if longest > 1 else [(1, longest)]
 
 
@@ -192,7 +192,7 @@ def _launch_decodes(output: torch.Tensor, inputs: AttentionInputs, layer: LayerS
 
 
 def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: LayerShape) -> None:
-    """Compute the sequences after the decodes, each of which has one query."""
+    """Compute the sequences after the decodes; a decode has one query."""
     query, key_cache, metadata = inputs.query, inputs.key_cache, inputs.metadata
     first = metadata.num_decodes
     num_seqs = metadata.num_seqs - first

@@ -69,7 +69,7 @@ def _own_heads(
     DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return the query heads of a tile's rows, which of them exist, and which elements of the tile do; all anew."""
+    """Return the query heads of a tile's rows, which of them exist, and which elements of the tile do; all reloaded."""
     row = rows_anew(first_item, 0, ROWS)  # nothing is before the first sequence
     is_head = row < GROUP_SIZE
     return kv_head * GROUP_SIZE + row, is_head, is_head[:, None] & (tl.arange(0, DIM_PADDED)[None, :] < HEAD_DIM)
@@ -146,7 +146,7 @@ def split_decode_kernel(
             TILE,
         )
         head, is_head, mask = _own_heads(first_item, kv_head, GROUP_SIZE, HEAD_DIM, DIM_PADDED, ROWS)
-        sequence = tl.load(item_sequences + item, volatile=True)  # anew, like the heads
+        sequence = tl.load(item_sequences + item, volatile=True)  # reloaded, like the heads
         token = sequence.to(tl.int64)
         first = tl.load(first_item + sequence, volatile=True)
         is_whole = tl.load(first_item + sequence + 1) - first == 1

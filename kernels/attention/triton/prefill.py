@@ -111,7 +111,7 @@ def prefill_kernel(
         )
         row = rows_anew(cu_seqlens_q + sequence, first_row, ROWS)
         query_index = first_query + row // GROUP_SIZE
-        # Anew too: kept throughout the loop, it makes ptxas spill in some variants for sm_100.
+        # Reloaded too: kept throughout the loop, it makes ptxas spill in some variants for sm_100.
         query_len = tl.load(cu_seqlens_q + sequence + 1, volatile=True) - first_row
         mask = ((row < QUERIES_PER_TILE * GROUP_SIZE) & (query_index < query_len))[:, None] & (dim[None, :] < HEAD_DIM)
         if sinks is not None:

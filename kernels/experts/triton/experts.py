@@ -4,7 +4,7 @@ Imported on the first use on a GPU, so that a CPU needs no Triton. The contract 
 Nothing waits for the device, and no shape depends on the routing, so a CUDA graph can hold it: programs beyond the last
 tile end at once.
 
-A token's result has the same bits in any batch: a tile has as many rows for one token as for thousands, a program adds
+A token's result has the same bits in any batch. A tile has as many rows for one token as for thousands. A program adds
 up all inputs in their order, and a token's experts are added up from the most probable one on.
 """
 
@@ -29,7 +29,7 @@ _NUM_STAGES = 3
 def grouped_linear_kernel(
     output,  # [num_pairs, num_outputs], contiguous
     rows,  # [num_pairs // PAIRS_PER_ROW, num_inputs], contiguous
-    weights,  # [num_experts, num_outputs, num_inputs], contiguous; if gated, of each the gate's before those of up
+    weights,  # [num_experts, num_outputs, num_inputs], contiguous; if gated, each expert's gate before its up
     pairs,  # of Routes, as all that follow
     num_pairs,
     tile_experts,
@@ -45,7 +45,7 @@ def grouped_linear_kernel(
 ):
     """One program computes a tile of outputs. Neighbours are tiles of an expert, whose weights the L2 cache then has.
 
-    A tile is as large for a decode as for a prompt; rows that are not there are not read. By the data sheets, its
+    A tile is as large for a decode as for a prompt; rows that do not exist are not read. By the data sheets, its
     multiplications of 16-bit numbers take a fifth of the time of reading the expert's weights on an H100, two fifths on
     an A100. In float32, without tensor cores, they take longer than reading.
     """

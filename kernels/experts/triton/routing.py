@@ -93,7 +93,7 @@ def _choose(
     expert = tl.arange(0, EXPERTS_PADDED)[None, :]
     is_expert = expert < NUM_EXPERTS
     x = tl.load(logits + token * logits_stride + expert, mask=is_token & is_expert, other=0.0).to(tl.float32)
-    x = tl.where(is_expert, tl.where(x == 0.0, 0.0, x), float("-inf"))  # -0.0 is no smaller than 0.0
+    x = tl.where(is_expert, tl.where(x == 0.0, 0.0, x), float("-inf"))  # -0.0 is not smaller than 0.0
     relative = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
     # An integer that orders experts as their logits do, and equal ones by their index. No two experts have the same,
     # so the chosen ones exist and differ whatever the logits are, even if they are NaN.
@@ -181,7 +181,7 @@ def _write_tiles(
     EXPERTS_PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Write the tiles of one expert, and as expert 0 those that do not exist. ``counts`` are all experts' pairs."""
+    """Write the tiles of one expert; expert 0 also writes the unused ones. ``counts`` are all experts' pairs."""
     at = tl.arange(0, EXPERTS_PADDED)
     tiles = (counts + (TILE_ROWS - 1)) // TILE_ROWS
     first = tl.sum(tl.where(at < expert, tiles, 0), axis=0)
@@ -220,7 +220,7 @@ def group_kernel(
 ):
     """List one expert's pairs, and divide them into tiles.
 
-    Few tokens are routed here, by each program anew: that is faster than another launch. Whether they are is no
+    Few tokens are routed here, by every program itself: that is faster than another launch. Whether they are is not a
     compile-time constant, so that the largest step compiles what a small one needs.
     """
     expert = tl.program_id(0)

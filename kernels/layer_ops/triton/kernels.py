@@ -1,7 +1,7 @@
 """The Triton kernels of ops.py, which says what they compute: each reads and writes an operation's rows once.
 
 All compute in float32 and round what they store. A row is reduced by one program, in the same order for any number of
-rows, so that what a token gets does not depend on the others.
+rows. So what a token gets does not depend on the others.
 """
 
 # ruff: noqa: N803, N806 - Triton's users write compile-time constants in capitals
@@ -115,7 +115,7 @@ def _rotate_heads(
     tl.store(output + offset + HALF, second.to(output.dtype.element_ty), mask=mask)
 
 
-# The arrays of a step may be slices of one buffer, aligned otherwise in another step.
+# The arrays of a step may be slices of one buffer, with another alignment in another step.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def rotate_and_store_kernel(
     query,  # [num_tokens, NUM_HEADS, HEAD_DIM]

@@ -118,7 +118,7 @@ class TritonOps(LayerOps):
 
 
 def _num_warps(num_elements: int, of_thread: int) -> int:
-    """Return the warps of a program that holds a row of so many elements, ``of_thread`` of them, or more of long rows.
+    """Return the warps of a program that holds a row; a thread holds ``of_thread`` elements, or more of a long row.
 
     With 16 for norms, ptxas would spill registers of some variants to fit more programs on a multiprocessor.
     """

@@ -63,7 +63,7 @@ def penalise_kernel(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Penalise BLOCK tokens of a sequence, those that it has."""
+    """Penalise those of BLOCK tokens that a sequence has."""
     program = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(history + program * vocab_size + token, mask=token < vocab_size, other=0)

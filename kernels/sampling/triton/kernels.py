@@ -1,7 +1,7 @@
 """The Triton kernels of ops.py, which says what they compute.
 
-A token's rank among others is an integer, its noisy logit in the order of floats above the complement of its id, so
-that a maximum finds the smallest id of equal ones in any order.
+A token's rank among others is an integer: its noisy logit in the order of floats, above the complement of its id. So a
+maximum in any order finds the smallest id of equal ones.
 """
 
 # ruff: noqa: N803 - Triton's users write compile-time constants in capitals

@@ -62,7 +62,7 @@ def group_maxima_kernel(
 
 @triton.jit
 def _highest_in_tile(keys, amounts, target):
-    """Return the highest key from which on the amounts sum to at least ``target``; the lowest one if none does."""
+    """Return the highest key from which on the amounts sum to at least ``target``; the lowest one if no sum does."""
     low = tl.max(keys, axis=0) * 0 + _LOWEST_KEY
     high = low * 0 + 1
     while high - low > 1:
@@ -127,7 +127,7 @@ def _total_weight(parts, num_parts, largest, temperature, PARTS_PADDED: tl.const
 
 @triton.jit
 def _share(total, top_p):
-    """Return the whole number of units from which on they are at least ``top_p`` of the total."""
+    """Return the smallest whole number of units that is at least ``top_p`` of the total."""
     exact = total.to(tl.float64) * top_p.to(tl.float64)
     whole = exact.to(tl.int64)
     return whole + (whole.to(tl.float64) < exact).to(tl.int64)

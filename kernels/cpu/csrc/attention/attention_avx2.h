@@ -34,7 +34,7 @@ INLINE void add_columns(const int rows, f32x16 *sums, size_t sum_stride, const u
     for (int row = 0; row < rows; row++) memcpy(sums + (size_t)row * sum_stride, sum[row], sizeof sum[row]);
 }
 
-/* sums += left [rows, words] times right [words, 64], of which `vectors` times 16 columns count; for both sizes of a
+/* sums += left [rows, words] times the first `vectors` times 16 columns of right [words, 64]; for both sizes of a
  * block of rows, see attention_packed.h. */
 static void add_block_of_columns(const int rows, const int vectors, f32x16 *sums, size_t sum_stride,
                                  const uint32_t *left, size_t left_stride, size_t left_step, const uint32_t *right,

@@ -71,7 +71,7 @@ static void forget_keys(attention_work *work) {
     for (size_t row = 0; row < rows; row++) work->largest[row] = -INFINITY;
 }
 
-/* Returns the state of an item of which no key has been computed. */
+/* Returns the state of an item before its first key is computed. */
 INLINE attention_work begin(const int kind, const attention_plan *plan, const attention_item *item) {
     const pagoda_attention_call *call = plan->call;
     attention_work work = {.call = call, .item = item, .rows = rows_of(call, item)};
@@ -223,7 +223,7 @@ INLINE void merge(const int kind, const attention_plan *plan, const attention_un
         }
 }
 
-/* Computes one item; merges each unit of which it is the last. */
+/* Computes one item; merges each unit whose last item this is. */
 INLINE void compute(const int kind, const attention_plan *plan, int64_t index) {
     const attention_item *item = plan->items + index;
     int64_t following = index + pagoda_num_threads();

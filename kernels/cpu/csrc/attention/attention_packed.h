@@ -31,7 +31,7 @@ SPECIALIZED void multiply_every_fourth(const int kind, const int rows, const int
                          (work->words - word + SUMS_OF_PRODUCT - 1) / SUMS_OF_PRODUCT);
 }
 #else
-/* sums += left [rows, words] times right [words, 64], of which `vectors` times 16 columns count. */
+/* sums += left [rows, words] times the first `vectors` times 16 columns of right [words, 64]. */
 SPECIALIZED void multiply_block(const int kind, const int rows, const int vectors, f32x16 sums[][BLOCK_VECTORS],
                                 const uint32_t *left, size_t left_stride, const uint32_t *right, int words) {
     for (int word = 0; word < words; word++, right += BLOCK_LANES) {

@@ -12,7 +12,7 @@
 #include "runtime/threads.h"
 #include "runtime/vector.h"
 
-enum { MOST_TOKENS_AT_ONCE = 1024 }; /* of which scratch memory holds all experts' results */
+enum { MOST_TOKENS_AT_ONCE = 1024 }; /* scratch memory holds all experts' results for this many */
 
 /* The chosen experts of some tokens, and memory for their results. */
 typedef struct {

@@ -8,7 +8,7 @@
 #include "layer/residual.h"
 #include "layer/rope.h"
 
-/* Multiplies rows and adds them to the residual stream, or leaves that to the caller, who sums the ranks' first. */
+/* Multiplies rows and adds them to the residual stream, or leaves that to the caller, which sums the ranks' first. */
 static void add_to_hidden(const pagoda_layer *layer, const pagoda_step *step, const pagoda_rows *rows,
                           const pagoda_weight *weight, const float *norm) {
     if (step->addend) {

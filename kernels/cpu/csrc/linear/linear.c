@@ -33,7 +33,7 @@ typedef void (*tile_function)(void *sums, const uint32_t *rows, int64_t row_step
 #include "linear/linear_tiles.h"
 #endif
 
-/* The inner loop for so many rows, a whole tile or part of one. */
+/* The inner loop for num_rows rows, a whole tile or part of one. */
 static tile_function tile_for(int kind, int num_rows, bool is_part) {
 #if PAGODA_HAS_INT8
     if (kind == PAGODA_INT8) return is_part ? int8_parts[num_rows] : int8_tiles[num_rows];
@@ -70,7 +70,7 @@ INLINE f32x16 product(const linear_call *call, const void *sum, int64_t row, int
     return weight->bias ? value + f32x16_load(weight->bias + panel * LANES) : value;
 }
 
-/* Stores or adds a panel's lanes; those beyond the last output, of which `count` are left, are dropped. */
+/* Stores or adds a panel's lanes; `count` outputs are left, and lanes beyond the last one are dropped. */
 INLINE void put(float *to, f32x16 value, int64_t count, bool is_added) {
     if (count >= LANES) {
         f32x16_store(to, is_added ? f32x16_load(to) + value : value);

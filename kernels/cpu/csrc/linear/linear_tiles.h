@@ -16,7 +16,7 @@ enum {
 #define WORDS_AHEAD(PANELS) ((PANELS) == 4 ? 16 : (PANELS) == 2 ? 64 : 128)
 
 /* Sums of ROWS rows with PANELS panels: everything stays in registers until the end. They are stored as
- * [PANELS][row_step][16]; `row_step` is the number of rows of the tile, of which these may be some. With FETCHES one
+ * [PANELS][row_step][16]; `row_step` is the number of rows of the tile, which may be more than ROWS. With FETCHES one
  * other panel is fetched to the second cache meanwhile. */
 #define DEFINE_TILE(NAME, SUM, DOT, ROWS, PANELS, FETCHES)                                                            \
     static void NAME##_##ROWS##_##PANELS(void *sums, const uint32_t *rows, int64_t row_step, const uint32_t *weights, \
@@ -65,7 +65,7 @@ enum {
     static const tile_function NAME[MOST_ROWS_PER_PART + 1] = {                                                       \
         NULL, NAME##_1_4, NAME##_2_4, NAME##_3_4, NAME##_4_4, NAME##_5_4, NAME##_6_4};
 
-/* Panels whose sums with so many rows fit into the registers. */
+/* Panels whose sums with num_rows rows fit into the registers. */
 static int panels_at_once(int num_rows) { return num_rows <= 6 ? 4 : num_rows <= 14 ? 2 : 1; }
 
 DEFINE_TILES(f32_tiles, f32x16, pagoda_dot_f32)

@@ -62,7 +62,7 @@ INLINE __m256 bf16_floats(__m256i words, int pass) {
     static const tile_function NAME[MOST_ROWS_PER_PART + 1] = {NULL,     NAME##_1, NAME##_2, NAME##_3,                \
                                                                NAME##_4, NAME##_5, NAME##_6};
 
-/* Panels whose sums with so many rows fit into the registers. */
+/* Panels whose sums with num_rows rows fit into the registers. */
 static int panels_at_once(int num_rows) { return num_rows == 1 ? 4 : num_rows <= 3 ? 2 : 1; }
 
 DEFINE_TILES(f32_tiles, f32_floats, 1, 0)

@@ -61,7 +61,7 @@ static void pack_floats(const pack_call *call, const void *row, uint32_t *lane) 
     }
 }
 
-/* 16 rows into a whole panel, word by word as they are: which nearly all packing is. */
+/* 16 rows into a whole panel, word by word as they are: nearly all packing is this. */
 static void copy_panel(const char *source, int64_t num_words, uint32_t *panel) {
     int64_t k = 0;
     for (; k + LANES <= num_words; k += LANES) {

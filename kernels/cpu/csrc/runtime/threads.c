@@ -25,7 +25,7 @@ static struct {
     atomic_int sleepers;
     atomic_int num_threads;
     double single_until; /* until when callers compute single-threaded, monotonic seconds; 0: they do not */
-    int num_workers; /* threads that exist, besides the callers' */
+    int num_workers; /* threads that exist, without the callers' */
     pthread_mutex_t use; /* held by the caller whose loop runs */
     pthread_mutex_t sleep;
     pthread_cond_t wake;   /* for workers that compute */
@@ -97,7 +97,7 @@ static void *run_worker(void *number) {
     return NULL;
 }
 
-/* Resets the pool in a forked child, which has none of its parent's threads. */
+/* Resets the pool in a forked child, which does not have its parent's threads. */
 static void forget_workers(void) {
     pool.num_workers = 0;
     atomic_store(&pool.num_threads, 1);

@@ -7,7 +7,7 @@
 /* Which tokens of each row may be drawn. A score is (logit - the row's largest) / temperature, its weight is e^score in
  * units of 2^-34, rounded down, so that sums are exact in any order. Of equal scores the smaller id comes first.
  *
- * top_k   [num_rows]: the first so many tokens, at least 1; the width: all
+ * top_k   [num_rows]: how many of the first tokens, at least 1; the width: all
  * top_p   [num_rows]: of these the fewest that have this share of their weight, more than 0; 1 or more: all. The weight
  *         of all tokens is rounded a little differently, like total_weights of exact_math.py
  * floors  [num_rows]: of these the ones with at least this score, at most 0 */
