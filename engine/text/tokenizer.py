@@ -46,7 +46,7 @@ class Tokenizer:
                 "tokenizer files, or set skip_tokenizer_init to work with token ids"
             ) from error
         self._rust = _rust_tokenizer(self._tokenizer)
-        if not self.encode("a", add_special_tokens=False):  # transformers makes it up if the files are missing
+        if not self.encode("a", add_special_tokens=False):  # transformers makes up a tokenizer if the files are missing
             raise ModelLoadError(f"the tokenizer of '{path}' encodes no text; add the checkpoint's tokenizer files")
         # The named ones, and those that only the table of added tokens marks as special (such as Llama 3's headers).
         special = set(self._tokenizer.all_special_tokens)

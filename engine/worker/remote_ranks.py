@@ -66,7 +66,7 @@ class RemoteRanks:
 
     Args:
         config: options of the engine.
-        abort: makes rank 0's collectives fail when the other ranks have ended; called from any thread, maybe twice.
+        abort: makes rank 0's collectives fail when the other ranks have ended; called from any thread, possibly twice.
 
     Raises:
         PagodaError: if a rank cannot start.

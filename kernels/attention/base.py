@@ -90,7 +90,7 @@ class AttentionBackend(ABC):
         name: its key in the table of registry.py.
         default_block_size: tokens.
         uses_cpu_kernels: whether the model's layers run in the C kernels of kernels/cpu too.
-        why_chosen: the reason that `select_backend` had, with why faster ones cannot run.
+        why_chosen: why `select_backend` chose it, and why faster backends cannot run.
     """
 
     name: ClassVar[str]

@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def is_supported(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether `paged_attention` computes this on this machine; compiles the library if need be."""
+    """Return whether `paged_attention` computes this on this machine; compiles the library if necessary."""
     fits = dtype in _DTYPES and 0 < head_dim <= _LARGEST_HEAD_DIM and head_dim % _DIMENSIONS_AT_A_TIME == 0
     return fits and library() is not None
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def library() -> Library | None:
-    """Return the library, compiling it now if need be; None, with a warning that says why, if that fails.
+    """Return the library, compiling it now if necessary; None, with a warning that says why, if that fails.
 
     ``PAGODA_CPU_KERNELS=0`` in the environment disables it.
     """

@@ -24,7 +24,7 @@ class CpuStep:
         positions: int64 [num_tokens].
         metadata: the step's attention.
         block_size: tokens in a KV block.
-        scratch: grows to the step's size if need be.
+        scratch: grows to the step's size if necessary.
         addend: like ``hidden``; if given, the halves write there what tensor-parallel ranks must sum and add.
     """
 
@@ -43,7 +43,7 @@ class CpuStep:
         assert block_tables.is_contiguous()
         assert block_tables.dtype == metadata.cu_seqlens_q.dtype == metadata.seq_lens.dtype == torch.int32
         assert positions.dtype == metadata.slot_mapping.dtype == torch.int64
-        # The structure holds addresses only, so these tensors must live as long.
+        # The structure holds addresses only, so these tensors must live as long as it does.
         self._kept = (hidden, positions, metadata, addend)
         self.c_step = CStep(
             hidden.data_ptr(),

@@ -19,7 +19,7 @@ class LinearMethod(ABC):
 
     Attributes:
         name: its key in the table.
-        why_chosen: the reason that `select_linear_method` had, with why those before it cannot run.
+        why_chosen: why `select_linear_method` chose it, and why the methods before it cannot run.
     """
 
     name: ClassVar[str]

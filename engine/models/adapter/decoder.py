@@ -180,7 +180,7 @@ class _PagedLayers:
 
 
 class _Probe:
-    """Notes what the attention layers ask for; answers zeros, and NaN to a token whose query or key is not finite."""
+    """Notes what the attention layers ask for; returns zeros, or NaN for a token whose query or key is not finite."""
 
     checks_masks = True
 

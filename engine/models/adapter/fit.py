@@ -99,7 +99,7 @@ class _Copies:
     """Deep copies of converters of transformers; a copy that has collected no tensor was not kept, and is reused."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[Any, Any]] = {}  # by the converter's id: the converter, which must live, and a copy
+        self._last: dict[int, tuple[Any, Any]] = {}  # by the converter's id: the converter, kept alive, and a copy
 
     def __call__(self, converter: Any) -> Any:
         _, last = self._last.get(id(converter), (None, None))

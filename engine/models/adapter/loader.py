@@ -46,7 +46,7 @@ def load_transformers_decoder(
     """Build the model of a directory and fill it from its safetensors.
 
     Args:
-        use_cpu_kernels: whether the C kernels may compute the linear layers; compiles them if need be.
+        use_cpu_kernels: whether the C kernels may compute the linear layers; compiles them if necessary.
         show_progress: show a bar on stderr if that is a terminal.
 
     Raises:
@@ -122,7 +122,7 @@ def _read(checkpoint: Checkpoint, names: list[str], hf_config: Any, model_class:
             attn_implementation=NAME,
             output_loading_info=True,
         )
-    # transformers fills what is missing or has another shape with random numbers; _check has refused all of that.
+    # transformers fills what is missing or has another shape with random numbers; _check has refused such checkpoints.
     assert not any(info[kind] for kind in ("mismatched_keys", "missing_keys", "unexpected_keys", "error_msgs")), info
     for name, weight in model.named_parameters():
         if not is_finite(weight):

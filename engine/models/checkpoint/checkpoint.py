@@ -32,7 +32,7 @@ class Checkpoint:
 
     Args:
         path: the directory, for messages.
-        stored: where each tensor lies, by its name.
+        stored: where each tensor is stored, by its name.
         files: the open files.
     """
 

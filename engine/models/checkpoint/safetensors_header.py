@@ -32,7 +32,7 @@ _REMEDY = "download the file again"
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies."""
+    """Where a tensor is stored, and its type and shape."""
 
     path: Path
     file: int  # descriptor

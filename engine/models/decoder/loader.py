@@ -48,7 +48,7 @@ def load_decoder(
     Args:
         quantization: ``int8`` quantizes the weights of linear layers while loading.
         batch_invariant: whether a token's logits must have the same bits in any batch.
-        use_cpu_kernels: whether the C kernels may compute the model, attention included; compiles them if need be.
+        use_cpu_kernels: whether the C kernels may compute the model, attention included; compiles them if necessary.
         show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
 
     Returns:
