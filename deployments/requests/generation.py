@@ -135,6 +135,7 @@ class Generation:
                 self._prepare_retry(dispatch, unwrap(error))
             finally:
                 self._dispatcher.end(dispatch)
+                dispatch.forget_failure()
                 dispatch.request = self._request  # without its copy of the tokens: a long answer may pause often
 
     @property

@@ -191,6 +191,10 @@ class Dispatch:
         self.last_token = now
         self.num_tokens += len(output.token_ids)
 
+    def forget_failure(self) -> None:
+        """Drop the error, whose traceback refers to the reader: the reader keeps this object, and has what it needs."""
+        self._failure = None
+
     def _take_tokens(self) -> EngineOutput:
         token_ids, self._token_ids = self._token_ids, []
         return EngineOutput(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import aclosing
 from typing import Any
 
@@ -12,8 +14,10 @@ from ray.serve.exceptions import RequestCancelledError
 from deployments.errors import ReplicasLostError, as_api_error
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.prompt import Prompt
+from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.errors import StreamPausedError
 from engine.errors import EngineDeadError, OverloadedError, RequestError
+from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs.params import StructuredOutputsParams
@@ -207,6 +211,34 @@ async def test_a_paused_answer_continues_wherever_it_is_sent_and_loses_no_replic
     assert generation.num_migrations == 0
     assert generation.num_logprobs == 10
     assert not any(attempt.request.output_token_ids for attempt in generation.attempts)  # no copies are kept
+
+
+class _Pausing(FakeEngines):
+    """Each request's outputs have arrived in a Dispatch when it is paused."""
+
+    def send(self, request: EngineRequest, block_hashes: Any, *, avoid: Any, deadline: float) -> Any:
+        dispatch = Dispatch(request, block_hashes, avoid, deadline)
+        for item in super().send(request, block_hashes, avoid=avoid, deadline=deadline).script:
+            assert isinstance(item, EngineOutput)
+            dispatch.put(item)
+        dispatch.fail(StreamPausedError("slow"))
+        return dispatch
+
+
+async def test_an_answer_that_was_continued_is_freed_without_a_garbage_collection() -> None:
+    """It holds its prompt and maybe all log-probabilities, and an ingress seldom collects old objects."""
+    engines: Any = _Pausing([[output([5])], [output([6], "length")]])
+    text: Any = FakeText()
+    generation = Generation(engines, EngineRequest("id", [1]), Prompt(EngineRequest("", [1]), []), text)
+    gc.disable()
+    try:
+        await _all(generation)
+        assert len(generation.attempts) == 2
+        freed = weakref.ref(generation)
+        del generation
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_stream_does_not_keep_its_logprobs() -> None:
