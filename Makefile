@@ -36,13 +36,13 @@ status:
 	  { echo "pagoda: no server answers; start one with make serve, or set RAY_DASHBOARD_ADDRESS" >&2; exit 1; }
 
 # The tests of tests/e2e run one after the other, because their servers need the whole machine; the others run in
-# parallel. Each test is in one of the three targets. .ci/run runs those of tests/e2e with RUN_E2E of its own.
-RUN_E2E ?= $(BIN)/python -m pytest
+# parallel. Each test is in one of the three targets. .ci/run has a PYTEST of its own, which runs a failed test again.
+PYTEST ?= -m pytest
 test: $(VENV)/.installed-test
 test-long test-exhaustive: $(VENV)/.installed-clients
 test test-long test-exhaustive:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/e2e -m $(MARKED) --numprocesses 2 --dist worksteal
-	$(RUN_E2E) tests/e2e -m $(MARKED)
+	$(BIN)/python $(PYTEST) tests/e2e -m $(MARKED)
 test: MARKED := "not long and not exhaustive"
 test-long: MARKED := "long and not exhaustive"
 test-exhaustive: MARKED := exhaustive
@@ -57,7 +57,7 @@ test-clients: $(VENV)/.installed-clients $(CLIENTS)/.installed
 	$(BIN)/python -m pytest tests/e2e/test_client_libraries.py
 
 test-gpu-rehearsal: $(REHEARSAL)/.installed
-	PAGODA_GPU_REHEARSAL=1 OMP_NUM_THREADS=1 $(REHEARSAL)/bin/python -m pytest --numprocesses 2 --dist loadfile \
+	PAGODA_GPU_REHEARSAL=1 OMP_NUM_THREADS=1 $(REHEARSAL)/bin/python $(PYTEST) --numprocesses 2 --dist loadfile \
 	  tests/gpu_rehearsal
 
 lint: $(VENV)/.installed-test
