@@ -12,7 +12,7 @@ computed and their tokens accepted before the copy is made. A store may lose a p
 is computed again.
 
 A store makes no copy itself. It collects the copies of a step, which every rank makes before the step computes: first
-those to the store, then those to the device. So a page that a step copies cannot be reused before the next step.
+those to the store, then those to the device. So a page that a step loads cannot be reused before the next step.
 """
 
 from __future__ import annotations

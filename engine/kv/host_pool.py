@@ -4,11 +4,14 @@ Both kinds share the pages. A page is in one of the states of a ``BlockPool``:
 
     free          it holds nothing of value
     free, cached  it holds a published block, which can be loaded; the least recently used one is reused first
-    used          the host tables of swapped sequences list it, or this step copies it
+    used          the host tables of swapped sequences list it, or this step loads it
 
 A swapped sequence pins its pages. A published block of it is stored under its name too, so it is copied once, whether
 the sequence is swapped first or the block is evicted first, and another prompt can hit it. A page that was loaded is
 held twice, on the device and here. It is reused before all others, and is not copied if the device evicts it earlier.
+
+A step may evict more blocks than there are pages. Then it reuses pages that it has just stored, the first one first. A
+chain is evicted from its end, so its beginning remains, which can be hit. Only the last block of a page is copied.
 
 The pool knows numbers, names and reference counts. ``KVCache`` holds the memory itself and copies it.
 """
@@ -37,11 +40,10 @@ class HostPool(BlockStore):
         self.pages = BlockPool(num_pages)
         self.on_removed: Callable[[int], None] = lambda block_hash: None
         self._by_hash: dict[int, Block] = {}
-        # Pages that this step stores and loads, those of swapped sequences excepted, and its copies.
-        self._stored: list[Block] = []
-        self._loaded: list[Block] = []
-        self._copies_out: list[BlockPair] = []
+        # The copies of this step, and the pages that it loads.
+        self._copies_out: dict[int, int] = {}  # page id -> block id
         self._copies_in: list[BlockPair] = []
+        self._loaded: list[Block] = []
 
     @property
     def num_free(self) -> int:
@@ -60,7 +62,7 @@ class HostPool(BlockStore):
     def store(self, block: Block) -> bool:
         if not self.num_free and block.block_hash not in self._by_hash:
             return False
-        self._stored.append(self.keep(block))
+        self.pages.release(self.keep(block))
         return True
 
     def pin(self, page: Block) -> None:
@@ -97,7 +99,7 @@ class HostPool(BlockStore):
         if block.block_hash is not None:
             page.copy_content(block)
             self._by_hash[block.block_hash] = page
-        self._copies_out.append((block.block_id, page.block_id))
+        self._copies_out[page.block_id] = block.block_id
         return page
 
     def bring_back(self, page_id: int, block: Block) -> None:
@@ -115,18 +117,14 @@ class HostPool(BlockStore):
 
     def take_copies(self) -> tuple[list[BlockPair], list[BlockPair]]:
         """Return the step's copies, (block, page) and (page, block); the next step may reuse their pages."""
-        copies = self._copies_out, self._copies_in
-        if self._copies_out or self._stored:
-            self._copies_out = []
-            for page in self._stored:
-                self.pages.release(page)
-            self._stored.clear()
-        if self._copies_in:
-            self._copies_in = []
-            for page in self._loaded:
-                self.pages.release(page)
-                self.pages.expire(page)
-            self._loaded.clear()
+        if not self._copies_out and not self._copies_in:
+            return [], []
+        copies = [(block_id, page_id) for page_id, block_id in self._copies_out.items()], self._copies_in
+        self._copies_out, self._copies_in = {}, []
+        for page in self._loaded:
+            self.pages.release(page)
+            self.pages.expire(page)
+        self._loaded.clear()
         return copies
 
     def _evict(self) -> None:
@@ -147,5 +145,5 @@ class HostPool(BlockStore):
         self.pages.check_integrity(num_users)
         named = {page.block_hash: page for page in self.pages.blocks if page.block_hash is not None}
         assert named == self._by_hash, "a page is not found under its name"
-        left = [*self._copies_out, *self._copies_in, *self._stored, *self._loaded]
+        left = [*self._copies_out, *self._copies_in, *self._loaded]
         assert not left, "copies of a step are left"

@@ -101,11 +101,8 @@ def test_a_match_continues_on_the_host_where_the_chain_on_the_device_ends() -> N
     manager.check_integrity([sequence])
 
 
-def test_a_page_that_a_step_copies_is_not_reused_in_it() -> None:
-    """Copies to the host are made first: a page that is loaded would be overwritten, one that is stored written twice.
-
-    So what has no other page is lost.
-    """
+def test_a_page_that_a_step_loads_is_not_reused_in_it() -> None:
+    """Copies to the host are made first and would overwrite it. So what has no other page is lost."""
     manager = BlockManager(2, SIZE, num_host_blocks=1)
     end(manager, start(manager, list(range(4))))
     end(manager, start(manager, [*range(20, 28)]))
@@ -117,6 +114,62 @@ def test_a_page_that_a_step_copies_is_not_reused_in_it() -> None:
     manager.check_integrity([])
     on_host = [manager.match_prefix(make_sequence(list(range(first, first + 4)))).pages for first in (0, 20)]
     assert list(map(len, on_host)) == [1, 0]
+
+
+def test_of_a_chain_that_has_more_blocks_than_the_host_has_pages_the_beginning_is_kept() -> None:
+    """It was the end, which nothing can hit, because the end was evicted first."""
+    manager = BlockManager(8, SIZE, num_host_blocks=3, record_events=True)
+    prompt = make_sequence(list(range(32)))
+    end(manager, start(manager, prompt.token_ids))
+    manager.prefix_cache.take_events()
+    other = start(manager, list(range(32, 64)))
+    swap_out, _ = manager.host_pool.take_copies()
+    assert sorted(block for block, _ in swap_out) == [0, 1, 2], "of each reused page only the last copy is made"
+    assert len({page for _, page in swap_out}) == 3
+    hashes = [prompt.block_hash(index, SIZE) for index in range(8)]
+    removed = [event for event in manager.prefix_cache.take_events() if isinstance(event, BlockRemoved)]
+    assert removed == [BlockRemoved(block_hash) for block_hash in reversed(hashes[3:])]
+    assert [block_hash in manager.prefix_cache.published_hashes() for block_hash in hashes] == [True] * 3 + [False] * 5
+    end(manager, other)
+    manager.check_integrity([])
+    assert len(manager.match_prefix(prompt).pages) == 3
+
+
+def test_a_page_that_a_swapped_sequence_or_a_load_uses_is_not_given_up() -> None:
+    manager = BlockManager(4, SIZE, num_host_blocks=3)
+    end(manager, start(manager, list(range(8))))
+    swapped = swap_out(manager, list(range(20, 24)))
+    manager.host_pool.take_copies()
+    evicting = start(manager, list(range(40, 56)))  # which evicts three blocks: two take pages, one has its page
+    swap_out_pairs, _ = manager.host_pool.take_copies()
+    assert sorted(page for _, page in swap_out_pairs) == [1, 2]
+    end(manager, evicting)
+    loading = start(manager, list(range(12)))  # which loads two pages and evicts all of the last prompt
+    _, swap_in = manager.host_pool.take_copies()
+    assert [page for page, _ in swap_in] == [2, 1]
+    end(manager, loading)
+    manager.check_integrity([swapped])
+
+
+def test_a_page_from_an_earlier_step_that_the_device_evicts_is_given_up_too() -> None:
+    """The host has its copy already, and keeps the block that is evicted after it instead."""
+    manager = BlockManager(2, SIZE, num_host_blocks=1, record_events=True)
+    first, second = list(range(4)), list(range(20, 24))
+    end(manager, start(manager, first))
+    end(manager, start(manager, [*second, *range(24, 28)]))
+    end(manager, start(manager, first))  # loaded, so both tiers hold it
+    end(manager, start(manager, second))
+    manager.prefix_cache.take_events()
+    block_id = manager.match_prefix(make_sequence(second)).blocks[0].block_id
+    other = start(manager, list(range(40, 48)))
+    assert manager.host_pool.take_copies() == ([(block_id, 0)], [])
+    events = manager.prefix_cache.take_events()
+    assert [event for event in events if isinstance(event, BlockRemoved)] == [
+        BlockRemoved(make_sequence(first).block_hash(0, SIZE))
+    ]
+    end(manager, other)
+    manager.check_integrity([])
+    assert [len(manager.match_prefix(make_sequence(tokens)).pages) for tokens in (first, second)] == [0, 1]
 
 
 def test_events_say_which_blocks_one_of_the_tiers_holds() -> None:

@@ -248,7 +248,7 @@ def test_an_evicted_block_that_is_not_copied_is_detected() -> None:
     )
 
 
-def test_a_page_that_is_reused_in_the_step_that_copies_it_is_detected() -> None:
+def test_a_page_that_is_reused_in_the_step_that_loads_it_is_detected() -> None:
     def load_unpinned(pool: HostPool, page: Block, block: Block) -> None:
         pool.pages.release(page)
         pool._copies_in.append((page.block_id, block.block_id))
@@ -258,16 +258,18 @@ def test_a_page_that_is_reused_in_the_step_that_copies_it_is_detected() -> None:
     )
 
 
-def test_a_page_that_is_stored_twice_in_a_step_is_detected() -> None:
-    def store_unpinned(pool: HostPool, block: Block) -> bool:
-        if not pool.num_free and block.block_hash not in pool.names:
-            return False
-        pool.pages.release(pool.keep(block))
-        return True
+def test_a_reused_page_that_gets_the_block_that_it_was_to_hold_first_is_detected() -> None:
+    keep = HostPool.keep
+
+    def keep_first(pool: HostPool, block: Block) -> Block:
+        before = dict(pool._copies_out)
+        page = keep(pool, block)
+        pool._copies_out |= before
+        return page
 
     assert_found(
-        lambda patch: patch.setattr(HostPool, "store", store_unpinned),
-        "two blocks are copied to one",
+        lambda patch: patch.setattr(HostPool, "keep", keep_first),
+        "reads foreign KV|published with foreign content",
         num_host_blocks=2,
     )
 
