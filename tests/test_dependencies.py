@@ -55,9 +55,18 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements within a node, without the expressions, most of what a file consists of."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        children = getattr(node, field, ())
+        for child in children if isinstance(children, list) else ():
+            yield child
+            yield from statements(child)
+
+
 def imported_modules(path: Path) -> Iterator[str]:
     """Yield the dotted names of all modules of other projects that a file imports, those inside functions included."""
-    for node in ast.walk(parse(path)):
+    for node in statements(parse(path)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -177,6 +177,7 @@ def test_the_tolerance_of_tokens_rejects_second_best_ones(tmp_path: Path) -> Non
         assert judged.not_first == 0.25
 
 
+@pytest.mark.long
 def test_tokens_pass_and_an_unfound_planted_fault_fails(part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tokens.FAULTS, "none", lambda plan: plan)
     tokens.run(part, "float32")

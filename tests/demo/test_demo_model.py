@@ -73,6 +73,7 @@ def test_held_out_phrasings_get_the_right_answer_and_an_end(dtype: torch.dtype) 
     assert count_right(answers, [question.answer for _, question in asked]) >= 24
 
 
+@pytest.mark.long
 def test_at_least_150_questions_are_known_in_three_phrasings_each(corpus: Corpus, demo: DemoModel) -> None:
     encoder = ChatEncoder(demo.tokenizer)
     known = 0
@@ -137,9 +138,10 @@ def test_sampling_with_the_default_settings_still_answers(corpus: Corpus, demo: 
 
 # The prompts are long, and torch's matrix product in bfloat16 is seven times slower than in float32 on a CPU without
 # instructions for it; test_held_out_phrasings_get_the_right_answer_and_an_end computes in bfloat16 in `make test`.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)],
+    [torch.float32, torch.bfloat16],
     ids=["float32", "bfloat16"],
 )
 def test_tools_are_called_and_their_results_used(dtype: torch.dtype, tools: ToolCorpus) -> None:

@@ -22,9 +22,15 @@ class SavedModel:
     path: str
 
 
-@pytest.fixture(scope="session", params=sorted(FAMILIES))
+IN_MAKE_TEST = ("mistral", "qwen3")  # with a window, and with norms of the heads
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.long) for name in sorted(FAMILIES)],
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
-    """Each of the four families in turn."""
+    """Each of the four families in turn; `make test` runs two of them."""
     model = build_model(request.param)
     return SavedModel(request.param, model, save_checkpoint(model, tmp_path_factory.mktemp(request.param)))
 

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import pytest
+
 from engine import async_engine as async_engine_module
 from engine.async_engine import AsyncEngine
 from engine.outputs import EngineOutput
@@ -100,6 +102,7 @@ def num_objects_of_requests() -> int:
     return sum(type(one) in kinds for one in gc.get_objects())
 
 
+@pytest.mark.long
 async def test_a_thousand_mixed_requests_with_random_aborts_leave_nothing_behind() -> None:
     """No block, no task, no stream, and no memory: the second five hundred take none beyond the first."""
     engine, runner = make_engine(

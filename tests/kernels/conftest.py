@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -53,16 +54,22 @@ def _correct_products_of_interpreter() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+IN_CI = 4  # cases of each function, so that a sweep of interpreted kernels costs minutes and not a quarter of an hour
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most interpreted tests to `make test-long`. `make test` runs each function with one set of parameters."""
-    sampled = set()
+    """Run few of the interpreted cases of each function: its first in `make test`, and in CI some spread over the rest."""
+    functions = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and _runs_kernels(item):
-            function = item.nodeid.partition("[")[0]
-            if function in sampled and not torch.cuda.is_available():
-                item.add_marker(pytest.mark.long)
-            sampled.add(function)
+        if isinstance(item, pytest.Function) and _runs_kernels(item) and not torch.cuda.is_available():
+            functions[item.nodeid.partition("[")[0]].append(item)
+    exhaustive = pytest.mark.exhaustive("the remaining combinations of parameters, in Triton's interpreter")
+    for cases in functions.values():
+        for case in set(cases) - set(cases[:: -(-len(cases) // IN_CI)]):
+            case.add_marker(exhaustive)
+        for case in cases[1:]:
+            case.add_marker(pytest.mark.long)
 
 
 def _runs_kernels(item: pytest.Function) -> bool:

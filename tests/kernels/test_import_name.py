@@ -61,6 +61,7 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_alone_our_package_is_not_taken_for_the_other_one() -> None:
     program = (
         "from transformers.utils.import_utils import is_kernels_available\n"
@@ -70,6 +71,7 @@ def test_alone_our_package_is_not_taken_for_the_other_one() -> None:
     assert run(program).split() == ["False", "False"]
 
 
+@pytest.mark.long
 def test_both_work_in_one_environment(site: Path) -> None:
     program = (
         "from transformers.utils.import_utils import is_kernels_available\n"

@@ -202,7 +202,7 @@ def table_of_one(proxy: Proxy) -> str:
     return table if "conn_cur=1" in table else ""
 
 
-@pytest.mark.parametrize("max_files", [2_000, 20_000])
+@pytest.mark.parametrize("max_files", [2_000, pytest.param(20_000, marks=pytest.mark.long)])
 def test_it_starts_with_few_files(tmp_path: Path, max_files: int) -> None:
     path = tmp_path / "haproxy.cfg"
     write_config(path, 1025, frontend=free_port(), stats_port=free_port(), metrics_port=free_port())

@@ -125,6 +125,7 @@ def test_a_swapped_request_can_be_aborted(qwen3: SavedModel) -> None:
     run(llm, prompts, params)
 
 
+@pytest.mark.long
 def test_two_ranks_swap_and_copy_blocks_as_one_does(qwen3: SavedModel) -> None:
     """Every rank keeps its own heads of the swapped and copied blocks; the step plan must carry the copies to them."""
     rng = random.Random(9)

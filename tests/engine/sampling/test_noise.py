@@ -51,5 +51,5 @@ def test_noise_is_gumbel_and_uncorrelated_over_seeds_positions_and_tokens() -> N
 
 
 def test_extreme_noise_is_finite() -> None:
-    keys = keys_of(range(64), [0] * 64)
+    keys = keys_of(range(16), [0] * 16)
     assert gumbel_noise(keys, torch.arange(150_000, dtype=torch.int32)).isfinite().all()

@@ -80,6 +80,7 @@ def four(checkpoint: Callable[[str], str]) -> Iterator[Ranks]:
     assert ranks.are_gone
 
 
+@pytest.mark.long
 def test_two_engines_at_once_do_not_collide(two: Ranks, four: Ranks, checkpoint: Callable[[str], str]) -> None:
     """nano-vllm's ranks met at port 2333 and in one shared memory: a second engine found the first one's."""
     expected = answer(LLM(checkpoint("qwen3"), **OPTIONS))
@@ -97,6 +98,7 @@ def test_two_engines_at_once_do_not_collide(two: Ranks, four: Ranks, checkpoint:
     check_equal(answers[4], expected)
 
 
+@pytest.mark.long
 def test_a_rank_killed_in_mid_step_ends_the_engine(four: Ranks) -> None:
     def kill_in_mid_step() -> None:
         engine = four.llm.engine
@@ -131,6 +133,7 @@ def test_a_rank_killed_while_idle_shows_at_once_and_ends_the_engine_at_the_next_
     until(lambda: two.are_gone, "no process is left")
 
 
+@pytest.mark.long
 async def test_the_async_engine_reports_a_dead_rank(checkpoint: Callable[[str], str]) -> None:
     before = set(rank_processes().values())
     config = EngineConfig.from_options(checkpoint("llama"), OPTIONS | {"tensor_parallel_size": 2})
@@ -177,7 +180,7 @@ print("ready", flush=True)
 """
 
 
-@pytest.mark.parametrize("end", ["raise SystemExit('on purpose')", "import time; time.sleep(100)"])
+@pytest.mark.parametrize("end", [pytest.param("raise SystemExit('on purpose')", marks=pytest.mark.long), "import time; time.sleep(100)"])
 def test_no_process_is_left_when_the_interpreter_ends(
     checkpoint: Callable[[str], str], end: str, tmp_path: Path
 ) -> None:

@@ -80,8 +80,14 @@ SHARED_BY_RANKS = [*sorted(FAMILIES), *sorted(EXPERT_FAMILIES)]
 SHARED_BY_RANKS += [name for name in DENSE_FAMILIES if not name.startswith("olmo")]  # whose norms are over all heads
 
 
+IN_MAKE_TEST = ("qwen3", "qwen3_moe", "mistral", "gemma2")
+
+
 @pytest.mark.usefixtures("rank_threads")
-@pytest.mark.parametrize("name", SHARED_BY_RANKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.long) for name in SHARED_BY_RANKS],
+)
 def test_two_and_four_ranks_answer_like_one(name: str, checkpoint: Callable[[str], str]) -> None:
     expected = answer(LLM(checkpoint(name), **OPTIONS))
     for size in (2, 4):

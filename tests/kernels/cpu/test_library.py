@@ -120,7 +120,7 @@ def test_two_engines_may_compute_at_the_same_time(num_threads: int) -> None:
     assert not wrong
 
 
-def test_a_forked_child_computes_without_its_parents_threads(num_threads: int) -> None:
+def test_a_forked_child_computes_without_its_parents_threads() -> None:
     if not hasattr(os, "fork"):
         pytest.skip("this system does not fork")
     program = """

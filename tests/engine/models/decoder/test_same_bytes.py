@@ -165,14 +165,17 @@ def check(recorder: LogitsRecorder, path: str, kind: str, settings: Sequence[str
         assert [ids for ids in seen if seen[ids] != logits[ids]] == [], setting
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+KINDS = ["float32", "bfloat16", "int8"]
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], pytest.param(KINDS[2], marks=pytest.mark.long)])
 def test_forty_answers_in_a_few_settings(recorder: LogitsRecorder, checkpoint: str, kind: str) -> None:
     if kind == "int8" and not has_int8():
         pytest.skip("the processor does not multiply int8")
     check(recorder, checkpoint, kind, FEW_SETTINGS, 40)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[:2]), KINDS[2]])
 def test_forty_answers_of_experts_in_a_few_settings(
     recorder: LogitsRecorder, checkpoint_with_experts: str, kind: str
 ) -> None:
@@ -191,7 +194,7 @@ def test_families_with_norms_of_outputs_multipliers_and_soft_caps(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_hundred_answers_in_every_setting(recorder: LogitsRecorder, checkpoint: str, kind: str) -> None:
     if kind == "int8" and not has_int8():
         pytest.skip("the processor does not multiply int8")
