@@ -1,7 +1,7 @@
 """BlockManager: the block tables of all sequences.
 
 It composes three parts: the ``BlockPool`` (states and reference counts), the ``PrefixCache`` (which block holds which
-prefix) and the ``HostPool`` (blocks that the prefix cache evicted, and those of swapped-out sequences). A sequence
+prefix) and the ``HostPool``, which is the prefix cache's ``BlockStore`` and the block manager's swap space. A sequence
 starts with the blocks of its prefix match, grows block by block, and gives every block back when it ends or is
 preempted.
 
@@ -97,16 +97,9 @@ class BlockManager:
         """Put the matched blocks into the sequence's block table, which is empty; pages are loaded in this step."""
         assert not sequence.block_table
         sequence.cache_epoch = self.prefix_cache.epoch
-        for block in match.blocks:
-            self.pool.retain(block)
-        for page in match.pages:  # before blocks are taken for them, which may evict other pages
-            self.host_pool.pin(page)
-        blocks = list(match.blocks)
-        for page in match.pages:
-            blocks.append(block := self._take_block())
-            self.host_pool.load(page, block)
-            self.prefix_cache.publish_page(page, block)
-        for block in blocks:
+        self.prefix_cache.hold(match)  # before blocks are taken for the pages, which may evict other pages
+        loaded = [self.prefix_cache.load(page, self._take_block()) for page in match.pages]
+        for block in (*match.blocks, *loaded):
             sequence.block_table.append(block.block_id)
             sequence.content_ids.append(block.content_id)
         sequence.num_matched_tokens = match.num_tokens

@@ -149,11 +149,20 @@ class PrefixCache:
             parent, parent_hash = holder.content_id, hashes[index]
             contents.append(parent)
 
-    def publish_page(self, page: Block, block: Block) -> None:
-        """Publish a block of the device to which a page of the store is loaded in this step."""
+    def hold(self, match: PrefixMatch) -> None:
+        """Keep the blocks of a match for one more user, and its pages until they are loaded in this step."""
+        for block in match.blocks:
+            self._pool.retain(block)
+        for page in match.pages:
+            self._store.pin(page)
+
+    def load(self, page: Block, block: Block) -> Block:
+        """Copy a held page of the store to a block of the device in this step; publish the block and return it."""
         assert page.block_hash is not None
+        self._store.load(page, block)
         block.copy_content(page)
         self._by_hash[page.block_hash] = block
+        return block
 
     def evict(self) -> None:
         """Move the least recently used cached block to the store, or drop it, so that the pool can allocate it."""
