@@ -2,7 +2,7 @@
 
 A block's hash covers its tokens and, through its parent's hash, every token before it. So equal hashes mean equal
 prefixes, except for collisions, which the prefix cache makes harmless by comparing the token ids. The root of a chain
-is salted with the model, the adapter and the request's cache salt, so that blocks are not shared across these.
+is salted with the model and the request's cache key, so that blocks are not shared across these.
 
 The idea is vLLM's automatic prefix caching; the hash is xxHash (XXH64).
 """
@@ -19,9 +19,9 @@ __all__ = ["BYTES_PER_TOKEN", "block_hash", "hash_blocks", "pack_tokens", "packe
 BYTES_PER_TOKEN = array("I").itemsize
 
 
-def root_hash(model: str, adapter: str = "", cache_salt: str = "") -> int:
-    """Return the root of the hash chains of one (model, adapter, salt)."""
-    parts = [part.encode() for part in (model, adapter, cache_salt)]
+def root_hash(model: str, cache_key: str = "") -> int:
+    """Return the root of the hash chains of one model and ``EngineRequest.cache_key``."""
+    parts = [part.encode() for part in (model, cache_key)]
     # Length prefixes: ("ab", "c") and ("a", "bc") must not give the same bytes.
     return xxhash.xxh64_intdigest(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
 

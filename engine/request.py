@@ -50,15 +50,16 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @property
     def cache_key(self) -> str:
-        """What separates the caches of one model's requests: they share blocks only under equal keys."""
+        """What separates the caches of one model's requests: they share blocks only under equal keys.
+
+        Whatever separates caches enters here, and nowhere else: the block hashes are derived from the key. Several
+        names are joined by a newline, which none of them contains (``PromptValidator.check_cache_key``).
+        """
         return self.cache_salt
 
     def cache_root(self, model: str) -> int:
-        """Return the root of the block hashes, in the engine's cache and in the router's index.
-
-        Whatever separates caches enters the hashes here and ``cache_key``, and nowhere else.
-        """
-        return root_hash(model, cache_salt=self.cache_salt)
+        """Return the root of the block hashes, in the engine's cache and in the router's index."""
+        return root_hash(model, self.cache_key)
 
 
 @dataclass(frozen=True, kw_only=True)

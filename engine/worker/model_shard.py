@@ -84,9 +84,12 @@ class ModelShard:
     def _check_options(self) -> None:
         """Raise ConfigError for an option that this device or this model's implementation lacks."""
         quantization = self.config.quantization
-        if quantization is not None and self.device.type not in quantization_devices(quantization):
+        if self.device.type not in (devices := quantization_devices(quantization)):
             raise ConfigError(
-                f"quantization={quantization!r} is for CPUs, and the device is {self.device}; leave it out"
+                f"runs on {' and '.join(devices)}, and the device is {self.device}",
+                param="quantization",
+                value=quantization,
+                remedy="leave it out",
             )
         if self.config.batch_invariant and isinstance(self.model_config, TransformersConfig):
             raise ConfigError(

@@ -51,7 +51,7 @@ LINEAR_METHODS: dict[str, LinearEntry] = {  # the first that can run is taken, s
 QUANTIZATIONS = tuple(dict.fromkeys(entry.quantization for entry in LINEAR_METHODS.values() if entry.quantization))
 
 
-def quantization_devices(quantization: str) -> frozenset[str]:
-    """Return the types of devices that a method of the table has for this quantization."""
+def quantization_devices(quantization: str | None) -> tuple[str, ...]:
+    """Return the types of devices that the table has a method with this quantization for."""
     entries = (entry for entry in LINEAR_METHODS.values() if entry.quantization == quantization)
-    return frozenset(device for entry in entries for device in entry.devices)
+    return tuple(dict.fromkeys(device for entry in entries for device in entry.devices))

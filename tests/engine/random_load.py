@@ -145,7 +145,7 @@ class RandomLoad:
         return outputs
 
     def finish(self) -> None:
-        """Step until nothing is left, which must happen within a bounded number of steps."""
+        """Step until nothing is left, which must happen within a bounded number of steps; nothing may be kept."""
         # The first request computes a token each step, and restarts only if a more important one arrives.
         groups = [expected.group for expected in self.requests.values()]
         longest = sum(group.max_total_tokens * group.params.num_sequences for group in groups)
@@ -155,6 +155,8 @@ class RandomLoad:
             self.step()
         assert not self.engine.has_unfinished, "the engine makes no progress"
         assert not self.requests, "a request has ended without a last output"
+        check_integrity(self.engine)  # also where the last request was aborted, or none was accepted
+        assert not self.engine._groups, "the engine keeps a request that has ended"
         self.counts["evicted"] = self.engine.block_manager.prefix_cache.num_evicted
         self.counts["swapped blocks"] = self.runner.num_copied["swap_in"]
 

@@ -151,7 +151,7 @@ class StepChecks:
             return None
         if prefix not in self._hashes:
             if isinstance(prefix, str):
-                self._hashes[prefix] = root_hash(self._engine.info.model, "", prefix)
+                self._hashes[prefix] = root_hash(self._engine.info.model, prefix)
             else:
                 parent, tokens = prefix, []
                 while len(tokens) < self._engine.info.block_size:

@@ -26,8 +26,8 @@ def test_a_changed_token_changes_its_block_and_all_later_ones() -> None:
     assert before[2] != after[2]
 
 
-def test_model_adapter_and_salt_each_give_another_root() -> None:
-    roots = [root_hash("m"), root_hash("m", "a"), root_hash("m", "", "a"), root_hash("ma"), root_hash("", "m")]
+def test_model_and_cache_key_each_give_another_root() -> None:
+    roots = [root_hash("m"), root_hash("m", "a"), root_hash("ma"), root_hash("", "ma"), root_hash("", "m")]
     assert len(set(roots)) == len(roots)
 
 

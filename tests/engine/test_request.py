@@ -33,6 +33,15 @@ def test_the_error_names_the_field_that_the_prompt_came_from() -> None:
         PROMPTS.check_prompt([1] * 20, "messages")
 
 
+def test_requests_with_equal_cache_keys_and_no_others_have_equal_block_hashes() -> None:
+    """The engine compares keys, the router compares hashes: both must separate the same requests."""
+    requests = [GOOD, replace(GOOD, client="b", priority=2), *(replace(GOOD, cache_salt=salt) for salt in "ab")]
+    for first in requests:
+        for second in requests:
+            assert (first.cache_key == second.cache_key) == (first.cache_root("m") == second.cache_root("m"))
+    assert GOOD.cache_root("m") != GOOD.cache_root("other")
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [

@@ -20,7 +20,7 @@ def make_sequence(tokens: list[int], salt: str = "", n: int = 1) -> Sequence:
     group = SequenceGroup(
         EngineRequest("request", tokens, SamplingParams(n=n), cache_salt=salt),
         arrival=0,
-        root=root_hash("model", "", salt),
+        root=root_hash("model", salt),
         stop_token_ids=frozenset(),
         max_total_tokens=10**6,
         seed=0,

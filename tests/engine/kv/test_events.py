@@ -23,7 +23,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.stored: set[int] = set()
-        self.ever_stored = {root_hash("shadow", "", salt) for salt in ("", "a")}
+        self.ever_stored = {root_hash("shadow", salt) for salt in ("", "a")}
         self.parents: dict[int, int] = {}  # what ``learn_parents`` has seen: hash -> hash
         self._hash_of: dict[int, int] = {}  # content id -> hash
         self.batches: list[KVEventBatch] = []
@@ -52,7 +52,7 @@ class Replica:
             assert block.block_hash is not None
             assert block.token_bytes is not None
             is_first = isinstance(block.parent, str)
-            parent = root_hash("shadow", "", block.parent) if is_first else self._hash_of.get(block.parent)
+            parent = root_hash("shadow", block.parent) if is_first else self._hash_of.get(block.parent)
             if parent is None:  # it was evicted in the step that had stored it
                 continue
             assert parent in self.ever_stored, "a block follows one that was never stored"
@@ -62,7 +62,7 @@ class Replica:
     @property
     def holes(self) -> list[int]:
         """What is stored without the block before it."""
-        roots = {root_hash("shadow", "", salt) for salt in ("", "a")}
+        roots = {root_hash("shadow", salt) for salt in ("", "a")}
         return [one for one in self.stored if self.parents.get(one) not in self.stored | roots]
 
 

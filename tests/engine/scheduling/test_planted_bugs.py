@@ -22,13 +22,17 @@ from typing import Any
 import pytest
 
 from engine import sequence as sequence_module
+from engine.engine import Engine
+from engine.errors import OverloadedError
 from engine.kv import prefix_cache as prefix_cache_module
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import Block
 from engine.kv.host_pool import BlockPair, HostPool
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
+from engine.outputs import FinishReason
 from engine.prefix_hash import packed_block_hash
 from engine.request import RequestValidator
+from engine.sampling_params import SamplingParams
 from engine.scheduling import drafter as drafter_module
 from engine.scheduling import scheduler as scheduler_module
 from engine.scheduling.drafter import Drafter, accepted_tokens
@@ -37,8 +41,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence, SequenceGroup
-from tests.engine.random_load import drive
-from tests.engine.random_requests import lone_arrival
+from tests.engine.random_load import RandomLoad, drive
+from tests.engine.random_requests import Arrival, lone_arrival
 
 NUM_SEEDS = 40  # in which a planted bug must be found; about 10,000 steps
 
@@ -316,6 +320,38 @@ def test_an_abort_that_leaks_blocks_is_detected() -> None:
         scheduler.queues.num_used_slots -= group.num_slots
 
     assert_found(lambda patch: patch.setattr(Scheduler, "abort", forget), "0 tables list it|is in the wrong list")
+
+
+def test_a_request_that_stays_in_the_engine_after_its_end_is_detected() -> None:
+    def report_only(engine: Engine, group: SequenceGroup, rejection: OverloadedError | None = None) -> None:
+        engine.observers.request_left(group, rejection)
+
+    load = RandomLoad(num_blocks=8)
+    load.add(Arrival(tokens=[1, 2, 3], params=SamplingParams(max_tokens=4)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_remove", report_only)
+        with pytest.raises(AssertionError, match="keeps a request"):
+            load.finish()
+
+
+def test_a_block_that_leaks_with_the_last_request_is_detected() -> None:
+    """No step follows that could find it."""
+
+    def leak_the_last(scheduler: Scheduler, group: SequenceGroup, reason: FinishReason = FinishReason.ABORT) -> None:
+        if len(scheduler.running) == len(group.unfinished) and not scheduler.waiting:
+            scheduler.block_manager.pool.take()
+        abort(scheduler, group, reason)
+
+    abort = Scheduler.abort
+    load = RandomLoad(num_blocks=8)
+    load.add(Arrival(tokens=[1, 2, 3], params=SamplingParams(max_tokens=4)))
+    load.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "abort", leak_the_last)
+        load.engine.abort(next(iter(load.requests)))
+    load.requests.clear()
+    with pytest.raises(AssertionError, match="0 tables list it"):
+        load.finish()
 
 
 def test_a_fork_that_is_not_counted_as_a_user_of_its_blocks_is_detected() -> None:

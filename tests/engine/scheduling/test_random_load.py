@@ -8,6 +8,7 @@ flight while the next one is scheduled, and every answer must be the same.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence, SequenceGroup
 from tests.engine.random_load import RandomLoad, drive
 from tests.engine.random_requests import Arrival
 
@@ -203,6 +205,18 @@ def _drive_seeds(first_seed: int, num_steps: int, least: dict[str, int] = LEAST,
     wanted = {name: count * num_steps // 100_000 for name, count in least.items()}
     missed = {name: counts[name] for name, count in wanted.items() if counts[name] < count}
     assert not missed, f"too seldom in {counts['steps']} steps: {missed}"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_engine_keeps_nothing_of_the_requests_that_have_ended(overlaps: bool) -> None:
+    """A server runs for weeks: what the engine refers to after the end of a request would fill its memory."""
+    load = drive(7, async_scheduling=overlaps, num_host_blocks=8, enable_prefix_caching=True)
+    assert load.counts["finished"] > 10
+    engine = load.engine
+    del load, engine.runner, engine.block_manager.free  # the tests' own references
+    gc.collect()
+    kept = [one for one in gc.get_referrers(Sequence, SequenceGroup) if isinstance(one, Sequence | SequenceGroup)]
+    assert not kept
 
 
 def test_five_thousand_random_steps() -> None:

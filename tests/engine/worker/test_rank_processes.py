@@ -180,7 +180,9 @@ print("ready", flush=True)
 """
 
 
-@pytest.mark.parametrize("end", [pytest.param("raise SystemExit('on purpose')", marks=pytest.mark.long), "import time; time.sleep(100)"])
+@pytest.mark.parametrize(
+    "end", [pytest.param("raise SystemExit('on purpose')", marks=pytest.mark.long), "import time; time.sleep(100)"]
+)
 def test_no_process_is_left_when_the_interpreter_ends(
     checkpoint: Callable[[str], str], end: str, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ def test_the_table_is_read_without_torch() -> None:
     program = "import sys, kernels.linear.registry; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
     assert QUANTIZATIONS == ("int8",)
-    assert quantization_devices("int8") == {"cpu"}
+    assert (quantization_devices("int8"), quantization_devices(None)) == (("cpu",), ("cpu", "cuda"))
 
 
 @pytest.mark.parametrize("name", sorted(set(LINEAR_METHODS) - {"triton"}))

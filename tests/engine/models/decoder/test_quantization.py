@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.llm import LLM
 from engine.models.decoder import loader
 from engine.sampling_params import SamplingParams
+from engine.worker import model_shard
+from engine.worker.model_shard import ModelShard
 from kernels.cpu.library import library
+from kernels.linear.registry import LINEAR_METHODS
 
 DEMO_MODEL = Path(__file__).parents[4] / "demo" / "model"
 CHAT = [{"role": "user", "content": "What is a block table?"}]
@@ -54,6 +59,17 @@ def test_what_is_not_offered_is_named() -> None:
         EngineConfig(model="x", max_decode_slowdown=0.5)
     with pytest.raises(ConfigError, match="num_threads=0"):
         EngineConfig(model="x", num_threads=0)
+
+
+def test_the_table_of_linear_methods_says_on_which_devices_a_quantization_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_shard, "resolve_device", lambda config, rank: torch.device("cuda", 0))
+    config = EngineConfig(model=str(DEMO_MODEL), quantization="int8")
+    with pytest.raises(ConfigError, match=r"quantization='int8' runs on cpu, and the device is cuda:0; leave it out"):
+        ModelShard(config, 0)
+    devices = replace(LINEAR_METHODS["torch_int8"], devices=("cpu", "xpu"))
+    monkeypatch.setitem(LINEAR_METHODS, "torch_int8", devices)
+    with pytest.raises(ConfigError, match="runs on cpu and xpu"):
+        ModelShard(config, 0)
 
 
 def test_a_cpu_measures_how_many_tokens_are_free() -> None:
