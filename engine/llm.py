@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypedDict
 
 from msgspec.structs import replace
@@ -144,7 +145,8 @@ class LLM:
         try:
             for prompt, one, grammar in zip(prompts, params, grammars, strict=True):
                 request_id = str(next(self._request_ids))
-                request = requests[request_id] = _Request(request_id, prompt, one, self.tokenizer)
+                ends = self.engine.info.eos_token_ids
+                request = requests[request_id] = _Request(request_id, prompt, one, self.tokenizer, ends)
                 self.engine.queue_request(
                     EngineRequest(request_id, prompt.token_ids, request.engine_params), grammar=grammar
                 )
@@ -254,14 +256,22 @@ class _Request:
     """
 
     def __init__(
-        self, request_id: str, prompt: _TokenizedPrompt, params: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        request_id: str,
+        prompt: _TokenizedPrompt,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Sequence_[int],
     ) -> None:
         self._params = self.engine_params = params
         if params.stop_strings and params.num_sequences > params.n:
             self.engine_params = replace(params, n=params.num_sequences, best_of=None, logprobs=params.logprobs or 0)
         self._tokenizer = tokenizer
         num_answers = self.engine_params.n
-        self._texts = [TextStream(tokenizer, prompt.token_ids, params) for _ in range(num_answers)] if tokenizer else []
+        self._texts: list[TextStream] = []
+        if tokenizer is not None:
+            new_text = partial(TextStream, tokenizer, prompt.token_ids, params, end_token_ids=eos_token_ids)
+            self._texts = [new_text() for _ in range(num_answers)]
         answers = [CompletionOutput(index, "", []) for index in range(num_answers)]
         self.output = RequestOutput(request_id, prompt.text, prompt.token_ids, answers)
 
@@ -308,7 +318,7 @@ class _Request:
         for one in logprobs:
             for token_id, logprob in (one or {}).items():
                 if self._tokenizer is not None:
-                    logprob.decoded_token = self._tokenizer.decode([token_id], skip_special_tokens=False)
+                    logprob.decoded_token = self._tokenizer.token_bytes.name(token_id)
         return logprobs
 
 

@@ -23,6 +23,7 @@ from engine.errors import OverloadedError, PromptTooLongError, RequestError
 from engine.prefix_hash import hash_blocks
 from engine.request import EngineRequest, PromptValidator
 from engine.sampling_params import SamplingParams
+from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.special_tokens import texts_in
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
@@ -179,8 +180,9 @@ class PromptBuilder:
         def add_text(tokenizer: Tokenizer, sent: str | list[int], prompt: Prompt) -> Prompt:
             if isinstance(sent, str) and is_whole:
                 return replace(prompt, echo_text=sent)
-            text = tokenizer.decode(prompt.token_ids, skip_special_tokens=request.skip_special_tokens)
-            return replace(prompt, echo_text=text)
+            # Without the part of a character at its end, which the answer may complete.
+            text = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=request.skip_special_tokens)
+            return replace(prompt, echo_text=text.push(prompt.token_ids, final=request.prompt_only))
 
         def add_texts(tokenizer: Tokenizer) -> list[Prompt]:
             return [add_text(tokenizer, *pair) for pair in zip(request.prompt, built, strict=True)]
@@ -211,7 +213,8 @@ class PromptBuilder:
 
     def text_stream(self, prompt: Prompt, params: SamplingParams) -> TextStream:
         """Return the stream that turns the output tokens of ``prompt`` into text."""
-        return TextStream(self.tokenizer, prompt.token_ids, params, prompt.shown_special_tokens)
+        shown, ends = prompt.shown_special_tokens, self.info.eos_token_ids
+        return TextStream(self.tokenizer, prompt.token_ids, params, shown, end_token_ids=ends)
 
     async def run_with_tokenizer(self, work: Callable[[Tokenizer], Any], *, cost: int) -> Any:
         """Run ``work`` with a tokenizer, in the background if ``cost`` exceeds MAX_INLINE_COST.

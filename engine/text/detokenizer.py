@@ -2,89 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import codecs
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
 
 from engine.text.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDetokenizer"]
 
-_MAX_UNDECODABLE = 4  # tokens: a character has at most four bytes
 _CONTEXT = 12  # tokens of the prompt: the parts of a character at both ends, and enough for any spacing rule between
 
 
 class IncrementalDetokenizer:
     """Turns a stream of token ids into a stream of text, which does not depend on how the ids are batched.
 
-    A token's text depends on its neighbours (leading spaces, characters split over several byte tokens). So each token
-    is decoded together with a short window of tokens before it. What this adds to the window's text is new. Tokens that
-    end in the middle of a character are held back. The method is Text Generation Inference's (prefix and read offsets).
+    The pieces of text add up to the text of all tokens, without that of the prompt. Characters are shown once all
+    their bytes are there: the UTF-8 state of the tokens' bytes decides. With nearly every tokenizer, the text is
+    simply those bytes (``TokenBytes.joins``). With the others, windows of tokens are decoded.
 
-    ``tokenizers.decoders.DecodeStream`` does the same in Rust, but it has no limit on what is held back and no final
-    flush. It decodes ordinary tokens. This class decodes the tokens where the two differ.
+    In one case the text is not that of ``Tokenizer.decode``: if a run of byte tokens (``<0xF0>``) is not UTF-8, that
+    decodes the whole run to U+FFFD. Here its whole characters stay, since a stream has shown them.
+
+    Args:
+        tokenizer: of the model.
+        prompt_token_ids: the tokens before the text.
+        skip_special_tokens: whether the text leaves out special tokens.
+        shown_special_tokens: special tokens that it shows nevertheless.
+        keeps_first_space: whether a text without a prompt keeps the space of its first word, which is dropped
+            otherwise: a grammar may have asked for it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._token_ids = list(prompt_token_ids[-_CONTEXT:])
-        self._prefix_offset = 0
-        self._read_offset = len(self._token_ids)
-        self._before: str | None = None  # the window's text, once it is needed
-        self._step: Callable[[int], str | None] | None = None  # of a DecodeStream with this window
-        for held_back in range(_MAX_UNDECODABLE):
-            before = self._decode(0, len(self._token_ids) - held_back)
-            if not before.endswith("\ufffd"):
-                # If held_back is not 0, the prompt ends inside a character, which the answer completes.
-                self._before, self._read_offset = before, len(self._token_ids) - held_back
-                break
-        self._open_stream()
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        shown_special_tokens: frozenset[int] = frozenset(),
+        keeps_first_space: bool = False,
+    ) -> None:
+        self._skipped = tokenizer.special_ids - shown_special_tokens if skip_special_tokens else frozenset()
+        self._token_bytes = tokenizer.token_bytes
+        self._whole_text = tokenizer.token_bytes.whole_text
+        context = self._last_shown(prompt_token_ids)
+        self._decoder = _new_decoder(tokenizer)
+        self._decoder.decode(b"".join(map(self._token_bytes, context)))  # the answer may complete its last character
+        self.at_start = not (context or keeps_first_space)
+        self._windows = None if self._token_bytes.joins else _Windows(tokenizer, context, self._num_pending)
+        self._is_plain = not (self.at_start or self._windows or self._num_pending)
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
         """Append ``token_ids`` and return the text that no later token can change; all remaining text if ``final``."""
         text = self._push(token_ids[0]) if len(token_ids) == 1 else "".join(map(self._push, token_ids))
-        return text + self._decode_window(final=True) if final else text
+        return text + self._rest() if final else text
 
     def _push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        if self._is_plain:
+            text = self._whole_text(token_id)
+            if text is not None:
+                return text
+        return self._push_bytes(token_id)
+
+    def _push_bytes(self, token_id: int) -> str:
+        text = self._decoder.decode(
+            self._token_bytes.at_start(token_id) if self.at_start else self._token_bytes(token_id)
+        )
+        self.at_start, is_complete = False, not self._num_pending
+        if self._windows is not None:
+            return self._windows.push(token_id, is_complete=is_complete)
+        self._is_plain = is_complete
+        return text
+
+    def _rest(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        return text if self._windows is None else self._windows.text_so_far()
+
+    @property
+    def _num_pending(self) -> int:
+        """Number of bytes of a character that is not complete."""
+        return len(self._decoder.getstate()[0])
+
+    def _last_shown(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """Return the last tokens of the prompt's text."""
+        shown = (token_id for token_id in reversed(prompt_token_ids) if token_id not in self._skipped)
+        return list(islice(shown, _CONTEXT))[::-1]
+
+
+def _new_decoder(tokenizer: Tokenizer) -> codecs.IncrementalDecoder:
+    errors = _EACH_BYTE if tokenizer.token_bytes.replaces_each_byte else "replace"
+    return codecs.getincrementaldecoder("utf-8")(errors=errors)
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+_EACH_BYTE = "pagoda-replace-each-byte"
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+
+
+class _Windows:
+    """Text of tokens whose texts depend on their neighbours.
+
+    Each token is decoded together with a short window of tokens before it. What this adds to the window's text is new.
+    The method is Text Generation Inference's (prefix and read offsets).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: list[int], num_pending: int) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=False)
+        self._token_ids = context
+        self._prefix_offset = 0
+        self._read_offset = len(context)
+        while num_pending > 0:  # the prompt ends inside a character, which the answer completes
+            self._read_offset -= 1
+            num_pending -= len(tokenizer.token_bytes(context[self._read_offset]))
+        self._before = self._decode(context[: self._read_offset])  # the window's text
+
+    def push(self, token_id: int, *, is_complete: bool) -> str:
+        """Append a token and return the new text; nothing if the token ends inside a character."""
         self._token_ids.append(token_id)
-        if self._step is not None:
-            try:
-                text = self._step(token_id)
-            except Exception:  # the new token changes the text of the window; tokenizers raises no type of its own
-                self._step = None
-            else:
-                if text is not None:
-                    self._advance()
-                    return text
-        return self._decode_window()
+        return self.text_so_far() if is_complete else ""
 
-    def _decode_window(self, *, final: bool = False) -> str:
-        """Return the text after the window; nothing while it may be a part of a character, unless ``final``."""
-        if self._read_offset == len(self._token_ids):
+    def text_so_far(self) -> str:
+        """Return the text after the window, whose tokens become the next window."""
+        before, after = self._before, self._decode(self._token_ids[self._prefix_offset :])
+        if len(after) <= len(before):
             return ""
-        before, after = self._window_text(), self._decode(self._prefix_offset, len(self._token_ids))
-        undecodable = len(after) - len(after.rstrip("\ufffd"))
-        if len(after) <= len(before) or (0 < undecodable < _MAX_UNDECODABLE and not final):
-            return ""
-        self._advance()
-        self._open_stream()
-        return after[len(before) :]
-
-    def _advance(self) -> None:
-        """Make the tokens with new text the window of the next tokens."""
         self._prefix_offset, self._read_offset = self._read_offset, len(self._token_ids)
-        self._before = None
-
-    def _open_stream(self) -> None:
-        """Leave the next tokens to a DecodeStream, unless the window or what is held back has a part of a character."""
-        self._step = None
-        if self._read_offset == len(self._token_ids) and not self._window_text().endswith("\ufffd"):
-            window = self._token_ids[self._prefix_offset :]
-            self._step = self._tokenizer.decode_stream(window, skip_special_tokens=self._skip_special_tokens)
-
-    def _window_text(self) -> str:
-        if self._before is None:
-            self._before = self._decode(self._prefix_offset, self._read_offset)
-        return self._before
-
-    def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=self._skip_special_tokens)
+        self._before = self._decode(self._token_ids[self._prefix_offset : self._read_offset])
+        return after[len(before) :]

@@ -1,15 +1,24 @@
-"""TokenBytes: the bytes of each token of a vocabulary."""
+"""TokenBytes: the bytes of each token, from which texts, names of tokens, log-probabilities and grammars come.
+
+With nearly every tokenizer, a text is the joined bytes of its tokens, decoded as UTF-8. Only the first token of a text
+may have other bytes than in the middle: SentencePiece drops its space. decoding_rules.py knows which decoders of
+the library ``tokenizers`` work so. For the others, ``joins`` is false, and the bytes of a token are an approximation.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
 from typing import Any
+
+from engine.text.decoding_rules import DecodingRules
 
 __all__ = ["TokenBytes"]
 
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a token that is a byte
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # how SentencePiece writes a token that is a byte
+_ANCHOR = re.compile("[A-Za-z0-9]+")  # a token that stands before another one, without an effect on its text
+_BATCH = 4096  # tokens that are decoded in one call
 
 
 class TokenBytes:
@@ -17,16 +26,33 @@ class TokenBytes:
 
     Args:
         tokenizer: of transformers.
+        rust: the tokenizer of the library ``tokenizers`` in it, if decoding only calls that; or None.
         decode: ``Tokenizer.decode``.
+
+    Attributes:
+        joins: whether the joined bytes of tokens are their text.
+        replaces_each_byte: whether bytes that are not UTF-8 become one U+FFFD each, instead of one for each sequence
+            of bytes that begins like a character.
     """
 
-    def __init__(self, tokenizer: Any, decode: Callable[..., str]) -> None:
+    def __init__(self, tokenizer: Any, rust: Any | None, decode: Callable[..., str]) -> None:
         self._tokenizer = tokenizer
         self._decode = decode
+        self._rules = DecodingRules.of(rust)
+        self._batch_decode = None if rust is None else rust.decode_batch
+        self.joins = self._rules.joins
+        self.replaces_each_byte = self._rules.has_byte_tokens
         self._known: dict[int, bytes] = {}
+        self._known_at_start: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
+
+    @cached_property
+    def size(self) -> int:
+        """The largest id + 1. Ids below it may be unused."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     def __call__(self, token_id: int) -> bytes:
-        """Return the bytes of a token, also if they are only a part of a character.
+        """Return the bytes of a token within a text, also if they are only a part of a character.
 
         The bytes of a special token are its name. An id that the tokenizer does not have gives no bytes.
         """
@@ -35,19 +61,104 @@ class TokenBytes:
             known = self._known[token_id] = self._bytes_of(token_id)
         return known
 
+    def at_start(self, token_id: int) -> bytes:
+        """Return the bytes of a token that begins a text: SentencePiece drops the space before the first word."""
+        if not self._rules.drops_first_space:
+            return self(token_id)
+        known = self._known_at_start.get(token_id)
+        if known is None:
+            known = self._known_at_start[token_id] = self._bytes_at_start(token_id)
+        return known
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Return the text of a token within a text, or None if it has parts of characters."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text = self(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._texts[token_id] = text
+            return text
+
+    def name(self, token_id: int, *, at_start: bool = False) -> str:
+        """Return a token as log-probabilities show it: its text, with U+FFFD for parts of characters."""
+        return (self.at_start(token_id) if at_start else self(token_id)).decode(errors="replace")
+
+    def table(self, size: int) -> list[bytes]:
+        """Return the bytes of the tokens 0..size - 1."""
+        token_ids = range(min(size, self.size))
+        if self._batch_decode is None or self._rules.is_byte_level:
+            table = [self._bytes_of(token_id) for token_id in token_ids]
+        else:
+            table = [spelled for first in token_ids[::_BATCH] for spelled in self._batch(token_ids[first:][:_BATCH])]
+        return table + [b""] * (size - len(table))
+
+    def _batch(self, token_ids: Sequence[int]) -> Iterator[bytes]:
+        """Yield the bytes of many tokens, which the library decodes in one call."""
+        assert self._batch_decode is not None
+        texts = self._batch_decode([[*self._anchor, token_id] for token_id in token_ids], skip_special_tokens=False)
+        return map(self._bytes_from, map(self._name_of, token_ids), texts)
+
     def _bytes_of(self, token_id: int) -> bytes:
-        if token_id >= len(self._tokenizer):
+        name = self._name_of(token_id)
+        if name is None:
             return b""
-        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
-        text = self._decode([token_id], skip_special_tokens=False)
-        if "\ufffd" in text:  # no whole characters
-            if byte := _BYTE_TOKEN.fullmatch(token):
-                return bytes([int(byte[1], 16)])
-            alphabet = _byte_level_alphabet()
-            if all(character in alphabet for character in token):
-                return bytes(alphabet[character] for character in token)
-        # SentencePiece drops the space at the start of a text, and here each token is a text.
-        return (" " + text if token.startswith("▁") and not text.startswith(" ") else text).encode()
+        if self._rules.is_byte_level:
+            return _byte_level_bytes(name)
+        return self._bytes_from(name, self._decode([*self._anchor, token_id], skip_special_tokens=False))
+
+    def _bytes_from(self, name: str | None, text: str) -> bytes:
+        """Return the bytes of the token ``name``, which is ``text`` after the anchor."""
+        if name is None:
+            return b""
+        if byte := self._byte_of(name):
+            return byte
+        spelled = text.removeprefix(self._anchor_text)
+        if "\ufffd" in spelled and not self.joins:  # no whole characters
+            return _byte_level_bytes(name)
+        return spelled.encode()
+
+    def _bytes_at_start(self, token_id: int) -> bytes:
+        name = self._name_of(token_id)
+        if name is None:
+            return b""
+        byte = self._byte_of(name)
+        return byte if byte >= b"\x80" else self._decode([token_id], skip_special_tokens=False).encode()
+
+    def _byte_of(self, name: str) -> bytes:
+        """Return the byte that a token stands for; empty if it is not a byte token."""
+        byte = _BYTE_TOKEN.fullmatch(name) if self._rules.has_byte_tokens else None
+        return bytes([int(byte[1], 16)]) if byte else b""
+
+    def _name_of(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary spells it; None if there is none of this id."""
+        if not 0 <= token_id < self.size:
+            return None
+        name = self._tokenizer.convert_ids_to_tokens(token_id)
+        return None if name is None else str(name)
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        """A token of letters, if there is one. Others are decoded after it: the first one may be decoded otherwise."""
+        for name, token_id in self._tokenizer.get_vocab().items():
+            if _ANCHOR.fullmatch(name) and _ANCHOR.fullmatch(self._decode([token_id], skip_special_tokens=False)):
+                return [token_id]
+        return []
+
+    @cached_property
+    def _anchor_text(self) -> str:
+        return self._decode(self._anchor, skip_special_tokens=False)
+
+
+def _byte_level_bytes(name: str) -> bytes:
+    """Return the bytes that a byte-level token stands for; its name's if it has other characters, as added tokens."""
+    alphabet = _byte_level_alphabet()
+    try:
+        return bytes([alphabet[character] for character in name])
+    except KeyError:
+        return name.encode()
 
 
 @cache

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class Tokenizer:
 
     Attributes:
         chat_template: renders conversations; the checkpoint may have none.
-        token_bytes: returns the bytes of a token.
+        token_bytes: returns the bytes of a token; texts, names of tokens and grammars come from them.
 
     Raises:
         ModelLoadError: if the directory holds no tokenizer that loads without running its own code.
@@ -53,10 +53,11 @@ class Tokenizer:
         special |= {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         self._special_tokens: list[str] = sorted(special, key=len, reverse=True)
         self.chat_template = ChatTemplate(self._tokenizer, self.encode, self._special_tokens)
-        self.token_bytes = TokenBytes(self._tokenizer, self.decode)
+        self.token_bytes = TokenBytes(self._tokenizer, self._rust, self.decode)
 
     def __len__(self) -> int:
-        return len(self._tokenizer)
+        """Return the largest id + 1. Ids below it may be unused."""
+        return self.token_bytes.size
 
     @cached_property
     def longest_token(self) -> int:
@@ -133,22 +134,9 @@ class Tokenizer:
             )
         )
 
-    def decode_stream(
-        self, context: Sequence[int], *, skip_special_tokens: bool = True
-    ) -> Callable[[int], str | None] | None:
-        """Return a function that adds one token to ``context`` and returns the new text, or None while there is none.
-
-        It is ``tokenizers.decoders.DecodeStream``, written in Rust; None if this tokenizer is not.
-        """
-        if self._rust is None:
-            return None
-        from tokenizers.decoders import DecodeStream
-
-        return partial(DecodeStream(list(context), skip_special_tokens).step, self._rust)
-
     def token_names(self, token_ids: Sequence[int]) -> list[str]:
-        """Return tokens as the vocabulary spells them."""
-        return list(self._tokenizer.convert_ids_to_tokens(list(token_ids)))
+        """Return tokens as the vocabulary spells them; an empty name for an id that it does not have."""
+        return [name or "" for name in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def is_special(self, token_id: int) -> bool:
         """Whether ``decode`` omits the token when it skips special tokens."""

@@ -5,13 +5,13 @@ It knows tokens and their bytes, but no requests.
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from engine.outputs import Logprob, TokenLogprobs
+from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
 
 __all__ = ["CompletionLogprobs", "chat_logprobs", "prompt_logprobs"]
@@ -41,9 +41,8 @@ def chat_logprobs(
 
 
 def _chat_entry(tokenizer: Tokenizer, as_ids: bool, token_id: int, logprob: Logprob) -> dict[str, Any]:
-    spelled = tokenizer.token_bytes(token_id)
-    token = _id_text(token_id) if as_ids else _text(spelled)
-    return {"token": token, "logprob": max(logprob.logprob, LOWEST), "bytes": list(spelled)}
+    token = _id_text(token_id) if as_ids else tokenizer.token_bytes.name(token_id)
+    return {"token": token, "logprob": max(logprob.logprob, LOWEST), "bytes": list(tokenizer.token_bytes(token_id))}
 
 
 def prompt_logprobs(
@@ -58,8 +57,8 @@ def prompt_logprobs(
 
 
 def _ranked(tokenizer: Tokenizer, token_id: int, logprob: Logprob) -> dict[str, Any]:
-    text = _text(tokenizer.token_bytes(token_id))
-    return {"logprob": max(logprob.logprob, LOWEST), "rank": logprob.rank, "decoded_token": text}
+    name = tokenizer.token_bytes.name(token_id)
+    return {"logprob": max(logprob.logprob, LOWEST), "rank": logprob.rank, "decoded_token": name}
 
 
 class CompletionLogprobs:
@@ -70,57 +69,72 @@ class CompletionLogprobs:
         top: number of most likely tokens to list with each token.
         skip_special_tokens: whether the text omits special tokens.
         as_ids: write tokens as ``token_id:N``.
+        prompt_token_ids: the tokens before the answer.
+        keeps_first_space: as in ``IncrementalDetokenizer``.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, top: int, *, skip_special_tokens: bool, as_ids: bool | None = False
+        self,
+        tokenizer: Tokenizer,
+        top: int,
+        *,
+        skip_special_tokens: bool,
+        as_ids: bool | None = False,
+        prompt_token_ids: Sequence[int] = (),
+        keeps_first_space: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
         self._num_listed = 1 + top
-        self._skip_special_tokens = skip_special_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._detokenizer = partial(IncrementalDetokenizer, tokenizer, skip_special_tokens=skip_special_tokens)
+        self._answer = self._detokenizer(prompt_token_ids, keeps_first_space=keeps_first_space)
         self._offset = 0
+
+    def add_prompt(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text: str
+    ) -> dict[str, list[Any]]:
+        """Return ``logprobs`` of the echoed prompt; the answer's offsets continue after its ``text``.
+
+        The text may lack what the tokenizer adds: special tokens, and a space before the first word.
+        """
+        written = self._write(self._detokenizer([]), token_ids, logprobs)
+        added = max(0, self._text_of(token_ids).find(text))
+        written["text_offset"] = [min(max(0, offset - added), len(text)) for offset in written["text_offset"]]
+        self._offset = len(text)
+        return written
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
         """Return ``logprobs`` of the next tokens; ``text_offset`` continues from the previous call."""
-        positions = list(zip(token_ids, logprobs, strict=True))
-        return {
-            "text_offset": [self._advance(token_id) for token_id in token_ids],
-            "token_logprobs": [
-                logprobs and max(logprobs[token_id].logprob, LOWEST) for token_id, logprobs in positions
-            ],
-            "tokens": [self._name(token_id) for token_id in token_ids],
-            "top_logprobs": [logprobs and self._top(logprobs) for _, logprobs in positions],
-        }
+        return self._write(self._answer, token_ids, logprobs)
 
-    def _name(self, token_id: int) -> str:
-        return _id_text(token_id) if self._as_ids else _text(self._tokenizer.token_bytes(token_id))
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        return self._detokenizer([]).push(token_ids, final=True)
 
-    def skip_to(self, offset: int) -> None:
-        """Continue at ``offset`` in the text, such as the end of the prompt."""
-        self._decoder.reset()
-        self._offset = offset
+    def _write(
+        self, text: IncrementalDetokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> dict[str, list[Any]]:
+        written: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for token_id, position in zip(token_ids, logprobs, strict=True):
+            name = self._naming(at_start=text.at_start)
+            written["text_offset"].append(self._offset)  # a token within a character has the character's offset
+            written["token_logprobs"].append(position and max(position[token_id].logprob, LOWEST))
+            written["tokens"].append(name(token_id))
+            written["top_logprobs"].append(position and self._top(position, name))
+            self._offset += len(text.push([token_id]))
+        return written
 
-    def _advance(self, token_id: int) -> int:
-        """Return a token's offset; a token within a character has the character's offset."""
-        start = self._offset
-        if not (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
-        return start
+    def _naming(self, *, at_start: bool) -> Callable[[int], str]:
+        """Return the function that writes a token of one position."""
+        return _id_text if self._as_ids else partial(self._tokenizer.token_bytes.name, at_start=at_start)
 
-    def _top(self, position: TokenLogprobs) -> dict[str, float]:
+    def _top(self, position: TokenLogprobs, name: Callable[[int], str]) -> dict[str, float]:
         """Return the position's tokens by text; of tokens with the same text, the most likely one counts."""
         top: dict[str, float] = {}
         for token_id, one in islice(position.items(), self._num_listed):
-            text = self._name(token_id)
+            text = name(token_id)
             top[text] = max(one.logprob, top.get(text, LOWEST))
         return top
 
 
 def _id_text(token_id: int) -> str:
     return f"token_id:{token_id}"
-
-
-def _text(spelled: bytes) -> str:
-    return spelled.decode(errors="replace")

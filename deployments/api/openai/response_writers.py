@@ -157,20 +157,22 @@ class CompletionWriter(ResponseWriter):
             return None
         logprobs = self._logprobs_of.get(delta.index)
         if logprobs is None:
-            skip = self._request.skip_special_tokens
             logprobs = self._logprobs_of[delta.index] = CompletionLogprobs(
                 self._tokenizer,
                 top,
-                skip_special_tokens=skip,
+                skip_special_tokens=self._request.skip_special_tokens,
                 as_ids=self._request.return_tokens_as_token_ids,
+                prompt_token_ids=generation.prompt.token_ids,
+                keeps_first_space=self._request.has_form,
             )
         if not (first and self._echoes):
             return logprobs.add(delta.token_ids, delta.logprobs or ())
         prompt = generation.prompt
         of_prompt = generation.prompt_logprobs or [None] * len(prompt.token_ids)  # none if the answer failed at once
-        parts = [logprobs.add(prompt.token_ids, of_prompt)]
-        logprobs.skip_to(len(prompt.echo_text))
-        parts.append(logprobs.add(delta.token_ids, delta.logprobs or ()))
+        parts = [
+            logprobs.add_prompt(prompt.token_ids, of_prompt, prompt.echo_text),
+            logprobs.add(delta.token_ids, delta.logprobs or ()),
+        ]
         return {name: parts[0][name] + parts[1][name] for name in parts[0]}
 
 

@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling_params import SamplingParams
+from engine.structured_outputs.params import StructuredOutputsParams
 from engine.text.stop_strings import StopStringFilter
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
+from tests.engine.text.tokenizers import KINDS, load_kind
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
@@ -93,3 +95,50 @@ def test_of_two_stop_strings_that_end_together_the_longer_one_ends_the_text(
     stream = TextStream(tokenizer, [], SamplingParams(stop=stops))
     assert stream.push(tokenizer.encode("keys STOP values")) == "keys "
     assert stream.stop_string == "STOP"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("byte")])
+@pytest.mark.parametrize("stop", ["🙂", "日本", "é🎉", "\n🙂"])
+def test_stop_strings_of_several_tokens_a_character_are_seen(kind: str, stop: str) -> None:
+    tokenizer = load_kind(kind)
+    for before in ("the 🎉", "line", "é日", "\n"):
+        ids = tokenizer.encode(f"{before}{stop} next")
+        streams = [TextStream(tokenizer, [], SamplingParams(stop=stop)) for _ in range(2)]
+        one_by_one = "".join(streams[0].push([token_id]) for token_id in ids)
+        assert one_by_one == streams[1].push(ids) == tokenizer.decode(ids).partition(stop)[0]
+        assert streams[0].stop_string == streams[1].stop_string == stop
+
+
+@pytest.mark.parametrize("stop", [None, "STOP"])
+def test_the_token_that_ends_an_answer_is_not_text(tokenizer: Tokenizer, stop: str | None) -> None:
+    """As in vLLM, whether it is an EOS token of the model or one of the request, and whatever is skipped."""
+    eos, period = 2, tokenizer.encode(".")[0]
+    ids = tokenizer.encode("the keys")
+    for end, asked, options, text in (
+        (eos, (), {}, "the keys"),
+        (period, (period,), {}, "the keys"),
+        (period, (), {}, "the keys."),
+        (eos, (), {"include_stop_str_in_output": True}, "the keys</s>"),
+        (eos, (), {"ignore_eos": True}, "the keys</s>"),
+        (eos, (), {"min_tokens": 100, "max_tokens": 100}, "the keys</s>"),
+    ):
+        params = SamplingParams(stop=stop, stop_token_ids=asked, skip_special_tokens=False, **options)
+        stream = TextStream(tokenizer, [5], params, end_token_ids=[eos])
+        assert stream.push([*ids, end], final=True) == text, (end, asked, options)
+        assert stream.num_tokens == len(ids) + 1
+    in_the_middle = TextStream(tokenizer, [5], SamplingParams(stop=stop, stop_token_ids=[period]), end_token_ids=[eos])
+    assert in_the_middle.push([period]) + in_the_middle.push(ids, final=True) == ".the keys"
+
+
+def test_a_parser_sees_the_special_token_that_ends_its_part(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, [5], SamplingParams(), frozenset({2}), end_token_ids=[2])
+    assert stream.push([*tokenizer.encode("keys"), 2], final=True) == "keys</s>"
+
+
+def test_a_text_with_a_form_keeps_its_first_space() -> None:
+    """The grammar has asked for it. A text without one begins as decode has it."""
+    tokenizer = load_kind("byte-fallback, legacy")
+    ids = tokenizer.encode("the keys")
+    for form, text in ((StructuredOutputsParams(choice=[" the keys"]), " the keys"), (None, "the keys")):
+        params = SamplingParams(structured_outputs=form)
+        assert TextStream(tokenizer, [1], params).push(ids, final=True) == text

@@ -14,6 +14,7 @@ from deployments.api.prompts import MAX_INLINE_COST, PromptBuilder
 from engine.outputs import Logprob, TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.fakes import FakeEngines, events, output
+from tests.engine.text.tokenizers import KINDS, NEIGHBOURS, load_kind
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}], "logprobs": True}
 
@@ -66,6 +67,29 @@ def test_text_offsets_are_positions_in_the_text(tokenizer: Tokenizer) -> None:
         assert text[offset:].encode().find(spelled) in range(4), (spelled, offset)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NEIGHBOURS])
+@pytest.mark.parametrize("skip", [True, False])
+def test_tokens_join_to_the_text_and_have_its_offsets(kind: str, skip: bool) -> None:
+    """On every kind of tokenizer: of an echoed prompt, sent as text or as ids, and of its answer."""
+    tokenizer = load_kind(kind)
+    for sent, answer in (("the keys", "    and\n  the 🙂 é"), ("the 🙂", "🙂 the"), ("", "the keys")):
+        ids = [1, *tokenizer.encode(sent), *tokenizer.encode(answer)]
+        end = len(ids) - len(tokenizer.encode(answer))
+        decoded = tokenizer.decode(ids[:end], skip_special_tokens=skip)
+        for echo in {decoded, sent if sent in decoded else decoded}:
+            writer = CompletionLogprobs(tokenizer, 1, skip_special_tokens=skip, prompt_token_ids=ids[:end])
+            positions = [_position((token_id, -1.0)) for token_id in ids]
+            written = [writer.add_prompt(ids[:end], positions[:end], echo), writer.add(ids[end:], positions[end:])]
+            text = echo + tokenizer.decode(ids, skip_special_tokens=skip).removeprefix(decoded)
+            offsets, names = ([*written[0][key], *written[1][key]] for key in ("text_offset", "tokens"))
+            assert offsets == sorted(offsets)
+            assert [list(top) for top in written[1]["top_logprobs"]] == [[name] for name in written[1]["tokens"]]
+            first = 0 if echo == decoded else end  # the text that was sent lacks what the tokenizer adds
+            for name, offset, token_id in list(zip(names, offsets, ids, strict=True))[first:]:
+                if "\ufffd" not in name and not (skip and tokenizer.is_special(token_id)):
+                    assert text[offset:].startswith(name), (name, text, offset)
+
+
 def test_of_tokens_with_the_same_text_the_most_likely_is_listed(tokenizer: Tokenizer) -> None:
     parts = tokenizer.encode("🙂")[-2:]  # neither is a character
     writer = CompletionLogprobs(tokenizer, 2, skip_special_tokens=True)
@@ -110,6 +134,19 @@ def test_what_lm_eval_sends(client: TestClient, engines: FakeEngines, stream: bo
         assert logprobs["text_offset"] == [choice["text"].index(token) for token in logprobs["tokens"]]
         assert choice["finish_reason"] == "length"
     assert stream or answer.json()["usage"]["completion_tokens"] == 1
+
+
+def test_an_echoed_prompt_and_its_answer_are_one_text(
+    client: TestClient, engines: FakeEngines, tokenizer: Tokenizer
+) -> None:
+    """The prompt's ids end inside a character, which the answer completes."""
+    ids = tokenizer.encode("a🙂b")
+    body = {"prompt": ids[:3], "echo": True, "logprobs": 0, "temperature": 0}
+    engines.scripts = [[output(ids[3:], "stop", logprobs=[-1.0] * len(ids[3:]), prompt_logprobs=[None] * 3)]]
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("a🙂b", [0, 1, 1, 1, 1, 2])
+    scored = client.post("/v1/completions", json=body | {"max_tokens": 0}).json()["choices"][0]
+    assert scored["text"] == "a\ufffd"  # no answer completes it
 
 
 def test_a_prompt_is_echoed_as_it_was_sent(client: TestClient, engines: FakeEngines) -> None:
