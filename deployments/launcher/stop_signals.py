@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
+from time import monotonic
 from types import FrameType
 
 __all__ = ["StopRequested", "install_stop_handlers"]
@@ -23,10 +23,10 @@ def install_stop_handlers() -> threading.Event:
     stop_at_once = threading.Event()
 
     def on_first(number: int, frame: FrameType | None) -> None:
-        first_at = time.monotonic()
+        first_at = monotonic()
 
         def on_second(number: int, frame: FrameType | None) -> None:
-            if time.monotonic() - first_at > SAME_SIGNAL_S:
+            if monotonic() - first_at > SAME_SIGNAL_S:
                 stop_at_once.set()
 
         _set_handler(on_second)

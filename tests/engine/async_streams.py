@@ -11,6 +11,7 @@ from engine.outputs import EngineOutput, FinishReason
 from engine.request import EngineRequest
 from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from tests.engine.shadow import ShadowRunner
+from tests.waiting import HANG_S, until_in_loop
 
 
 class LoopReader:
@@ -64,9 +65,12 @@ async def collect(stream: AsyncIterator[EngineOutput]) -> list[int]:
 
 async def wait_until_idle(engine: AsyncEngine) -> None:
     """Wait until no request is running or waiting, and all blocks are free."""
-    async with asyncio.timeout(10):
-        while engine.stats().num_running or engine.stats().num_waiting or engine.stats().num_used_blocks:
-            await asyncio.sleep(0.005)
+
+    def is_idle() -> bool:
+        stats = engine.stats()
+        return not (stats.num_running or stats.num_waiting or stats.num_used_blocks)
+
+    await until_in_loop(is_idle, "the engine is idle", details=engine.stats)
 
 
 class Gate:
@@ -82,5 +86,5 @@ class Gate:
     def _hold(self, output: SchedulerOutput, times: StepTimes) -> list[int]:
         if self._runner.num_steps >= 1:
             self.is_held.set()
-            self.opened.wait(30)
+            assert self.opened.wait(HANG_S), "the gate stays closed"
         return self.run(output, times)

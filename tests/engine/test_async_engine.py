@@ -14,9 +14,11 @@ from engine.engine import Engine
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from tests.engine.async_streams import Gate, collect, stream, wait_until_idle
+from tests.engine.observability.clock import Clock
 from tests.engine.shadow import ShadowRunner, make_engine
+from tests.waiting import until_in_loop
 
 
 @pytest.fixture
@@ -43,21 +45,36 @@ async def test_the_last_batch_says_why_it_ended(running: tuple[AsyncEngine, Shad
     assert batches[-1].finish_reason == "length"
 
 
-async def test_the_first_batch_and_the_last_one_say_how_long_it_took() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of requests' times."""
+    clock = Clock()
+    monkeypatch.setattr("engine.async_engine.monotonic", clock)
+    monkeypatch.setattr("engine.observability.engine_metrics.monotonic", clock)
+    return clock
+
+
+async def test_the_first_batch_and_the_last_one_say_how_long_it_took(clock: Clock) -> None:
     engine, runner = make_engine()
+    compute = runner.run
+
+    def run(output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+        clock.now += 2.0
+        return compute(output, times)
+
+    runner.run = run  # type: ignore[method-assign]
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
     answer = stream(async_engine, EngineRequest("a", [1, 2], SamplingParams(max_tokens=30)))
     first = await anext(answer)
-    await asyncio.sleep(0.05)
+    await until_in_loop(gate.is_held.is_set, "the second step has begun")
+    clock.now += 5.0
     gate.opened.set()
     rest = [batch async for batch in answer]
     assert first.timing is not None
     assert rest[-1].timing is not None
-    assert first.timing.queue_s >= 0
-    assert first.timing.prefill_s > 0
-    assert first.timing.decode_s == 0
-    assert rest[-1].timing.decode_s >= 0.04  # it was held up
+    assert (first.timing.queue_s, first.timing.prefill_s, first.timing.decode_s) == (0.0, 2.0, 0.0)
+    assert rest[-1].timing.decode_s == 29 * 2.0 + 5.0
     assert (rest[-1].timing.queue_s, rest[-1].timing.prefill_s) == (first.timing.queue_s, first.timing.prefill_s)
     assert all(batch.timing is None for batch in rest[:-1])
     only = [batch async for batch in stream(async_engine, EngineRequest("b", [1, 2], SamplingParams(max_tokens=1)))]
@@ -66,19 +83,20 @@ async def test_the_first_batch_and_the_last_one_say_how_long_it_took() -> None:
     await async_engine.shutdown()
 
 
-async def test_the_wait_for_the_end_of_a_step_counts_as_queueing() -> None:
+async def test_the_wait_for_the_end_of_a_step_counts_as_queueing(clock: Clock) -> None:
     engine, runner = make_engine()
     gate = Gate(runner)
     async_engine = AsyncEngine(engine)
     first = stream(async_engine, EngineRequest("a", [1, 2], SamplingParams(max_tokens=30)))
     await anext(first)
-    assert await asyncio.to_thread(gate.is_held.wait, 30), "a step that the second request is too late for"
+    await until_in_loop(gate.is_held.is_set, "a step that the second request is too late for")
     second = asyncio.create_task(anext(stream(async_engine, EngineRequest("b", [1, 3], SamplingParams(max_tokens=1)))))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0)  # it is submitted
+    clock.now += 3.0
     gate.opened.set()
     timing = (await second).timing
     assert timing is not None
-    assert timing.queue_s >= 0.08
+    assert timing.queue_s == 3.0
     await first.aclose()
     await async_engine.shutdown()
 
@@ -147,7 +165,7 @@ async def test_after_shutdown_requests_fail_clearly_and_the_thread_is_gone() -> 
     answer = stream(engine, EngineRequest("a", [1], SamplingParams(max_tokens=200)))
     await anext(answer)
     shutdown = asyncio.ensure_future(engine.shutdown())
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)  # the step thread has the command
     gate.opened.set()
     await shutdown
     with pytest.raises(EngineDeadError, match="shut down"):

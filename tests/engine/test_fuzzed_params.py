@@ -20,10 +20,11 @@ from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.engine.async_streams import stream
+from tests.engine.async_streams import stream, wait_until_idle
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.conftest import SavedModel
 from tests.engine.oracle import Activity, answers, check_idle, make_llm, random_tokens, run
+from tests.waiting import HANG_S
 
 ALL_IDS = list(range(VOCAB_SIZE))
 TINY = math.nextafter(0.0, 1.0)
@@ -203,15 +204,13 @@ async def test_fuzzed_requests_of_the_async_engine_all_end(qwen3: SavedModel) ->
         except RequestError as error:
             refused.add(error.param)
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         fuzzing = [fuzz(str(i), fuzzed(rng), random_tokens(rng, rng.randint(1, 40))) for i in range(200)]
         asking = [ask(f"reference {i}", *one) for i, one in enumerate(zip(prompts, params, strict=True))]
         results = await asyncio.gather(*fuzzing[:100], *asking, *fuzzing[100:])
         assert results[100 : 100 + len(asking)] == expected
-        while engine.stats().num_used_blocks:  # the stats are updated after the last step's tokens
-            engine.check_health()
-            await asyncio.sleep(0.005)
     assert refused < {*FIELDS, "prompt"}
+    await wait_until_idle(engine)
     engine.check_health()
     await engine.shutdown()
 
@@ -261,7 +260,7 @@ async def test_beams_without_a_token_to_go_on_with_do_not_end_the_step_loop(qwen
     config = EngineConfig(model=qwen3.path, dtype="float32", device="cpu", skip_tokenizer_init=True, num_blocks=40)
     engine = AsyncEngine(Engine.from_config(config))
     params = SamplingParams(**NOTHING_LEFT["the same with beams"], max_tokens=10)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         batches = [batch async for batch in stream(engine, EngineRequest("a", [5, 6], params))]
     assert [(batch.index, batch.finish_reason) for batch in batches] == [(0, "abort"), (1, "abort")]
     engine.check_health()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.async_streams import Gate
 from tests.engine.shadow import ShadowRunner, make_engine
+from tests.waiting import until, until_in_loop
 
 
 @dataclass(eq=False)
@@ -52,10 +51,7 @@ class Recording:
 
     def wait(self, count: int) -> None:
         """Wait until so many requests have ended."""
-        deadline = time.monotonic() + 10
-        while len(self.ends) < count:
-            assert time.monotonic() < deadline, self.ends
-            time.sleep(0.002)
+        until(lambda: len(self.ends) >= count, f"{count} requests have ended", pause_s=0.002, details=lambda: self.ends)
 
 
 Running = tuple[AsyncEngine, Engine, ShadowRunner]
@@ -133,9 +129,7 @@ async def test_every_request_fails_when_the_step_loop_ends_those_in_the_inbox_in
     gate, reader = Gate(runner), Recording()
     engine = AsyncEngine(inner)
     engine.submit(request(1, 100), reader, 1)
-    while not reader.calls or not engine._inbox.empty():
-        await asyncio.sleep(0.002)
-    await asyncio.sleep(0.02)  # it is in its second step
+    await until_in_loop(gate.is_held.is_set, "the second step has begun")
     engine._inbox.put(None)
     engine.submit(request(2), reader, 2)  # after the command that ends the loop
     gate.opened.set()

@@ -17,6 +17,7 @@ from engine.sampling_params import SamplingParams
 from tests.engine.async_streams import Gate, collect, stream, wait_until_idle
 from tests.engine.observability.clock import Clock
 from tests.engine.shadow import ShadowRunner, make_engine, metrics_of
+from tests.waiting import HANG_S, until_in_loop
 
 PARAMS = SamplingParams(max_tokens=4)
 
@@ -40,7 +41,7 @@ class Held:
     async def finish(self) -> dict[str, list[int] | BaseException]:
         """Let everything run to its end and return what each reader got."""
         self.gate.opened.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await collect(self.first)
             results = await asyncio.gather(*self.readers.values(), return_exceptions=True)
             await wait_until_idle(self.engine)
@@ -111,8 +112,7 @@ async def test_a_step_that_does_not_end_fails_the_health_check_until_it_does() -
     engine.check_health()  # idle for long, and healthy
     answer = stream(engine, EngineRequest("a", [1], SamplingParams(max_tokens=5)))
     head = await anext(answer)
-    while runner.num_steps < 1 or engine._busy_since is None:
-        await asyncio.sleep(0.001)
+    await until_in_loop(gate.is_held.is_set, "the second step has begun")
     clock.now += 59
     engine.check_health()
     clock.now += 3
@@ -133,17 +133,16 @@ async def test_a_command_that_does_not_end_is_noticed_too() -> None:
 
     def wait() -> None:
         entered.set()
-        opened.wait(30)
+        assert opened.wait(HANG_S)
 
     engine = AsyncEngine(inner, clock=clock)
     engine.call_in_step_thread(wait)
-    await asyncio.to_thread(entered.wait, 10)
+    await until_in_loop(entered.is_set, "the command runs")
     clock.now += 301
     with pytest.raises(EngineDeadError, match="running for 301 s"):
         engine.check_health()
     opened.set()
-    while engine._busy_since is not None:  # the command ends a little later than what it is for
-        await asyncio.sleep(0.001)
+    await until_in_loop(lambda: engine._busy_since is None, "the command has ended")
     engine.check_health()
     await engine.shutdown()
 
@@ -161,33 +160,34 @@ class Listener:
 
 
 @pytest.fixture
-async def listening() -> AsyncIterator[tuple[AsyncEngine, ShadowRunner, Engine, Listener]]:
+async def listening() -> AsyncIterator[tuple[AsyncEngine, ShadowRunner, Engine, Listener, Clock]]:
     inner, runner = make_engine(max_num_seqs=2)
-    listener = Listener()
-    engine = AsyncEngine(inner, listener)
-    yield engine, runner, inner, listener
+    listener, clock = Listener(), Clock()
+    engine = AsyncEngine(inner, listener, clock=clock)
+    yield engine, runner, inner, listener, clock
     await engine.shutdown()
 
 
 async def test_arrivals_and_the_return_to_idleness_are_reported(
-    listening: tuple[AsyncEngine, ShadowRunner, Engine, Listener],
+    listening: tuple[AsyncEngine, ShadowRunner, Engine, Listener, Clock],
 ) -> None:
-    engine, runner, inner, listener = listening
+    engine, runner, inner, listener, clock = listening
     gate = Gate(runner)
     answer = stream(engine, EngineRequest("a", [1] * 9, SamplingParams(max_tokens=30)))
     await anext(answer)
     others = [asyncio.ensure_future(collect(stream(engine, EngineRequest(str(i), [i], PARAMS)))) for i in range(3)]
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0)  # they are submitted
+    await until_in_loop(gate.is_held.is_set, "the second step has begun")
+    clock.now += 1  # the next report is due, whose queue has all three
     gate.opened.set()
     await asyncio.gather(*others, collect(answer))
-    async with asyncio.timeout(10):
-        while not listener.reports or listener.reports[-1] != inner.meter.load() or engine.load().num_running:
-            await asyncio.sleep(0.005)
+    clock.now += 1
+    await until_in_loop(lambda: listener.reports[-1] == inner.meter.load() == engine.load(), "idleness is reported")
     last = listener.reports[-1]
     assert (last.num_running, last.num_waiting, last.queued_prefill_tokens) == (0, 0, 0)
     assert last == engine.load()
     assert last.num_steps > 0
-    assert max(load.num_waiting for load in listener.reports) >= 1
+    assert max(load.num_waiting for load in listener.reports) == 3
     assert listener.threads == {"engine-step-loop"}
 
 

@@ -14,6 +14,8 @@ from deployments.api.openai.protocol import CompletionRequest
 from deployments.api.turns import REQUESTS_PER_TURN
 from deployments.errors import ApiError
 from deployments.proxy.client_rules import CLIENT_HEADER
+from tests.virtual_clock import VirtualClockLoop
+from tests.waiting import HANG_S
 
 BODY = b'{"prompt": "a", "user": "' + b"x" * 2 * BYTES_PER_S + b'"}'
 
@@ -32,7 +34,8 @@ def _request(pieces: Sequence[bytes], pause_s: float, client: str = "") -> Reque
 
 def _read(pieces: Sequence[bytes], pause_s: float, timeout_s: float) -> CompletionRequest:
     reader = BodyReader(max_bytes=2**20, timeout_s=timeout_s)
-    return asyncio.run(reader.read(CompletionRequest, _request(pieces, pause_s)))
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        return runner.run(reader.read(CompletionRequest, _request(pieces, pause_s)))
 
 
 def test_a_slow_body_gets_the_time_of_its_bytes() -> None:
@@ -40,19 +43,19 @@ def test_a_slow_body_gets_the_time_of_its_bytes() -> None:
     quarter = len(BODY) // 4 + 1
     pieces = [BODY[start : start + quarter] for start in range(0, len(BODY), quarter)]
     assert len(pieces) == 4
-    assert _read(pieces, pause_s=0.1, timeout_s=0.2).prompt == ["a"]
+    assert _read(pieces, pause_s=0.5, timeout_s=1.0).prompt == ["a"]
 
 
 @pytest.mark.parametrize("pieces", [[], [BODY[:10]], [BODY[:1], BODY[1:2], BODY[2:3], BODY[3:4]]])
 def test_a_body_that_does_not_come_is_a_timeout(pieces: list[bytes]) -> None:
     with pytest.raises(ApiError, match="send it without pauses") as caught:
-        _read(pieces, pause_s=0.03, timeout_s=0.1)
+        _read(pieces, pause_s=3.0, timeout_s=10.0)
     assert (caught.value.status, caught.value.code) == (408, "timeout")
     assert caught.value.headers["Connection"] == "close"
 
 
 async def test_a_client_does_not_wait_for_the_end_of_anothers_burst() -> None:
-    reader, went_on = BodyReader(max_bytes=2**20, timeout_s=5.0), list[str]()
+    reader, went_on = BodyReader(max_bytes=2**20, timeout_s=HANG_S), list[str]()
 
     async def read(client: str) -> None:
         await reader.read(CompletionRequest, _request([BODY], 0.0, client))

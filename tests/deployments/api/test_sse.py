@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 from starlette.types import Message
 
 from deployments.api import sse
-from deployments.api.sse import COMMENT, EventStream
+from deployments.api.sse import COMMENT, COMMENT_S, EventStream
 from deployments.errors import ApiError
 from deployments.requests.generation import Delta
+from tests.engine.observability.clock import Clock
 
 
 class Events:
@@ -30,13 +31,14 @@ class Events:
         return b"end"
 
 
-async def _sent(first: Delta | None, *others: Delta | None, pause_s: float = 0.0) -> list[bytes]:
+async def _sent(first: Delta | None, *others: Delta | None, pause: Callable[[], None] = lambda: None) -> list[bytes]:
     """Return the chunks of a response, each of whose deltas after the first comes after a pause."""
     sent: list[bytes] = []
 
     async def deltas() -> AsyncGenerator[Delta | None, None]:
         for delta in others:
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(0)
+            pause()
             yield delta
 
     async def receive() -> Message:
@@ -57,10 +59,18 @@ async def test_comments_while_there_are_no_tokens() -> None:
     assert sent == [COMMENT, COMMENT, b"a", COMMENT, b"bend"]
 
 
-@pytest.mark.parametrize(("comment_s", "expected"), [(60.0, [b"a", b"cend"]), (0.0, [b"a", COMMENT, COMMENT, b"cend"])])
+@pytest.mark.parametrize(
+    ("pause_s", "expected"),
+    [(0.5 * COMMENT_S, [b"a", b"cend"]), (1.1 * COMMENT_S, [b"a", COMMENT, COMMENT, b"cend"])],
+)
 async def test_comments_while_a_parser_holds_back_text(
-    comment_s: float, expected: list[bytes], monkeypatch: pytest.MonkeyPatch
+    pause_s: float, expected: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse, "COMMENT_S", comment_s)
+    clock = Clock()
+    monkeypatch.setattr(sse, "monotonic", clock)
+
+    def pause() -> None:
+        clock.now += pause_s
+
     held = [Delta(0, "", [token]) for token in (2, 3)]
-    assert await _sent(Delta(0, "a", [1]), *held, Delta(0, "c", [4], "stop"), pause_s=0.001) == expected
+    assert await _sent(Delta(0, "a", [1]), *held, Delta(0, "c", [4], "stop"), pause=pause) == expected

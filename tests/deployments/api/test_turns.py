@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from deployments.api.turns import Turns
+from tests.waiting import HANG_S
 
 
 async def _turn_counter(turns: list[int]) -> None:
@@ -42,7 +43,7 @@ async def test_clients_take_turns() -> None:
     sent = [*(("a", number) for number in range(6)), *(("b", number) for number in range(2)), ("c", 0)]
     await asyncio.gather(*(caller(*one) for one in sent))
     assert went_on == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "a5"]
-    await asyncio.wait_for(gate.wait("d"), 1)
+    await asyncio.wait_for(gate.wait("d"), HANG_S)
 
 
 async def test_an_idle_gate_asks_for_no_turns() -> None:
@@ -67,4 +68,4 @@ async def test_a_caller_that_is_cancelled_takes_no_turn() -> None:
     tasks[2].cancel()
     await asyncio.wait(tasks)
     assert went_on == [0, 3]
-    await asyncio.wait_for(gate.wait(), 1)
+    await asyncio.wait_for(gate.wait(), HANG_S)

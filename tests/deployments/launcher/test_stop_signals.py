@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from deployments.launcher import stop_signals
-from deployments.launcher.stop_signals import STOP_SIGNALS, StopRequested, install_stop_handlers
+from deployments.launcher.stop_signals import SAME_SIGNAL_S, STOP_SIGNALS, StopRequested, install_stop_handlers
+from tests.engine.observability.clock import Clock
 
 
 @pytest.fixture(autouse=True)
@@ -20,22 +20,28 @@ def _restored_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(stop_signals, "monotonic", clock)
+    return clock
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_second_signal_means_stop_at_once(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_signals, "SAME_SIGNAL_S", 0.05)
+def test_a_second_signal_means_stop_at_once(number: signal.Signals, clock: Clock) -> None:
     stop_at_once = install_stop_handlers()
     with pytest.raises(StopRequested):
         signal.raise_signal(number)
     assert not stop_at_once.is_set()
-    time.sleep(0.1)
+    clock.now += SAME_SIGNAL_S + 0.01
     signal.raise_signal(signal.SIGTERM)
     assert stop_at_once.is_set()
 
 
-def test_the_same_signal_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_signals, "SAME_SIGNAL_S", 60.0)
+def test_the_same_signal_twice_counts_once(clock: Clock) -> None:
     stop_at_once = install_stop_handlers()
     with pytest.raises(StopRequested):
         signal.raise_signal(signal.SIGINT)
+    clock.now += SAME_SIGNAL_S - 0.01
     signal.raise_signal(signal.SIGINT)
     assert not stop_at_once.is_set()

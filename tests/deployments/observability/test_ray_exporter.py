@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from typing import Any
 
@@ -15,6 +14,7 @@ with warnings.catch_warnings():
 
 from deployments.observability.recorder import Recorder, Series
 from engine.observability.metrics import Metric
+from tests.waiting import until
 
 COUNTER = Metric("things", "counter", "Things.", ("kind",), known=(("x",), ("y",)))
 GAUGE = Metric("level", "gauge", "Level.")
@@ -126,8 +126,7 @@ def test_a_failing_metric_does_not_stop_the_others(monkeypatch: pytest.MonkeyPat
     recorder.increment(COUNTER, kind="x")
     recorder.set(GAUGE, 1.0)
     exporter.start()
-    while not sent:
-        time.sleep(0.001)
+    until(lambda: sent, "a value is sent", pause_s=0.001)
     recorder.set(GAUGE, 2.0)
     exporter.stop()
     assert (sent[0].value, sent[-1].value) == (1.0, 2.0)

@@ -6,9 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
-from deployments.serve.broadcast import broadcast, first_result
+from deployments.serve.broadcast import TIMEOUT_S, broadcast, first_result
+from tests.virtual_clock import now, on_virtual_clock
 
 
 @dataclass
@@ -41,23 +40,25 @@ class FakeHandle:
         return self.results
 
 
-async def test_replicas_that_fail_or_do_not_answer_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.serve.broadcast.TIMEOUT_S", 0.05)
+@on_virtual_clock
+async def test_replicas_that_fail_or_do_not_answer_are_left_out() -> None:
     results = [FakeResult(("a", 1)), FakeResult(RuntimeError("broken")), FakeResult(), FakeResult(("b", 2))]
     assert await broadcast(FakeHandle(results), "metrics") == {"a": 1, "b": 2}  # type: ignore[arg-type]
+    assert now() == TIMEOUT_S
 
 
 async def test_without_replicas_there_are_no_results() -> None:
     assert await broadcast(FakeHandle([]), "metrics") == {}  # type: ignore[arg-type]
 
 
+@on_virtual_clock
 async def test_the_first_result_is_not_delayed_by_other_replicas() -> None:
     results = [FakeResult(), FakeResult(("a", None)), FakeResult(RuntimeError("broken")), FakeResult(("b", 2))]
-    found = await asyncio.wait_for(first_result(FakeHandle(results), "find", "x"), 1.0)  # type: ignore[arg-type]
-    assert found == 2
+    assert await first_result(FakeHandle(results), "find", "x") == 2  # type: ignore[arg-type]
+    assert now() == 0
 
 
-async def test_no_replica_has_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.serve.broadcast.TIMEOUT_S", 0.05)
+@on_virtual_clock
+async def test_no_replica_has_a_result() -> None:
     for results in ([FakeResult(("a", None)), FakeResult(RuntimeError("broken"))], [FakeResult()], []):
         assert await first_result(FakeHandle(results), "find", "x") is None  # type: ignore[arg-type]

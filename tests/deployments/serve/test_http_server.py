@@ -14,6 +14,7 @@ import uvicorn
 
 from deployments.proxy.client_rules import CLIENT_HEADER
 from deployments.serve.http_server import StartInTurns, accept_many
+from tests.waiting import until_in_loop
 
 uvloop = pytest.importorskip("uvloop", reason="Ray uses asyncio's event loop here")
 
@@ -39,13 +40,15 @@ async def _most_accepted_in_a_turn() -> tuple[int, int]:
     listening.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(_app, lifespan="off", log_config=None))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
-    while not server.started:
-        await asyncio.sleep(0.01)
+    await until_in_loop(lambda: server.started, "the server has started")
     clients = [socket.create_connection(listening.getsockname()) for _ in range(CLIENTS)]
     counts = [0]
-    for _ in range(3 * CLIENTS):
-        await asyncio.sleep(0)
+
+    def all_are_accepted() -> bool:
         counts.append(len(server.server_state.connections))
+        return counts[-1] == CLIENTS
+
+    await until_in_loop(all_are_accepted, "all connections are accepted", pause_s=0)  # is called once a turn
     for client in clients:
         client.close()
     server.should_exit = True
@@ -115,8 +118,7 @@ def test_the_requests_of_every_server_start_in_turns() -> None:
     async def run() -> uvicorn.Server:
         server = uvicorn.Server(uvicorn.Config(_app, lifespan="off", log_config=None, port=0))
         serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
+        await until_in_loop(lambda: server.started, "the server has started")
         server.should_exit = True
         with suppress(asyncio.CancelledError):
             await serving

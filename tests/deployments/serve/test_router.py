@@ -17,6 +17,7 @@ from ray.serve.request_router import RequestRouter
 
 from deployments.routing.cluster_view import cluster_view
 from deployments.serve.router import PrefixRouter
+from tests.waiting import HANG_S, until_in_loop
 
 DEPLOYMENT = DeploymentID(name="engine-of-test", app_name="test")
 
@@ -54,7 +55,8 @@ async def router() -> PrefixRouter:
     )
     made.initialize_state(load_bound=1.25)
     made.update_replicas([FakeReplica(name) for name in ("a", "b", "c")])  # type: ignore[misc]
-    await asyncio.sleep(0.01)  # the probes of the queue lengths
+    lengths = made.replica_queue_len_cache
+    await until_in_loop(lambda: all(lengths.get(_id(name)) == 0 for name in "abc"), "the queue lengths are known")
     return made
 
 
@@ -79,7 +81,7 @@ async def test_while_all_are_full_serve_waits_before_it_asks_again(router: Prefi
 
 async def test_calls_that_share_a_request_id_all_get_a_replica(router: PrefixRouter) -> None:
     """Serve's own matching would leave all but one waiting."""
-    chosen = await asyncio.wait_for(asyncio.gather(*(_send(router) for _ in range(8))), timeout=5)
+    chosen = await asyncio.wait_for(asyncio.gather(*(_send(router) for _ in range(8))), timeout=HANG_S)
     assert set(chosen) <= set("abc")
 
 

@@ -29,6 +29,7 @@ from engine.observability.metrics import (
     STEP_TOKENS,
 )
 from tests.deployments.fakes import FakeEngines
+from tests.waiting import until_in_loop
 
 FILES = sorted(FOLDER.iterdir())
 
@@ -127,11 +128,14 @@ class Cluster:
     def __init__(self) -> None:
         self.now = 100.0
         self.num_asked = 0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.routed: dict[str, list[RoutedRequest]] = {}
 
     async def live(self) -> dict[str, EngineSnapshot]:
         self.num_asked += 1
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        await self.may_answer.wait()
         return {"b": snapshot(), "a": snapshot()}
 
     async def recently_routed(self) -> dict[str, list[RoutedRequest]]:
@@ -195,8 +199,10 @@ async def test_a_cancelled_poll_does_not_affect_the_others() -> None:
     cluster = Cluster()
     view = cluster.view()
     first, second = asyncio.create_task(view.body()), asyncio.create_task(view.body())
-    await asyncio.sleep(0.001)
+    cluster.may_answer.clear()
+    await until_in_loop(lambda: cluster.num_asked == 1, "the first poll asks")
     first.cancel()
+    cluster.may_answer.set()
     assert json.loads(await second)["replicas"]
     assert cluster.num_asked == 2
 

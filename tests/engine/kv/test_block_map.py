@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
-import time
+import threading
 from functools import partial
 
 import pytest
@@ -22,6 +22,7 @@ from tests.engine.async_streams import stream
 from tests.engine.random_load import RandomLoad
 from tests.engine.random_requests import random_arrival
 from tests.engine.shadow import make_engine
+from tests.waiting import HANG_S
 
 
 def picture(blocks: list[Block], max_cells: int) -> BlockMap:
@@ -95,18 +96,19 @@ def _map_of(engine: Engine) -> BlockMap:
 
 async def test_it_is_drawn_while_the_engine_runs() -> None:
     engine, runner = make_engine(num_blocks=64, block_size=4)
-    compute = runner.run
+    compute, may_step = runner.run, threading.Semaphore(1)
 
-    def slowly(output: SchedulerOutput, times: StepTimes) -> SampledTokens:
-        time.sleep(0.002)
+    def run(output: SchedulerOutput, times: StepTimes) -> SampledTokens:
+        assert may_step.acquire(timeout=HANG_S)
         return compute(output, times)
 
-    runner.run = slowly  # type: ignore[method-assign]
+    runner.run = run  # type: ignore[method-assign]
     running = AsyncEngine(engine)
     try:
         assert (await running.block_map()).counts() == BlockCounts(64, 0, 0, 0)
         seen = []
         async for _ in stream(running, EngineRequest("a", [1] * 40, SamplingParams(max_tokens=100))):
+            may_step.release()  # the next step runs while the picture is drawn
             seen.append(await running.block_map(max_cells=16))
         assert all(made.blocks_per_cell == 4 for made in seen)
         assert any(made.counts().used >= 10 for made in seen)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from engine.errors import ModelLoadError, RequestError
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer, _rust_tokenizer
 from tests.engine.checkpoints import save_tokenizer
+from tests.waiting import HANG_S, until
 
 IM_START, IM_END = 3, 4
 
@@ -48,15 +51,35 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(
         Tokenizer(tmp_path)
 
 
+@pytest.fixture
+def no_switches() -> Iterator[None]:
+    """Threads switch only where one releases the interpreter's lock by itself."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10 * HANG_S)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("no_switches")
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
     text = "the cache of a block and the block of a cache " * 5_000
-    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
-    encoding.start()
-    turns = 0
-    while encoding.is_alive():
-        time.sleep(0.001)
-        turns += 1
-    assert turns > 5  # two if the thread holds the interpreter's lock
+    states: list[str] = []
+
+    def encode() -> None:
+        states.append("encodes")
+        tokenizer.encode(text)
+        states.append("has encoded")
+
+    def runs_during_an_encoding() -> bool:
+        encoding = threading.Thread(target=encode)
+        encoding.start()
+        seen = set()
+        while encoding.is_alive():
+            seen.update(states[-1:])
+            time.sleep(0)  # releases the interpreter's lock
+        return "encodes" in seen
+
+    until(runs_during_an_encoding, "another thread ran during an encoding")  # a busy machine may run it too late
 
 
 def test_chat_is_rendered_with_control_tokens_of_the_template(tokenizer: Tokenizer) -> None:

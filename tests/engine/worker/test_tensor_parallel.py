@@ -27,6 +27,7 @@ from engine.worker.model_worker import ModelWorker
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES, build_model
 from tests.engine.models.decoder.dense_families import DENSE_FAMILIES
 from tests.engine.worker.parallel_answers import KV_HEADS, OPTIONS, answer, check_equal, make_prompts
+from tests.waiting import HANG_S
 
 
 class ThreadRanks:
@@ -62,7 +63,7 @@ class ThreadRanks:
             calls.put(message)
 
     def receive(self) -> list[Any]:
-        return [replies.get(timeout=30) for replies in self.replies]
+        return [replies.get(timeout=HANG_S) for replies in self.replies]
 
     def close(self) -> None:
         self.send(None)

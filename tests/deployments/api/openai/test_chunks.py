@@ -24,6 +24,7 @@ from engine.request import EngineRequest
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines, output
+from tests.waiting import until_in_loop
 
 TEXTS = st.text(max_size=6) | st.sampled_from(['"', "%s%(text)s%%", "\\", "\n\x00\x7f\u2028", "</s>🎉"])
 LOGPROB = st.builds(Logprob, st.floats(-1e4, 0.0), st.integers(1, 9))
@@ -184,8 +185,8 @@ async def test_a_client_that_disconnects_ends_the_stream_and_leaves_no_task(
     before = asyncio.all_tasks()
     app = open_client().app
     sent = await _stream(app, {"prompt": "a", "stream": True}, disconnect_after=3)
-    await asyncio.sleep(0.01)  # the fake engine's own generator is closed by the event loop
     assert 3 <= len(sent) <= 6
     assert all(message.get("more_body", True) for message in sent)
+    # The fake engine's own generator is closed by the event loop.
+    await until_in_loop(lambda: asyncio.all_tasks() <= before, "no task is left", details=asyncio.all_tasks)
     assert engines.dispatches[0].ended is not None
-    assert {task for task in asyncio.all_tasks() if not task.done()} <= before

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
 from engine.models.checkpoint import read_ahead as module
 from engine.models.checkpoint.read_ahead import read_ahead
+from tests.waiting import HANG_S
 
 
 def readers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("pagoda-load")]
 
 
-def test_results_come_in_order_whichever_is_read_first() -> None:
+def test_results_come_in_order_whichever_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NUM_THREADS", 2)
+    was_read = [threading.Event() for _ in range(20)]
+
     def read(item: int) -> int:
-        time.sleep(0.02 if item % 3 == 0 else 0)
+        if item % 3 == 0:
+            assert was_read[item + 1].wait(HANG_S)
+        was_read[item].set()
         return item * item
 
     assert list(read_ahead(range(20), read, lambda _: 1)) == [(item, item * item) for item in range(20)]
