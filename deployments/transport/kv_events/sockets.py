@@ -16,7 +16,16 @@ import zmq
 from deployments.transport.kv_events.messages import MAX_SNAPSHOT_BYTES
 from engine.errors import ConfigError
 
-__all__ = ["Wakeup", "address_of", "bind_publisher", "check_endpoint", "connect_subscriber", "set_common", "url_host"]
+__all__ = [
+    "Wakeup",
+    "address_of",
+    "bind_publisher",
+    "check_endpoint",
+    "connect_subscriber",
+    "set_common",
+    "set_heartbeats",
+    "url_host",
+]
 
 MAX_SUBSCRIPTION_BYTES = 4096  # of a message to a publisher: subscriptions
 ENVELOPE_BYTES = 4096  # of a snapshot, beyond its hashes
@@ -73,6 +82,7 @@ def bind_publisher(
     publisher.setsockopt(zmq.SNDHWM, max_queued)
     publisher.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
     set_common(publisher, address)
+    set_heartbeats(publisher)
     try:
         publisher.bind(f"tcp://{url_host(address)}:*")
     except zmq.ZMQError as error:
@@ -82,7 +92,11 @@ def bind_publisher(
 
 
 def connect_subscriber(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """Return a SUB socket that connects, and reconnects, to ``endpoint``; raises what ``check_endpoint`` raises."""
+    """Return a SUB socket that connects, and reconnects, to ``endpoint``; raises what ``check_endpoint`` raises.
+
+    It has a limited queue, and so no heartbeats (see ``set_heartbeats``). The publisher's load reports show that the
+    connection is alive, and the subscriber replaces the socket if they stop.
+    """
     subscriber = context.socket(zmq.SUB)
     subscriber.setsockopt(zmq.RCVHWM, MAX_RECEIVED)
     subscriber.setsockopt(zmq.MAXMSGSIZE, MAX_SNAPSHOT_BYTES + ENVELOPE_BYTES)
@@ -106,6 +120,18 @@ def set_common(target: zmq.Socket[bytes], address: IPv4Address | IPv6Address) ->
     """Set the options of every socket to or at ``address``."""
     target.setsockopt(zmq.LINGER, 0)
     target.setsockopt(zmq.IPV6, int(address.version == 6))
+
+
+def set_heartbeats(target: zmq.Socket[bytes]) -> None:
+    """Close a connection of this socket whose peer does not answer for ``ALIVE_TIMEOUT_MS``.
+
+    A socket that connects must not limit what it has received (RCVHWM). libzmq stops reading a connection while that
+    queue is full, takes the peer for dead because it does not read the peer's answers, and connects again. When the
+    queue is read then, it resumes the new connection, which has not stopped, and its assertion ``_input_stopped`` ends
+    the process. A socket that binds gives each connection a queue of its own.
+    """
+    connects = target.type in (zmq.SUB, zmq.DEALER)
+    assert not connects or target.getsockopt(zmq.RCVHWM) == 0, "libzmq would end the process; see the docstring"
     target.setsockopt(zmq.HEARTBEAT_IVL, ALIVE_IVL_MS)
     target.setsockopt(zmq.HEARTBEAT_TIMEOUT, ALIVE_TIMEOUT_MS)
 

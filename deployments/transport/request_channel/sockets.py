@@ -15,7 +15,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from deployments.transport.kv_events.sockets import address_of, check_endpoint, set_common, url_host
+from deployments.transport.kv_events.sockets import address_of, check_endpoint, set_common, set_heartbeats, url_host
 from engine.errors import ConfigError
 
 __all__ = ["MAX_REQUEST_BYTES", "SocketReader", "bind_router", "connect_dealer", "watch_connection"]
@@ -46,6 +46,7 @@ def bind_router(context: zmq.Context[Socket], host: str) -> tuple[Socket, str]:
     made.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     _set_options(made)
     set_common(made, address)
+    set_heartbeats(made)
     try:
         made.bind(f"tcp://{url_host(address)}:*")
     except zmq.ZMQError as error:
@@ -68,6 +69,7 @@ def connect_dealer(context: zmq.Context[Socket], endpoint: str, identity: bytes)
     made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     _set_options(made)
     set_common(made, address)
+    set_heartbeats(made)
     events = made.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     made.connect(endpoint)
     return made, events
@@ -75,7 +77,7 @@ def connect_dealer(context: zmq.Context[Socket], endpoint: str, identity: bytes)
 
 def _set_options(made: Socket) -> None:
     made.setsockopt(zmq.SNDHWM, 0)  # a message is never dropped here: the outboxes have a limit of their own
-    made.setsockopt(zmq.RCVHWM, 0)
+    made.setsockopt(zmq.RCVHWM, 0)  # set_heartbeats depends on it
     made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
 
 
