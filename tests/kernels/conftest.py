@@ -59,7 +59,7 @@ IN_CI = 4  # cases of each function, so that a sweep of interpreted kernels cost
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run few of the interpreted cases of each function: its first in `make test`, and in CI some spread over the rest."""
+    """Run the first interpreted case of each function in `make test`, and in CI some that are spread over the rest."""
     functions = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and _runs_kernels(item) and not torch.cuda.is_available():
