@@ -8,10 +8,11 @@ keeps a parameter that the caller has released.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,12 +28,16 @@ from engine.models.checkpoint.weight_errors import weights_not_finite
 from engine.models.config.model_config import ModelConfig
 from engine.models.tensor_parallel import TensorParallel
 
-__all__ = ["EMBEDDING", "HEAD", "read_weights"]
+__all__ = ["EMBEDDING", "HEAD", "read_weights", "with_stored_head"]
+
+logger = logging.getLogger(__name__)
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
 _ROTATED = ("q_proj", "k_proj")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+_STORED_EMBEDDING = "model." + EMBEDDING
+_COMPARED_ROWS = 1024  # at once, so that a comparison takes little memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +48,33 @@ class _Parameter:
     shape: list[int]  # this rank's
     parts: list[tuple[str, Shard | None]]  # stored name, and this rank's part of it
     orders: list[list[int] | None]  # of the elements of each part's heads, as RopeConfig.element_order has it
-
-    @property
-    def is_tied_head(self) -> bool:
-        """Whether it shares the embedding's tensor."""
-        return self.name == HEAD and self.parts[0][0] != HEAD
+    is_tied_head: bool = False  # whether it shares the embedding's tensor
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of memory that it takes."""
         return 0 if self.is_tied_head else math.prod(self.shape) * dtype.itemsize
+
+
+def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> ModelConfig:
+    """Return the config, untied if the checkpoint stores a head that differs from the embedding in ``dtype``.
+
+    Merged fine-tunes often store a trained head beside a config that still says ``tie_word_embeddings: true``.
+    transformers computes with the stored head, too.
+    """
+    if not config.tie_word_embeddings or not {HEAD, _STORED_EMBEDDING} <= set(checkpoint.names):
+        return config
+    for name in (HEAD, _STORED_EMBEDDING):
+        checkpoint.require_floats(name)
+    head, embedding = checkpoint.read(HEAD), checkpoint.read(_STORED_EMBEDDING)
+    pairs = zip(head.split(_COMPARED_ROWS), embedding.split(_COMPARED_ROWS), strict=False)
+    if head.shape == embedding.shape and all(torch.equal(one.to(dtype), other.to(dtype)) for one, other in pairs):
+        return config
+    logger.warning(
+        "'%s' of '%s' differs from the embedding and is used, although config.json says tie_word_embeddings: true",
+        HEAD,
+        checkpoint.path,
+    )
+    return replace(config, tie_word_embeddings=False)
 
 
 def read_weights(
@@ -108,7 +131,8 @@ def _parameter(
         if fused in name and fused in config.family.fused:
             stored = ["model." + name] * len(modules)
             shards = _within_fused(shards)
-    return _Parameter(name, shape, list(zip(stored, shards, strict=True)), orders)
+    is_tied_head = name == HEAD and config.tie_word_embeddings
+    return _Parameter(name, shape, list(zip(stored, shards, strict=True)), orders, is_tied_head)
 
 
 def _within_fused(shards: Sequence[Shard | None]) -> list[Shard | None]:
@@ -124,8 +148,10 @@ def _within_fused(shards: Sequence[Shard | None]) -> list[Shard | None]:
 
 def _stored_names(name: str, checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Return the checkpoint's names of our parameter ``name``: several where it is fused."""
+    if config.tie_word_embeddings and name in (EMBEDDING, HEAD):  # some checkpoints store the one, some the other
+        return [_STORED_EMBEDDING if _STORED_EMBEDDING in checkpoint or HEAD not in checkpoint else HEAD]
     if name == HEAD:
-        return ["model." + EMBEDDING if config.tie_word_embeddings else HEAD]
+        return [HEAD]
     *path, module, kind = name.split(".")
     if module in config.family.stored_norms:
         return [".".join(("model", *path, config.family.stored_norms[module], kind))]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from engine.models.checkpoint.checkpoint import open_checkpoint
-from engine.models.checkpoint.weights import EMBEDDING, HEAD, read_weights
+from engine.models.checkpoint.weights import EMBEDDING, HEAD, read_weights, with_stored_head
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.cpu_decoder import CpuDecoder, head_is_embedding
 from engine.models.decoder.cpu_decoder import can_run as cpu_kernels_can_run
@@ -59,27 +59,27 @@ def load_decoder(
         ConfigError: if the ranks cannot share the model evenly, experts cannot be quantized here, the model cannot be
             batch-invariant here, or the context is too long for a RoPE table.
     """
-    config = ModelConfig.from_hf(hf_config)
-    rope = rope_tables(hf_config, config.rope, config.head_dim, max_model_len)
-    with torch.device("meta"), _Uninitialised():
-        model = Decoder(config, rope, parallel, select_layer_ops(device))
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    method = choose_linear_method(
-        config,
-        dtype,
-        device,
-        parallel.size,
-        quantization=quantization,
-        batch_invariant=batch_invariant,
-        may_pack=use_cpu_kernels and cpu_kernels_can_run(config, dtype, device),
-    )
-    if parallel.rank == 0:
-        logger.debug("Using %s linear layers (%s)", method.name, method.why_chosen)
-    kind = method.kind if isinstance(method, PackedLinears) else None
-    if is_head := kind is not None and head_is_embedding(config, parallel, kind):
-        del shapes[HEAD]  # the embedding's weights are packed as the head's
-    started = perf_counter()
+    config, started = ModelConfig.from_hf(hf_config), perf_counter()
     with open_checkpoint(path) as checkpoint:
+        config = with_stored_head(config, checkpoint, dtype)
+        rope = rope_tables(hf_config, config.rope, config.head_dim, max_model_len)
+        method = choose_linear_method(
+            config,
+            dtype,
+            device,
+            parallel.size,
+            quantization=quantization,
+            batch_invariant=batch_invariant,
+            may_pack=use_cpu_kernels and cpu_kernels_can_run(config, dtype, device),
+        )
+        if parallel.rank == 0:
+            logger.debug("Using %s linear layers (%s)", method.name, method.why_chosen)
+        with torch.device("meta"), _Uninitialised():
+            model = Decoder(config, rope, parallel, select_layer_ops(device))
+        kind = method.kind if isinstance(method, PackedLinears) else None
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if is_head := kind is not None and head_is_embedding(config, parallel, kind):
+            del shapes[HEAD]  # the embedding's weights are packed as the head's
         weights = read_weights(
             checkpoint,
             shapes,
@@ -90,16 +90,15 @@ def load_decoder(
             may_be_mapped=lambda name: kind is None or (name == EMBEDDING and not is_head),
             show_progress=show_progress,
         )
-        if kind is not None:
+        if kind is None:
+            model.rope = rope.to(device)
+            _fill(model, weights)
+            replace_linears(model, method)
+        else:
             packed = CpuDecoder(model.embed_tokens, config, rope, parallel, dtype, kind)
             _pack(packed, weights)
-            logger.info("Loading weights took %.2f seconds", perf_counter() - started)
-            return packed
-        model.rope = rope.to(device)
-        _fill(model, weights)
-    replace_linears(model, method)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
-    return model.eval()
+    return model.eval() if kind is None else packed
 
 
 def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
