@@ -60,7 +60,7 @@ def test_latency_times_each_decode_step(tmp_path: Path) -> None:
         assert result["over_limit"] == pytest.approx(result["plain_read_gb_s"] / result["read_gb_s"], rel=0.1)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("runs a benchmark whole; its arithmetic and its reading have tests of their own")
 def test_loading_is_measured_beside_plain_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out, dropped = tmp_path / "model", tmp_path / "result.json", []
     shutil.copytree(MODEL, model)

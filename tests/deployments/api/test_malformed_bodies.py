@@ -57,7 +57,7 @@ VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, -(2**64), 10**400, 0.0, -0.5, 1e308, "", "a", "\ud800", "\x00", "é" * 50,
     [], [[]], [None], {}, {"": None}, {"type": None}, [0] * 200, ["a"] * 200, {"a": {"b": {"c": []}}}, "token_id:5",
 ]  # fmt: skip
-NUM_BODIES = 10_000
+NUM_BODIES = 4_000
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:

@@ -106,9 +106,9 @@ def test_a_hostile_config(workshops: Workshops, name: str, data: st.DataObject) 
     try_a_field(workshops(name), data)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("more random values; make test tries five for each family")
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(data=st.data())
 def test_many_hostile_configs(workshops: Workshops, name: str, data: st.DataObject) -> None:
     try_a_field(workshops(name), data)
@@ -133,8 +133,8 @@ def test_hostile_rope_parameters(workshop: Workshop, field: str, rope_type: str,
     try_rope(workshop, rope_type, field, value)
 
 
-@pytest.mark.long
-@settings(max_examples=60, deadline=None)
+@pytest.mark.exhaustive("more random values; make test tries twelve")
+@settings(max_examples=250, deadline=None)
 @given(**ROPE)
 def test_many_hostile_rope_parameters(workshop: Workshop, field: str, rope_type: str, value: Any) -> None:
     try_rope(workshop, rope_type, field, value)
