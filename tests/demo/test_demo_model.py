@@ -141,7 +141,10 @@ def test_sampling_with_the_default_settings_still_answers(corpus: Corpus, demo: 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16],
+    [
+        torch.float32,
+        pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive("the same answers in another dtype")),
+    ],
     ids=["float32", "bfloat16"],
 )
 def test_tools_are_called_and_their_results_used(dtype: torch.dtype, tools: ToolCorpus) -> None:
