@@ -66,7 +66,7 @@ def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.d
     for name in (HEAD, _STORED_EMBEDDING):
         checkpoint.require_floats(name)
     head, embedding = checkpoint.read(HEAD), checkpoint.read(_STORED_EMBEDDING)
-    pairs = zip(head.split(_COMPARED_ROWS), embedding.split(_COMPARED_ROWS), strict=False)
+    pairs = zip(torch.split(head, _COMPARED_ROWS), torch.split(embedding, _COMPARED_ROWS), strict=False)
     if head.shape == embedding.shape and all(torch.equal(one.to(dtype), other.to(dtype)) for one, other in pairs):
         return config
     logger.warning(
