@@ -8,7 +8,7 @@ from http.server import ThreadingHTTPServer
 
 import pytest
 
-from tests.deployments.proxy.proxies import PATIENT, Ingress, Proxy, running
+from tests.deployments.proxy.proxies import HASTY, Ingress, Proxy, running
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +26,13 @@ def ingress() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory, ingress: int) -> Iterator[Proxy]:
-    """Return a HAProxy, whose connections each test closes."""
+    """Return a HAProxy that waits for clients for as long as a test may take. Each test closes its connections."""
     with running(tmp_path_factory.mktemp("proxy"), ingress) as proxy:
         yield proxy
 
 
 @pytest.fixture(scope="module")
-def patient_proxy(tmp_path_factory: pytest.TempPathFactory, ingress: int) -> Iterator[Proxy]:
-    """Return a HAProxy that keeps silent connections open."""
-    with running(tmp_path_factory.mktemp("patient"), ingress, limits=PATIENT) as proxy:
+def hasty_proxy(tmp_path_factory: pytest.TempPathFactory, ingress: int) -> Iterator[Proxy]:
+    """Return a HAProxy that soon closes silent connections."""
+    with running(tmp_path_factory.mktemp("hasty"), ingress, limits=HASTY) as proxy:
         yield proxy

