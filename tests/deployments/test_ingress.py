@@ -193,6 +193,14 @@ def test_a_request_that_takes_too_long_gets_408(client: TestClient, engines: Fak
     assert (answer.status_code, answer.json()["error"]["type"]) == (408, "timeout_error")
 
 
+def test_a_stream_that_takes_too_long_ends_with_an_error(client: TestClient, engines: FakeEngines) -> None:
+    engines.scripts = [[output([70]), RequestTimeoutError("too long")]]
+    answer = client.post("/v1/completions", json={"prompt": "a", "stream": True})
+    *_, error, last = [line for line in answer.text.splitlines() if line]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert (answer.status_code, last) == (200, "data: [DONE]")
+
+
 def test_unknown_paths_are_404(client: TestClient) -> None:
     for path in ("/docs", "/redoc", "/v1/embeddings", "/v1/images/generations"):
         answer = client.get(path)

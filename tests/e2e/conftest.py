@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.deployments.collector import Collector, collecting
@@ -20,6 +21,7 @@ pytest.register_assert_rewrite("tests.e2e.browser")  # whose assertion would not
 
 SHARED_SERVERS = ("small_server", "public_server", "server")  # in the order in which they run
 MAX_RUNNING, MAX_WAITING, TIMEOUT_S = 2, 3, 30.0  # of the requests to the small server
+SMALL_ENGINES = 2  # of which one runs
 PUBLIC_HOST = "0.0.0.0"
 
 
@@ -82,11 +84,14 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with room for two running and three waiting requests, and a timeout of 30 s."""
+    """A server with room for two running and three waiting requests, and a timeout of 30 s.
+
+    It is to have two engines, and this machine has room for one.
+    """
 
     def change(args: dict[str, Any]) -> None:
-        args["replicas"]["num_engine_replicas"] = 1
-        args["engine"]["max_num_seqs"] = MAX_RUNNING
+        args["replicas"].update(num_engine_replicas=SMALL_ENGINES, cpus_per_engine=0.6 * psutil.cpu_count())
+        args["engine"].update(max_num_seqs=MAX_RUNNING, num_threads=1)
         args["limits"] |= {"max_queued_requests_per_engine": MAX_WAITING, "request_timeout_s": TIMEOUT_S}
 
     with running_server(tmp_path_factory.mktemp("small"), change) as running:
@@ -102,7 +107,8 @@ def make_public(args: dict[str, Any]) -> None:
     """
     args["engine"] |= {"dtype": "float32", "async_scheduling": True}
     args["replicas"] |= {"num_ingress_replicas": 2, "cpus_per_engine": 0.1, "cpus_per_ingress": 0.1}
-    args["limits"]["stall_timeout_s"] = 20.0  # a new engine sends nothing while it compiles its first grammar
+    # One test waits for a stall. On a slow machine other requests stall too, and move as often as they must.
+    args["limits"].update(stall_timeout_s=8.0, max_migrations=100)
 
 
 @pytest.fixture(scope="session")

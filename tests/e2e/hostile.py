@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.e2e.strange import (
@@ -156,6 +157,17 @@ def strange_bodies(rng: random.Random) -> Iterator[Sent]:
         value, field = rng.choice(VALUES), rng.choice([*FIELDS, *(name for name in valid if "max" not in name)])
         data = json.dumps(valid | {field: value}).encode()
         yield Sent(f"{path} {field}={value!r:.40}", request("POST", path, [], data))
+
+
+def in_a_hurry(sent: Sent) -> Sent:
+    """Let the client of an incomplete request end its side: the server would wait ten seconds for the rest."""
+    head, end, body = sent.data.partition(b"\r\n\r\n")
+    lengths = re.findall(rb"(?im)^content-length: *(\d+)\r?$", head)
+    if re.search(rb"(?im)^transfer-encoding: *chunked\r?$", head):
+        is_complete = body.endswith(b"0\r\n\r\n")
+    else:
+        is_complete = bool(head and end) and len(body) >= int(lengths[0] if lengths else 0)
+    return sent if is_complete else replace(sent, half_closes=True)
 
 
 @asynccontextmanager

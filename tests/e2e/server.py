@@ -34,12 +34,13 @@ with warnings.catch_warnings():
 import psutil
 
 from tests.ports import free_port
-from tests.waiting import HANG_S, until
+from tests.waiting import HANG_S, until, until_async
 
 ROOT = Path(__file__).resolve().parents[2]
 Change = Callable[[dict[str, Any]], object]
 # On a busy machine Ray would take a proxy for dead that starts or answers slowly, and kill it.
 PATIENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
+SERVER_NICENESS = 3  # of a server's sessions; 1 already makes the difference
 START_HANG_S = 240.0  # below the limit of a test, whose message would not show the log
 assert ray.__file__
 
@@ -55,6 +56,7 @@ def write_config(path: Path, port: int, change: Change = lambda args: None, host
     return path
 
 
+NAMED_BY = {"replica": "pagoda_engine_start_time_seconds", "ingress": "pagoda_replicas"}  # metrics that each reports
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -95,6 +97,17 @@ class Server:
     def wait_until_ready(self) -> None:
         """Wait until the launcher says that the server is ready."""
         self.wait_for_line("pagoda: ready")
+        self._yield_to_clients()
+
+    def _yield_to_clients(self) -> None:
+        """Let the test's own process run before the server's, which are in other sessions.
+
+        An engine's niceness counts within its session only (see sched(7), autogroup). Without this, the kernel left a
+        test that reads streams without a core for up to ten seconds, and all streams had ended before it read one.
+        """
+        for process in self.processes():
+            with suppress(OSError):  # it has ended, or the kernel has no autogroups
+                Path(f"/proc/{process.pid}/autogroup").write_text(str(SERVER_NICENESS))
 
     def wait_for_line(self, text: str, *, start: int = 0) -> str:
         """Wait for a line with ``text`` in the launcher's output after ``start`` characters, and return it."""
@@ -125,13 +138,41 @@ class Server:
             for sample in family.samples
         }
 
+    def metrics_of_all(self) -> Samples:
+        """Return the same once all running replicas have answered: one that takes two seconds is left out."""
+
+        def samples() -> Samples | None:
+            running = self.pids("engine").keys() | self.pids("ingress").keys()
+            found = self.metrics()
+            named = {dict(labels).get(kind) for name, labels in found for kind in NAMED_BY if name == NAMED_BY[kind]}
+            return found if named >= running else None
+
+        return until(samples, "all replicas report their metrics") or {}
+
     def metric(self, name: str, **labels: str) -> dict[str, float]:
         """Return one metric by engine replica, summed over all other labels."""
         return by_replica(self.metrics(), name, **labels)
 
     def total(self, name: str, **labels: str) -> float:
-        """Return one metric, summed over all replicas and all other labels."""
+        """Return one metric, summed over all other labels and over the replicas that answer in time."""
         return sum(self.metric(name, **labels).values())
+
+    def num_finished(self, **labels: str) -> float:
+        """Return how many requests have left the engines so far, by default for any reason."""
+        return sum(by_replica(self.metrics_of_all(), "pagoda_requests_finished_total", **labels).values())
+
+    def usage(self) -> dict[str, float]:
+        """Return how many requests run and wait in all engines, and how many KV blocks they use."""
+        samples = self.metrics_of_all()
+        return {
+            "running": sum(by_replica(samples, "pagoda_num_requests_running").values()),
+            "waiting": sum(by_replica(samples, "pagoda_num_requests_waiting").values()),
+            "blocks": sum(by_replica(samples, "pagoda_kv_blocks", state="used").values()),
+        }
+
+    async def until_idle(self) -> None:
+        """Wait until no request runs or waits, and all KV blocks are free."""
+        await until_async(lambda: not any(self.usage().values()), "nothing is in use", details=self.usage)
 
     def engine_pids(self) -> dict[str, int]:
         """Return the process id of each engine replica."""

@@ -89,7 +89,7 @@ async def test_connections_between_live_processes_are_cut(ready_server: Server, 
         await report.until_completed(CLIENTS)
         reconnected, moved = await cut_connections(ready_server, report, 5 * ROUNDS)
     report.check()
-    assert moved < reconnected, "broken connections moved requests"  # a few may stall on a busy machine
+    assert moved < reconnected, "broken connections moved requests"
 
 
 async def test_a_killed_ingress_costs_only_its_own_clients_a_retry(ready_server: Server, asked: Recorded) -> None:

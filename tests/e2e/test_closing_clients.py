@@ -38,9 +38,7 @@ async def _client(
 
 async def _until(server: Server, **expected: int) -> None:
     """Wait for numbers of running and waiting requests."""
-    for name, number in expected.items():
-        metric = f"pagoda_num_requests_{name}"
-        await until_async(lambda metric=metric, number=number: server.total(metric) == number, f"{metric} is {number}")
+    await until_async(lambda: expected.items() <= server.usage().items(), f"{expected} requests", details=server.usage)
 
 
 @asynccontextmanager
@@ -53,11 +51,6 @@ async def _busy(server: Server) -> AsyncIterator[None]:
             await _until(server, running=MAX_RUNNING, waiting=MAX_WAITING - 1)
             yield
     await _until(server, running=0, waiting=0)
-
-
-def _aborted(server: Server) -> float:
-    """Return how many requests have been aborted so far."""
-    return server.total("pagoda_requests_finished_total", reason="abort")
 
 
 def _tokens(answer: bytes) -> int:
@@ -89,20 +82,20 @@ async def test_it_gets_a_stream_that_waited(small_server: Server) -> None:
 
 
 async def test_a_stream_ends_when_its_client_has_gone(small_server: Server) -> None:
-    aborted = _aborted(small_server)
+    finished, aborted = small_server.num_finished(), small_server.num_finished(reason="abort")
     async with _client(small_server, max_tokens=1900, n=MAX_RUNNING) as (reader, _):
         await reader.readuntil(b"data: ")
-    await _until(small_server, running=0)
-    assert _aborted(small_server) == aborted + MAX_RUNNING
+    await until_async(lambda: small_server.num_finished() == finished + MAX_RUNNING, "both answers have ended")
+    assert small_server.num_finished(reason="abort") == aborted + MAX_RUNNING
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_waits_ends_when_its_client_has_gone(small_server: Server, stream: bool) -> None:
     async with _busy(small_server):
-        aborted = _aborted(small_server)
+        aborted = small_server.num_finished(reason="abort")
         async with _client(small_server, stream=stream, max_tokens=20):
             await _until(small_server, waiting=MAX_WAITING)
-        await until_async(lambda: _aborted(small_server) == aborted + 1, "the request is aborted")
+        await until_async(lambda: small_server.num_finished(reason="abort") == aborted + 1, "the request is aborted")
 
 
 async def test_a_whole_answer_is_not_computed_for_a_client_that_closes_its_side(small_server: Server) -> None:

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.e2e.conftest import SMALL_ENGINES
 from tests.e2e.server import ROOT, Change, Server, alive, end_server, start_server, write_config
 from tests.ports import free_port
 from tests.waiting import HANG_S, until
@@ -81,25 +82,15 @@ def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: 
 
 
 @pytest.mark.long
-def test_more_engines_than_fit(tmp_path: Path, ray_dir: Path) -> None:
+def test_more_engines_than_fit(small_server: Server) -> None:
     """Those that fit serve, the launcher reports what the others wait for, and nothing waits for them forever."""
-    number = psutil.cpu_count() + 2
-    server = start_server(tmp_path, ray_dir, lambda args: args["replicas"].update(_one_cpu_each(number)))
-    try:
-        line = server.wait_for_line("engine replicas wait for CPU")
-        assert f" of {number} engine replicas wait for CPU: each needs 1, the cluster has " in line
-        assert "lower replicas.num_engine_replicas" in line
-        statuses: list[int] = []
-        until(lambda: statuses.append(_health(server)) or statuses[-1] == 200, "the engines that fit serve")
-        assert set(statuses) <= {0, 503, 200}
-        body = {"prompt": "Once", "max_tokens": 3}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S).status_code == 200
-        server.wait_until_ready()
-        os.killpg(server.process.pid, signal.SIGINT)
-        assert server.wait() == 0
-        assert "Traceback" not in server.log.read_text()
-    finally:
-        end_server(server)
+    line = small_server.wait_for_line("engine replicas wait for CPU")
+    assert f"1 of {SMALL_ENGINES} engine replicas wait for CPU: each needs {0.6 * psutil.cpu_count():g}, " in line
+    assert "the cluster has " in line
+    assert "lower replicas.num_engine_replicas" in line
+    assert _health(small_server) == 200
+    body = {"prompt": "Once", "max_tokens": 3}
+    assert httpx.post(f"{small_server.url}/v1/completions", json=body, timeout=HANG_S).status_code == 200
 
 
 @pytest.mark.exhaustive("starts a cluster of its own; the checks before a start have unit tests")
@@ -110,18 +101,16 @@ def test_an_engine_for_which_no_machine_has_room(tmp_path: Path, ray_dir: Path) 
     server = start_server(tmp_path, ray_dir, change)
     try:
         server.wait_for_line("1 of 1 engine replicas wait for CPU")
+        statuses: list[int] = []
+        until(lambda: statuses.append(_health(server)) or statuses[-1] == 503, "the ingress answers")
+        assert set(statuses) <= {0, 503}
         answer = httpx.get(f"{server.url}/health", timeout=HANG_S)
-        assert answer.status_code == 503
         assert "wait for resources" in answer.json()["error"]["message"]
         os.killpg(server.process.pid, signal.SIGINT)
         assert server.wait() == 0
         assert "Traceback" not in server.log.read_text()
     finally:
         end_server(server)
-
-
-def _one_cpu_each(number: int) -> dict[str, Any]:
-    return {"num_engine_replicas": number, "cpus_per_engine": 1}
 
 
 def _health(server: Server) -> int:
@@ -136,6 +125,7 @@ def _health(server: Server) -> int:
 @pytest.mark.stops_server
 def test_an_interrupt_cuts_no_stream_and_leaves_no_process(small_server: Server) -> None:
     _check_stop(small_server, signal.SIGINT)
+    assert "Traceback" not in small_server.log.read_text()
 
 
 @pytest.mark.long

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from contextlib import AsyncExitStack
 
 import httpx
+import pytest
 
 from tests.e2e.server import Server, by_replica
 from tests.waiting import HANG_S, until_async
 
 CLIENTS, DISCONNECTING, TOKENS, UNREAD_TOKENS = 64, 16, 96, 1500
+MAX_ROUNDS = 5
+FINISHED = "pagoda_requests_finished_total"
 
 
 async def _stream(client: httpx.AsyncClient, number: int, max_chunks: int | None) -> tuple[int, str | None]:
@@ -38,64 +43,78 @@ async def _all(server: Server) -> list[tuple[int, str | None]]:
         )
 
 
-def _in_use(server: Server) -> dict[str, float]:
-    return {
-        "running": server.total("pagoda_num_requests_running"),
-        "waiting": server.total("pagoda_num_requests_waiting"),
-        "blocks": server.total("pagoda_kv_blocks", state="used"),
-    }
-
-
-async def _until_idle(server: Server) -> None:
-    await until_async(lambda: not any(_in_use(server).values()), "nothing is in use", details=lambda: _in_use(server))
-
-
-def _aborted(server: Server) -> float:
-    """Return how many requests have been aborted so far."""
-    return server.total("pagoda_requests_finished_total", reason="abort")
-
-
 async def test_64_streams_of_which_16_disconnect(server: Server) -> None:
-    before = _aborted(server)
-    seen = await _all(server)
-    assert all(tokens == TOKENS and reason == "length" for tokens, reason in seen[DISCONNECTING:])
-    assert all(tokens < UNREAD_TOKENS and reason is None for tokens, reason in seen[:DISCONNECTING])
-    await _until_idle(server)
-    assert _aborted(server) == before + DISCONNECTING
+    """More than one round is needed only if answers end before their client gets to read three events."""
+    aborted = 0.0
+    await server.until_idle()
+    for _ in range(MAX_ROUNDS):
+        all_before, aborted_before = server.num_finished(), server.num_finished(reason="abort")
+        seen = await _all(server)
+        assert all(tokens == TOKENS and reason == "length" for tokens, reason in seen[DISCONNECTING:])
+        await _until_finished(server, all_before + CLIENTS)
+        aborted += server.num_finished(reason="abort") - aborted_before
+        await server.until_idle()
+        if aborted >= DISCONNECTING:
+            return
+    pytest.fail(f"only {aborted:g} requests were aborted in {MAX_ROUNDS} rounds")
+
+
+async def _until_finished(server: Server, number: float) -> None:
+    await until_async(lambda: server.num_finished() == number, f"{number:g} requests have finished")
 
 
 async def test_a_request_without_streaming_is_aborted_on_disconnect(server: Server) -> None:
-    before = _aborted(server)
-    body = {"prompt": "Leave early", "max_tokens": 1500, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=server.url) as client:
-        call = asyncio.create_task(client.post("/v1/completions", json=body, timeout=HANG_S))
-        await until_async(lambda: _in_use(server)["running"], "the request runs")
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-    await _until_idle(server)
-    assert _aborted(server) == before + 1
+    """It is sent again if it ends before its client can leave."""
+    body = {"prompt": "Leave early", "max_tokens": UNREAD_TOKENS, "ignore_eos": True}
+    await server.until_idle()
+    aborted = server.num_finished(reason="abort")
+    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client:
+        for _ in range(MAX_ROUNDS):
+            finished = server.num_finished()
+            call = asyncio.create_task(client.post("/v1/completions", json=body))
+            await until_async(lambda call=call: call.done() or server.usage()["running"], "the request runs")
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            await _until_finished(server, finished + 1)
+            if server.num_finished(reason="abort") > aborted:
+                break
+    assert server.num_finished(reason="abort") == aborted + 1
+    await server.until_idle()
 
 
 async def test_metrics_agree_with_the_running_requests(server: Server) -> None:
-    body = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
-    before = server.metric("pagoda_requests_finished_total")
-    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client:
-        streams = [
-            client.stream("POST", "/v1/completions", json=body | {"prompt": f"Run {number} of several, all alone"})
-            for number in range(6)
-        ]
-        answers = await asyncio.gather(*(stream.__aenter__() for stream in streams))
-        sent = {answer.headers["x-pagoda-replica"] for answer in answers}
-        samples = server.metrics()  # at one time: the streams may end between two
-        running = by_replica(samples, "pagoda_num_requests_running")
-        finished = by_replica(samples, "pagoda_requests_finished_total")
-        used = by_replica(samples, "pagoda_kv_blocks", state="used")
-        usage = by_replica(samples, "pagoda_kv_cache_usage_ratio")
-        for stream in streams:
-            await stream.__aexit__(None, None, None)
-    for replica in sent:
-        ended = finished.get(replica, 0.0) - before.get(replica, 0.0)  # on a slow machine, before the metrics are read
-        assert running[replica] + ended == sum(answer.headers["x-pagoda-replica"] == replica for answer in answers)
-        assert used[replica] >= running[replica]
-        assert (0 < usage[replica] < 1) == (running[replica] > 0)
-    await _until_idle(server)
+    """The metrics of an engine change one after the other, so they are read until they agree."""
+    for _ in range(MAX_ROUNDS):
+        if await _metrics_agree(server):
+            return
+    pytest.fail("all streams ended before the metrics were read")
+
+
+async def _metrics_agree(server: Server) -> bool:
+    """Open streams, and wait until the metrics say so; False if all streams have ended by then."""
+    body = {"max_tokens": UNREAD_TOKENS, "ignore_eos": True, "stream": True}
+    await server.until_idle()
+    before = by_replica(server.metrics_of_all(), FINISHED)
+    async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client, AsyncExitStack() as streams:
+        prompts = [f"Run {number} of several, all alone" for number in range(6)]
+        opened = [client.stream("POST", "/v1/completions", json=body | {"prompt": prompt}) for prompt in prompts]
+        answers = await asyncio.gather(*(streams.enter_async_context(stream) for stream in opened))
+        sent = Counter(answer.headers["x-pagoda-replica"] for answer in answers)
+
+        def num_running() -> list[float]:
+            """Return the number of running requests; nothing while the metrics disagree."""
+            samples = server.metrics_of_all()
+            running = by_replica(samples, "pagoda_num_requests_running")
+            finished, used = by_replica(samples, FINISHED), by_replica(samples, "pagoda_kv_blocks", state="used")
+            usage = by_replica(samples, "pagoda_kv_cache_usage_ratio")
+            agree = all(
+                running[name] + finished[name] - before[name] == number
+                and used[name] >= running[name]
+                and (0 < usage[name] < 1) == (running[name] > 0)
+                for name, number in sent.items()
+            )
+            return [sum(running.values())] if agree else []
+
+        [running] = await until_async(num_running, "the metrics agree with the streams")
+    await server.until_idle()
+    return running > 0

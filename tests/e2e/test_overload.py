@@ -41,16 +41,7 @@ def _client(server: Server) -> httpx.AsyncClient:
 
 async def _wait_until(server: Server, **wanted: int) -> None:
     """Wait until the given numbers of requests are running and waiting."""
-
-    def numbers() -> dict[str, float]:
-        return {name: server.total(f"pagoda_num_requests_{name}") for name in wanted}
-
-    await until_async(lambda: numbers() == wanted, f"{wanted} requests", details=numbers)
-
-
-async def _assert_becomes_idle(server: Server) -> None:
-    await _wait_until(server, running=0, waiting=0)
-    await until_async(lambda: server.total("pagoda_kv_blocks", state="used") == 0, "all blocks are free")
+    await until_async(lambda: wanted.items() <= server.usage().items(), f"{wanted} requests", details=server.usage)
 
 
 async def test_requests_beyond_the_queue_are_rejected_at_once(small_server: Server) -> None:
@@ -66,7 +57,7 @@ async def test_requests_beyond_the_queue_are_rejected_at_once(small_server: Serv
         assert (answer.status, answer.body["error"]["code"]) == (503, "overloaded"), answer.body
         assert int(answer.headers["Retry-After"]) >= 1
     assert answers[-1].status == 200
-    await _assert_becomes_idle(small_server)
+    await small_server.until_idle()
 
 
 async def _read_until_first_token(lines: AsyncIterator[str]) -> None:
@@ -98,9 +89,12 @@ async def test_low_priorities_are_rejected_to_make_room(small_server: Server) ->
         statuses = sorted([answer.status for answer in await asyncio.gather(*low)])
         assert (await high).status == 200
     assert statuses == [200, 200, 503]
-    await _assert_becomes_idle(small_server)
+    await small_server.until_idle()
 
 
+@pytest.mark.exhaustive(
+    "waits for 30 s; in-process tests reach the deadline, and another test frees a request's blocks"
+)
 async def test_a_request_past_its_deadline_ends_and_frees_its_blocks(small_server: Server) -> None:
     """The engine is stopped meanwhile, so that it cannot finish in time on any machine."""
     (pid,) = small_server.engine_pids().values()
@@ -119,4 +113,4 @@ async def test_a_request_past_its_deadline_ends_and_frees_its_blocks(small_serve
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "timeout"
     assert rest[-1] == "data: [DONE]"
     assert (late.status, late.body["error"]["code"]) == (408, "timeout"), late.body
-    await _assert_becomes_idle(small_server)
+    await small_server.until_idle()

@@ -98,6 +98,9 @@ async def test_a_killed_replica_loses_no_token_and_is_replaced(server: Server) -
     await _until_both_run(server)
 
 
+@pytest.mark.exhaustive(
+    "restarts a replica; the streams of tests/e2e/test_losses.py that continue in CI have tool calls"
+)
 async def test_an_answer_continues_in_the_middle_of_its_tool_calls(server: Server) -> None:
     calls = next(question for question in questions(10) if question.body.get("tool_choice") == "required")
     async with new_client(server) as client:

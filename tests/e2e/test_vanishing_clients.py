@@ -66,13 +66,7 @@ class Usage:
 
     def read(self) -> dict[str, float]:
         """Return the requests and blocks of the engines, and the proxies' connections with the vanishing clients."""
-        total = self._server.total
-        return {
-            "running": total("pagoda_num_requests_running"),
-            "waiting": total("pagoda_num_requests_waiting"),
-            "blocks": total("pagoda_kv_blocks", state="used"),
-            "clients": float(self._num_clients()),
-        }
+        return self._server.usage() | {"clients": float(self._num_clients())}
 
     def descriptors(self) -> list[int]:
         """Return the number of open files and sockets of each replica."""
@@ -109,9 +103,9 @@ async def test_hundreds_of_clients_that_vanish_leave_nothing(server: Server) -> 
     await vanish(server, AT_ONCE)  # the proxy keeps some connections to the ingress
     await usage.until_nothing_is_used()
     before = usage.descriptors()
-    aborted = server.total("pagoda_requests_finished_total", reason="abort")
+    aborted = server.num_finished(reason="abort")
     statuses = await vanish(server, CLIENTS)
     await usage.until_nothing_is_used()
     assert statuses.keys() <= {"200", "none"}
     await usage.until_descriptors(before)
-    assert server.total("pagoda_requests_finished_total", reason="abort") > aborted + CLIENTS / 4
+    assert server.num_finished(reason="abort") > aborted + CLIENTS / 4
