@@ -12,7 +12,9 @@ import time
 
 import psutil
 
-__all__ = ["adopt_orphans", "argument_of", "descendants", "end"]
+__all__ = ["adopt_orphans", "argument_of", "descendants", "end", "is_alive", "replica_processes"]
+
+REPLICA_TITLES = ("ray::SERVE_REPLICA:", "ray::ServeReplica:")  # while it starts, and afterwards
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -25,7 +27,12 @@ def adopt_orphans() -> None:
 
 def descendants() -> list[psutil.Process]:
     """Return all running descendants of this process."""
-    return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
+    return [process for process in psutil.Process().children(recursive=True) if is_alive(process)]
+
+
+def replica_processes() -> list[psutil.Process]:
+    """Return the descendants that are replicas of Serve."""
+    return [process for process in descendants() if _title(process).startswith(REPLICA_TITLES)]
 
 
 def argument_of(processes: list[psutil.Process], prefix: str) -> str:
@@ -44,14 +51,21 @@ def end(processes: list[psutil.Process], grace_s: float) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
     deadline = time.monotonic() + grace_s
-    while any(map(_alive, processes)) and time.monotonic() < deadline:
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for process in filter(_alive, processes):
+    for process in filter(is_alive, processes):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def _alive(process: psutil.Process) -> bool:
+def _title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return str((process.cmdline() or [""])[0])
+    return ""
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process still runs."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

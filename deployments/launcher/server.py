@@ -13,7 +13,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -23,8 +22,8 @@ from deployments.launcher.environment import environment
 from deployments.launcher.files import temporary_directory
 from deployments.launcher.log_follower import LogFollower
 from deployments.launcher.preflight import Endpoint
-from deployments.launcher.processes import argument_of, descendants, end
-from deployments.launcher.waiting import WaitingReplicas, replica_ids, unplaced_replicas
+from deployments.launcher.processes import argument_of, descendants, end, is_alive, replica_processes
+from deployments.launcher.waiting import WaitingReplicas, unplaced_replicas
 from deployments.proxy.limits import ProxyLimits
 from engine.errors import PagodaError
 
@@ -127,15 +126,19 @@ class Server:
 
         Deleting the applications lets streams finish. Serve's own shutdown does not: it ends HAProxy first.
         """
-        unplaced = unplaced_replicas(serve_details(self._dashboard))  # they have no streams, and may yet start
-        self._ends_at_once = not unplaced
+        self._ends_at_once = not unplaced_replicas(serve_details(self._dashboard))
+        # Replicas that wait for room have no streams, and start when others end. Serve lists no replicas while it deletes
+        # an application. So the server has drained when those that run now have ended.
+        replicas = [] if self._ends_at_once else replica_processes()
         if not delete_applications(self._dashboard):
             return
         num_unanswered = 0
         while self._process.poll() is None and num_unanswered < MAX_UNANSWERED:
             details = serve_details(self._dashboard)
             num_unanswered = 0 if details else num_unanswered + 1  # no answer does not mean that nothing runs
-            if (details and _has_drained(details, unplaced)) or self._stop_at_once.wait(POLL_S):
+            is_deleted = bool(details) and not details.get("applications")
+            have_ended = bool(replicas) and not any(map(is_alive, replicas))
+            if is_deleted or have_ended or self._stop_at_once.wait(POLL_S):
                 return
 
     def stop(self) -> None:
@@ -163,12 +166,6 @@ class Server:
                 print(line, end="", flush=True)
             if "Submitted deploy config successfully" in line:
                 print("pagoda: the replicas start, and load the model ...", flush=True)
-
-
-def _has_drained(details: Mapping[str, Any], unplaced: set[str]) -> bool:
-    """Whether no application is left, or of its replicas only some of ``unplaced``."""
-    applications = details.get("applications")
-    return not applications or (bool(unplaced) and replica_ids(details) <= unplaced)
 
 
 def _is_healthy(endpoint: Endpoint) -> bool:
