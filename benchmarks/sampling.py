@@ -62,7 +62,7 @@ def measure(
             sampler._batch_of(sequences)
         if step >= 2:
             seconds["changed_batch_ms" if step % 2 else "same_batch_ms"].append(perf_counter() - started)
-    return {name: round(1e3 * statistics.median(found), 2) for name, found in seconds.items()}
+    return {name: round(1e3 * statistics.median(times), 2) for name, times in seconds.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:

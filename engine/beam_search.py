@@ -9,7 +9,7 @@ model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,8 +63,8 @@ class BeamSearch:
 
     def advance(
         self,
-        beams: Sequence_[list[int]],
-        candidates: Sequence_[Candidates],
+        beams: GenericSequence[list[int]],
+        candidates: GenericSequence[Candidates],
         *,
         stop_token_ids: frozenset[int],
         max_total_tokens: int,
@@ -81,19 +81,20 @@ class BeamSearch:
         length = len(beams[0]) + 1
         at_limit = length >= max_total_tokens
         continuing: list[Continuation] = []
-        for index, one in enumerate(self._by_logprob(candidates)):
-            ended_by_token = one.token_id in stop_token_ids
+        for index, continuation in enumerate(self._by_logprob(candidates)):
+            ended_by_token = continuation.token_id in stop_token_ids
             if index < self.beam_width and (ended_by_token or at_limit):
-                self._finish([*beams[one.parent], one.token_id], one.cumulative_logprob, ended_by_token)
+                token_ids = [*beams[continuation.parent], continuation.token_id]
+                self._finish(token_ids, continuation.cumulative_logprob, ended_by_token)
             if not ended_by_token:
-                continuing.append(one)
+                continuing.append(continuation)
             if len(continuing) == self.beam_width:
                 break
         self._scores = np.array([beam.cumulative_logprob for beam in continuing], dtype=np.float32)
         self.is_done = at_limit or not continuing or not self._can_improve(length, max_total_tokens)
         return [] if self.is_done else continuing
 
-    def _by_logprob(self, candidates: Sequence_[Candidates]) -> Iterator[Continuation]:
+    def _by_logprob(self, candidates: GenericSequence[Candidates]) -> Iterator[Continuation]:
         """Yield the continuations of all beams, the most likely first."""
         parents = [parent for parent, (token_ids, _) in enumerate(candidates) for _ in token_ids]
         tokens = [token_id for token_ids, _ in candidates for token_id in token_ids]

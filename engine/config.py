@@ -84,7 +84,7 @@ class SpeculativeConfig:
         """Build a config from untyped options of YAML or keyword arguments.
 
         Raises:
-            ConfigError: if ``options`` is no map, an option is unknown or missing, or a value is out of range.
+            ConfigError: if ``options`` is not a map, an option is unknown or missing, or a value is out of range.
         """
         example = "give, say, {'method': 'ngram', 'num_speculative_tokens': 4}"
         if not isinstance(options, dict):
@@ -143,20 +143,20 @@ class EngineConfig:
         max_num_seqs: maximum sequences that run in one step.
         max_num_batched_tokens: maximum tokens computed in one step; longer prompts are chunked.
         long_prefill_threshold: maximum tokens of one prompt computed in one step, so that other requests also progress;
-            0 is no limit.
+            0 sets no limit.
         max_decode_slowdown: how many times longer a step with decodes and prefills may take than its decodes alone,
-            about, and more if more prompts can start than sequences decode; None, the default of ``LLM``, is no limit.
-            It is for CPUs, where a prompt token costs nearly as much time as a step of decodes, and has no effect on a
-            GPU.
+            about, and more if more prompts can start than sequences decode. None, the default of ``LLM``, sets no
+            limit. It is for CPUs, where a prompt token costs nearly as much time as a step of decodes, and has no
+            effect on a GPU.
         max_queued_requests: maximum requests that wait in an AsyncEngine, in addition to those that have a slot in the
-            next step. Another request is rejected, or it replaces a waiting request of lower priority. None is no
-            limit; ``LLM`` has none.
+            next step. Another request is rejected, or it replaces a waiting request of lower priority. None, the
+            default of ``LLM``, sets no limit.
         max_queued_prefill_tokens: maximum prompt tokens that wait to be computed in an AsyncEngine, without cached
             ones; likewise. If the queue is empty, a request of any length is accepted.
         block_size: tokens per KV block; None takes the attention backend's default.
         num_blocks: size of the KV pool in blocks; None derives it from memory.
-        kv_cache_memory: bytes (or text such as "2GiB") for the KV pool of the whole engine, of which tensor-parallel
-            ranks take equal parts; None measures the free memory.
+        kv_cache_memory: bytes (or text such as "2GiB") for the KV pool of the whole engine. Tensor-parallel ranks take
+            equal parts of it. None measures the free memory.
         gpu_memory_utilization: fraction of each GPU's memory that the engine may use.
         enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
         async_scheduling: schedule each step while the one before is computed, so that a GPU does not wait for the

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypedDict
@@ -94,8 +94,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence_[Prompt],
-        sampling_params: SamplingParams | Sequence_[SamplingParams] | None = None,
+        prompts: Prompt | GenericSequence[Prompt],
+        sampling_params: SamplingParams | GenericSequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -116,7 +116,7 @@ class LLM:
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
-        sampling_params: SamplingParams | Sequence_[SamplingParams] | None = None,
+        sampling_params: SamplingParams | GenericSequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -128,7 +128,10 @@ class LLM:
         tokenizer = self._require_tokenizer()
         listed: list[Any] = _listed(messages, "messages")
         conversations = [listed] if listed and isinstance(listed[0], dict) else listed
-        prompts = [_TokenizedPrompt(tokenizer.chat_template.encode(_listed(one, "messages"))) for one in conversations]
+        prompts = [
+            _TokenizedPrompt(tokenizer.chat_template.encode(_listed(conversation, "messages")))
+            for conversation in conversations
+        ]
         return self._run(prompts, self._params_for(sampling_params, len(prompts)), use_tqdm)
 
     # --- one run ------------------------------------------------------------------------------------------------
@@ -137,16 +140,16 @@ class LLM:
         self, prompts: list[_TokenizedPrompt], params: list[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
         grammars = []
-        for prompt, one in zip(prompts, params, strict=True):
-            self.engine.check_request(EngineRequest("", prompt.token_ids, one))
-            grammars.append(self.engine.grammars.compile(one.structured_outputs))
+        for prompt, prompt_params in zip(prompts, params, strict=True):
+            self.engine.check_request(EngineRequest("", prompt.token_ids, prompt_params))
+            grammars.append(self.engine.grammars.compile(prompt_params.structured_outputs))
         requests: dict[str, _Request] = {}
         bar = tqdm(total=len(prompts), desc="Processed prompts", unit="req", disable=not use_tqdm, dynamic_ncols=True)
         try:
-            for prompt, one, grammar in zip(prompts, params, grammars, strict=True):
+            for prompt, prompt_params, grammar in zip(prompts, params, grammars, strict=True):
                 request_id = str(next(self._request_ids))
                 ends = self.engine.info.eos_token_ids
-                request = requests[request_id] = _Request(request_id, prompt, one, self.tokenizer, ends)
+                request = requests[request_id] = _Request(request_id, prompt, prompt_params, self.tokenizer, ends)
                 self.engine.queue_request(
                     EngineRequest(request_id, prompt.token_ids, request.engine_params), grammar=grammar
                 )
@@ -186,27 +189,27 @@ class LLM:
         )
 
     def _params_for(
-        self, params: SamplingParams | Sequence_[SamplingParams] | None, count: int
+        self, params: SamplingParams | GenericSequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             params = [params] * count
         params = _listed(params, "sampling_params")
-        for one in params:
-            if not isinstance(one, SamplingParams):
+        for item in params:
+            if not isinstance(item, SamplingParams):
                 raise RequestError(
-                    f"has {type(one).__name__} {shown(one)}",
+                    f"has {type(item).__name__} {shown(item)}",
                     param="sampling_params",
                     remedy="give SamplingParams or a list of them",
                 )
         if len(params) != count:
             raise RequestError(f"{len(params)} sampling_params for {count} prompts", remedy="give one, or one for each")
-        if self.tokenizer is None and any(one.stop_strings for one in params):
+        if self.tokenizer is None and any(item.stop_strings for item in params):
             raise RequestError(
                 "strings need the tokenizer", param="stop", remedy="unset skip_tokenizer_init or use stop_token_ids"
             )
-        return [self._with_bad_words(one) for one in params]
+        return [self._with_bad_words(item) for item in params]
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words or params.bad_words_token_ids is not None:
@@ -261,7 +264,7 @@ class _Request:
         prompt: _TokenizedPrompt,
         params: SamplingParams,
         tokenizer: Tokenizer | None,
-        eos_token_ids: Sequence_[int],
+        eos_token_ids: GenericSequence[int],
     ) -> None:
         self._params = self.engine_params = params
         if params.stop_strings and params.num_sequences > params.n:
@@ -299,7 +302,7 @@ class _Request:
             self.output.prompt_logprobs = self._decoded(step.prompt_logprobs)
         stopped = self._add_text(completion, step)
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, step.num_cached_tokens)
-        self.output.finished = all(one.finish_reason is not None for one in self.output.outputs)
+        self.output.finished = all(answer.finish_reason is not None for answer in self.output.outputs)
         return stopped
 
     def _add_text(self, completion: CompletionOutput, step: EngineOutput) -> bool:
@@ -315,8 +318,8 @@ class _Request:
 
     def _decoded(self, logprobs: Any) -> Any:
         """Set the texts of the tokens."""
-        for one in logprobs:
-            for token_id, logprob in (one or {}).items():
+        for token_logprobs in logprobs:
+            for token_id, logprob in (token_logprobs or {}).items():
                 if self._tokenizer is not None:
                     logprob.decoded_token = self._tokenizer.token_bytes.name(token_id)
         return logprobs

@@ -120,11 +120,11 @@ def generated(target: Target) -> str:
     document = serve_config(target)
     text = target.manifest.read_text()
     config = yaml.safe_dump(document, sort_keys=False, width=120)
-    if len(found := list(_BLOCK.finditer(text))) != 1:
-        raise ConfigError(f"{target.manifest} has {len(found)} lines 'serveConfigV2: |'; it must have one")
-    indent = found[0]["indent"]
+    if len(matches := list(_BLOCK.finditer(text))) != 1:
+        raise ConfigError(f"{target.manifest} has {len(matches)} lines 'serveConfigV2: |'; it must have one")
+    indent = matches[0]["indent"]
     block = f"{indent}serveConfigV2: |\n" + textwrap.indent(config, indent + "  ")
-    text = text[: found[0].start()] + block + text[found[0].end() :]
+    text = text[: matches[0].start()] + block + text[matches[0].end() :]
     return _with_limits(text, LimitOptions(**document["applications"][0]["args"]["limits"]).proxy, target.manifest)
 
 

@@ -89,8 +89,8 @@ def _lines(name: str) -> list[str]:
         ) from None
 
 
-def _checked(found: list[str], source: str) -> list[str]:
-    keys = [key for key in found if key]
+def _checked(candidates: list[str], source: str) -> list[str]:
+    keys = [key for key in candidates if key]
     if not keys:
         raise ConfigError(f"{source} holds no key; unset the variable to serve without keys, or {_HOW_TO_MAKE_ONE}")
     for number, key in enumerate(keys, 1):

@@ -56,8 +56,8 @@ def _schemas(descriptions: Sequence[Description]) -> tuple[Mapping[type[BaseMode
             (description.error, *description.responses, *(description.stream.events if description.stream else ()))
         )
     modes = [(kind, "validation") for kind in requests] + [(kind, "serialization") for kind in responses]
-    found, definitions = models_json_schema(modes, ref_template=_TEMPLATE)  # type: ignore[arg-type]
-    references = {kind: schema["$ref"] for (kind, _), schema in found.items() if isinstance(kind, type)}
+    schemas, definitions = models_json_schema(modes, ref_template=_TEMPLATE)  # type: ignore[arg-type]
+    references = {kind: schema["$ref"] for (kind, _), schema in schemas.items() if isinstance(kind, type)}
     return references, definitions["$defs"]  # type: ignore[return-value]
 
 
@@ -76,8 +76,8 @@ def _operation(route: ApiRoute, references: Mapping[type[BaseModel], str], *, ne
     if not is_open:
         operation["security"] = [{"key": []}]
     parameters = [
-        {"name": found[1], "in": "path", "required": True, "schema": {"type": "string"}}
-        for found in _PARAMETER.finditer(route.path)
+        {"name": match[1], "in": "path", "required": True, "schema": {"type": "string"}}
+        for match in _PARAMETER.finditer(route.path)
     ]
     parameters += [
         {"name": parameter.name, "in": "query", "schema": dict(parameter.schema)} for parameter in described.query

@@ -45,7 +45,7 @@ async def params_of_prompts(
         RequestError: for a value out of range, an id outside the vocabulary, or too many answers.
     """
     check_num_answers(request, len(prompts), limits)
-    defaults, cost = builder.info.default_sampling, request.num_bytes if request.has_form else 0
+    defaults, cost = builder.info.default_sampling, request.num_bytes if request.has_structured_output else 0
     common: SamplingParams = await builder.run_with_tokenizer(lambda _: sampling_params(request, defaults), cost=cost)
     if common.bad_words:
         work = partial(_with_bad_words, common, vocab_size=builder.info.vocab_size)
@@ -94,7 +94,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> 
             "max_tokens": 1 if request.prompt_only else request.requested_tokens,
             "logprobs": _num_logprobs(request),
             "prompt_logprobs": request.num_prompt_logprobs,
-            "structured_outputs": request.form,
+            "structured_outputs": request.structured_outputs_params,
             "thinking_budget": request.thinking_budget,
         }
         if request.use_beam_search:

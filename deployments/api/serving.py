@@ -80,8 +80,8 @@ class Serving:
         if answer_format is None:
             return await self._respond(body, prompts, builder, writers(None))
         prompts = answer_format.with_shown_markers(prompts)
-        body, made = answer_format.constrained(body), writers(answer_format)
-        return await self._respond(body, prompts, builder, made, answer_format.cost_per_character)
+        body, format_writers = answer_format.constrained(body), writers(answer_format)
+        return await self._respond(body, prompts, builder, format_writers, answer_format.cost_per_character)
 
     async def count_tokens(self, body: ChatRequest) -> int:
         """Return the number of tokens of a conversation's prompt."""

@@ -60,8 +60,8 @@ def _get(request: urllib.request.Request) -> dict[str, Any]:
     """Return the JSON object of an answer; empty if there is none."""
     try:
         with urllib.request.urlopen(request, timeout=5) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            content: dict[str, Any] = json.load(answer)
+            return content
     except (OSError, ValueError, http.client.HTTPException):
         return {}
 

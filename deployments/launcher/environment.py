@@ -92,9 +92,9 @@ def _haproxy_settings() -> dict[str, str]:
 
         binary = get_haproxy_binary()
     except (ImportError, OSError):
-        found = shutil.which("haproxy")
-        if found is None:
+        path = shutil.which("haproxy")
+        if path is None:
             return {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
-        binary = found
+        binary = path
     own = {"PAGODA_HAPROXY_BINARY": str(binary), "PAGODA_PYTHON": sys.executable}
     return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(_HAPROXY_WRAPPER)} | own

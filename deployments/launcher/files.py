@@ -29,14 +29,14 @@ def temporary_directory(folder: Path = FOLDER) -> tempfile.TemporaryDirectory[st
 
 
 def _unused(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob(f"{PREFIX}*") if _is_ours_and_old(path)]
-    if not found:
+    candidates = [path for path in folder.glob(f"{PREFIX}*") if _is_ours_and_old(path)]
+    if not candidates:
         return []
     used = set[str]()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             used.add(process.environ().get("TMPDIR", ""))
-    return [path for path in found if str(path) not in used]
+    return [path for path in candidates if str(path) not in used]
 
 
 def _is_ours_and_old(path: Path) -> bool:

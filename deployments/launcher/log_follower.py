@@ -61,12 +61,12 @@ class LogFollower:
             if path.stat().st_size < offset:  # Serve has begun a new file of this name
                 offset = 0
             file.seek(offset)
-            found = file.read(MAX_READ)
-        whole = found[: found.rfind(b"\n") + 1] or (found if len(found) == MAX_READ else b"")
+            data = file.read(MAX_READ)
+        whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == MAX_READ else b"")
         self._offsets[path] = offset + len(whole)
         for line in whole.decode(errors="replace").splitlines():
             self._show(line)
-        return len(found) == MAX_READ
+        return len(data) == MAX_READ
 
     def _files(self) -> list[Path]:
         return sorted(self._directory.glob("replica_*.log"))

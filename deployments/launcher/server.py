@@ -159,8 +159,8 @@ class Server:
     def _print_output(self, output: IO[str]) -> None:
         """Print the child's output, and read from it the address of the dashboard."""
         for line in output:
-            if found := re.search(r"dashboard at .*?(https?://[\d.]+:\d+)", line):
-                self._dashboard = found[1]
+            if match := re.search(r"dashboard at .*?(https?://[\d.]+:\d+)", line):
+                self._dashboard = match[1]
             # Ray logs calls that the stop itself has ended, as do processes that are not asked first.
             if not self._is_stopping or (self._ends_at_once and "graceful_shutdown" not in line):
                 print(line, end="", flush=True)

@@ -87,11 +87,11 @@ class StatsLine:
         if not is_active and not self._was_active:
             return None
         self._was_active = is_active
-        found, looked_up = (sum(column) for column in zip(*self._lookups, strict=True))
+        hit, looked_up = (sum(column) for column in zip(*self._lookups, strict=True))
         return (
             f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
             f"Running: {running:.0f} reqs, Waiting: {waiting:.0f} reqs, "
             f"KV cache usage: {100 * values.get(KV_USAGE, 0.0):.1f}%, "
-            f"Prefix cache hit rate: {100 * found / looked_up if looked_up else 0.0:.1f}%"
+            f"Prefix cache hit rate: {100 * hit / looked_up if looked_up else 0.0:.1f}%"
         )

@@ -47,12 +47,12 @@ class AnswerParser:
         for start in range(0, len(text) or 1, _PIECE):
             end = start + _PIECE
             self._reader.push(text[start:end], final=final and end >= len(text))
-            events += [event for found in self._found() for event in self._tidied(found)]
+            events += [event for parsed in self._parsed() for event in self._tidied(parsed)]
         if final and self._last in (Content, None):
             events.append(Content("".join(self._space[Content])))
         return list(_joined(events))
 
-    def _found(self) -> Iterator[Event]:
+    def _parsed(self) -> Iterator[Event]:
         """Yield the family's events, until it needs more text."""
         for event in self._steps:
             if event is None:

@@ -61,8 +61,8 @@ class Reader:
         No marker may contain another one, except at its end.
         """
         while True:
-            found = [(start, marker) for marker in markers if (start := self._text.find(marker, self.position)) >= 0]
-            start, marker = min(found) if found else (len(self._text) - self._partial_marker_length(markers), None)
+            matches = [(start, marker) for marker in markers if (start := self._text.find(marker, self.position)) >= 0]
+            start, marker = min(matches) if matches else (len(self._text) - self._partial_marker_length(markers), None)
             if start > self.position:
                 text, self.position = self._text[self.position : start], start
                 yield event(text)
@@ -87,8 +87,8 @@ class Reader:
         """
         begin = seen = self.position
         while True:
-            found = [(start, marker) for marker in markers if (start := self._text.find(marker, seen)) >= 0]
-            end, marker = min(found) if found else (len(self._text) - self._partial_marker_length(markers), "")
+            matches = [(start, marker) for marker in markers if (start := self._text.find(marker, seen)) >= 0]
+            end, marker = min(matches) if matches else (len(self._text) - self._partial_marker_length(markers), "")
             if end - begin > limit or any(self._text.find(marker, seen, end) >= 0 for marker in never):
                 raise MalformedError
             if marker:

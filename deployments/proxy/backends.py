@@ -50,7 +50,7 @@ def with_more_backends(text: str, no_ingress: str) -> str:
         text: the configuration, in which ``use_backend NAME if is_NAME`` selects an application.
         no_ingress: what the backends answer if the ingress does not, as a line of the configuration.
     """
-    made = []
+    backends = []
     for section in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
         name = re.match(r"backend (\S+)\n", section)
         servers = re.findall(r"^ +server (\S+) (\S+) check(?!.*backup$)", section, flags=re.MULTILINE)
@@ -63,9 +63,9 @@ def with_more_backends(text: str, no_ingress: str) -> str:
             "retry-on conn-failure empty-response",  # the ingress may just close an idle connection
             f"default-server pool-purge-delay {IDLE_TIME}",
         ]
-        made.append(_backend(name[1] + PROBES, [no_ingress, *probes, *tracking]))
-        made.append(_backend(name[1] + WHOLE, [no_ingress, "option abortonclose", *tracking]))
-    return text + "".join(made)
+        backends.append(_backend(name[1] + PROBES, [no_ingress, *probes, *tracking]))
+        backends.append(_backend(name[1] + WHOLE, [no_ingress, "option abortonclose", *tracking]))
+    return text + "".join(backends)
 
 
 def _rules(name: str, rule: str) -> str:

@@ -54,9 +54,9 @@ async def first_result(handle: DeploymentHandle[Any], method: str, *args: Any) -
             timeout = deadline - asyncio.get_running_loop().time()
             answered, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             results = [call.result()[1] for call in answered if call.exception() is None]
-            found = next((result for result in results if result is not None), None)
-            if found is not None or not answered:
-                return found
+            answer = next((result for result in results if result is not None), None)
+            if answer is not None or not answered:
+                return answer
         return None
     finally:
         for call in pending:

@@ -8,7 +8,7 @@ that the reader never holds the GIL for long.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass
 
 from engine.kv.block_pool import Block, BlockCounts
@@ -43,7 +43,7 @@ def cell_size(num_blocks: int, max_cells: int) -> int:
     return min(-(-num_blocks // max_cells), _MOST_PER_CELL)
 
 
-def cells_by_slice(blocks: Sequence_[Block], size: int) -> Iterator[bytes]:
+def cells_by_slice(blocks: GenericSequence[Block], size: int) -> Iterator[bytes]:
     """Yield ``BlockMap.cells`` for cells of ``size`` blocks, one slice of the pool at a time."""
     step = max(1, _SLICE // size) * size
     for start in range(0, len(blocks), step):

@@ -7,7 +7,7 @@ that keep the history of sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as GenericSequence
 from copy import copy
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
@@ -29,9 +29,9 @@ _num_pending = attrgetter("num_pending")
 _constants = attrgetter("params", "seed", "num_prompt_tokens", "stop_token_ids")
 
 
-def _lengths(sequences: Sequence_[Sequence]) -> npt.NDArray[np.int64]:
+def _lengths(sequences: GenericSequence[Sequence]) -> npt.NDArray[np.int64]:
     """Return the number of tokens of each sequence, with the pending one."""
-    known = np.fromiter((len(one.token_ids) for one in sequences), np.int64, len(sequences))
+    known = np.fromiter((len(sequence.token_ids) for sequence in sequences), np.int64, len(sequences))
     return known + np.fromiter(map(_num_pending, sequences), np.int64, len(sequences))
 
 
@@ -45,9 +45,11 @@ class ListedTokens:
     counts: list[int]  # [n]: tokens of each sequence
 
     @classmethod
-    def build(cls, params: Sequence_[SamplingParams], device: torch.device) -> ListedTokens | None:
+    def build(cls, params: GenericSequence[SamplingParams], device: torch.device) -> ListedTokens | None:
         """Return the tokens of the sequences with log-probabilities; None if no sequence lists any."""
-        listed = [(index, ids) for index, one in enumerate(params) if (ids := one.logprob_token_ids)]
+        listed = [
+            (index, ids) for index, sequence_params in enumerate(params) if (ids := sequence_params.logprob_token_ids)
+        ]
         if not listed:
             return None
         indices, counts = [index for index, _ in listed], [len(ids) for _, ids in listed]
@@ -69,7 +71,7 @@ class SamplingBatch:
 
     def __init__(
         self,
-        sequences: Sequence_[Sequence],
+        sequences: GenericSequence[Sequence],
         vocab_size: int,
         device: torch.device,
         num_candidates: int,
@@ -85,8 +87,8 @@ class SamplingBatch:
             self.filters = build_filters(sequences, vocab_size, device, previous.filters, previous._known_tokens())
         self.choosers = build_choosers(sequences, vocab_size, device, num_candidates)
         # Sequences whose columns depend on their tokens, or on their number. Drafts add several tokens to others only.
-        self._depends_on_tokens = np.array([not one.is_plain_greedy for one in sequences], dtype=bool)
-        self._needs_history = any(one.needs_history for one in self.filters)
+        self._depends_on_tokens = np.array([not sequence.is_plain_greedy for sequence in sequences], dtype=bool)
+        self._needs_history = any(logit_filter.needs_history for logit_filter in self.filters)
         params = [sequence.params for sequence in sequences]
         self.logprob_indices = [index for index, p in enumerate(params) if p.needs_logprobs]
         self.num_logprobs = [params[index].logprobs or 0 for index in self.logprob_indices]
@@ -100,14 +102,16 @@ class SamplingBatch:
 
     def truncated_draw(self) -> TruncatedDraw | None:
         """Return the chooser that may leave sequences undecided, as it is in this step; None if the batch has none."""
-        truncated = (one for one in self.choosers if isinstance(one, TruncatedDraw) and one.may_be_undecided)
+        truncated = (
+            chooser for chooser in self.choosers if isinstance(chooser, TruncatedDraw) and chooser.may_be_undecided
+        )
         return next(map(copy, truncated), None)
 
     def _note_tokens(self, token_ids: list[list[int]], lengths: npt.NDArray[np.int64]) -> None:
         self._lengths = lengths
         self._last_ids = list(map(itemgetter(-1), token_ids))
 
-    def advance(self, sequences: Sequence_[Sequence]) -> bool:
+    def advance(self, sequences: GenericSequence[Sequence]) -> bool:
         """Advance by one step if these are the same sequences, each with one more token; else return False.
 
         Sequences that always take the most likely token may have several more tokens.
@@ -130,8 +134,8 @@ class SamplingBatch:
             return False
         self._note_tokens(token_ids, lengths)
         new_ids = to_device(self._last_ids if self._needs_history else [], torch.int64, self._device)
-        for one in self.filters:
-            one.advance(new_ids)
+        for logit_filter in self.filters:
+            logit_filter.advance(new_ids)
         for chooser in self.choosers:
             chooser.advance()
         if self.beam_min_tokens is not None:

@@ -7,7 +7,7 @@ neighbours' top-p. A sequence's own parameters alone decide which chooser serves
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,9 @@ class Chooser(ABC):
         device: device of the logits.
     """
 
-    def __init__(self, indices: Sequence_[int], sequences: Sequence_[Sequence], device: torch.device) -> None:
+    def __init__(
+        self, indices: GenericSequence[int], sequences: GenericSequence[Sequence], device: torch.device
+    ) -> None:
         # int64 [n]; None for the whole batch
         self._indices = None if len(indices) == len(sequences) else to_device(indices, torch.int64, device)
         self._ops = select_sampling_ops(device.type)
@@ -82,7 +84,9 @@ class Greedy(Chooser):
 class Draw(Chooser):
     """A draw from all tokens; without the kernels of a GPU, also from those that min_p keeps."""
 
-    def __init__(self, indices: Sequence_[int], sequences: Sequence_[Sequence], device: torch.device) -> None:
+    def __init__(
+        self, indices: GenericSequence[int], sequences: GenericSequence[Sequence], device: torch.device
+    ) -> None:
         super().__init__(indices, sequences, device)
         self._device = device
         served = [sequences[index] for index in indices]
@@ -152,8 +156,8 @@ class TruncatedDraw(Draw):
 
     def __init__(
         self,
-        indices: Sequence_[int],
-        sequences: Sequence_[Sequence],
+        indices: GenericSequence[int],
+        sequences: GenericSequence[Sequence],
         device: torch.device,
         vocab_size: int,
         num_candidates: int,
@@ -186,7 +190,7 @@ class TruncatedDraw(Draw):
         candidates = self._candidates(logits, self._temperature, keys, self._num_candidates)
         return self._choose_from(candidates, self._limits)
 
-    def choose_sorted(self, logits: torch.Tensor, undecided: Sequence_[int]) -> torch.Tensor:
+    def choose_sorted(self, logits: torch.Tensor, undecided: GenericSequence[int]) -> torch.Tensor:
         """Choose the tokens of the sequences that ``choose`` left undecided in this step.
 
         Args:
@@ -228,7 +232,7 @@ class TruncatedDraw(Draw):
 
 
 def build_choosers(
-    sequences: Sequence_[Sequence], vocab_size: int, device: torch.device, num_candidates: int
+    sequences: GenericSequence[Sequence], vocab_size: int, device: torch.device, num_candidates: int
 ) -> list[Chooser]:
     """Return choosers that serve every sequence of a batch except beams, which the beam search extends."""
     greedy, plain, truncated = [], [], []

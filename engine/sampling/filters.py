@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as GenericSequence
 from itertools import chain
 from typing import Self
 
@@ -41,7 +41,7 @@ def _add(logits: torch.Tensor, indices: torch.Tensor, token_ids: torch.Tensor, a
     logits.index_put_((indices, token_ids), logits[indices, token_ids] + amounts)
 
 
-def _bitmask(allowed: Sequence_[Sequence_[int]], vocab_size: int) -> npt.NDArray[np.int32]:
+def _bitmask(allowed: GenericSequence[GenericSequence[int]], vocab_size: int) -> npt.NDArray[np.int32]:
     """Return a bitmask of each list of token ids, as ``fill_bitmask`` does of grammars."""
     words = np.empty((len(allowed), -(-vocab_size // 32)), dtype=np.int32)
     for row, token_ids in zip(words, allowed, strict=True):
@@ -51,7 +51,7 @@ def _bitmask(allowed: Sequence_[Sequence_[int]], vocab_size: int) -> npt.NDArray
     return words
 
 
-def _pairs(token_ids: Sequence_[Sequence_[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _pairs(token_ids: GenericSequence[GenericSequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return for each of the concatenated token ids which list it comes from, and the ids, both int64."""
     lengths = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
     flat = np.fromiter(chain.from_iterable(token_ids), np.int64, int(lengths.sum()))
@@ -65,10 +65,10 @@ class LogitFilter(ABC):
 
     @classmethod
     @abstractmethod
-    def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+    def build(cls, sequences: GenericSequence[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         """Return the filter for a batch; None if no sequence uses it."""
 
-    def serve(self, sequences: Sequence_[Sequence], known: Mapping[Sequence, int]) -> bool:
+    def serve(self, sequences: GenericSequence[Sequence], known: Mapping[Sequence, int]) -> bool:
         """Serve another batch, and keep what depends on the ``known`` tokens of sequences: see ``build_filters``.
 
         False if no sequence uses the filter, or if ``build`` makes a new one as cheaply.
@@ -94,7 +94,7 @@ class AllowedTokens(LogitFilter):
         self._forbidden = forbidden_tokens(bitmask, vocab_size) if self._ops is None else None
 
     @classmethod
-    def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+    def build(cls, sequences: GenericSequence[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         indices = [index for index, s in enumerate(sequences) if s.params.allowed_token_ids is not None]
         if not indices:
             return None
@@ -137,7 +137,7 @@ class BadWords(LogitFilter):
         self.needs_history = words.shape[1] > 0  # words of one token never change
 
     @classmethod
-    def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+    def build(cls, sequences: GenericSequence[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         indices = [index for index, s in enumerate(sequences) if s.params.bad_words_token_ids]
         if not indices:
             return None
@@ -188,7 +188,7 @@ class MinTokens(LogitFilter):
         self._most_missing = most_missing
 
     @classmethod
-    def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+    def build(cls, sequences: GenericSequence[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         missing = [s.params.min_tokens - s.num_output_tokens for s in sequences]
         indices = [index for index, s in enumerate(sequences) if missing[index] > 0 and s.stop_token_ids]
         if not indices:
@@ -222,7 +222,7 @@ class LogitBias(LogitFilter):
         self._biases = biases  # float32 [num_pairs]
 
     @classmethod
-    def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+    def build(cls, sequences: GenericSequence[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         biases = [s.params.logit_bias or {} for s in sequences]
         if not any(biases):
             return None
@@ -246,15 +246,15 @@ class RepetitionPenalty(LogitFilter):
         self._penalties = torch.empty(0, 1, device=device)  # float32 [n, 1]
 
     @classmethod
-    def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+    def build(cls, sequences: GenericSequence[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         built = cls(vocab_size, device)
         return built if built.serve(sequences, {}) else None
 
-    def serve(self, sequences: Sequence_[Sequence], known: Mapping[Sequence, int]) -> bool:
+    def serve(self, sequences: GenericSequence[Sequence], known: Mapping[Sequence, int]) -> bool:
         served = [(index, s) for index, s in enumerate(sequences) if s.params.repetition_penalty != 1.0]
         if served:
             self._seen.serve(served, known)
-            penalties = [[one.params.repetition_penalty] for one in self._seen.sequences]
+            penalties = [[sequence.params.repetition_penalty] for sequence in self._seen.sequences]
             self._penalties = to_device(penalties, torch.float32, self._penalties.device)
         return bool(served)
 
@@ -281,11 +281,11 @@ class OutputPenalties(LogitFilter):
         self._frequency = self._presence = torch.empty(0, 1, device=device)  # float32 [n, 1]
 
     @classmethod
-    def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+    def build(cls, sequences: GenericSequence[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         built = cls(vocab_size, device)
         return built if built.serve(sequences, {}) else None
 
-    def serve(self, sequences: Sequence_[Sequence], known: Mapping[Sequence, int]) -> bool:
+    def serve(self, sequences: GenericSequence[Sequence], known: Mapping[Sequence, int]) -> bool:
         served = [
             (index, s)
             for index, s in enumerate(sequences)
@@ -293,9 +293,11 @@ class OutputPenalties(LogitFilter):
         ]
         if served:
             self._counts.serve(served, known)
-            params, device = [one.params for one in self._counts.sequences], self._frequency.device
-            self._frequency = to_device([[one.frequency_penalty] for one in params], torch.float32, device)
-            self._presence = to_device([[one.presence_penalty] for one in params], torch.float32, device)
+            sequences, device = self._counts.sequences, self._frequency.device
+            frequency = [[sequence.params.frequency_penalty] for sequence in sequences]
+            presence = [[sequence.params.presence_penalty] for sequence in sequences]
+            self._frequency = to_device(frequency, torch.float32, device)
+            self._presence = to_device(presence, torch.float32, device)
         return bool(served)
 
     def apply(self, logits: torch.Tensor) -> None:
@@ -327,12 +329,12 @@ class ThinkingLimit(LogitFilter):
         self._used = used  # int64 [n]: tokens of reasoning, NOT_STARTED or ENDED
 
     @classmethod
-    def build(cls, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+    def build(cls, sequences: GenericSequence[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         served = [(index, s, s.params.thinking_budget) for index, s in enumerate(sequences)]
         budgets = [(index, s, budget) for index, s, budget in served if budget is not None]
         if not budgets:
             return None
-        starts = [NOT_STARTED if one.start_token_id is None else one.start_token_id for _, _, one in budgets]
+        starts = [NOT_STARTED if budget.start_token_id is None else budget.start_token_id for _, _, budget in budgets]
         return cls(
             indices=_ids([index for index, _, _ in budgets], device),
             limits=_ids([budget.num_tokens for _, _, budget in budgets], device),
@@ -368,7 +370,7 @@ _FILTERS: tuple[type[LogitFilter], ...] = (
 
 
 def build_filters(
-    sequences: Sequence_[Sequence],
+    sequences: GenericSequence[Sequence],
     vocab_size: int,
     device: torch.device,
     previous: Iterable[LogitFilter] = (),
@@ -383,12 +385,12 @@ def build_filters(
         previous: filters of the last batch. Some of them serve this one; do not use them afterwards.
         known: the sequences of the last batch that still begin with the same tokens, and how many tokens they had then.
     """
-    by_type = {type(one): one for one in previous}
+    by_type = {type(logit_filter): logit_filter for logit_filter in previous}
     filters: list[LogitFilter] = []
     for kind in _FILTERS:
-        one: LogitFilter | None = by_type.get(kind)
-        if one is None or not one.serve(sequences, known or {}):
-            one = kind.build(sequences, vocab_size, device)
-        if one is not None:
-            filters.append(one)
+        logit_filter: LogitFilter | None = by_type.get(kind)
+        if logit_filter is None or not logit_filter.serve(sequences, known or {}):
+            logit_filter = kind.build(sequences, vocab_size, device)
+        if logit_filter is not None:
+            filters.append(logit_filter)
     return filters

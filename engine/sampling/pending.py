@@ -87,8 +87,8 @@ class PendingTokens:
     def _add_listed(self, logprobs: dict[int, TokenLogprobs]) -> None:
         """Add the tokens of ``logprob_token_ids``."""
         if self._listed is not None and self._batch.listed is not None:
-            for position, found in zip(self._batch.listed.indices, self._listed.to_lists(), strict=True):
-                logprobs[self._batch.logprob_indices[position]].update(found)
+            for position, listed in zip(self._batch.listed.indices, self._listed.to_lists(), strict=True):
+                logprobs[self._batch.logprob_indices[position]].update(listed)
 
     def _decide(
         self,
@@ -119,10 +119,10 @@ class PendingTokens:
         if self._beams is None:
             return {}
         scores, token_ids = self._beams
-        found = zip(
+        ranked = zip(
             self._batch.beam_indices, self._batch.num_beam_tokens, token_ids.tolist(), scores.tolist(), strict=True
         )
-        return {index: (ids[:count], own_scores[:count]) for index, count, ids, own_scores in found}
+        return {index: (ids[:count], own_scores[:count]) for index, count, ids, own_scores in ranked}
 
 
 def _without_failed(
@@ -133,8 +133,8 @@ def _without_failed(
     if min(token_ids) == NO_TOKEN:
         invalid.update(index for index, token_id in enumerate(token_ids) if token_id == NO_TOKEN)
         token_ids = [max(token_id, 0) for token_id in token_ids]
-    for index, one in enumerate(logprobs or ()):
-        if one is not None and isnan(next(iter(one.values())).logprob):
+    for index, token_logprobs in enumerate(logprobs or ()):
+        if token_logprobs is not None and isnan(next(iter(token_logprobs.values())).logprob):
             invalid.add(index)  # a NaN that a mask hid from the choice
             token_ids[index] = 0
     for index in beams:

@@ -7,7 +7,7 @@ and ``noise`` makes a random choice reproducible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as GenericSequence
 from functools import partial
 
 import torch
@@ -54,7 +54,7 @@ class Sampler:
     def start(
         self,
         logits: torch.Tensor,
-        sequences: Sequence_[Sequence],
+        sequences: GenericSequence[Sequence],
         grammar: tuple[list[int], torch.Tensor] | None = None,
     ) -> PendingTokens:
         """Choose a token for each sequence; for a beam, find the most likely tokens. Does not wait for the device.
@@ -74,8 +74,8 @@ class Sampler:
         raw_logprobs = None
         if batch.logprob_indices:
             raw_logprobs = logits.index_select(0, batch.logprob_indices_on_device).log_softmax(dim=1)
-        for one in batch.filters:
-            one.apply(logits)
+        for logit_filter in batch.filters:
+            logit_filter.apply(logits)
         if grammar is not None:
             apply_bitmask(logits, *grammar)  # last, so that no filter can allow a token again
         tokens = torch.zeros(len(sequences), dtype=torch.int64, device=logits.device)
@@ -86,7 +86,7 @@ class Sampler:
     def sample(
         self,
         logits: torch.Tensor,
-        sequences: Sequence_[Sequence],
+        sequences: GenericSequence[Sequence],
         grammar: tuple[list[int], torch.Tensor] | None = None,
     ) -> SampledTokens:
         """Do what ``start`` does, and wait for the tokens."""
@@ -98,7 +98,7 @@ class Sampler:
 
     @torch.inference_mode()
     def prompt_logprobs(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, num_top_tokens: Sequence_[int]
+        self, logits: torch.Tensor, token_ids: torch.Tensor, num_top_tokens: GenericSequence[int]
     ) -> PendingLogprobs:
         """Find log-probabilities of prompt tokens. Does not wait for the device.
 
@@ -168,7 +168,7 @@ class Sampler:
         self.sample(logits, sequences, (list(range(num_sequences)), bitmask))
         self.reset()
 
-    def _batch_of(self, sequences: Sequence_[Sequence]) -> SamplingBatch:
+    def _batch_of(self, sequences: GenericSequence[Sequence]) -> SamplingBatch:
         batch, self._batch = self._batch, None  # not kept if building or advancing fails
         if batch is None or not batch.advance(sequences):
             batch = SamplingBatch(sequences, self._vocab_size, self._device, self._num_candidates, batch)

@@ -7,7 +7,7 @@ new tokens, and the whole history of sequences that join, are written.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as GenericSequence
 from itertools import chain
 
 import numpy as np
@@ -44,7 +44,7 @@ class TokenRows:
         """[num_rows, vocab_size]."""
         return self._memory[: len(self.sequences)]
 
-    def serve(self, served: Sequence_[tuple[int, Sequence]], known: Mapping[Sequence, int]) -> None:
+    def serve(self, served: GenericSequence[tuple[int, Sequence]], known: Mapping[Sequence, int]) -> None:
         """Serve these sequences from now on.
 
         Args:
@@ -54,23 +54,27 @@ class TokenRows:
         """
         num_rows, device = len(served), self._memory.device
         index_of = {sequence: index for index, sequence in served}
-        kept = {one: row for row, one in enumerate(self.sequences) if one in index_of and one in known}
+        kept = {
+            sequence: row for row, sequence in enumerate(self.sequences) if sequence in index_of and sequence in known
+        }
         holes = sorted(set(range(num_rows)) - set(kept.values()))
         self._reserve(num_rows)
         # Rows after the new end move into holes; new sequences get the others.
-        moved = [one for one, row in kept.items() if row >= num_rows]
+        moved = [sequence for sequence, row in kept.items() if row >= num_rows]
         if moved:
-            sources = to_device([kept[one] for one in moved], torch.int64, device)
+            sources = to_device([kept[sequence] for sequence in moved], torch.int64, device)
             targets = to_device(holes[: len(moved)], torch.int64, device)
             self._memory.index_copy_(0, targets, self._memory.index_select(0, sources))
             kept.update(zip(moved, holes, strict=False))
         free = holes[len(moved) :]
         if free:
             self._memory.index_fill_(0, to_device(free, torch.int64, device), 0)
-        rows = kept | dict(zip((one for _, one in served if one not in kept), free, strict=True))
+        rows = kept | dict(zip((sequence for _, sequence in served if sequence not in kept), free, strict=True))
         self.sequences = sorted(rows, key=rows.__getitem__)
-        self.indices = to_device([index_of[one] for one in self.sequences], torch.int64, device)
-        self._add([self._missing(one, known.get(one, 0) if one in kept else 0) for one in self.sequences])
+        self.indices = to_device([index_of[sequence] for sequence in self.sequences], torch.int64, device)
+        self._add(
+            [self._missing(sequence, known.get(sequence, 0) if sequence in kept else 0) for sequence in self.sequences]
+        )
 
     def advance(self, token_ids: torch.Tensor) -> None:
         """Count one new token of each sequence of the batch, int64 [batch_size]."""

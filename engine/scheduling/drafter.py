@@ -18,7 +18,7 @@ Blocks that only rejected draft tokens use are freed at the end of the step. Thi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as GenericSequence
 from typing import Protocol
 
 from engine.kv.block_manager import BlockManager
@@ -91,7 +91,7 @@ class Drafter:
         return ended
 
 
-def _append_accepted(sequence: Sequence, draft: list[int], after_draft: Sequence_[int]) -> int:
+def _append_accepted(sequence: Sequence, draft: list[int], after_draft: GenericSequence[int]) -> int:
     """Append the accepted tokens to the sequence until it ends; return their number."""
     num_accepted = 0
     for token_id in accepted_tokens(sequence.token_ids[-1], draft, after_draft):
@@ -103,7 +103,7 @@ def _append_accepted(sequence: Sequence, draft: list[int], after_draft: Sequence
     return num_accepted
 
 
-def accepted_tokens(token_id: int, draft: list[int], after_draft: Sequence_[int]) -> Iterator[int]:
+def accepted_tokens(token_id: int, draft: list[int], after_draft: GenericSequence[int]) -> Iterator[int]:
     """Yield the tokens that follow ``token_id`` where the model agrees with the draft.
 
     Args:

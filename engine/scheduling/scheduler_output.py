@@ -5,7 +5,7 @@ The scheduler writes the first and reads the second; the model runner reads the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, field
 
 from engine.beam_search import Candidates
@@ -26,7 +26,7 @@ class SchedulerOutput:
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     num_accepted: dict[Sequence, int] = field(default_factory=dict)  # of each draft; set after the step
     sampling: list[Sequence] = field(default_factory=list)  # the sequences that sample a token
-    logit_indices: Sequence_[int] = ()  # for each of ``sampling``, the index in ``sequences`` of its logits
+    logit_indices: GenericSequence[int] = ()  # for each of ``sampling``, the index in ``sequences`` of its logits
     forks: list[Sequence] = field(default_factory=list)  # new ones among ``sampling``; they join the batch afterwards
     block_copies: list[BlockPair] = field(default_factory=list)
     swap_out: list[BlockPair] = field(default_factory=list)  # (block, host block): preempted and evicted ones

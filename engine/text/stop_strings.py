@@ -27,9 +27,9 @@ class StopStringFilter:
         if self.matched is not None:
             return ""
         text = self._held + text
-        found = [(text.find(stop), stop) for stop in self._stop_strings if stop in text]
-        if found:
-            position, self.matched = min(found, key=lambda hit: (hit[0], -len(hit[1])))
+        matches = [(text.find(stop), stop) for stop in self._stop_strings if stop in text]
+        if matches:
+            position, self.matched = min(matches, key=lambda hit: (hit[0], -len(hit[1])))
             self._held = ""
             return text[: position + len(self.matched)] if self._include_stop else text[:position]
         keep = 0 if final else self._length_of_partial_match(text)

@@ -65,7 +65,7 @@ class Tokenizer:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def warm_up(self) -> None:
-        """Read the vocabulary and compile the templates, for which the first request would have to wait."""
+        """Read the vocabulary and compile the templates, so that the first request does not wait for that."""
         assert self.longest_token
         if self.chat_template.response_template is not None:
             import transformers.utils.chat_parsing  # noqa: F401  (slow to import, and needed for few models)
@@ -75,7 +75,9 @@ class Tokenizer:
 
     def special_token_ids(self, tokens: Iterable[str]) -> frozenset[int]:
         """Return the ids of those of ``tokens`` that are special tokens."""
-        return frozenset(self._tokenizer.convert_tokens_to_ids([one for one in tokens if one in self._special_tokens]))
+        return frozenset(
+            self._tokenizer.convert_tokens_to_ids([token for token in tokens if token in self._special_tokens])
+        )
 
     def single_token_id(self, text: str) -> int | None:
         """Return the id of the token that is exactly ``text``; None if ``text`` is several tokens."""

@@ -244,8 +244,8 @@ class _PendingSample:
         if self._after_drafts is not None:
             after_drafts = iter(self._after_drafts.tolist())
             for sequence, draft in self._drafts.items():
-                found = list(islice(after_drafts, len(draft)))
-                sampled.after_drafts[sequence] = list(takewhile(lambda token_id: token_id != NO_TOKEN, found))
+                tokens = list(islice(after_drafts, len(draft)))
+                sampled.after_drafts[sequence] = list(takewhile(lambda token_id: token_id != NO_TOKEN, tokens))
         return sampled
 
 
@@ -275,5 +275,5 @@ class _PromptLogprobs:
 
     def by_group(self) -> list[tuple[SequenceGroup, list[TokenLogprobs]]]:
         """Return each request's log-probabilities; all slices must have been added, and the device be done."""
-        found = chain.from_iterable(one.to_lists() for one in self._pending)
-        return [(group, list(islice(found, count))) for group, count in self._groups]
+        logprobs = chain.from_iterable(pending.to_lists() for pending in self._pending)
+        return [(group, list(islice(logprobs, count))) for group, count in self._groups]

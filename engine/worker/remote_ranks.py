@@ -202,7 +202,7 @@ class RemoteRanks:
             time.sleep(_SETTLE_SECONDS)
         if self._closing:
             return
-        dead = next((one for one in self._ranks if one.process.poll() is not None), None)
+        dead = next((rank for rank in self._ranks if rank.process.poll() is not None), None)
         where = f"tensor-parallel rank {(dead or rank).number} of {self._size}"
         if dead is not None:
             self._failure = EngineDeadError(f"{where} {_how_it_ended(dead.process.returncode)}; restart the engine")
@@ -213,8 +213,8 @@ class RemoteRanks:
             self._failure = EngineDeadError(f"{where} closed its connection; restart the engine")
         self._failed.set()
         self._replies.put(None)
-        for one in self._ranks:
-            one.process.kill()
+        for other in self._ranks:
+            other.process.kill()
         self._abort()
 
 

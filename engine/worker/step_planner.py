@@ -149,7 +149,9 @@ def _pending_ids(decodes: list[Sequence], last_sampling: list[Sequence]) -> list
     if decodes == last_sampling and all(sequence.num_pending for sequence in decodes):  # nearly always
         return list(range(-1, -1 - len(decodes), -1))
     index_of = {sequence: index for index, sequence in enumerate(last_sampling)}
-    return [~index_of[one] if one.num_pending else one.token_ids[one.num_computed_tokens] for one in decodes]
+    return [
+        ~index_of[decode] if decode.num_pending else decode.token_ids[decode.num_computed_tokens] for decode in decodes
+    ]
 
 
 def _prompt_logit_indices(output: SchedulerOutput, ends: _Ids) -> _Ids:

@@ -154,5 +154,5 @@ def address(tensor: torch.Tensor | None) -> int | None:
 def pointers(targets: Collection[torch.Tensor | CLayer]) -> ctypes.Array[ctypes.c_void_p]:
     """Return a C array of the addresses of tensors' elements or of structures, which must outlive it."""
     return (_POINTER * len(targets))(
-        *(one.data_ptr() if isinstance(one, torch.Tensor) else ctypes.addressof(one) for one in targets)
+        *(target.data_ptr() if isinstance(target, torch.Tensor) else ctypes.addressof(target) for target in targets)
     )

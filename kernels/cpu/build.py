@@ -94,8 +94,8 @@ def _compiler() -> list[str]:
     names = (os.environ["CC"],) if os.environ.get("CC") else _COMPILERS
     for name in names:
         program, *arguments = shlex.split(name)
-        if found := shutil.which(program):
-            return [found, *arguments]
+        if path := shutil.which(program):
+            return [path, *arguments]
     raise BuildError(f"no C compiler is installed (looked for {', '.join(names)})")
 
 
@@ -124,8 +124,8 @@ def _compile(compiler: list[str], sources: list[Path], library: Path) -> None:
         pool.starmap(
             _run,
             [
-                (*compiler, *_flags(), f"-I{SOURCES}", "-c", source, "-o", made)
-                for source, made in zip(sources, objects, strict=True)
+                (*compiler, *_flags(), f"-I{SOURCES}", "-c", source, "-o", object_file)
+                for source, object_file in zip(sources, objects, strict=True)
             ],
             chunksize=1,  # or two cores could compile the two slow files one after the other
         )

@@ -67,7 +67,7 @@ class PackedExperts:
     def num_bytes(self) -> int:
         """Bytes that the weights take."""
         linears = (self.router, self.gate_up, self.down, self.shared_gate_up, self.shared_down)
-        return sum(one.num_bytes for one in linears if one is not None)
+        return sum(linear.num_bytes for linear in linears if linear is not None)
 
     def set_router_weight(self, weight: torch.Tensor) -> None:
         """Set the router's weights, [num_experts, hidden_size]."""

@@ -95,7 +95,7 @@ class PackedLayer:
     @property
     def num_bytes(self) -> int:
         """Bytes that the linear layers' weights take."""
-        dense = sum(one.num_bytes for one in (self.qkv, self.output, self.gate_up, self.down))
+        dense = sum(linear.num_bytes for linear in (self.qkv, self.output, self.gate_up, self.down))
         return dense + (0 if self.experts is None else self.experts.num_bytes)
 
     def set_norm(self, name: NormName, weight: torch.Tensor) -> None:

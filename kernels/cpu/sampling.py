@@ -28,7 +28,7 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, width = scores.shape
     k = min(k, width)
     highest, indices = torch.empty(num_rows, k), torch.empty(num_rows, k, dtype=torch.int64)
-    pointers = (one.data_ptr() for one in (highest, indices, scores))
+    pointers = (tensor.data_ptr() for tensor in (highest, indices, scores))
     require().pagoda_top_k(*pointers, num_rows, width, scores.stride(0), k)
     return highest, indices
 
@@ -49,7 +49,7 @@ def draw(
     """
     num_rows, width = logits.shape
     values, tokens = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
-    assert all(one is None or one.is_contiguous() for one in (temperatures, floors, keys))
+    assert all(tensor is None or tensor.is_contiguous() for tensor in (temperatures, floors, keys))
     require().pagoda_draw(
         values.data_ptr(),
         tokens.data_ptr(),
@@ -74,14 +74,14 @@ def truncated_draw(
     num_rows, width = logits.shape
     values, tokens = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
     columns = (limits.top_k, limits.top_p, limits.floors)
-    assert all(one.is_contiguous() for one in (temperatures, keys, *columns))
+    assert all(tensor.is_contiguous() for tensor in (temperatures, keys, *columns))
     require().pagoda_truncated_draw(
         values.data_ptr(),
         tokens.data_ptr(),
         logits.data_ptr(),
         temperatures.data_ptr(),
         keys.data_ptr(),
-        CLimits(*(one.data_ptr() for one in columns)),
+        CLimits(*(column.data_ptr() for column in columns)),
         num_rows,
         width,
         logits.stride(0),

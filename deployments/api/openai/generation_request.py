@@ -173,13 +173,13 @@ class GenerationRequest(JsonBody):
         return {"beam_width": "n"}
 
     @property
-    def has_form(self) -> bool:
-        """Whether the answer must have a form, which takes time to check."""
+    def has_structured_output(self) -> bool:
+        """Whether a grammar limits the answer; compiling it takes time."""
         return self.structured_outputs is not None or (self.response_format or {}).get("type") not in (None, "text")
 
     @property
-    def form(self) -> StructuredOutputsParams | None:
-        """The form that the answer must have.
+    def structured_outputs_params(self) -> StructuredOutputsParams | None:
+        """The grammar that limits the answer.
 
         Raises:
             RequestError: if it is invalid.

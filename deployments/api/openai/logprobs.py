@@ -130,9 +130,9 @@ class CompletionLogprobs:
     def _top(self, position: TokenLogprobs, name: Callable[[int], str]) -> dict[str, float]:
         """Return the position's tokens by text; of tokens with the same text, the most likely one counts."""
         top: dict[str, float] = {}
-        for token_id, one in islice(position.items(), self._num_listed):
+        for token_id, logprob in islice(position.items(), self._num_listed):
             text = name(token_id)
-            top[text] = max(one.logprob, top.get(text, LOWEST))
+            top[text] = max(logprob.logprob, top.get(text, LOWEST))
         return top
 
 

@@ -117,7 +117,7 @@ class ChatRequest(Conversation, GenerationRequest):
     def check(self) -> None:
         """Reject what the base class rejects, and invalid combinations of fields that only chat has."""
         super().check()
-        if self.offered_tools and super().has_form:
+        if self.offered_tools and super().has_structured_output:
             param = "response_format" if self.structured_outputs is None else "structured_outputs"
             remedy = "leave one of them out, or set tool_choice to none"
             raise RequestError("cannot be combined with tools", param=param, remedy=remedy)
@@ -138,25 +138,28 @@ class ChatRequest(Conversation, GenerationRequest):
         return 1 if self.parallel_tool_calls is False else None
 
     @property
-    def has_form(self) -> bool:
+    def has_structured_output(self) -> bool:
         """Also if the choice of a tool forces one."""
-        return self.forces_calls or super().has_form
+        return self.forces_calls or super().has_structured_output
 
     @property
-    def form(self) -> StructuredOutputsParams | None:
-        """The form that the request gives, or that the choice of a tool forces."""
-        return forced_calls(self.offered_tools, self.tool_choice, parallel=self.max_calls is None) or super().form
+    def structured_outputs_params(self) -> StructuredOutputsParams | None:
+        """The grammar that the request gives, or that the choice of a tool forces."""
+        return (
+            forced_calls(self.offered_tools, self.tool_choice, parallel=self.max_calls is None)
+            or super().structured_outputs_params
+        )
 
     def renamed(self, error: RequestError) -> RequestError:
-        """As the base class; beside tools, a form is made of them."""
+        """As the base class; with tools, the grammar is made of them."""
         if error.param == "structured_outputs" and self.offered_tools:
             return error.renamed("tools")
         return super().renamed(error)
 
     @property
     def thinking_budget(self) -> ThinkingBudget | None:
-        """``thinking_token_budget``, once the model's markers of reasoning are known; a form has no reasoning."""
-        return None if self.has_form else self._thinking_budget
+        """``thinking_token_budget``, once the model's markers of reasoning are known; None with a structured output."""
+        return None if self.has_structured_output else self._thinking_budget
 
     def with_thinking_budget(self, budget: ThinkingBudget | None) -> ChatRequest:
         """Return the request with its budget in the model's tokens."""

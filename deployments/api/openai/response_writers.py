@@ -163,7 +163,7 @@ class CompletionWriter(ResponseWriter):
                 skip_special_tokens=self._request.skip_special_tokens,
                 as_ids=self._request.return_tokens_as_token_ids,
                 prompt_token_ids=generation.prompt.token_ids,
-                keeps_first_space=self._request.has_form,
+                keeps_first_space=self._request.has_structured_output,
             )
         if not (first and self._echoes):
             return logprobs.add(delta.token_ids, delta.logprobs or ())

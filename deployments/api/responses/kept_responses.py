@@ -97,25 +97,25 @@ class KeptResponses:
         """
         if isinstance(body.input, str):
             return [InputMessage(role="user", content=body.input)]
-        found = await self._find_items({item.id for item in body.input if isinstance(item, ItemReference)})
+        referred = await self._find_items({item.id for item in body.input if isinstance(item, ItemReference)})
         items: list[InputItem] = []
         for index, item in enumerate(body.input):
             if not isinstance(item, ItemReference):
                 items.append(item)
-            elif item.id in found:
-                items += parse_conversation([found[item.id]])
+            elif item.id in referred:
+                items += parse_conversation([referred[item.id]])
             else:
                 raise self._not_found("item", item.id, param=f"input[{index}].id")
         return items
 
     async def _find_items(self, ids: set[str]) -> dict[str, dict[str, Any]]:
         """Return the output items with these ids, as far as an ingress keeps them."""
-        found = await asyncio.to_thread(self.store.items, ids) if ids else {}
-        wanted = {item_id for item_id in ids - found.keys() if _ITEM_ID.fullmatch(item_id)}
+        items = await asyncio.to_thread(self.store.items, ids) if ids else {}
+        wanted = {item_id for item_id in ids - items.keys() if _ITEM_ID.fullmatch(item_id)}
         while wanted and (more := await self._ask_ingresses("stored_items", sorted(wanted))):
-            found |= more  # all that one ingress keeps
+            items |= more  # all that one ingress keeps
             wanted -= more.keys()
-        return found
+        return items
 
     def _not_found(self, kind: str, wrong_id: str, param: str | None = None) -> ApiError:
         where = f"responses are kept in the memory of the ingress that made them, for at most {self._ttl_s:g} s"

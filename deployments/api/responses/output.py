@@ -64,13 +64,13 @@ class Output:
     ) -> Iterator[StreamEvent]:
         """Add a piece of the answer; yields the events that it makes."""
         self._find_end_of_reasoning(token_ids)
-        found = self._parse(text, final=final)
+        events = self._parse(text, final=final)
         ranked: Sequence[TokenLogprobs | None] = logprobs or [None] * len(token_ids)
         tokens: list[Token] = list(zip(token_ids, ranked, strict=True))
-        if not found:
+        if not events:
             self._held += tokens
             return
-        kind = _ITEMS[type(found[-1])]
+        kind = _ITEMS[type(events[-1])]
         held, self._held = self._held, []
         if self._open is None or isinstance(self._open, MessageItem | kind):
             tokens = held + tokens
@@ -78,8 +78,8 @@ class Output:
             self._count(type(self._open), held)
         self._count(kind, tokens)
         written = self._logprobs(tokens) if self._logprobs is not None and kind is MessageItem else []
-        for event in found:
-            yield from self._add(event, written if event is found[-1] else [])
+        for event in events:
+            yield from self._add(event, written if event is events[-1] else [])
 
     def finish(self, *, is_complete: bool) -> Iterator[StreamEvent]:
         """End the last item; an answer without any has an empty message."""

@@ -74,14 +74,14 @@ class ResponseStore:
         """Return a response; None if it is not kept."""
         with self._lock:
             self._drop_expired()
-            found = self._stored.get(response_id)
-            return None if found is None else found[1]
+            entry = self._stored.get(response_id)
+            return None if entry is None else entry[1]
 
     def items(self, ids: Collection[str]) -> dict[str, dict[str, Any]]:
         """Return the output items with these ids, as far as they are kept."""
         with self._lock:
             self._drop_expired()
-            responses = {found for item_id in ids if (found := self._response_of.get(item_id)) is not None}
+            responses = {response_id for item_id in ids if (response_id := self._response_of.get(item_id)) is not None}
             stored = [self._stored[response_id][1] for response_id in responses]
         items = (item for response in stored for item in json.loads(response.response)["output"])
         wanted = frozenset(ids)

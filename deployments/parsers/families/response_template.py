@@ -36,19 +36,19 @@ def response_template(reader: Reader, template: Mapping[str, Any], prompt: str, 
         held += character
         try:
             for event in parser.feed(character):
-                found = list(_events(event, has_tools))
-                held = "" if found else held
-                yield from found
+                parts = list(_events(event, has_tools))
+                held = "" if parts else held
+                yield from parts
         except _ERRORS:
             yield Content(held)
             yield from plain(reader)
             return
     try:
         _, events = parser.finalize()
-        found = [part for event in events for part in _events(event, has_tools)]
+        parts = [part for event in events for part in _events(event, has_tools)]
     except _ERRORS:
-        found = [Content(held)]
-    yield from found
+        parts = [Content(held)]
+    yield from parts
 
 
 def _parser(template: Mapping[str, Any], prompt: str) -> Any:

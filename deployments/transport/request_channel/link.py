@@ -62,7 +62,7 @@ class Link:
         self._last_stream = 0
         self._streams: dict[int, Dispatch] = {}  # unfinished
         self._connection = ReplicaConnection(
-            address, context, on_ready=on_change, on_outputs=self._deliver, on_lost=self._lose
+            address, context, on_ready=on_change, on_outputs=self._queue_outputs, on_lost=self._lose
         )
 
     @property
@@ -114,7 +114,7 @@ class Link:
         self._connection.close()
         self._fail_streams("the link was closed")
 
-    def _deliver(self, message: Outputs) -> None:
+    def _queue_outputs(self, message: Outputs) -> None:
         """Pass the outputs of one step to their dispatches."""
         streams = self._streams
         num_streams = len(streams)

@@ -40,19 +40,19 @@ def bind_router(context: zmq.Context[Socket], host: str) -> tuple[Socket, str]:
         ConfigError: ``host`` is not an address of this node.
     """
     address = address_of(host)
-    made = context.socket(zmq.ROUTER)
-    made.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    made.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    made.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-    _set_options(made)
-    set_common(made, address)
-    set_heartbeats(made)
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+    _set_options(socket)
+    set_common(socket, address)
+    set_heartbeats(socket)
     try:
-        made.bind(f"tcp://{url_host(address)}:*")
+        socket.bind(f"tcp://{url_host(address)}:*")
     except zmq.ZMQError as error:
-        made.close(0)
+        socket.close(0)
         raise ConfigError(f"cannot listen on host={host!r}: {error}; give an address of this node") from None
-    return made, made.getsockopt_string(zmq.LAST_ENDPOINT)
+    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def connect_dealer(context: zmq.Context[Socket], endpoint: str, identity: bytes) -> tuple[Socket, Socket]:
@@ -62,23 +62,23 @@ def connect_dealer(context: zmq.Context[Socket], endpoint: str, identity: bytes)
         ConfigError: as ``check_endpoint``.
     """
     address = check_endpoint(endpoint)
-    made = context.socket(zmq.DEALER)
-    made.setsockopt(zmq.ROUTING_ID, identity)
-    made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_IVL_MS)
-    made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-    made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-    _set_options(made)
-    set_common(made, address)
-    set_heartbeats(made)
-    events = made.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-    made.connect(endpoint)
-    return made, events
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.ROUTING_ID, identity)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_IVL_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+    _set_options(socket)
+    set_common(socket, address)
+    set_heartbeats(socket)
+    events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    socket.connect(endpoint)
+    return socket, events
 
 
-def _set_options(made: Socket) -> None:
-    made.setsockopt(zmq.SNDHWM, 0)  # a message is never dropped here: the outboxes have a limit of their own
-    made.setsockopt(zmq.RCVHWM, 0)  # set_heartbeats depends on it
-    made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+def _set_options(socket: Socket) -> None:
+    socket.setsockopt(zmq.SNDHWM, 0)  # a message is never dropped here: the outboxes have a limit of their own
+    socket.setsockopt(zmq.RCVHWM, 0)  # set_heartbeats depends on it
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
 
 
 class SocketReader:

@@ -63,7 +63,7 @@ class TransformersDecoder:
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise self._not_servable(f"its modules could not compute a few tokens: {error}") from error
         if logits.isnan().any(dim=1).all():  # a single token may never have been trained
-            raise self._not_servable("the logits of a few tokens are no numbers")
+            raise self._not_servable("the logits of a few tokens are not numbers")
         return probe
 
     def _not_servable(self, problem: str) -> ModelLoadError:

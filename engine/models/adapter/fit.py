@@ -48,17 +48,17 @@ def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[
     order: list[str] = []
     headers = {name: _Header(checkpoint, name, order) for name in checkpoint.names}
     with loading_in_order(), _without_garbage_collection():
-        found, _ = convert_and_load_state_dict_in_model(model, headers, config)
-    model._adjust_missing_and_unexpected_keys(found)
+        loading, _ = convert_and_load_state_dict_in_model(model, headers, config)
+    model._adjust_missing_and_unexpected_keys(loading)
     ties: dict[str, str] = model.all_tied_weights_keys
-    stored_as_tied = {source for tied, source in ties.items() if tied not in found.missing_keys}
+    stored_as_tied = {source for tied, source in ties.items() if tied not in loading.missing_keys}
     for name in order:
         checkpoint.require_floats(name)
-    _refuse(checkpoint, dict.fromkeys(found.missing_keys - ties.keys() - stored_as_tied, "is missing"))
-    _refuse(checkpoint, dict.fromkeys(found.unexpected_keys, "is unexpected"))
-    shapes = {name: (list(stored), list(needed)) for name, stored, needed in found.mismatched_keys}
-    _refuse(checkpoint, {name: f"has shape {one[0]} instead of {one[1]}" for name, one in shapes.items()})
-    _refuse(checkpoint, dict.fromkeys(found.conversion_errors, "cannot be joined from the stored tensors"))
+    _refuse(checkpoint, dict.fromkeys(loading.missing_keys - ties.keys() - stored_as_tied, "is missing"))
+    _refuse(checkpoint, dict.fromkeys(loading.unexpected_keys, "is unexpected"))
+    shapes = {name: (list(stored), list(needed)) for name, stored, needed in loading.mismatched_keys}
+    _refuse(checkpoint, {name: f"has shape {pair[0]} instead of {pair[1]}" for name, pair in shapes.items()})
+    _refuse(checkpoint, dict.fromkeys(loading.conversion_errors, "cannot be joined from the stored tensors"))
     return order
 
 

@@ -226,7 +226,7 @@ def _read_index(index: Path) -> dict[str, str]:
         tensors.setdefault(name, []).append(tensor)
     if missing := sorted(name for name in tensors if not os.path.isfile(index.parent / name)):
         raise ModelLoadError(
-            f"checkpoint '{index.parent}' lacks the shards {listed(missing)}, of which the first holds "
+            f"checkpoint '{index.parent}' lacks the shards {listed(missing)}; '{missing[0]}' holds "
             f"{listed(tensors[missing[0]])}; download them"
         )
     return weight_map

@@ -31,9 +31,9 @@ def unstack(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, list[int
 
 def stored_block(name: str, stored: Container[str]) -> str:
     """Return the stored name of a parameter of ours that is not fused: Mixtral has another name for the block."""
-    head, found, tail = name.partition(".mlp.")
+    head, separator, tail = name.partition(".mlp.")
     mixtral = f"model.{head}.block_sparse_moe.gate.weight"
-    return f"model.{head}.block_sparse_moe.{tail}" if found and mixtral in stored else "model." + name
+    return f"model.{head}.block_sparse_moe.{tail}" if separator and mixtral in stored else "model." + name
 
 
 def expert_parts(
@@ -47,8 +47,8 @@ def expert_parts(
         shape: of the whole model.
         rank: whose part is read, of ``size`` ranks.
     """
-    block, found, rest = name.partition(".experts.")
-    if not found:
+    block, separator, rest = name.partition(".experts.")
+    if not separator:
         return None
     number, matrix = rest.split(".")
     inner, own = shape.intermediate_size, shape.intermediate_size // size

@@ -67,11 +67,11 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     """Return the entries of the header's JSON, without its metadata."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
             names = [name for name, _ in pairs]
             raise _error(path, f"its header has the key {shown(max(names, key=names.count))} twice")
-        return found
+        return entries
 
     try:
         header = json.loads(text.decode(), object_pairs_hook=unique)
@@ -109,7 +109,7 @@ def _is_list_of_sizes(value: Any) -> bool:
     return (
         isinstance(value, list)
         and len(value) <= MAX_DIMENSIONS
-        and all(type(one) is int and 0 <= one < 2**63 for one in value)
+        and all(type(number) is int and 0 <= number < 2**63 for number in value)
     )
 
 
@@ -129,4 +129,4 @@ def _require_contiguous(path: Path, tensors: dict[str, StoredTensor], start: int
 
 
 def _error(path: Path, problem: str) -> ModelLoadError:
-    return ModelLoadError(f"'{path}' is no readable safetensors file: {problem}; {_REMEDY}")
+    return ModelLoadError(f"'{path}' is not a readable safetensors file: {problem}; {_REMEDY}")

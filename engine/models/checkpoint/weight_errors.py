@@ -31,16 +31,14 @@ def weights_not_finite(
         stored = checkpoint.read(stored_name, shard)
         where = f"'{stored_name}' of '{checkpoint.file_of(stored_name)}' has"
         if not is_finite(stored):
-            return ModelLoadError(
-                f"{where} {_examples(stored, stored)} that are no finite numbers; download the file again"
-            )
+            return ModelLoadError(f"{where} {_examples(stored, stored)} that are not finite; download the file again")
         if not is_finite(converted := stored.to(dtype)):
             return ModelLoadError(
                 f"{where} {_examples(converted, stored)} that are too large for {str(dtype).removeprefix('torch.')}; "
                 "set dtype to bfloat16 or float32"
             )
     return ModelLoadError(
-        f"'{name}' of '{checkpoint.path}' has become no finite numbers in {str(dtype).removeprefix('torch.')}; "
+        f"'{name}' of '{checkpoint.path}' is not finite as {str(dtype).removeprefix('torch.')}; "
         "download the checkpoint again, or set dtype to float32"
     )
 

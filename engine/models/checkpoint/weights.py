@@ -67,7 +67,7 @@ def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.d
         checkpoint.require_floats(name)
     head, embedding = checkpoint.read(HEAD), checkpoint.read(_STORED_EMBEDDING)
     pairs = zip(torch.split(head, _COMPARED_ROWS), torch.split(embedding, _COMPARED_ROWS), strict=False)
-    if head.shape == embedding.shape and all(torch.equal(one.to(dtype), other.to(dtype)) for one, other in pairs):
+    if head.shape == embedding.shape and all(torch.equal(first.to(dtype), second.to(dtype)) for first, second in pairs):
         return config
     logger.warning(
         "'%s' of '%s' differs from the embedding and is used, although config.json says tie_word_embeddings: true",
@@ -114,7 +114,9 @@ def read_weights(
     parameters = _require_match(checkpoint, wanted, config)
     checkpoint.expect(dict.fromkeys(name for parameter in parameters for name, _ in parameter.parts))
     weights = _read_each(checkpoint, parameters, dtype, device, may_be_mapped)
-    return with_progress(weights, {one.name: one.num_bytes(dtype) for one in parameters}) if show_progress else weights
+    if not show_progress:
+        return weights
+    return with_progress(weights, {parameter.name: parameter.num_bytes(dtype) for parameter in parameters})
 
 
 def _parameter(
@@ -203,7 +205,7 @@ def _read_each(
     is_tied = any(parameter.is_tied_head for parameter in parameters)
     embedding: torch.Tensor | None = None
     for parameter, weight in read_ahead(
-        parameters, read, lambda one: one.num_bytes(dtype), checkpoint.largest_file_bytes
+        parameters, read, lambda parameter: parameter.num_bytes(dtype), checkpoint.largest_file_bytes
     ):
         if is_tied and parameter.name == EMBEDDING:
             embedding = weight  # held for the head

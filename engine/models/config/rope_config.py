@@ -126,8 +126,8 @@ def _tables(config: Any, family: Family) -> tuple[tuple[str | None, ...], tuple[
     if not family.has_unrotated_layers:
         return (None,), (0,) * count
     rotated = config.no_rope_layers
-    if not isinstance(rotated, list) or len(rotated) < count or any(type(one) is not int for one in rotated):
+    if not isinstance(rotated, list) or len(rotated) < count or any(type(flag) is not int for flag in rotated):
         raise ModelLoadError(
             f"no_rope_layers={shown(rotated)} has no number for each of {count} layers; correct config.json"
         )
-    return (None,), tuple(0 if one else None for one in rotated[:count])
+    return (None,), tuple(0 if flag else None for flag in rotated[:count])

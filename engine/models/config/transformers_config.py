@@ -87,4 +87,4 @@ def _rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
     """Yield the parameters of every RoPE of the model: one, or one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     yield parameters
-    yield from (one for one in parameters.values() if isinstance(one, dict))
+    yield from (parameter for parameter in parameters.values() if isinstance(parameter, dict))

@@ -97,7 +97,7 @@ def _unrotated_layers(raw: dict[str, Any], family: PlainFamily) -> dict[str, Any
         return {}
     count, interval = raw["num_hidden_layers"], raw.get("no_rope_layer_interval", 4)
     rotated = raw.get("no_rope_layers", [int((layer + 1) % interval != 0) for layer in range(count)])
-    is_plain = len(rotated) == count and all(type(one) is int for one in rotated)
+    is_plain = len(rotated) == count and all(type(flag) is int for flag in rotated)
     return {"no_rope_layers": rotated} if is_plain else None
 
 

@@ -223,12 +223,12 @@ class CpuDecoder:
         sparse = [layer.experts for layer in self.layers if layer.experts is not None]
         if not sparse:
             return seconds
-        num_dense_bytes = self.num_bytes - sum(one.num_bytes for one in sparse)
+        num_dense_bytes = self.num_bytes - sum(layer_experts.num_bytes for layer_experts in sparse)
         measured, norm = sparse[:_LAYERS_MEASURED], torch.ones(self.config.hidden_size)
 
         def compute_experts() -> None:
-            for one in measured:
-                experts(hidden, one, norm, self.config.rms_norm_eps)
+            for layer_experts in measured:
+                experts(hidden, layer_experts, norm, self.config.rms_norm_eps)
 
         of_experts = _fastest(compute_experts) * len(sparse) / len(measured)
         return seconds * num_dense_bytes / self.lm_head.num_bytes + of_experts

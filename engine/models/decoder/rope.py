@@ -50,9 +50,7 @@ def rope_tables(hf_config: Any, rope: RopeConfig, head_dim: int, length: int) ->
             f"the rope_parameters of config.json cannot be computed with: {error!r}; correct them"
         ) from error
     if not is_finite(tables):
-        raise ModelLoadError(
-            "the rope_parameters of config.json result in angles that are no finite numbers; correct them"
-        )
+        raise ModelLoadError("the rope_parameters of config.json result in angles that are not finite; correct them")
     return tables
 
 

@@ -34,7 +34,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     while size < max_num_seqs:
         sizes.append(size)
         size += max(8, (1 << size.bit_length() - 1) // 16)
-    return [*(one for one in sizes if one < max_num_seqs), max_num_seqs]
+    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
 class DecodeGraph:

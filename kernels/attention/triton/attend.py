@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["METADATA", "add_sink", "attend_to_range", "first_key_of_window", "rows_anew"]
+__all__ = ["METADATA", "add_sink", "attend_to_range", "first_key_of_window", "reload_rows"]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -37,7 +37,7 @@ def first_key_of_window(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def rows_anew(pointer, value, ROWS: tl.constexpr):
+def reload_rows(pointer, value, ROWS: tl.constexpr):
     """Return the row numbers of a tile, reloaded so that the compiler cannot reuse what it computed from them before.
 
     Otherwise it would keep offsets and masks of the rows in registers throughout the loop over keys, and spill others.

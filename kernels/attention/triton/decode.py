@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.attention.triton.attend import METADATA, add_sink, attend_to_range, first_key_of_window, rows_anew
+from kernels.attention.triton.attend import METADATA, add_sink, attend_to_range, first_key_of_window, reload_rows
 
 __all__ = ["plan_splits_kernel", "reduce_splits_kernel", "split_decode_kernel"]
 
@@ -70,7 +70,7 @@ def _own_heads(
     ROWS: tl.constexpr,
 ):
     """Return the query heads of a tile's rows, which of them exist, and which elements of the tile do; all reloaded."""
-    row = rows_anew(first_item, 0, ROWS)  # nothing is before the first sequence
+    row = reload_rows(first_item, 0, ROWS)  # nothing is before the first sequence
     is_head = row < GROUP_SIZE
     return kv_head * GROUP_SIZE + row, is_head, is_head[:, None] & (tl.arange(0, DIM_PADDED)[None, :] < HEAD_DIM)
 

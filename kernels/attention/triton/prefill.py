@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.attention.triton.attend import METADATA, add_sink, attend_to_range, first_key_of_window, rows_anew
+from kernels.attention.triton.attend import METADATA, add_sink, attend_to_range, first_key_of_window, reload_rows
 
 __all__ = ["prefill_kernel"]
 
@@ -109,7 +109,7 @@ def prefill_kernel(
             ROWS,
             TILE,
         )
-        row = rows_anew(cu_seqlens_q + sequence, first_row, ROWS)
+        row = reload_rows(cu_seqlens_q + sequence, first_row, ROWS)
         query_index = first_query + row // GROUP_SIZE
         # Reloaded too: kept throughout the loop, it makes ptxas spill in some variants for sm_100.
         query_len = tl.load(cu_seqlens_q + sequence + 1, volatile=True) - first_row

@@ -19,8 +19,8 @@ def _take_pending_kernel(token_ids, sampled, num_tokens, BLOCK: tl.constexpr):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token_id = tl.load(token_ids + token, mask=token < num_tokens, other=0)
     is_pending = token_id < 0
-    found = tl.load(sampled + ~token_id, mask=is_pending, other=0)
-    tl.store(token_ids + token, tl.maximum(found, 0), mask=is_pending)
+    sampled_id = tl.load(sampled + ~token_id, mask=is_pending, other=0)
+    tl.store(token_ids + token, tl.maximum(sampled_id, 0), mask=is_pending)
 
 
 def take_pending_tokens_triton(token_ids: torch.Tensor, sampled: torch.Tensor) -> None:

@@ -69,5 +69,5 @@ def best_of_parts_kernel(
 ):
     """Choose a row's token from the highest priorities of its parts."""
     part = tl.arange(0, PARTS_PADDED)
-    found = tl.load(parts + tl.program_id(0) * num_parts + part, mask=part < num_parts, other=-(2**63))
-    store_token(tokens, row_of(indices), tl.max(found, axis=0))
+    best = tl.load(parts + tl.program_id(0) * num_parts + part, mask=part < num_parts, other=-(2**63))
+    store_token(tokens, row_of(indices), tl.max(best, axis=0))

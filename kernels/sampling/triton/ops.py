@@ -105,7 +105,7 @@ class TritonSampling(SamplingOps):
         limits: Limits,
     ) -> None:
         columns = (temperatures, keys, limits.top_k, limits.top_p, limits.floors)
-        assert all(one.is_contiguous() for one in (tokens, *columns))
+        assert all(tensor.is_contiguous() for tensor in (tokens, *columns))
         assert logits.stride(1) == 1
         num_rows, vocab_size = len(temperatures), logits.shape[1]
         if num_rows == 0:
@@ -188,7 +188,7 @@ def _change_tokens(
 ) -> None:
     lists = (indices, token_ids, biases, missing, words, owners, tails)
     assert logits.stride(1) == 1
-    assert all(one is None or one.is_contiguous() for one in lists)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in lists)
     num_pairs, width = len(indices), 0 if words is None else words.shape[1]
     if num_pairs:
         grid = (triton.cdiv(num_pairs, _PAIRS),)

@@ -127,7 +127,7 @@ def test_the_form_of_an_answer() -> None:
         {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
         {"output_format": {"type": "json_schema", "schema": schema}},
     ):
-        assert json.loads(chat(**field).form.json) == schema
+        assert json.loads(chat(**field).structured_outputs_params.json) == schema
     assert chat(output_config={"effort": "high"}).reasoning_effort == "high"
 
 

@@ -226,7 +226,7 @@ def test_a_weight_that_is_not_finite_is_named(checkpoint: Path) -> None:
     weights[name][-1, 0] = float("nan")
     save_file(weights, file, {"format": "pt"})
     at = [len(weights[name]) - 1, 0]
-    message = f"'{name}' of '{file}' has 1 weights (nan at {at} for one) that are no finite numbers; download the file"
+    message = f"'{name}' of '{file}' has 1 weights (nan at {at} for one) that are not finite; download the file"
     with pytest.raises(ModelLoadError, match=re.escape(message)):
         load(checkpoint)
 

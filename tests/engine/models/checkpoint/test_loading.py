@@ -100,7 +100,7 @@ def test_an_index_may_not_lead_out_of_the_directory(checkpoint: Path) -> None:
 
 def test_a_corrupt_file_is_named(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"not safetensors at all")
-    with pytest.raises(ModelLoadError, match=r"model\.safetensors' is no readable safetensors file"):
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors' is not a readable safetensors file"):
         load(checkpoint)
 
 

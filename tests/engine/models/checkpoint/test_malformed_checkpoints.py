@@ -176,7 +176,7 @@ def test_a_weight_that_is_not_finite_is_named(
     error = workshop.try_damaged(good, change_tensor(good, name, change))
     assert isinstance(error, ModelLoadError)
     assert re.search(
-        rf"'{re.escape(name)}' of .*\.safetensors' has 1 weights \({bad} at .*\) that are no finite numbers", str(error)
+        rf"'{re.escape(name)}' of .*\.safetensors' has 1 weights \({bad} at .*\) that are not finite", str(error)
     )
 
 
@@ -254,7 +254,7 @@ def test_a_weight_of_a_float16_checkpoint_that_is_not_finite_is_named(name: str,
         assert isinstance(error, ModelLoadError), broken
         assert f"'{broken}' of " in str(error)
         assert f"has 1 weights ({bad} at " in str(error)
-        assert "that are no finite numbers; download the file again" in str(error)
+        assert "that are not finite; download the file again" in str(error)
 
 
 def test_weights_beyond_the_range_of_the_dtype_are_named(workshop: Workshop) -> None:
@@ -285,7 +285,7 @@ def test_an_index_that_names_something_else(workshop: Workshop, name: str, file:
 
     error = workshop.try_damaged(workshop.sharded, damage)
     assert isinstance(error, ModelLoadError)
-    assert name in str(error) or "config.json' is no readable safetensors file" in str(error)
+    assert name in str(error) or "config.json' is not a readable safetensors file" in str(error)
 
 
 @settings(max_examples=30, deadline=None)

@@ -258,7 +258,7 @@ def test_angles_that_are_no_numbers_fail_at_the_start(workshop: Workshop, change
     """transformers' modules compute this kind of RoPE."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
     error = try_changes(workshop, {"rope_parameters": rope | changes})
-    assert "the logits of a few tokens are no numbers" in str(error)
+    assert "the logits of a few tokens are not numbers" in str(error)
 
 
 @pytest.mark.parametrize(
