@@ -11,7 +11,6 @@ This module owns the tokenizer, the cache and the time-out; grammar.py decides w
 
 from __future__ import annotations
 
-import json
 import threading
 import weakref
 from collections import OrderedDict
@@ -20,14 +19,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.errors import OverloadedError, RequestError
+from engine.errors import OverloadedError, PagodaError, RequestError
 from engine.structured_outputs.grammar import Grammar, Vocabulary, new_matcher, shorten
 from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.probe import COMPILE_STACK, GrammarProbe, run_with_stack
+from engine.structured_outputs.tokens import GrammarTokens
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -182,7 +182,7 @@ class GrammarCompiler:
 
         def work() -> None:
             try:
-                matcher = new_matcher(toolchain.tokenizer, params)
+                matcher = new_matcher(toolchain.tokenizer, toolchain.vocabulary, params)
                 # llguidance defers much of the work to the first mask.
                 grammar = Grammar(matcher.deep_copy(), toolchain.vocabulary)
                 if not _has_first_mask(grammar):
@@ -205,7 +205,7 @@ class GrammarCompiler:
 
     def _load(self) -> _Toolchain:
         try:
-            from llguidance import LLTokenizer
+            import llguidance  # noqa: F401
         except ImportError:
             raise RequestError(
                 "need llguidance, which this server lacks",
@@ -215,46 +215,14 @@ class GrammarCompiler:
         if not self._eos_token_ids:
             raise RequestError("need a model with an EOS token, and this one has none", param=_PARAM)
         try:
-            tokenizer_json = self._tokenizer_json()
-            tokenizer = LLTokenizer(tokenizer_json, self._vocab_size, self._eos_token_ids)
-        except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: no fast tokenizer
+            tokens = GrammarTokens.load(self._model_path, self._vocab_size, self._eos_token_ids)
+            tokenizer = tokens.new_tokenizer()
+        except (PagodaError, OSError, ValueError, KeyError) as error:
             reason = shorten(str(error).replace(str(self._model_path), "the model"))
             raise RequestError(f"do not work with this model's tokenizer: {reason}", param=_PARAM) from error
-        probe = GrammarProbe(tokenizer_json, self._vocab_size, self._eos_token_ids, timeout_s=self._timeout_s / 2)
+        probe = GrammarProbe(tokens, timeout_s=self._timeout_s / 2)
         weakref.finalize(self, probe.close)
-        return _Toolchain(tokenizer, Vocabulary.build(self._vocab_size, frozenset(self._eos_token_ids)), probe)
-
-    def _tokenizer_json(self) -> str:
-        """Return the tokenizer as the text of a tokenizer.json, with the tokens of tokenizer_config.json added."""
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(str(self._model_path), trust_remote_code=False, local_files_only=True)
-        backend = tokenizer.backend_tokenizer
-        backend.no_padding()
-        backend.no_truncation()
-        return _with_plain_markers(str(backend.to_str()))
-
-
-def _with_plain_markers(tokenizer_json: str) -> str:
-    """Return the tokenizer with added tokens that are not special, such as ``<tool_call>``, as ordinary ones.
-
-    llguidance takes every added token in angle brackets for a special one, which no text of a grammar may contain. Only
-    a BPE's vocabulary is changed, which every model with such markers has.
-    """
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    data: dict[str, Any] = json.loads(tokenizer_json)
-    added, vocab = data.get("added_tokens") or [], data["model"].get("vocab")
-    if data["model"].get("type") != "BPE" or all(token["special"] for token in added):
-        return tokenizer_json
-    alphabet = bytes_to_unicode() if "ByteLevel" in json.dumps(data.get("decoder")) else {}
-    for token in added:  # special ones too: their ids follow from the size of the vocabulary unless they are in it
-        content = token["content"]
-        if alphabet and not token["special"]:
-            content = "".join(alphabet[byte] for byte in content.encode())
-        vocab.setdefault(content, token["id"])
-    data["added_tokens"] = [token for token in added if token["special"]]
-    return json.dumps(data)
+        return _Toolchain(tokenizer, tokens.vocabulary(), probe)
 
 
 def _has_first_mask(grammar: Grammar) -> bool:

@@ -41,19 +41,22 @@ class Vocabulary:
         size: of the model's logits; the tokenizer may have fewer tokens.
         eos_token_ids: the tokens that end a text.
         eos_bits: int32 [ceil(size / 32)], the bits of ``eos_token_ids``.
+        has_all_bytes: whether tokens can write any text. Otherwise llguidance must not choose the tokens of a text that
+            has to come next: there may be none.
     """
 
     size: int
     eos_token_ids: frozenset[int]
     eos_bits: npt.NDArray[np.int32]
+    has_all_bytes: bool = True
 
     @classmethod
-    def build(cls, size: int, eos_token_ids: frozenset[int]) -> Vocabulary:
+    def build(cls, size: int, eos_token_ids: frozenset[int], *, has_all_bytes: bool = True) -> Vocabulary:
         """Compute the bits."""
         bits = np.zeros(-(-size // 32), dtype=np.uint32)
         for token_id in eos_token_ids:
             bits[token_id // 32] |= np.uint32(1 << token_id % 32)
-        return cls(size, eos_token_ids, bits.view(np.int32))
+        return cls(size, eos_token_ids, bits.view(np.int32), has_all_bytes)
 
 
 class Grammar:
@@ -164,7 +167,7 @@ def shorten(reason: object) -> str:
     return line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}..."
 
 
-def new_matcher(tokenizer: LLTokenizer, params: StructuredOutputsParams) -> LLMatcher:
+def new_matcher(tokenizer: LLTokenizer, vocabulary: Vocabulary, params: StructuredOutputsParams) -> LLMatcher:
     """Return llguidance's automaton for a request, in its initial state.
 
     Raises:
@@ -173,7 +176,8 @@ def new_matcher(tokenizer: LLTokenizer, params: StructuredOutputsParams) -> LLMa
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, step_max_items=_MAX_STEP_ITEMS, verbose_errors=False)
-    matcher = LLMatcher(tokenizer, _source(params), log_level=0, limits=limits)
+    source = _source(params) if vocabulary.has_all_bytes else _without_forcing(_source(params))
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(_reason(matcher))
     return matcher
@@ -194,6 +198,13 @@ def _source(params: StructuredOutputsParams) -> str:
     return LLMatcher.grammar_from_json_schema(
         schema, overrides={"whitespace_pattern": _WHITESPACE, "item_separator": ",", "key_separator": ":"}
     )
+
+
+def _without_forcing(source: str) -> str:
+    """Return a grammar whose tokens are never chosen by llguidance."""
+    grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    top = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @form'}
+    return json.dumps({"grammars": [top, grammars[0] | {"name": "form"}, *grammars[1:]]})
 
 
 def _lark_string(text: str) -> str:

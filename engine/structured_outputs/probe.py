@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ import numpy as np
 from engine.errors import OverloadedError
 from engine.structured_outputs.grammar import Grammar, Vocabulary, new_matcher, shorten
 from engine.structured_outputs.params import StructuredOutputsParams
+from engine.structured_outputs.tokens import GrammarTokens
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -60,14 +61,12 @@ class GrammarProbe:
     Threads use it in turn.
 
     Args:
-        tokenizer_json: text of the model's tokenizer.json.
-        vocab_size: size of the model's logits.
-        eos_token_ids: the model's EOS ids.
+        tokens: of the model.
         timeout_s: seconds that one grammar may take.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int], *, timeout_s: float) -> None:
-        self._setup = (tokenizer_json, vocab_size, list(eos_token_ids), timeout_s)
+    def __init__(self, tokens: GrammarTokens, *, timeout_s: float) -> None:
+        self._setup = (tokens, timeout_s)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -171,12 +170,10 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 def _serve() -> None:
     """Answer each pickled request on stdin with a line of JSON: the reason for a rejection, or null."""
-    from llguidance import LLTokenizer
-
     requests = sys.stdin.buffer
-    tokenizer_json, vocab_size, eos_token_ids, timeout_s = pickle.load(requests)
-    tokenizer = LLTokenizer(tokenizer_json, vocab_size, eos_token_ids)
-    vocabulary = Vocabulary.build(vocab_size, frozenset(eos_token_ids))
+    tokens, timeout_s = pickle.load(requests)
+    tokenizer = tokens.new_tokenizer()
+    vocabulary = tokens.vocabulary()
     _limit_memory()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process wherever it is, in native code too
     print("ready", flush=True)
@@ -203,7 +200,7 @@ def _try(tokenizer: LLTokenizer, vocabulary: Vocabulary, params: StructuredOutpu
 
     def compile_it() -> None:
         try:
-            outcome.append(Grammar(new_matcher(tokenizer, params), vocabulary))
+            outcome.append(Grammar(new_matcher(tokenizer, vocabulary, params), vocabulary))
         except BaseException as error:  # llguidance's panics are not Exceptions
             outcome.append(shorten(error))
 

@@ -8,7 +8,7 @@ the library ``tokenizers`` work so. For the others, ``joins`` is false, and the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -26,21 +26,24 @@ class TokenBytes:
 
     Args:
         tokenizer: of transformers.
-        rust: the tokenizer of the library ``tokenizers`` in it, if decoding only calls that; or None.
+        is_plain: whether its methods only call the library ``tokenizers``.
         decode: ``Tokenizer.decode``.
 
     Attributes:
         joins: whether the joined bytes of tokens are their text.
+        is_exact: whether they would be, if the tokenizer of transformers did not change the text.
         replaces_each_byte: whether bytes that are not UTF-8 become one U+FFFD each, instead of one for each sequence
             of bytes that begins like a character.
     """
 
-    def __init__(self, tokenizer: Any, rust: Any | None, decode: Callable[..., str]) -> None:
+    def __init__(self, tokenizer: Any, is_plain: bool, decode: Callable[..., str]) -> None:
+        rust = getattr(tokenizer, "backend_tokenizer", None)
         self._tokenizer = tokenizer
-        self._decode = decode
-        self._rules = DecodingRules.of(rust)
+        self._decode = decode if rust is None else rust.decode
         self._batch_decode = None if rust is None else rust.decode_batch
-        self.joins = self._rules.joins
+        self._rules = DecodingRules.of(rust)
+        self.is_exact = self._rules.joins
+        self.joins = is_plain and self.is_exact
         self.replaces_each_byte = self._rules.has_byte_tokens
         self._known: dict[int, bytes] = {}
         self._known_at_start: dict[int, bytes] = {}
@@ -88,35 +91,38 @@ class TokenBytes:
 
     def table(self, size: int) -> list[bytes]:
         """Return the bytes of the tokens 0..size - 1."""
-        token_ids = range(min(size, self.size))
-        if self._batch_decode is None or self._rules.is_byte_level:
-            table = [self._bytes_of(token_id) for token_id in token_ids]
-        else:
-            table = [spelled for first in token_ids[::_BATCH] for spelled in self._batch(token_ids[first:][:_BATCH])]
-        return table + [b""] * (size - len(table))
+        names: list[str | None] = [None] * max(size, self.size)
+        for name, token_id in self._tokenizer.get_vocab().items():
+            names[token_id] = name
+        table: list[bytes] = []
+        for first in range(0, size, _BATCH):
+            token_ids = range(first, min(first + _BATCH, size))
+            table += map(self._bytes_from, names[first : token_ids.stop], self._texts_of(token_ids))
+        return table
 
-    def _batch(self, token_ids: Sequence[int]) -> Iterator[bytes]:
-        """Yield the bytes of many tokens, which the library decodes in one call."""
-        assert self._batch_decode is not None
-        texts = self._batch_decode([[*self._anchor, token_id] for token_id in token_ids], skip_special_tokens=False)
-        return map(self._bytes_from, map(self._name_of, token_ids), texts)
+    def _texts_of(self, token_ids: Sequence[int]) -> Iterable[str]:
+        """Return the texts of many tokens after the anchor, which the library decodes in one call."""
+        if self._rules.is_byte_level:
+            return [""] * len(token_ids)  # the names say it all
+        sequences = [[*self._anchor, token_id] for token_id in token_ids]
+        if self._batch_decode is None:
+            return [self._decode(sequence, skip_special_tokens=False) for sequence in sequences]
+        texts: list[str] = self._batch_decode(sequences, skip_special_tokens=False)
+        return texts
 
     def _bytes_of(self, token_id: int) -> bytes:
-        name = self._name_of(token_id)
-        if name is None:
-            return b""
-        if self._rules.is_byte_level:
-            return _byte_level_bytes(name)
-        return self._bytes_from(name, self._decode([*self._anchor, token_id], skip_special_tokens=False))
+        return self._bytes_from(self._name_of(token_id), next(iter(self._texts_of([token_id]))))
 
     def _bytes_from(self, name: str | None, text: str) -> bytes:
         """Return the bytes of the token ``name``, which is ``text`` after the anchor."""
         if name is None:
             return b""
+        if self._rules.is_byte_level:
+            return _byte_level_bytes(name)
         if byte := self._byte_of(name):
             return byte
         spelled = text.removeprefix(self._anchor_text)
-        if "\ufffd" in spelled and not self.joins:  # no whole characters
+        if "\ufffd" in spelled and not self.is_exact:  # no whole characters
             return _byte_level_bytes(name)
         return spelled.encode()
 

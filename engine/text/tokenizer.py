@@ -53,7 +53,7 @@ class Tokenizer:
         special |= {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         self._special_tokens: list[str] = sorted(special, key=len, reverse=True)
         self.chat_template = ChatTemplate(self._tokenizer, self.encode, self._special_tokens)
-        self.token_bytes = TokenBytes(self._tokenizer, self._rust, self.decode)
+        self.token_bytes = TokenBytes(self._tokenizer, self._rust is not None, self.decode)
 
     def __len__(self) -> int:
         """Return the largest id + 1. Ids below it may be unused."""
@@ -139,6 +139,14 @@ class Tokenizer:
     def token_names(self, token_ids: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary spells them; an empty name for an id that it does not have."""
         return [name or "" for name in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
+
+    def rust_json(self) -> str | None:
+        """Return the tokenizer as the text of a tokenizer.json, with the tokens of tokenizer_config.json added.
+
+        None if it is not of the library ``tokenizers``.
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if backend is None else str(backend.to_str())
 
     def is_special(self, token_id: int) -> bool:
         """Whether ``decode`` omits the token when it skips special tokens."""

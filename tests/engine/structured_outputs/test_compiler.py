@@ -16,7 +16,7 @@ from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
 from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.probe import GrammarProbe
-from tests.engine.structured_outputs.random_texts import MODEL, TOKENS
+from tests.engine.structured_outputs.random_texts import MODEL, TOKENS, allowed_tokens
 from tests.waiting import HANG_S, until
 
 
@@ -165,4 +165,13 @@ def test_an_added_token_that_is_not_special_is_text(tmp_path: Path) -> None:
     assert not grammar.accept(tokenizer.convert_tokens_to_ids("<|tool_end|>"))
     spelled = compiler.compile(form)  # in pieces, as a model may write it that has not learnt the token
     assert all(map(spelled.accept, [*map(tokenizer.convert_tokens_to_ids, "<tool_call>"), ids[-1]]))
+    compiler.close()
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model_has_logits() -> None:
+    """Gemma 3 1B has one token more."""
+    compiler = GrammarCompiler(MODEL, TOKENS - 1, [2], timeout_s=HANG_S)
+    grammar = compiler.compile(StructuredOutputsParams(regex="[a-z ]{3}"))
+    assert grammar.vocabulary.size == TOKENS - 1
+    assert max(allowed_tokens(grammar)) < TOKENS - 1
     compiler.close()

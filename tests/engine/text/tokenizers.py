@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import save_tokenizer
 
-__all__ = ["KINDS", "LETTERS", "NEIGHBOURS", "decoded", "load_kind"]
+__all__ = ["KINDS", "LETTERS", "NEIGHBOURS", "decoded", "load_kind", "saved_kind"]
 
 TEXTS = ["the cache holds the keys", "    and  the values, of every token.", "é don't stop"] * 4
 LETTERS = [*"▁abcdehklnostuvy,.'é"]
@@ -144,9 +144,19 @@ NEIGHBOURS = ("suffixes", "runs of spaces")  # a token's text depends on those b
 @cache
 def load_kind(kind: str) -> Tokenizer:
     """Return the tokenizer of a kind."""
-    with TemporaryDirectory() as path:
-        KINDS[kind](Path(path))
-        return Tokenizer(path)
+    return Tokenizer(saved_kind(kind))
+
+
+def saved_kind(kind: str) -> Path:
+    """Return where the tokenizer of a kind is; training it again may give its tokens other ids."""
+    return Path(_directory(kind).name)
+
+
+@cache
+def _directory(kind: str) -> TemporaryDirectory[str]:
+    directory = TemporaryDirectory()  # removed at the end of the process
+    KINDS[kind](Path(directory.name))
+    return directory
 
 
 def decoded(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip: bool) -> str:
