@@ -1,6 +1,6 @@
 # make serve        runs the server in the foreground
 # make status       shows the replicas of the running server
-# make lint         ruff, mypy, and the length of the new commits' subjects
+# make lint         ruff (files are read as UTF-8 by name, too), mypy, and the length of the new commits' subjects
 # make test         runs the tests, except those marked `long` or `exhaustive`
 # make test-long    runs those marked `long`: restarts, chaos, more seeds and settings
 # make test-all     runs both, then those marked `exhaustive`, then test-clients
@@ -63,6 +63,7 @@ test-gpu-rehearsal: $(REHEARSAL)/.installed
 lint: $(VENV)/.installed-test
 	@$(BIN)/python .ci/commit_subjects.py
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --quiet --preview --select PLW1514 --exclude tests .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict engine kernels deployments k8s benchmarks demo .ci/*.py
 

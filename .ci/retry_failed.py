@@ -26,7 +26,7 @@ def run_and_list_failed(arguments: list[str]) -> tuple[int, list[str]]:
     with tempfile.TemporaryDirectory() as cache:
         code = run_pytest("-o", f"cache_dir={cache}", *arguments)
         failures = Path(cache, "v", "cache", "lastfailed")
-        return code, list(json.loads(failures.read_text())) if failures.exists() else []
+        return code, list(json.loads(failures.read_text(encoding="utf-8"))) if failures.exists() else []
 
 
 def main(report: Path, arguments: list[str]) -> int:
@@ -40,7 +40,7 @@ def main(report: Path, arguments: list[str]) -> int:
         if run_pytest(test) != 0:
             again.append(test)
             continue
-        with report.open("a") as lines:
+        with report.open("a", encoding="utf-8") as lines:
             lines.write(f"flaky: {test} failed, then passed alone; see its log above\n")
     for test in again:
         print(f"retry: {test} failed twice", flush=True)

@@ -203,7 +203,7 @@ def _measured_rates(model: str, out: Path) -> dict[str, Any]:
     """Measure in a process of its own, which gives its memory back."""
     command = [sys.executable, "-m", "benchmarks.roofline", "--model", model, "--out", str(out)]
     subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, check=True)
-    rates: dict[str, Any] = json.loads(out.read_text())
+    rates: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return rates
 
 

@@ -87,7 +87,7 @@ def _version(package: str) -> str | None:
 def _cpu_name() -> str:
     """Return the first processor's name, with the family and model by which two of one name can be told apart."""
     try:
-        with open("/proc/cpuinfo") as file:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
             fields = [line.partition(":") for line in file.read().split("\n\n")[0].splitlines()]
     except OSError:
         fields = []

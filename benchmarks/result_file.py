@@ -14,7 +14,7 @@ _WIDTH = 120
 
 def write_result(path: Path, document: Any) -> None:
     """Write a document to a file."""
-    path.write_text(_lines(document, indent="") + "\n")
+    path.write_text(_lines(document, indent="") + "\n", encoding="utf-8")
 
 
 def _lines(value: Any, indent: str) -> str:

@@ -82,12 +82,12 @@ class Workload:
     def write(self, path: Path) -> None:
         """Write the requests as JSON."""
         requests = [{"prompt": request.prompt, "out": request.out} for request in self.requests]
-        path.write_text(json.dumps({"requests": requests}) + "\n")
+        path.write_text(json.dumps({"requests": requests}) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Workload:
         """Read a file written by ``write``; the file's stem is the name."""
-        requests = json.loads(path.read_text())["requests"]
+        requests = json.loads(path.read_text(encoding="utf-8"))["requests"]
         return cls(path.stem, [Request(request["prompt"], request["out"]) for request in requests])
 
 

@@ -14,5 +14,7 @@ def pagoda_version() -> str:
     try:
         return version("pagoda")
     except PackageNotFoundError:
-        project = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())["project"]
+        project = tomllib.loads(
+            (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+        )["project"]
         return str(project["version"])

@@ -87,7 +87,7 @@ def serve_config(target: Target) -> dict[str, Any]:
     Raises:
         ConfigError: a path of the target does not exist in the shipped file.
     """
-    document: dict[str, Any] = yaml.safe_load(SHIPPED.read_text())
+    document: dict[str, Any] = yaml.safe_load(SHIPPED.read_text(encoding="utf-8"))
     (application,) = document["applications"]
     for path in target.dropped:
         section, key = _find(application["args"], path)
@@ -118,7 +118,7 @@ def generated(target: Target) -> str:
         ConfigError: the manifest does not have exactly one `serveConfigV2: |`, or no container runs haproxy.sh.
     """
     document = serve_config(target)
-    text = target.manifest.read_text()
+    text = target.manifest.read_text(encoding="utf-8")
     config = yaml.safe_dump(document, sort_keys=False, width=120)
     if len(matches := list(_BLOCK.finditer(text))) != 1:
         raise ConfigError(f"{target.manifest} has {len(matches)} lines 'serveConfigV2: |'; it must have one")
@@ -147,13 +147,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a manifest is out of date")
     check: bool = parser.parse_args(arguments).check
     texts = {target.manifest: generated(target) for target in TARGETS}
-    stale = [manifest for manifest, text in texts.items() if manifest.read_text() != text]
+    stale = [manifest for manifest, text in texts.items() if manifest.read_text(encoding="utf-8") != text]
     for manifest in stale:
         name = manifest.relative_to(ROOT)
         if check:
             print(f"{name} is out of date; run: python -m k8s.generate", file=sys.stderr)
         else:
-            manifest.write_text(texts[manifest])
+            manifest.write_text(texts[manifest], encoding="utf-8")
             print(f"wrote {name}")
     if not stale:
         print(f"the RayServices agree with {SHIPPED.name}; nothing to write")

@@ -111,7 +111,7 @@ class FrontServer:
         )
 
     def _step_cpu_s(self) -> float:
-        return float(self._steps_file.read_text()) if self._steps_file.exists() else 0.0
+        return float(self._steps_file.read_text(encoding="utf-8")) if self._steps_file.exists() else 0.0
 
 
 @contextmanager

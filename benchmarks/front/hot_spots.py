@@ -77,7 +77,7 @@ def profile(py_spy: str, pid: int, seconds: float, us: float) -> Profile:
         if done.returncode != 0 or not stacks.exists():
             raise RuntimeError(f"py-spy ended with code {done.returncode}:\n{done.stderr[-2000:]}")
         used = {thread: cpu_s - before.get(thread, 0.0) for thread, cpu_s in _thread_cpu_s(pid).items()}
-        return summarize(stacks.read_text().splitlines(), used, us)
+        return summarize(stacks.read_text(encoding="utf-8").splitlines(), used, us)
 
 
 def _thread_cpu_s(pid: int) -> dict[int, float]:

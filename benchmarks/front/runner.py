@@ -38,7 +38,7 @@ class ComputeFreeRunner:
     """
 
     def __init__(self, config: EngineConfig, step_s: float = 0.0) -> None:
-        model = json.loads((Path(config.model) / "config.json").read_text())
+        model = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
         self.info = EngineInfo(
             model=config.model,
             block_size=BLOCK_SIZE,

@@ -88,7 +88,7 @@ def alone(model: str, step_ms: float, seconds: float, path: Path) -> Delays:
             engine.add_request(EngineRequest(str(number), [300 + number % 1000], params))
         while engine.has_unfinished:
             engine.step()
-    return delays_of(f"alone, {STREAMS} sequences", path.read_text().splitlines())
+    return delays_of(f"alone, {STREAMS} sequences", path.read_text(encoding="utf-8").splitlines())
 
 
 def served(model: str, step_ms: float, seconds: float, path: Path) -> list[Delays]:
@@ -124,7 +124,7 @@ def _measure(url: str, path: Path, seconds: float, loads: Sequence[tuple[int, bo
     start = path.stat().st_size
     for load in running:
         load.result()
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         file.seek(start)
         return delays_of(name, file.read().splitlines())
 

@@ -50,7 +50,7 @@ class StepDelays:
     def write(self) -> None:
         """Append what was recorded to the file."""
         if self._path is not None and self._lines:
-            with Path(self._path).open("a") as file:
+            with Path(self._path).open("a", encoding="utf-8") as file:
                 file.writelines(self._lines)
             self._lines.clear()
 
@@ -58,5 +58,5 @@ class StepDelays:
 def _queued_s() -> float:
     """Return the seconds that this thread has waited for a processor; 0 where the kernel does not say."""
     with suppress(OSError, IndexError):
-        return int(SCHEDSTAT.read_text().split()[1]) / 1e9
+        return int(SCHEDSTAT.read_text(encoding="utf-8").split()[1]) / 1e9
     return 0.0

@@ -71,7 +71,7 @@ class PartResults:
 def read_results(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return a part's figures and its faults; a file that is missing, incomplete or garbage is a fault too."""
     try:
-        document = json.loads(path.read_text(), parse_constant=_reject_constant)
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_reject_constant)
         complete, faults, figures = document["complete"], document["faults"], document["figures"]
         if not (isinstance(complete, bool) and isinstance(faults, list) and isinstance(figures, dict)):
             raise TypeError("its entries have the wrong types")

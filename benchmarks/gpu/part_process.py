@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _die_first_when_memory_runs_out() -> None:
     """Make the kernel choose this process rather than the one that writes the JSON."""
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def read_trace(path: Path, *, limit: int) -> list[Lengths]:
         ValueError: if a line lacks a length, or has one below 1.
     """
     requests: list[Lengths] = []
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if len(requests) == limit:
                 break

@@ -31,7 +31,7 @@ class ModelShape:
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> ModelShape:
         """Read config.json."""
-        config = json.loads((Path(directory) / "config.json").read_text())
+        config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
         heads = config["num_attention_heads"]
         return cls(
             config["hidden_size"],

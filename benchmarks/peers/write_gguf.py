@@ -46,11 +46,11 @@ def write_gguf(directory: Path, out: Path) -> None:
     """Convert config, vocabulary and weights; matrices stay bf16, vectors become float32."""
     import gguf
 
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(out), "qwen3")
     _add_sizes(writer, config)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    _add_vocabulary(writer, json.loads((directory / "tokenizer.json").read_text()), config)
+    _add_vocabulary(writer, json.loads((directory / "tokenizer.json").read_text(encoding="utf-8")), config)
     _add_weights(writer, directory / "model.safetensors")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

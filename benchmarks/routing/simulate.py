@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--sweep-requests", type=int, default=None, help="number of requests of the trace")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routing.json"))
     args = parser.parse_args()
-    results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    results: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     results["options"] = asdict(RoutingOptions())
     for part in args.parts:
         if part == "tune":

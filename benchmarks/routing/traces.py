@@ -31,7 +31,7 @@ class Request:
 def load_mooncake(path: Path, seed: int) -> list[Request]:
     """Read the trace; requests of one timestamp are spread at random over its interval, in order."""
     rng = random.Random(seed)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     requests = []
     for stamp, group in groupby(lines, key=lambda line: line["timestamp"] / 1000):
         members = list(group)

@@ -82,7 +82,7 @@ def run_guidellm(program: str, *, url: str, model: str, model_name: str) -> dict
     with tempfile.TemporaryDirectory(prefix="pg-guidellm") as directory:
         report = Path(directory) / "report.json"
         _run(guidellm_command(program, url, model, model_name, report), directory)
-        return guidellm_figures(json.loads(report.read_text()))
+        return guidellm_figures(json.loads(report.read_text(encoding="utf-8")))
 
 
 def guidellm_figures(report: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def run_aiperf(program: str, *, url: str, model: str, model_name: str) -> dict[s
     with tempfile.TemporaryDirectory(prefix="pg-aiperf") as directory:
         _run(aiperf_command(program, url, model, model_name, Path(directory)), directory)
         report = next(Path(directory).rglob("profile_export_aiperf.json"))
-        return aiperf_figures(json.loads(report.read_text()))
+        return aiperf_figures(json.loads(report.read_text(encoding="utf-8")))
 
 
 def aiperf_figures(report: dict[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def serve(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        document = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+        document = yaml.safe_load((ROOT / "serve_config.yaml").read_text(encoding="utf-8"))
         document["http_options"]["port"] = port
         application = document["applications"][0]
         change(application["args"])
@@ -106,9 +106,9 @@ def serve(
 
 def _wait(server: Server, log: Path, engines: int) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while "pagoda: ready" not in log.read_text() or len(_engines(server)) < engines:
+    while "pagoda: ready" not in log.read_text(encoding="utf-8") or len(_engines(server)) < engines:
         if server.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the server did not start:\n{log.read_text()[-4000:]}")
+            raise RuntimeError(f"the server did not start:\n{log.read_text(encoding='utf-8')[-4000:]}")
         time.sleep(0.25)
 
 

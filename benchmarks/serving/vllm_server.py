@@ -63,7 +63,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while not _answers(url):
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"vLLM's server did not start:\n{log.read_text()[-4000:]}")
+            raise RuntimeError(f"vLLM's server did not start:\n{log.read_text(encoding='utf-8')[-4000:]}")
         time.sleep(0.5)
 
 

@@ -76,7 +76,7 @@ def _request(url: str) -> urllib.request.Request:
 def _ray_token() -> str:
     """Return the token that Ray's dashboard requires, from where Ray itself reads it; empty if there is none."""
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
-    return os.environ.get("RAY_AUTH_TOKEN") or (path.read_text().strip() if path.is_file() else "")
+    return os.environ.get("RAY_AUTH_TOKEN") or (path.read_text(encoding="utf-8").strip() if path.is_file() else "")
 
 
 def _error_line(message: str) -> str:

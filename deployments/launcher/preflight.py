@@ -130,7 +130,7 @@ def _why_not(endpoint: Endpoint, error: OSError | UnicodeError) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open() as file:  # its name is part of the errors
+        with path.open(encoding="utf-8") as file:  # its name is part of the errors
             document = yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

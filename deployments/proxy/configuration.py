@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
     """Change the file in its place, since Ray finds its HAProxy by the file's name; returns the exit code."""
     path = Path(arguments[0])
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         if not text.startswith(MARK):
             limits = ProxyLimits.from_environment(os.environ)
             _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # HAProxy raises its own to this
@@ -132,7 +132,7 @@ def main(arguments: list[str]) -> int:
             changed = hardened(text, limits, path.parent, probe_port(os.environ))
             for name, answer in error_files().items():
                 path.with_name(name).write_bytes(answer.encode())
-            path.write_text(MARK + changed)
+            path.write_text(MARK + changed, encoding="utf-8")
     except (UnknownConfigurationError, ValueError, OSError) as error:
         print(f"pagoda: {path} cannot be made safe: {error}", file=sys.stderr)
         return 1

@@ -189,7 +189,7 @@ def _serve() -> None:
 def _limit_memory() -> None:
     statm = Path("/proc/self/statm")
     if statm.exists():  # only Linux has the file, and enforces the limit
-        in_use = int(statm.read_text().split()[0]) * resource.getpagesize()
+        in_use = int(statm.read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = in_use + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

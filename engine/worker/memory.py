@@ -67,7 +67,7 @@ def available_host_memory() -> int:
 
 def _machine_memory() -> int:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             # Unlike SC_AVPHYS_PAGES it counts the page cache, which can be dropped.
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
@@ -79,9 +79,9 @@ def _machine_memory() -> int:
 def _container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return what the memory limit of our cgroup (version 2) leaves; 2**63 without a limit."""
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        limit = (cgroup / "memory.max").read_text(encoding="utf-8").strip()
+        used = int((cgroup / "memory.current").read_text(encoding="utf-8"))
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="utf-8").splitlines())
     except OSError:
         return 2**63
     if limit == "max":

@@ -18,6 +18,7 @@ from engine.kv.kv_cache import KVCache
 from engine.kv.layer_cache import bytes_per_token
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
+from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.config.implementation import read_shape
 from engine.models.config.model_config import load_hf_config
 from engine.models.config.transformers_config import TransformersConfig
@@ -58,7 +59,7 @@ class ModelShard:
         self.device = resolve_device(config, rank)
         self.hf_config = load_hf_config(config.model)
         self.model_config = read_shape(self.hf_config, config.model_impl)
-        self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        self.dtype = self._choose_dtype()
         self._check_options()
         self.max_model_len = self.model_config.context_length(config.max_model_len)
         self.model_config.check_options(
@@ -80,6 +81,15 @@ class ModelShard:
                 self.block_size,
                 self.backend.why_chosen,
             )
+
+    def _choose_dtype(self) -> torch.dtype:
+        """Return the dtype of the options, else that of config.json, else that of most of the weights."""
+        if self.config.dtype != "auto":
+            return getattr(torch, self.config.dtype)  # type: ignore[no-any-return]
+        if self.model_config.dtype is not None:
+            return self.model_config.dtype
+        with open_checkpoint(self.config.model) as checkpoint:
+            return checkpoint.main_dtype
 
     def _check_options(self) -> None:
         """Raise ConfigError for an option that this device or this model's implementation lacks."""

@@ -193,7 +193,7 @@ def as_text(document: Json) -> str:
 
 def main() -> None:
     """Write dashboard.json."""
-    PATH.write_text(as_text(dashboard()))
+    PATH.write_text(as_text(dashboard()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def _rows(title: str, metrics: Iterable[Metric]) -> str:
 
 def main() -> None:
     """Write README.md."""
-    README.write_text(with_table(README.read_text()))
+    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

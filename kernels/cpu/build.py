@@ -76,7 +76,7 @@ def _only_builder(directory: Path) -> Iterator[None]:
         import fcntl
 
         directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / "lock").open("w")
+        lock = (directory / "lock").open("wb")
         fcntl.flock(lock, fcntl.LOCK_EX)
     except ImportError as error:  # not a POSIX system
         raise BuildError(f"the kernels are not built on {platform.system()}") from error
@@ -111,7 +111,7 @@ def _key(compiler: list[str], sources: list[Path]) -> str:
 def _features() -> str:
     """Return what ``-march=native`` depends on: one home directory may serve several kinds of machine."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))

@@ -7,10 +7,13 @@ index say is checked when the checkpoint is opened, before any tensor is read.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -23,6 +26,8 @@ from engine.models.checkpoint.tensor_files import TensorFiles
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+logger = logging.getLogger(__name__)
+
 _CONVERTED_BYTES = 2**20  # read and converted at once: few enough to stay in a processor's cache
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -64,6 +69,15 @@ class Checkpoint:
     def has_floats(self, name: str) -> bool:
         """Return whether a tensor has floating-point numbers of a type that can be read."""
         return self._stored[name].dtype in _DTYPES
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The floating-point dtype that most of the stored bytes have; float32 if there is none."""
+        num_bytes: Counter[torch.dtype] = Counter()
+        for stored in self._stored.values():
+            if stored.dtype in _DTYPES:
+                num_bytes[_DTYPES[stored.dtype]] += stored.stop - stored.start
+        return max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)
 
     @property
     def largest_file_bytes(self) -> int:
@@ -178,13 +192,18 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
     """
     directory = Path(path)
     with TensorFiles() as files:
-        index = directory / _INDEX
+        index, single = directory / _INDEX, directory / _SINGLE
         stored: dict[str, StoredTensor] = {}
-        if index.is_file():
+        if index.is_file() and (not single.is_file() or _is_listed(single, index)):
             weight_map = _read_index(index)
             by_file = {name: _open(files, directory / name) for name in dict.fromkeys(weight_map.values())}
             stored = _join(index, weight_map, by_file)
         else:
+            if index.is_file():
+                logger.warning(
+                    "'%s' (of %s) is loaded, as by transformers, and not the shards of '%s' (of %s); remove the older",
+                    *(text for file in (single, index) for text in (file, _modified(file))),
+                )
             stored = _open(files, _single_file(directory))
         yield Checkpoint(directory, stored, files)
 
@@ -194,6 +213,18 @@ def _open(files: TensorFiles, file: Path) -> dict[str, StoredTensor]:
         return files.open(file)
     except OSError as error:
         raise ModelLoadError(f"'{file}' could not be read: {error}") from error
+
+
+def _is_listed(file: Path, index: Path) -> bool:
+    """Return whether an index names a file; False if the index cannot be read, and is not needed."""
+    try:
+        return file.name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
+        return False
+
+
+def _modified(file: Path) -> str:
+    return datetime.fromtimestamp(file.stat().st_mtime).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def _single_file(directory: Path) -> Path:
@@ -211,7 +242,7 @@ def _single_file(directory: Path) -> Path:
 def _read_index(index: Path) -> dict[str, str]:
     """Return which file of the index's directory holds each tensor; all of these files exist."""
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise ModelLoadError(f"'{index}' is malformed: {type(error).__name__}: {error}; download it again") from error
     if not isinstance(weight_map, dict) or not weight_map:

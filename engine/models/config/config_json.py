@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine.models.config.architectures import ALIASES, PROVEN, REFUSED, require
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.limits import require_plausible
 
-__all__ = ["context_length", "read_config_json", "read_json"]
+__all__ = ["context_length", "num_positions", "read_config_json", "read_json"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +75,30 @@ def read_json(file: Path) -> dict[str, Any]:
         ModelLoadError: if it holds something else.
     """
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"'{file}' is not valid JSON: {error}; download it again") from error
     if not isinstance(raw, dict):
         raise ModelLoadError(f"'{file}' holds a {type(raw).__name__}; a JSON object is expected; download it again")
     return raw
+
+
+def num_positions(max_position_embeddings: int, rope: object) -> int:
+    """Return how many positions a model has: with YaRN or linear scaling ``factor`` times the original ones.
+
+    Model cards tell users to add such a scaling to config.json and to leave max_position_embeddings as it is. Configs
+    that are published with a scaling name the scaled number there, and it counts if it is the larger one.
+
+    Args:
+        rope: the parameters of RoPE, from ``rope_parameters`` or ``rope_scaling`` of a config; anything else has no
+            effect, nor have parameters by layer type, whose configs name the scaled number.
+    """
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in ("yarn", "linear"):
+        return max_position_embeddings
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or max_position_embeddings
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or type(original) is not int:
+        return max_position_embeddings
+    return max(max_position_embeddings, int(factor * original)) if math.isfinite(factor) else max_position_embeddings
 
 
 def context_length(requested: int | None, longest: int) -> int:

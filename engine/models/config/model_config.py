@@ -15,7 +15,7 @@ import torch
 
 from engine.errors import ConfigError, ModelLoadError, RequestError, UnsupportedModelError
 from engine.kv.layer_cache import KeyValue
-from engine.models.config.config_json import read_config_json, read_json
+from engine.models.config.config_json import num_positions, read_config_json, read_json
 from engine.models.config.experts_shape import ExpertsShape
 from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, QKNorm
 from engine.models.config.limits import require_integer
@@ -186,7 +186,7 @@ class ModelConfig(ModelShape):
             num_kv_heads=require_integer(config, "num_key_value_heads"),
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=config.max_position_embeddings,
+            max_position_embeddings=num_positions(config.max_position_embeddings, config.rope_parameters),
             tie_word_embeddings=bool(config.tie_word_embeddings),
             family=family,
             qk_norm=family.qk_norm,
@@ -198,7 +198,7 @@ class ModelConfig(ModelShape):
             norms_add_one=family.norms_add_one,
             sliding_windows=_sliding_windows(config),
             experts=ExpertsShape.from_hf(config, has_options=family.has_expert_options) if family.has_experts else None,
-            dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
+            dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
             **_factors(config, family, head_dim),
             rope=rope,
             longrope_length=rope.longrope_length,

@@ -32,6 +32,7 @@ class ModelShape(ABC):
     """What a checkpoint's config says about any model.
 
     Attributes:
+        dtype: that config.json names; None: it names none, and the weights' own is taken.
         attention_options: what the layers need of an attention backend: see ``kernels.attention.registry``.
         longrope_length: positions up to which LongRoPE uses its factors for short contexts; None without LongRoPE.
     """
@@ -39,7 +40,7 @@ class ModelShape(ABC):
     architecture: str
     vocab_size: int
     max_position_embeddings: int
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     attention_options: frozenset[str] = frozenset()
     longrope_length: int | None = None
 

@@ -14,6 +14,7 @@ import torch
 
 from engine.errors import ConfigError, ModelLoadError, shown
 from engine.models.config.architectures import WITH_SINKS, require_proven
+from engine.models.config.config_json import num_positions
 from engine.models.config.limits import require_integer
 from engine.models.config.rope_config import check_longrope_length, longrope_length
 from engine.models.config.shape import ModelShape
@@ -52,8 +53,10 @@ class TransformersConfig(ModelShape):
         return cls(
             architecture=architecture,
             vocab_size=require_integer(config, "vocab_size"),
-            max_position_embeddings=require_integer(config, "max_position_embeddings"),
-            dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
+            max_position_embeddings=num_positions(
+                require_integer(config, "max_position_embeddings"), getattr(config, "rope_parameters", None)
+            ),
+            dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
             attention_options=frozenset(options),
             longrope_length=min(filter(None, map(longrope_length, _rope_parameters(config))), default=None),
             not_ours=not_ours,

@@ -1,0 +1,107 @@
+"""Which files of a directory are loaded, and in which dtype, where config.json does not say it: as by transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import EngineConfig
+from engine.models.checkpoint.checkpoint import open_checkpoint
+from engine.worker.model_shard import ModelShard
+from tests.engine.checkpoints import build_model, save_checkpoint
+from tests.engine.models.adapter import tiny_models
+
+NORM = "model.norm.weight"
+
+
+def dtype_of(path: Path, **options: Any) -> torch.dtype:
+    return ModelShard(EngineConfig(model=str(path), device="cpu", **options), rank=0).dtype
+
+
+def save_without_dtype(path: Path, convert: Any, name: str = "qwen3", **fields: Any) -> Path:
+    """Save a checkpoint whose config.json names no dtype, with its tensors converted."""
+    model = tiny_models.build_model(name) if name.endswith("LM") else build_model(name)
+    save_checkpoint(model, path)
+    config = json.loads((path / "config.json").read_text())
+    for field in ("dtype", "torch_dtype"):
+        config.pop(field, None)
+    (path / "config.json").write_text(json.dumps(config | fields))
+    weights = {name: convert(name, weight) for name, weight in load_file(path / "model.safetensors").items()}
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("name", ["qwen3", "Olmo2ForCausalLM"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_without_a_dtype_the_weights_own_is_taken(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    path = save_without_dtype(tmp_path, lambda _, weight: weight.to(dtype), name)
+    assert dtype_of(path) == dtype
+    assert dtype_of(path, dtype="float32") == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"dtype": None}, torch.bfloat16),
+        ({"torch_dtype": None}, torch.bfloat16),
+        ({"dtype": None, "torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "float32", "torch_dtype": "float16"}, torch.float32),
+    ],
+    ids=str,
+)
+def test_old_and_empty_fields(fields: dict[str, Any], expected: torch.dtype, tmp_path: Path) -> None:
+    path = save_without_dtype(tmp_path, lambda _, weight: weight.to(torch.bfloat16), **fields)
+    assert dtype_of(path) == expected
+
+
+def test_of_mixed_files_the_dtype_of_most_weights_is_taken(tmp_path: Path) -> None:
+    """Norms are often kept in float32."""
+    path = save_without_dtype(tmp_path, lambda name, weight: weight if "norm" in name else weight.to(torch.bfloat16))
+    assert dtype_of(path) == torch.bfloat16
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Path:
+    """A directory with shards and their index, and beside them a single file of other weights."""
+    save_checkpoint(build_model("qwen3"), tmp_path, max_shard_size="200KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    weights: dict[str, torch.Tensor] = {}
+    for shard in tmp_path.glob("model-*.safetensors"):
+        weights |= load_file(shard)
+    save_file(weights | {NORM: torch.full((96,), 7.0)}, tmp_path / "model.safetensors", {"format": "pt"})
+    return tmp_path
+
+
+def test_a_single_file_beside_shards_is_loaded(both: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.utime(both / "model.safetensors.index.json", (0, 0))
+    with open_checkpoint(both) as checkpoint:
+        assert checkpoint.read(NORM).eq(7.0).all()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "model.safetensors' (of 20" in record.message
+    assert "index.json' (of 19" in record.message
+
+
+def test_its_shards_and_its_index_need_not_be_whole(both: Path) -> None:
+    (both / "model.safetensors.index.json").write_text("{")
+    for shard in both.glob("model-*.safetensors"):
+        shard.unlink()
+    with open_checkpoint(both) as checkpoint:
+        assert checkpoint.read(NORM).eq(7.0).all()
+
+
+def test_an_index_may_list_the_single_file(both: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = list(load_file(both / "model.safetensors"))
+    for shard in both.glob("model-*.safetensors"):
+        shard.unlink()
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (both / "model.safetensors.index.json").write_text(json.dumps(index))
+    with open_checkpoint(both) as checkpoint:
+        assert checkpoint.names == sorted(names)
+    assert not caplog.records
