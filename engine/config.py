@@ -164,6 +164,8 @@ class EngineConfig:
             part in every other step, or in every step if all do. None: on a GPU without tensor parallelism.
         use_tqdm_on_load: show progress while the weights load: a bar if stderr is a terminal, else lines in the log.
         skip_tokenizer_init: token ids in, token ids out; no tokenizer files are needed.
+        stop_at_tokenizer_eos: the tokenizer's EOS token ends an answer, too, as in vLLM, in addition to the EOS ids of
+            generation_config.json or config.json. It has no effect if ``skip_tokenizer_init`` is set.
         enforce_eager: never capture CUDA graphs, with which steps that only decode take less time on a GPU. It has no
             effect on a CPU.
         batch_invariant: give a request the same bits whatever else is computed: linear layers on a GPU take tiles of
@@ -207,6 +209,7 @@ class EngineConfig:
     async_scheduling: Annotated[bool | None, optional(flag)] = None
     use_tqdm_on_load: Annotated[bool, flag] = True
     skip_tokenizer_init: Annotated[bool, flag] = False
+    stop_at_tokenizer_eos: Annotated[bool, flag] = True
     enforce_eager: Annotated[bool, flag] = False
     batch_invariant: Annotated[bool, flag] = False
     tensor_parallel_size: Annotated[int, integer(1)] = 1

@@ -61,7 +61,10 @@ class ModelRunner:
         self._sampled: torch.Tensor | None = None  # what the last started step samples, on the device
         self._mask_builder: MaskBuilder | None = None
         try:
-            self.generation_defaults = GenerationDefaults.load(config.model, shard.hf_config)
+            with_tokenizer = config.stop_at_tokenizer_eos and not config.skip_tokenizer_init
+            self.generation_defaults = GenerationDefaults.load(
+                config.model, shard.hf_config, with_tokenizer=with_tokenizer
+            )
             self.num_blocks = self._allocate_blocks()
             self._planner = StepPlanner(self.block_size, *worker.block_tables.shape)
         except BaseException:

@@ -21,6 +21,7 @@ from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, 
 from engine.models.config.limits import require_integer
 from engine.models.config.rope_config import RopeConfig, check_longrope_length
 from engine.models.config.shape import AttentionShape, ModelShape
+from engine.models.config.tokenizer_eos import tokenizer_eos_id
 from engine.models.config.without_transformers import plain_config
 from engine.sampling_params import SamplingParams
 from kernels.layer_ops.base import Activation
@@ -278,14 +279,19 @@ def _unreadable(path: str | Path, error: Exception) -> ModelLoadError:
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What generation_config.json (or else config.json) says about ending and sampling."""
+    """How answers end and are sampled, as generation_config.json (or else config.json) has it, and the tokenizer."""
 
     eos_token_ids: tuple[int, ...]
     sampling: dict[str, Any]
 
     @classmethod
-    def load(cls, path: str | Path, hf_config: Any) -> GenerationDefaults:
+    def load(cls, path: str | Path, hf_config: Any, *, with_tokenizer: bool = False) -> GenerationDefaults:
         """Read the EOS ids, one or many, and the sampling defaults (temperature, top_p, top_k, min_p).
+
+        Args:
+            path: the checkpoint's directory.
+            hf_config: its config.json, as transformers reads it.
+            with_tokenizer: whether the tokenizer's EOS token ends answers, too. One without a logit is ignored.
 
         Raises:
             ModelLoadError: if the file is malformed, an id is outside the vocabulary or a default out of range.
@@ -301,6 +307,9 @@ class GenerationDefaults:
                     f"eos_token_id {token_id!r} of '{path}' is outside the vocabulary of {hf_config.vocab_size}; "
                     "correct its generation_config.json or config.json"
                 )
+        extra = tokenizer_eos_id(path) if with_tokenizer else None
+        if extra is not None and extra not in ids and extra < hf_config.vocab_size:
+            ids = (*ids, extra)
         sampling = {key: raw[key] for key in ("temperature", "top_p", "top_k", "min_p") if raw.get(key) is not None}
         if raw.get("do_sample") is False:
             sampling = {"temperature": 0.0}
