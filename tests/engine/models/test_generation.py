@@ -27,7 +27,7 @@ SETTINGS: list[Setting] = [
     (caching, budget, block_size, 0.002 if caching == (budget == 16) else 0.0)
     for caching, budget, block_size in product((True, False), (16, 2048), (1, 4, 16, 256))
 ]
-# `make test` computes two settings of each family, and with two families each value; `make test-long` all others.
+# CI computes two settings of each family, which together have each value; `make test-all` computes all others.
 FEW_SETTINGS: dict[str, list[Setting]] = {
     "llama": [(True, 16, 4, 0.002), (False, 2048, 256, 0.002)],
     "qwen2": [(True, 2048, 16, 0.0), (False, 16, 1, 0.0)],
@@ -163,7 +163,7 @@ def test_greedy_equals_transformers_for_every_family(family: SavedModel, monkeyp
     check_against_oracle(family.model, family.path, monkeypatch, make_prompts(384), FEW_SETTINGS[family.name])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("every combination of settings, of which CI runs two with each family")
 @pytest.mark.timeout(600)
 def test_greedy_equals_transformers_in_every_other_setting(family: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [setting for setting in SETTINGS if setting not in FEW_SETTINGS[family.name]]
@@ -171,7 +171,7 @@ def test_greedy_equals_transformers_in_every_other_setting(family: SavedModel, m
     check_against_oracle(family.model, family.path, monkeypatch, make_prompts(384), others)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("four settings of a larger model; CI runs two with each tiny family")
 @pytest.mark.timeout(600)
 def test_greedy_equals_transformers_for_the_demo_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()

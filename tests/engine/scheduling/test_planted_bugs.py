@@ -95,7 +95,9 @@ def test_a_colliding_hash_is_harmless_because_hits_are_verified(seeds: range, mo
         drive(seed, draw=lone_arrival, twins_share=False, enable_prefix_caching=True)
 
 
-@pytest.mark.parametrize("seeds", [range(43, 55), pytest.param(range(60), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(43, 55), pytest.param(range(60), marks=pytest.mark.exhaustive("more seeds"))], ids=str
+)
 def test_colliding_hashes_may_cost_one_of_several_answers_but_not_the_engine(
     seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
