@@ -127,8 +127,8 @@ class Server:
         Deleting the applications lets streams finish. Serve's own shutdown does not: it ends HAProxy first.
         """
         self._ends_at_once = not unplaced_replicas(serve_details(self._dashboard))
-        # Replicas that wait for room have no streams, and start when others end. Serve lists no replicas while it deletes
-        # an application. So the server has drained when those that run now have ended.
+        # Replicas that wait for room have no streams, and start when others end. Serve lists no replicas while it
+        # deletes an application. So the server has drained when those that run now have ended.
         replicas = [] if self._ends_at_once else replica_processes()
         if not delete_applications(self._dashboard):
             return
