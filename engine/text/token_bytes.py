@@ -49,6 +49,11 @@ class TokenBytes:
         self._known_at_start: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
 
+    def warm_up(self) -> None:
+        """Read the vocabulary, for which the first token would have to wait: half a second for 262,144 tokens."""
+        assert self.size
+        assert self._anchor_text is not None
+
     @cached_property
     def size(self) -> int:
         """The largest id + 1. Ids below it may be unused."""

@@ -67,6 +67,7 @@ class Tokenizer:
     def warm_up(self) -> None:
         """Read the vocabulary and compile the templates, so that the first request does not wait for that."""
         assert self.longest_token
+        self.token_bytes.warm_up()
         if self.chat_template.response_template is not None:
             import transformers.utils.chat_parsing  # noqa: F401  (slow to import, and needed for few models)
         if self.chat_template.exists:

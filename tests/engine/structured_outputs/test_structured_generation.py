@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from engine.sampling_params import SamplingParams
 from engine.structured_outputs import bitmask
 from engine.structured_outputs.grammar import Grammar
 from engine.structured_outputs.params import StructuredOutputsParams
+from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.oracle import Activity, check_idle, make_llm
+from tests.engine.text.tokenizers import saved_kind
 
 DEMO_MODEL = str(Path(__file__).parents[3] / "demo" / "model")
 SCHEMA: dict[str, Any] = {
@@ -260,3 +263,35 @@ def test_an_engine_that_is_closed_leaves_no_process_that_tries_grammars_out() ->
     assert child is not None
     llm.engine.close()
     assert child.poll() is not None
+
+
+@pytest.mark.parametrize("kind", ["byte-level, added tokens", "byte-fallback, legacy", "byte-fallback, holes"])
+def test_the_text_has_its_form_with_every_kind_of_tokenizer(tmp_path: Path, kind: str) -> None:
+    """Characters of several tokens, and the spaces of SentencePiece; special tokens are shown or not."""
+    path = Path(save_checkpoint(build_model("qwen3"), tmp_path))
+    shutil.copytree(saved_kind(kind), path, dirs_exist_ok=True)
+    llm = make_llm(str(path), skip_tokenizer_init=False, kv_cache_memory="4MiB")
+    assert llm.tokenizer is not None
+    value = {"é": "🙂🙂", "code": ["    the  <s>", "日本\n"]}
+    forms = [{"choice": ["🙂🙂", "🙂日", " the keys", "é"]}, {"json": {"enum": [value]}}]
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=100,
+            structured_outputs=StructuredOutputsParams(**form),
+            skip_special_tokens=skip,
+            stop=stop,
+            logprobs=0,
+        )
+        for form in forms
+        for seed, (skip, stop) in enumerate([(True, None), (False, None), (False, ["no such text"])])
+    ]
+    outputs = llm.generate([{"prompt_token_ids": [1]}, "the keys"] * 3, params)
+    for number, answer in enumerate(output.outputs[0] for output in outputs):
+        assert answer.finish_reason == "stop"
+        assert answer.text in forms[0]["choice"] if number < 3 else json.loads(answer.text) == value
+        spelled = [llm.tokenizer.token_bytes(token_id) for token_id in answer.token_ids if token_id != 2]
+        assert b"".join(spelled).decode() == answer.text
+        names = [next(iter(position.values())).decoded_token for position in answer.logprobs or ()]
+        assert names == [llm.tokenizer.token_bytes.name(token_id) for token_id in answer.token_ids]

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
-from tests.engine.text.tokenizers import KINDS, LETTERS, NEIGHBOURS, load_kind
+from tests.engine.text.tokenizers import KINDS, LETTERS, NEIGHBOURS, load_kind, saved_kind
 
 CODE = "def the():\n    if the:\n        keys  =  'é🙂'\n"
 TEXTS = st.text([*LETTERS, " ", " ", "\n", "€", "🎉", "日"], max_size=20)
@@ -80,3 +81,13 @@ def test_the_bytes_of_a_token_are_looked_up_once(tokenizer: Tokenizer, monkeypat
         tokenizer.token_bytes, "_bytes_of", lambda token_id: pytest.fail(f"{token_id} was looked up again")
     )
     assert tokenizer.token_bytes(20) == first
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback, legacy", "suffixes"])
+def test_after_the_warm_up_no_token_waits_for_the_vocabulary(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(saved_kind(kind))
+    tokenizer.warm_up()
+    monkeypatch.setattr(tokenizer._tokenizer, "get_vocab", lambda: pytest.fail("the vocabulary was read"))
+    stream = IncrementalDetokenizer(tokenizer, [5], skip_special_tokens=True)
+    assert stream.push(range(5, 50)) + stream.push([], final=True)
+    assert any(map(tokenizer.token_bytes.at_start, range(5, 50)))
