@@ -53,8 +53,19 @@ class ReasoningParser:
     markers: tuple[str, str]
     is_open: bool = False
 
-    def is_open_after(self, prompt: str) -> bool:
-        """Whether an answer to ``prompt`` starts with reasoning without a marker; the end of the prompt suffices."""
+    def is_open_after(self, prompt: str, continued: str = "") -> bool:
+        """Whether an answer starts within reasoning, without a marker.
+
+        Args:
+            prompt: its end, from before the message that is continued.
+            continued: the text of that message, whose last marker counts; empty: the answer is a new message.
+        """
+        opening, closing = self.markers
+        if opening in continued or closing in continued:
+            return continued.rfind(opening) > continued.rfind(closing)
+        if written := continued.strip():
+            before, _, after = prompt.rpartition(written)
+            return before.rstrip().endswith(opening) and closing not in after
         opens, closes = (prompt.rstrip().endswith(marker) for marker in self.markers)
         return opens or (self.is_open and not closes)
 
@@ -154,12 +165,13 @@ class Parsers:
         reasoning = REASONING_PARSERS[self.reasoning].markers if self.reasoning else ()
         return frozenset((*tool, *reasoning, *(harmony.MARKERS if self._is_harmony else ())))
 
-    def family(self, tools: Tools | None, prompt: str) -> Family | None:
+    def family(self, tools: Tools | None, prompt: str, continued: str = "") -> Family | None:
         """Return the parser of one answer; None if its text is the content.
 
         Args:
             tools: those that the answer may call; None for none.
             prompt: the end of the prompt's text, which shows whether reasoning has begun there.
+            continued: the text of the message that the answer continues; empty for a new message.
         """
         if self.template is not None:
             return partial(response_template, template=self.template, prompt=prompt, has_tools=tools is not None)
@@ -169,7 +181,8 @@ class Parsers:
         if self.reasoning is None:
             return None if rest is plain else rest
         of_model = REASONING_PARSERS[self.reasoning]
-        return partial(reasoning, rest=rest, markers=of_model.markers, is_open=of_model.is_open_after(prompt))
+        is_open = of_model.is_open_after(prompt, continued)
+        return partial(reasoning, rest=rest, markers=of_model.markers, is_open=is_open)
 
     @property
     def reasoning_parser(self) -> ReasoningParser | None:

@@ -137,11 +137,14 @@ class AnswerFormats:
             )
         start, end = ids
         assert end is not None
-        is_open = reasoning.is_open_after(self._end_of(prompt))
+        continued = request.continued_text
+        is_open = reasoning.is_open_after(self._end_of(prompt, continued), continued)
         return ThinkingBudget(request.thinking_token_budget, end, None if is_open else start)
 
-    def _end_of(self, prompt: Prompt) -> str:
-        return self._tokenizer.decode(prompt.token_ids[-_PROMPT_END:], skip_special_tokens=False)
+    def _end_of(self, prompt: Prompt, continued: str) -> str:
+        """Return the end of the prompt's text, from some tokens before a message that is continued."""
+        num_tokens = _PROMPT_END + len(continued.encode())
+        return self._tokenizer.decode(prompt.token_ids[-num_tokens:], skip_special_tokens=False)
 
     def _natural(self, request: ChatRequest, prompt: Prompt) -> Family | None:
         """Return the parser of the model's own format."""
@@ -151,4 +154,5 @@ class AnswerFormats:
             raise RequestError("needs a parser of this model's tool calls", param="tools", remedy=remedy)
         if self._parsers.family(tools, "") is None:
             return None  # at once, for models without a format
-        return self._parsers.family(tools, self._end_of(prompt))
+        continued = request.continued_text
+        return self._parsers.family(tools, self._end_of(prompt, continued), continued)

@@ -122,6 +122,14 @@ class Conversation(JsonBody):
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     @property
+    def continued_text(self) -> str:
+        """What the answer continues: the final message's text, or its reasoning; empty if the answer is a new one."""
+        if not self.continue_final_message:
+            return ""
+        message = self.messages[-1]
+        return message.text or message.reasoning_content or message.reasoning or ""
+
+    @property
     def offered_tools(self) -> Tools:
         """The tools that the answer may call: none with ``tool_choice`` none."""
         return [] if self.tools is None or self.tool_choice == "none" else self.tools
