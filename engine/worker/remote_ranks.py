@@ -40,8 +40,8 @@ __all__ = ["RankFailure", "RemoteRanks"]
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_SECONDS = 0.2  # a death makes other ranks fail, and their reports may arrive before the death is visible
-_NOTICE_SECONDS = 3.0  # how long an error of rank 0 waits for the report of another rank that caused it
+_DEATH_SECONDS = 2.0  # how long a rank's report waits for the death of another rank that may have caused it
+_NOTICE_SECONDS = 3.0  # how long an error of rank 0 waits for the failure of another rank that caused it
 _SEND_SECONDS = 60  # a rank that accepts no call for this long hangs
 
 
@@ -192,16 +192,32 @@ class RemoteRanks:
                 try:
                     reply, failure = rank.connection.recv()
                 except Exception:  # the connection has ended, perhaps in the middle of a reply
-                    return self._end_all(rank, None)
+                    return self._end_all(_death_of(rank, self._size))
                 if failure is not None:
-                    return self._end_all(rank, failure)
+                    dead = None if failure.error else self._wait_for_a_death(poller, ranks, rank)
+                    return self._end_all(_death_of(dead, self._size) if dead else _error_of(rank, failure, self._size))
                 self._replies.put((rank.number, reply))
 
-    def _end_all(self, rank: _Rank, failure: RankFailure | None) -> None:
-        if not self._closing:
-            time.sleep(_SETTLE_SECONDS)
+    def _wait_for_a_death(self, poller: select.poll, ranks: dict[int, _Rank], reporter: _Rank) -> _Rank | None:
+        """Return the rank whose process has ended, if one does soon: its death makes the collectives of others fail."""
+        alive = {fd for fd, rank in ranks.items() if rank is not reporter}  # a rank that reports an error stays alive
+        poller.unregister(reporter.connection.fileno())
+        deadline = time.monotonic() + _DEATH_SECONDS
+        while alive and not self._closing and (remaining_s := deadline - time.monotonic()) > 0:
+            for fd, _ in poller.poll(1000 * remaining_s):
+                try:
+                    _, failure = ranks[fd].connection.recv()
+                except Exception:
+                    return ranks[fd]
+                if failure is not None:
+                    poller.unregister(fd)
+                    alive.remove(fd)
+        return None
+
+    def _end_all(self, cause: PagodaError) -> None:
         if self._closing:
             return
+<<<<<<< HEAD
         dead = next((rank for rank in self._ranks if rank.process.poll() is not None), None)
         where = f"tensor-parallel rank {(dead or rank).number} of {self._size}"
         if dead is not None:
@@ -211,11 +227,31 @@ class RemoteRanks:
             self._failure = failure.error or EngineDeadError(f"{where} failed: {failure.message}")
         else:
             self._failure = EngineDeadError(f"{where} closed its connection; restart the engine")
+=======
+        self._failure = cause
+>>>>>>> 13e59b1 (wip)
         self._failed.set()
         self._replies.put(None)
         for other in self._ranks:
             other.process.kill()
         self._abort()
+
+
+def _death_of(rank: _Rank, size: int) -> EngineDeadError:
+    """Return the error of a rank whose connection has ended."""
+    where = f"tensor-parallel rank {rank.number} of {size}"
+    try:
+        how = _how_it_ended(rank.process.wait(_DEATH_SECONDS))  # its connection ends a moment before it does
+    except subprocess.TimeoutExpired:
+        how = "closed its connection"
+    return EngineDeadError(f"{where} {how}; restart the engine")
+
+
+def _error_of(rank: _Rank, failure: RankFailure, size: int) -> PagodaError:
+    """Return the error that a rank has reported."""
+    where = f"tensor-parallel rank {rank.number} of {size}"
+    logger.error("%s failed\n%s", where, failure.traceback)
+    return failure.error or EngineDeadError(f"{where} failed: {failure.message}")
 
 
 def _how_it_ended(code: int) -> str:

@@ -1,0 +1,114 @@
+"""RemoteRanks: which error ends an engine when several ranks fail. The ranks are processes that do nothing."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineDeadError, ModelLoadError, PagodaError
+from engine.worker import remote_ranks
+from engine.worker.remote_ranks import RankFailure, RemoteRanks, _Rank
+from tests.waiting import HANG_S, until
+
+COLLECTIVE = RankFailure("RuntimeError: Connection closed by peer", None, "a traceback")
+
+
+class IdleRanks(RemoteRanks):
+    """Ranks whose ends of the connections the test has, by number."""
+
+    def __init__(self, size: int) -> None:
+        self.ends: dict[int, Connection] = {}
+        config: Any = SimpleNamespace(tensor_parallel_size=size)
+        super().__init__(config, lambda: None)
+
+    def _start(self, number: int) -> _Rank:
+        ours, theirs = socket.socketpair()
+        self.ends[number] = Connection(theirs.detach())
+        self.ends[number].send((None, None))  # it has started
+        return _Rank(number, subprocess.Popen(["sleep", str(10 * HANG_S)]), Connection(ours.detach()))
+
+    def report(self, number: int, failure: RankFailure) -> None:
+        """Send the error of a rank, and wait until the watcher has it."""
+        self.ends[number].send((None, failure))
+        ours = self._ranks[number - 1].connection
+        until(lambda: not ours.poll(), "the report is read", pause_s=0.001)
+
+    def cause(self) -> str:
+        """Return the error that ends the engine."""
+        until(self._failed.is_set, "the ranks have failed", pause_s=0.001)
+        with pytest.raises(PagodaError) as caught:
+            self.check_health()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    def close(self) -> None:
+        super().close()
+        for end in self.ends.values():
+            end.close()
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], IdleRanks]]:
+    monkeypatch.setattr(remote_ranks, "_DEATH_SECONDS", HANG_S)
+    made: list[IdleRanks] = []
+
+    def start(size: int) -> IdleRanks:
+        made.append(IdleRanks(size))
+        return made[-1]
+
+    yield start
+    for ranks in made:
+        ranks.close()
+
+
+def test_a_death_is_the_cause_of_an_error_that_is_reported_before(start: Callable[[int], IdleRanks]) -> None:
+    ranks = start(4)
+    ranks.report(1, COLLECTIVE)
+    ranks.report(3, COLLECTIVE)
+    assert not ranks._failed.is_set()
+    ranks._ranks[1].process.kill()
+    ranks.ends[2].close()
+    assert "rank 2 of 4 was killed by SIGKILL" in ranks.cause()
+
+
+def test_a_process_may_end_after_its_connection(start: Callable[[int], IdleRanks]) -> None:
+    ranks = start(2)
+    ranks.ends[1].close()
+    ranks._ranks[0].process.terminate()
+    assert "rank 1 of 2 was killed by signal 15" in ranks.cause()
+
+
+def test_a_connection_that_ends_without_its_process(
+    start: Callable[[int], IdleRanks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_ranks, "_DEATH_SECONDS", 0.0)
+    ranks = start(2)
+    ranks.ends[1].close()
+    assert "rank 1 of 2 closed its connection" in ranks.cause()
+
+
+def test_an_error_that_explains_itself_waits_for_no_death(start: Callable[[int], IdleRanks]) -> None:
+    ranks = start(3)
+    ranks.report(2, RankFailure("", ModelLoadError("a tensor is missing"), "a traceback"))
+    assert ranks.cause() == "ModelLoadError: a tensor is missing"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_have_all_reported_an_error_are_alive(start: Callable[[int], IdleRanks], size: int) -> None:
+    ranks = start(size)
+    for number in range(1, size):
+        ranks.report(number, RankFailure(f"ValueError: {number}", None, "a traceback"))
+    assert ranks.cause() == f"{EngineDeadError.__name__}: tensor-parallel rank 1 of {size} failed: ValueError: 1"
+
+
+def test_a_close_ends_the_wait_for_a_death(start: Callable[[int], IdleRanks]) -> None:
+    ranks = start(3)
+    ranks.report(1, COLLECTIVE)
+    ranks.ends[2].close()  # as the end of the killed process does
+    ranks.close()
+    assert not ranks._watcher.is_alive()
