@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.part_process --target MODULE:FUNCTION --arguments JSON --work DIR --results FILE ...
 
-It prints the stacks of all threads when it crashes, or shortly before it would be killed for taking too long.
+It prints the stacks of all threads when it crashes, as the runner lets it do when it takes too long.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", default="auto")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--limit", type=float, required=True, help="seconds until it is killed")
     options = parser.parse_args(arguments)
     _die_first_when_memory_runs_out()
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(options.limit - 3.0, 0.5 * options.limit))
     results = PartResults(options.results)
     try:
         module, _, function = options.target.partition(":")

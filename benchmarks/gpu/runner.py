@@ -99,7 +99,7 @@ def _run_part(part: Part, options: RunOptions, limit_s: float) -> PartOutcome:
     results.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu.part_process", "--target", part.target]
     command += ["--arguments", json.dumps(part.arguments), "--device", options.device, "--size", options.size]
-    command += ["--work", str(options.work), "--results", str(results), "--limit", str(limit_s)]
+    command += ["--work", str(options.work), "--results", str(results)]
     started = monotonic()
     exit_fault = _run_process(command, log, limit_s)
     figures, faults = read_results(results)
@@ -127,11 +127,24 @@ def _run_process(command: list[str], log: Path, limit_s: float) -> str:
             start_new_session=True,
         )
     try:
-        return _exit_fault(process.wait(timeout=limit_s))
+        return _exit_fault(_wait(process, limit_s))
     except subprocess.TimeoutExpired:
+        _abort(process)
         return f"it took more than {limit_s:.0f} s and was killed"
     finally:
         _kill_group(process)  # after a regular end too: it may have left children
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:
+    """Return the exit code of a process; raises TimeoutExpired at the limit."""
+    return process.wait(timeout=limit_s)
+
+
+def _abort(process: subprocess.Popen[bytes]) -> None:
+    """Make a part print the stacks of its threads, which SIGABRT does, and end."""
+    process.send_signal(signal.SIGABRT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=KILL_S)
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

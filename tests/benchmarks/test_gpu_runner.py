@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import runner
 from benchmarks.gpu.part import Part, PartResults, read_results, write_json
 from benchmarks.gpu.parts import PARTS, with_needs
 from benchmarks.gpu.report import summary, to_document
@@ -21,11 +22,11 @@ from tests.waiting import HANG_S, until
 ROOT = Path(__file__).parents[2]
 
 
-def fault(name: str, limit_s: float = 60.0, needs: tuple[str, ...] = ()) -> Part:
+def fault(name: str, limit_s: float = HANG_S, needs: tuple[str, ...] = ()) -> Part:
     return Part(name, f"tests.benchmarks.gpu_faults:{name}", 0.0, limit_s, needs)
 
 
-def run(tmp_path: Path, *parts: Part, deadline_s: float = 120.0) -> dict[str, PartOutcome]:
+def run(tmp_path: Path, *parts: Part, deadline_s: float = 10 * HANG_S) -> dict[str, PartOutcome]:
     documents: list[str] = []
 
     def check_json(outcomes: dict[str, PartOutcome]) -> None:
@@ -77,8 +78,16 @@ def test_figures_of_a_part_that_aborts_are_kept(tmp_path: Path) -> None:
     assert outcomes["aborts"].figures == {"figure": 1}
 
 
-@pytest.mark.long  # it runs for its limit, before which its imports must end on a busy machine
-def test_a_hanging_part_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_a_hanging_part_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = runner._wait
+
+    def wait_until_it_hangs(process: subprocess.Popen[bytes], limit_s: float) -> int:
+        """Let the first part reach its limit when it hangs."""
+        monkeypatch.setattr(runner, "_wait", wait)
+        until(lambda: "child" in read_results(tmp_path / "hangs_with_a_child.json")[0], "the part runs")
+        raise subprocess.TimeoutExpired(process.args, limit_s)
+
+    monkeypatch.setattr(runner, "_wait", wait_until_it_hangs)
     outcomes = run(tmp_path, fault("hangs_with_a_child", limit_s=20.0), fault("passes"))
     hanging = outcomes["hangs_with_a_child"]
     assert hanging.status == "failed"
