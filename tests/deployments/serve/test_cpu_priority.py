@@ -17,8 +17,8 @@ def _niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def _niceness_after(config: EngineConfig) -> int:
-    """Return by how much nicer the engine's threads are; this thread, which takes requests, stays as it is."""
+def _niceness_of_threads(config: EngineConfig) -> int:
+    """Return the niceness of the engine's threads; this thread, which takes requests, keeps its own."""
     seen = list[int]()
 
     def start() -> str:
@@ -30,7 +30,7 @@ def _niceness_after(config: EngineConfig) -> int:
     before = _niceness()
     assert in_yielding_thread(config, start) == "started"
     assert _niceness() == before
-    return seen[0] - before
+    return seen[0]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,8 @@ def _niceness_after(config: EngineConfig) -> int:
 def test_engines_on_cpus_yield(monkeypatch: pytest.MonkeyPatch, device: str, has_gpu: bool, is_nicer: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     config = EngineConfig(model="demo/model", device=device)
-    assert _niceness_after(config) == (NICENESS if is_nicer else 0)
+    own = _niceness()  # the tests may run under nice, and the kernel's maximum is 19
+    assert _niceness_of_threads(config) == (min(19, own + NICENESS) if is_nicer else own)
 
 
 def test_the_launcher_leaves_room_for_the_engines_niceness() -> None:
