@@ -13,6 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.engine.checkpoints import save_tokenizer
+from tests.waiting import HANG_S
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own modules warn while they are imported
@@ -80,8 +81,9 @@ def client(open_client: OpenClient) -> TestClient:
 
 
 @pytest.fixture
-async def peers() -> AsyncIterator[Peers]:
+async def peers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Peers]:
     """Replicas with shadow engines, and started_ingresses, on the channel's sockets."""
+    monkeypatch.setattr("deployments.transport.request_channel.replica_connection.PROBE_TIMEOUT_S", HANG_S)
     made = Peers()
     yield made
     await made.close()

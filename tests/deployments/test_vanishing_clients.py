@@ -78,7 +78,7 @@ async def test_five_hundred_clients_leave_no_task_stream_request_or_block(
     monkeypatch.setattr("deployments.ingress.Dispatcher", dispatcher)
     monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
     cluster_view.cache_clear()
-    replica = peers.replica(num_blocks=2048, max_model_len=128, tick_s=1.0)
+    replica = peers.replica(num_blocks=2048, max_model_len=128)
     in_lockstep(replica)
     engines: Any = FakeEngines([[]])
     ingress: Any = Ingress(engines, AppConfig.parse({"model": str(tokenizer_path), "model_name": "tiny"}))

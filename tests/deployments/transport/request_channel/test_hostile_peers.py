@@ -103,7 +103,7 @@ async def test_a_peer_with_the_secret_cannot_confuse_the_numbers(peers: Peers) -
         odd.send(encode(Hello(replica.server.address.secret, 10**9, 10**9, 0, True)))
         await until_in_loop(lambda: replica.is_idle)
         assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
-    await until_in_loop(lambda: len(replica.server._ingresses) == 1)
+    await replica.tick_until_one_ingress_is_left()
 
 
 async def test_a_message_over_the_limit_closes_only_its_connection(
