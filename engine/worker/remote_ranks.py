@@ -217,19 +217,7 @@ class RemoteRanks:
     def _end_all(self, cause: PagodaError) -> None:
         if self._closing:
             return
-<<<<<<< HEAD
-        dead = next((rank for rank in self._ranks if rank.process.poll() is not None), None)
-        where = f"tensor-parallel rank {(dead or rank).number} of {self._size}"
-        if dead is not None:
-            self._failure = EngineDeadError(f"{where} {_how_it_ended(dead.process.returncode)}; restart the engine")
-        elif failure is not None:
-            logger.error("%s failed\n%s", where, failure.traceback)
-            self._failure = failure.error or EngineDeadError(f"{where} failed: {failure.message}")
-        else:
-            self._failure = EngineDeadError(f"{where} closed its connection; restart the engine")
-=======
         self._failure = cause
->>>>>>> 13e59b1 (wip)
         self._failed.set()
         self._replies.put(None)
         for other in self._ranks:
