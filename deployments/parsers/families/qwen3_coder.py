@@ -13,6 +13,7 @@ from deployments.parsers.events import CallArguments, CallStart, Content, Steps
 from deployments.parsers.json_calls import attempt, checked_name
 from deployments.parsers.json_scanner import valid_json
 from deployments.parsers.reader import MalformedError, Reader
+from deployments.parsers.schema_types import property_schema, types_of
 
 __all__ = ["MARKERS", "qwen3_coder"]
 
@@ -39,7 +40,7 @@ def _call(reader: Reader, tools: Mapping[str, Mapping[str, Any]], *, is_wrapped:
     if is_wrapped:
         yield from reader.expect(_FUNCTION)
     name, _ = yield from reader.take_until([">"], limit=_MAX_NAME, never="\n<")
-    properties = tools.get(name, {}).get("properties")
+    parameters = tools.get(name, {})
     checked_name(name)
     has_ended = yield from _has_ended(reader)  # before the call is emitted: until here it may become text
     yield CallStart(name)
@@ -48,8 +49,7 @@ def _call(reader: Reader, tools: Mapping[str, Mapping[str, Any]], *, is_wrapped:
         key, _ = yield from reader.take_until([">"], limit=_MAX_NAME, never="\n<")
         yield CallArguments(f"{opening}{encode_basestring(key)}: ")
         opening = ", "
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        yield from _value(reader, schema if isinstance(schema, Mapping) else {})
+        yield from _value(reader, types_of(property_schema(parameters, key, parameters), parameters))
         has_ended = yield from _has_ended(reader)
     yield CallArguments("{}" if opening == "{" else "}")
 
@@ -63,14 +63,13 @@ def _has_ended(reader: Reader) -> Steps[bool]:
     return False
 
 
-def _value(reader: Reader, schema: Mapping[str, Any]) -> Steps[None]:
-    """Read a value, which stands between two line breaks; a string is emitted as it comes.
+def _value(reader: Reader, types: set[str]) -> Steps[None]:
+    """Read a value of one of some types, which stands between two line breaks; a string is emitted as it comes.
 
     Raises:
         MalformedError: it does not end.
     """
     yield from reader.literal("\n")
-    types = _types(schema)
     if types <= {"string"}:
         yield CallArguments('"')
         if (yield from reader.until([f"\n{_PARAMETER_END}", _PARAMETER_END], _string_piece)) is None:
@@ -83,20 +82,6 @@ def _value(reader: Reader, schema: Mapping[str, Any]) -> Steps[None]:
 
 def _string_piece(text: str) -> CallArguments:
     return CallArguments(encode_basestring(text)[1:-1])
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema names, also those of its alternatives; "any" stands for what it does not name."""
-    types = {name for name in _listed(schema.get("type")) if isinstance(name, str)}
-    for key in ("anyOf", "oneOf"):
-        for alternative in _listed(schema.get(key)):
-            types |= _types(alternative) if isinstance(alternative, Mapping) else set()
-    return types | ({"any"} if {"$ref", "allOf", "enum", "const"} & schema.keys() and not types else set())
-
-
-def _listed(value: object) -> list[object]:
-    """Return a list as it is, and any other value, since no one has checked the schema, as a list of one."""
-    return value if isinstance(value, list) else [value]
 
 
 def _as_json(text: str, types: set[str]) -> str:

@@ -47,7 +47,7 @@ SHAPES = [
     _value("size", "1.5", "1.5"),
     _value("size", "true", '"true"'),
     _value("code", "x", '"x"'),
-    _value("code", "1", "1"),
+    _value("code", "1", '"1"'),
     _value("other", "1", '"1"'),
     Shape("no call", "a < b", text("a < b")),
     Shape("no arguments", xml("ping"), call("ping")),

@@ -1,0 +1,107 @@
+"""Which types a tool's schema allows for a value that a model writes as text, also behind references."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from deployments.parsers.answer_parser import AnswerParser
+from deployments.parsers.events import CallArguments
+from deployments.parsers.registry import Parsers
+from deployments.parsers.schema_types import ANY, types_of
+from tests.deployments.parsers.shapes import parse
+
+DEFS: dict[str, Any] = {
+    "Zip": {"type": "string", "pattern": "^[0-9]+$"},
+    "Count": {"type": "integer"},
+    "Alias": {"$ref": "#/$defs/Zip"},
+    "Loop": {"$ref": "#/$defs/Loop"},
+    "Either": {"anyOf": [{"$ref": "#/$defs/Zip"}, {"type": "null"}]},
+    "a/b c~": {"type": "string"},
+}
+STRING, NUMBER = {"string"}, {"number", "integer"}
+CASES: list[tuple[dict[str, Any], set[str]]] = [
+    ({"$ref": "#/$defs/Zip"}, STRING),
+    ({"$ref": "#/$defs/Alias"}, STRING),
+    ({"$ref": "#/$defs/Count"}, {"integer"}),
+    ({"$ref": "#/$defs/Either"}, {"string", "null"}),
+    ({"$ref": "#/$defs/a~1b%20c~0"}, STRING),
+    ({"$ref": "#/$defs/Zip", "description": "a zip"}, STRING),
+    ({"allOf": [{"$ref": "#/$defs/Zip"}]}, STRING),
+    ({"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]}, STRING),
+    ({"allOf": [{"minLength": 1}, {"type": "string"}]}, STRING),
+    ({"type": ["string", "null"], "allOf": [{"$ref": "#/$defs/Zip"}]}, STRING),
+    ({"anyOf": [{"$ref": "#/$defs/Zip"}, {"type": "null"}]}, {"string", "null"}),
+    ({"oneOf": [{"$ref": "#/$defs/Zip"}, {"$ref": "#/$defs/Count"}]}, {"string", "integer"}),
+    ({"enum": ["1", "2"]}, STRING),
+    ({"enum": ["1", None]}, {"string", "null"}),
+    ({"enum": [1, 2]}, {"integer"}),
+    ({"const": "12345"}, STRING),
+    ({"const": True}, {"boolean"}),
+    ({"type": "string", "enum": ["1", 2]}, STRING),
+    ({"anyOf": [{"const": "1"}, {"const": "2"}]}, STRING),
+    ({"type": "string", "nullable": True}, {"string", "null"}),
+    ({"type": "number"}, NUMBER),
+    ({"type": ["integer", "string"]}, {"integer", "string"}),
+    ({}, set()),
+    ({"description": "anything"}, set()),
+    ({"$ref": "#/$defs/Loop"}, {ANY}),
+    ({"$ref": "#/$defs/Missing"}, {ANY}),
+    ({"$ref": "https://example.com/zip"}, {ANY}),
+    ({"allOf": [{"minLength": 1}]}, {ANY}),
+]
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"), CASES, ids=lambda value: json.dumps(value) if isinstance(value, dict) else ""
+)
+def test_the_types_of_a_schema(schema: dict[str, Any], expected: set[str]) -> None:
+    assert types_of(schema, {"$defs": DEFS}) == expected
+
+
+def arguments(parameters: Mapping[str, Any], value: str) -> Any:
+    family = Parsers("qwen3_coder", None).family({"f": parameters}, "")
+    assert family is not None
+    text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    events = parse(AnswerParser(family), text)
+    return json.loads("".join(event.text for event in events if isinstance(event, CallArguments)))
+
+
+@pytest.mark.parametrize("schema", [schema for schema, types in CASES if types >= STRING and "integer" not in types])
+@pytest.mark.parametrize("value", ["12345", "1", "2"])
+def test_digits_stay_text_where_the_schema_allows_no_number(schema: dict[str, Any], value: str) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": DEFS}
+    call = arguments(parameters, value)
+    assert call == {"a": value}
+    if Draft202012Validator(parameters).is_valid({"a": value}):
+        assert Draft202012Validator(parameters).is_valid(call)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/Args"},
+        {"allOf": [{"$ref": "#/$defs/Args"}]},
+        {"anyOf": [{"properties": {"b": {}}}, {"$ref": "#/$defs/Args"}]},
+        {"properties": {"b": {"type": "integer"}}, "additionalProperties": {"$ref": "#/$defs/Zip"}},
+    ],
+    ids=json.dumps,
+)
+def test_properties_may_be_behind_references_too(parameters: dict[str, Any]) -> None:
+    defs = DEFS | {"Args": {"properties": {"a": {"$ref": "#/$defs/Zip"}}}}
+    assert arguments(parameters | {"$defs": defs}, "12345") == {"a": "12345"}
+
+
+def test_references_are_followed_once_each() -> None:
+    """Each of forty schemas refers to the next one twice: a trillion ways, if they were followed each time."""
+    defs: dict[str, Any] = {
+        f"s{i}": {"anyOf": [{"$ref": f"#/$defs/s{i + 1}"}, {"$ref": f"#/$defs/s{i + 1}"}]} for i in range(40)
+    }
+    defs["s40"] = {"type": "string"}
+    assert types_of({"$ref": "#/$defs/s0"}, {"$defs": defs}) == STRING
+    properties = {"properties": {"a": {"$ref": "#/$defs/s0"}}, "anyOf": [{"$ref": "#/$defs/s0"}, {"$ref": "#"}]}
+    assert arguments(properties | {"$defs": defs}, "1") == {"a": "1"}
