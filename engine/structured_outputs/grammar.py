@@ -12,12 +12,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.structured_outputs.params import StructuredOutputsParams
+from engine.structured_outputs.schemas import without_unknown_formats
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -194,9 +195,10 @@ def _source(params: StructuredOutputsParams) -> str:
     if params.choice is not None:
         # One terminal: a rule may have at most 2,000 alternatives.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_lark_string, params.choice)))
-    schema: str | dict[str, Any] = params.json if params.json is not None else {"type": "object"}
+    schema = {"type": "object"} if params.json is None else without_unknown_formats(json.loads(str(params.json)))
     return LLMatcher.grammar_from_json_schema(
-        schema, overrides={"whitespace_pattern": _WHITESPACE, "item_separator": ",", "key_separator": ":"}
+        json.dumps(schema, ensure_ascii=False),
+        overrides={"whitespace_pattern": _WHITESPACE, "item_separator": ",", "key_separator": ":"},
     )
 
 

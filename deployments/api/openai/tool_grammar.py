@@ -20,6 +20,7 @@ from urllib.parse import quote
 from deployments.api.openai.tools import NamedChoice, Tool, ToolChoice
 from engine.errors import RequestError
 from engine.structured_outputs.params import StructuredOutputsParams
+from engine.structured_outputs.schemas import map_schemas, without_unknown_formats
 
 __all__ = ["forced_calls", "parameters_of", "strict_calls"]
 
@@ -61,7 +62,7 @@ def strict_calls(tools: Sequence[Tool], markers: tuple[str, str]) -> str | None:
     marker, last = re.escape(markers[0]), markers[1]
     calls = []
     for tool in tools:
-        schema = _object(parameters_of(tool)) if tool.function.strict else {"type": "object"}
+        schema = _object(without_unknown_formats(parameters_of(tool))) if tool.function.strict else {"type": "object"}
         start = _literal(f'{{"name": {json.dumps(tool.function.name, ensure_ascii=False)}, "arguments": ')
         calls.append(f"{start} %json {json.dumps(schema | {'x-guidance': _WHITESPACE})}")
     return (
@@ -96,16 +97,21 @@ def _call(name: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """Return a schema that is now at ``root`` of another one, with its references to itself adjusted."""
-    if isinstance(schema, dict):
-        return {
-            key: root + value[1:]
-            if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
-            else _moved(value, root)
-            for key, value in schema.items()
-        }
-    return [_moved(inner, root) for inner in schema] if isinstance(schema, list) else schema
+def _moved(schema: dict[str, Any], root: str) -> Any:
+    """Return a schema that is now at ``root`` of another one, with its references to itself adjusted.
+
+    Below an ``$id`` references start from there (JSON Schema 2020-12, core, 8.2.1), wherever that is.
+    """
+
+    def move(part: dict[str, Any]) -> dict[str, Any] | None:
+        if "$id" in part:
+            return None
+        reference = part.get("$ref")
+        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+            part["$ref"] = root + reference[1:]
+        return part
+
+    return map_schemas(schema, move)
 
 
 def _pointer(name: str) -> str:

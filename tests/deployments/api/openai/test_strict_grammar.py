@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from deployments.api.openai.tool_grammar import strict_calls
+from deployments.api.openai.tool_grammar import forced_calls, strict_calls
 from deployments.api.openai.tools import Tool
 from deployments.parsers.families.hermes import MARKERS
 from engine.structured_outputs.compiler import GrammarCompiler
@@ -61,6 +61,23 @@ def test_text_is_free_and_calls_are_not(compiler: GrammarCompiler, text: str, fi
     grammar: Grammar = compiler.compile(StructuredOutputsParams(grammar=source))
     ids = Tokenizer(MODEL).encode(text, add_special_tokens=False)
     assert all(map(grammar.accept, ids)) == fits
+
+
+def test_formats_of_parameters_and_schemas_with_an_id_compile(compiler: GrammarCompiler) -> None:
+    zipped = {"type": "string", "format": "zip", "maxLength": 2}
+    parameters = {"$id": "https://example.com/f", "properties": {"a": {"$ref": "#/$defs/Z"}}, "$defs": {"Z": zipped}}
+    tools = [_tool("f", True, parameters), _tool("g", True, {"properties": {"a": zipped}})]
+    text = '[{"name": "f", "arguments": {"a": "ab"}}]'
+    for params, answer in (
+        (StructuredOutputsParams(grammar=strict_calls(tools, MARKERS)), CALL.replace('"city": "Oslo"', '"a": "ab"')),
+        (forced_calls(tools, "required"), text),
+        (forced_calls(tools, "required"), text.replace('"f"', '"g"')),
+    ):
+        assert params is not None
+        for length, fits in (("ab", True), ("abc", False)):
+            grammar = compiler.compile(params)
+            ids = Tokenizer(MODEL).encode(answer.replace("ab", length), add_special_tokens=False)
+            assert all(map(grammar.accept, ids)) == fits
 
 
 def test_without_a_strict_tool_there_is_none() -> None:

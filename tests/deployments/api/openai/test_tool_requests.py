@@ -250,6 +250,28 @@ def test_references_of_a_schema_still_lead_to_their_definitions(
     assert moved["properties"] == {"n": {"$ref": "#/$defs/a~1b~0/$defs/N"}, "me": {"$ref": "#/$defs/a~1b~0"}}
 
 
+def test_references_that_start_elsewhere_or_are_data_are_left_alone(
+    roomy: TestClient, engines: FakeEngines, answers: Answers
+) -> None:
+    data = [{"$ref": "#/x"}]
+    inner: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "own": {"$id": "https://example.com/own", "$ref": "#/$defs/N", "$defs": {"N": {"enum": [1]}}},
+            "data": {"enum": data, "const": data[0], "default": data[0], "examples": data},
+            "enum": {"$ref": "#/$defs/N"},  # a name, not a keyword
+        },
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": inner}}
+    properties = _schema(roomy, engines, answers, tools=[tool], tool_choice="required")["$defs"]["f"]["properties"]
+    expected = inner["properties"] | {"enum": {"$ref": "#/$defs/f/$defs/N"}}
+    assert properties == expected
+    whole = {"$id": "https://example.com/whole", "properties": {"a": {"$ref": "#/$defs/N"}}, "$defs": {"N": {}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": whole}}
+    schema = _schema(roomy, engines, answers, tools=[tool], tool_choice="required")
+    assert schema["$defs"]["f"] == {"type": "object"} | whole
+
+
 def test_an_error_about_the_grammar_names_the_tools(roomy: TestClient, engines: FakeEngines) -> None:
     engines.scripts = [[RequestError("cannot be compiled", param="structured_outputs", part="json")]]
     for stream in (False, True):

@@ -1,0 +1,64 @@
+"""What is done to JSON schemas before llguidance compiles them; their data, such as enums, is never changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+__all__ = ["map_schemas", "without_unknown_formats"]
+
+_DATA = frozenset(("const", "default", "enum", "example", "examples"))  # keywords whose values are no schemas
+_BY_NAME = frozenset(["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"])
+_MAX_FORMAT = 64  # characters of a format that may be known
+
+
+def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Any:
+    """Return a copy of a schema in which ``change`` has replaced each schema, the whole before its parts.
+
+    References may point into keywords of any name, so whatever is not known to be data is taken for a schema.
+
+    Args:
+        schema: of any form; what is no object stays as it is.
+        change: returns what stands for a schema, whose parts are then changed; None leaves it and its parts alone.
+    """
+    if isinstance(schema, list):
+        return [map_schemas(part, change) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    changed = change(dict(schema))
+    if changed is None:
+        return schema
+    for key, value in changed.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            changed[key] = {name: map_schemas(part, change) for name, part in value.items()}
+        elif key not in _DATA:
+            changed[key] = map_schemas(value, change)
+    return changed
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """Return a schema without the values of ``format`` that llguidance does not know.
+
+    They are annotations (JSON Schema 2020-12, validation, 7.2.1), which limit nothing. llguidance refuses them, and to
+    let it pass over them would let it pass over other keywords, too.
+    """
+    return map_schemas(schema, _without_unknown_format)
+
+
+def _without_unknown_format(schema: dict[str, Any]) -> dict[str, Any]:
+    name = schema.get("format")
+    if isinstance(name, str) and (len(name) > _MAX_FORMAT or not _is_known(name)):
+        del schema["format"]
+    return schema
+
+
+@lru_cache(maxsize=256)
+def _is_known(name: str) -> bool:
+    try:
+        from llguidance import LLMatcher
+    except ImportError:  # then the engine refuses every schema
+        return True
+    schema = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+    return not LLMatcher.validate_grammar(schema, None)

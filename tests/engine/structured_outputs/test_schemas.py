@@ -1,0 +1,99 @@
+"""Schemas before they are compiled: an unknown format limits nothing, and everything else stays as strict as it was."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.errors import RequestError
+from engine.structured_outputs.compiler import GrammarCompiler
+from engine.structured_outputs.params import StructuredOutputsParams
+from engine.structured_outputs.schemas import map_schemas, without_unknown_formats
+from engine.text.tokenizer import Tokenizer
+
+UNKNOWN = (
+    "password binary byte file-path directory-path uri-reference regex json-pointer relative-json-pointer iri "
+    "iri-reference uri-template idn-email idn-hostname int32 int64 float double color phone url base64 my-own x"
+    + "y"
+    * 99
+).split()
+OPEN: dict[str, Any] = {"type": "string", "maxLength": 3}
+
+
+def fits(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: Any, text: str) -> bool:
+    grammar = compiler.compile(StructuredOutputsParams(json=schema))
+    return all(map(grammar.accept, [*tokenizer.encode(text, add_special_tokens=False), 0]))
+
+
+def test_an_unknown_format_is_an_annotation(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {name: OPEN | {"format": name} for name in UNKNOWN}}
+    assert without_unknown_formats(schema) == {"type": "object", "properties": dict.fromkeys(UNKNOWN, OPEN)}
+    one = {"type": "object", "properties": {"a": OPEN | {"format": "password"}}, "required": ["a"]}
+    one["additionalProperties"] = False
+    assert fits(compiler, tokenizer, one, '{"a": "abc"}')
+    assert not fits(compiler, tokenizer, one, '{"a": "abcd"}')
+    assert fits(compiler, tokenizer, json.dumps(one), '{"a": "abc"}')
+
+
+def test_a_known_format_is_kept(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schema = {"anyOf": [{"type": "string", "format": "date"}, {"type": "number", "format": "double"}]}
+    assert fits(compiler, tokenizer, schema, '"2026-11-25"')
+    assert fits(compiler, tokenizer, schema, "1.5")
+    assert not fits(compiler, tokenizer, schema, '"soon"')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "password"}},
+        {"type": "string", "format": "password", "pattern": "("},
+        {"type": "object", "properties": {"a": {"format": "regex", "not": {"type": "string"}}}},
+        {"type": "string", "format": 5},
+    ],
+    ids=json.dumps,
+)
+def test_nothing_else_becomes_lenient(compiler: GrammarCompiler, schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="cannot be compiled"):
+        compiler.compile(StructuredOutputsParams(json=schema))
+
+
+PASSWORD = {"format": "password"}
+
+
+def test_data_and_names_are_no_schemas() -> None:
+    data = {"enum": [PASSWORD], "const": PASSWORD, "default": PASSWORD, "examples": [PASSWORD]}
+    names = {"properties": {"format": {"enum": [PASSWORD]}, "enum": {}, "default": {}}}
+    assert without_unknown_formats(data | names) == data | names
+
+
+def test_every_place_of_a_schema_is_reached() -> None:
+    one = [
+        "additionalProperties",
+        "items",
+        "contains",
+        "not",
+        "if",
+        "then",
+        "else",
+        "propertyNames",
+        "unevaluatedItems",
+        "contentSchema",
+    ]
+    some = ["allOf", "anyOf", "oneOf", "prefixItems", "items"]
+    named = ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"]
+    for key, value, left in (
+        *((key, PASSWORD, {}) for key in one),
+        *((key, [PASSWORD, True], [{}, True]) for key in some),
+        *((key, {"enum": PASSWORD, "b": ["a"]}, {"enum": {}, "b": ["a"]}) for key in named),
+        ("x-definitions", {"a": PASSWORD}, {"a": {}}),  # what a reference may point to
+    ):
+        assert without_unknown_formats({"items": {key: value}}) == {"items": {key: left}}
+
+
+def test_a_schema_that_is_left_alone_is_so_with_its_parts() -> None:
+    schema = {"$defs": {"a": {"$id": "x", "items": PASSWORD}, "b": PASSWORD}}
+    changed = map_schemas(schema, lambda part: None if "$id" in part else part | {"title": "t"})
+    assert changed["$defs"] == {"a": {"$id": "x", "items": PASSWORD}, "b": PASSWORD | {"title": "t"}}
+    assert schema == {"$defs": {"a": {"$id": "x", "items": PASSWORD}, "b": PASSWORD}}
