@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ PARAMS: dict[str, dict[str, Any]] = {
         "prompt_logprobs": 20,
     },
 }
+LOGPROB_TOLERANCE = 0.005
 FLAT = {"temperature": 2.0, "seed": 12, "top_p": 0.999, "logit_bias": dict.fromkeys(range(900), -20.0)}
 
 
@@ -163,16 +165,38 @@ def generate(llm: LLM, scenario: Scenario, max_tokens: int = 9) -> list[RequestO
     return llm.generate(prompts, params, use_tqdm=False)
 
 
-def answers(outputs: list[RequestOutput]) -> list[Any]:
-    """Return the tokens of every answer, and the log-probabilities rounded to what devices may differ in."""
+@dataclass(frozen=True, eq=False)
+class Likelihood:
+    """A token's log-probability and rank, equal to another if they differ by no more than devices may.
 
-    def rounded(logprobs: Any) -> Any:
+    They add in other orders, and so may one device in another process: rounded numbers would differ now and then.
+    """
+
+    logprob: float
+    rank: int | None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Likelihood):
+            return NotImplemented
+        is_near = math.isclose(self.logprob, other.logprob, rel_tol=0, abs_tol=LOGPROB_TOLERANCE)
+        if self.rank is None or other.rank is None:
+            return is_near and self.rank is other.rank
+        return is_near and abs(self.rank - other.rank) <= self.rank // 10  # less likely tokens are close together
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def answers(outputs: list[RequestOutput]) -> list[Any]:
+    """Return the tokens of every answer, and their log-probabilities, to be compared with those of another device."""
+
+    def likelihoods(logprobs: Any) -> Any:
         return [
-            item and {token: (round(lp.logprob, 2), lp.rank) for token, lp in item.items()} for item in logprobs or ()
+            item and {token: Likelihood(one.logprob, one.rank) for token, one in item.items()}
+            for item in logprobs or ()
         ]
 
     return [
-        [(item.token_ids, item.finish_reason, rounded(item.logprobs)) for item in output.outputs]
-        + [rounded(output.prompt_logprobs)]
+        [(item.token_ids, item.finish_reason, likelihoods(item.logprobs)) for item in output.outputs]
+        + [likelihoods(output.prompt_logprobs)]
         for output in outputs
     ]
