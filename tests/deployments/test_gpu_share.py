@@ -10,6 +10,7 @@ import pytest
 
 from deployments.config import AppConfig
 from engine.errors import ConfigError
+from tests.waiting import HANG_S
 
 CACHE = {"kv_cache_memory": "64MiB"}
 
@@ -110,5 +111,5 @@ def test_the_decision_needs_neither_ray_nor_torch() -> None:
     program = (
         "import sys, deployments.gpu_share, deployments.config; print({'ray', 'torch'} & set(sys.modules) or 'neither')"
     )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert answer.stdout == "neither\n"

@@ -26,10 +26,11 @@ from tests.gpu_rehearsal.code_lines import caller_line
 from tests.gpu_rehearsal.device_tensor import DeviceTensor
 from tests.gpu_rehearsal.kernel_contracts import plain
 from tests.gpu_rehearsal.machine import Machine
+from tests.waiting import HANG_S
 
 __all__ = ["ThreadRanks", "make_process_group"]
 
-_SECONDS = 60  # a rank that is this late will not come
+_SECONDS = HANG_S  # a rank that is this late will not come
 
 
 class _Meeting:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from deployments.config import checkout_root
+from tests.waiting import HANG_S
 
 ROOT = checkout_root()
 K8S = ROOT / "k8s"
@@ -38,7 +39,7 @@ def tool(name: str) -> str:
 @cache
 def _built(directory: str) -> str:
     command = [tool("kubectl"), "kustomize", str(K8S / directory)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S).stdout
 
 
 def build(directory: str) -> list[Object]:

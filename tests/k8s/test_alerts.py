@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.k8s.monitoring_files import rules, write_rules
+from tests.waiting import HANG_S
 
 WHERE = 'namespace="pagoda", ray_io_cluster="c"'
 RUNNING, LEAST = 'replicas{ingress="i", state="running"}', 'replicas_min{ingress="i"}'
@@ -128,5 +129,5 @@ def test_alerts_fire_when_they_should(tmp_path: Path, step: int) -> None:
     document = {"rule_files": ["rules.yaml"], "evaluation_interval": f"{step}m", "tests": _tests(step)}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(document))
     for command in (["check", "rules", "rules.yaml"], ["test", "rules", "tests.yaml"]):
-        done = subprocess.run(["promtool", *command], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(["promtool", *command], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
         assert done.returncode == 0, done.stdout + done.stderr

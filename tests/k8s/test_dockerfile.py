@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.k8s.manifests import GPU, K8S, ROOT, pods, tool
+from tests.waiting import HANG_S
 
 DOCKERFILE = K8S / "Dockerfile"
 # Instructions on one line each, without comments.
@@ -40,14 +41,14 @@ def _copied() -> list[tuple[str, str]]:
 
 
 def test_hadolint_finds_no_mistake() -> None:
-    answer = subprocess.run([tool("hadolint"), DOCKERFILE], capture_output=True, text=True, timeout=60, check=False)
+    answer = subprocess.run([tool("hadolint"), DOCKERFILE], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (answer.returncode, answer.stdout) == (0, "")
 
 
 def test_hadolint_finds_a_planted_mistake(tmp_path: Path) -> None:
     worse = tmp_path / "Dockerfile"
     worse.write_text(DOCKERFILE.read_text().replace("python:3.12.12-slim-bookworm", "python:latest"))
-    answer = subprocess.run([tool("hadolint"), worse], capture_output=True, text=True, timeout=60, check=False)
+    answer = subprocess.run([tool("hadolint"), worse], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert "DL3007" in answer.stdout
 
 
