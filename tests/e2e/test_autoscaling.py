@@ -46,6 +46,7 @@ def test_to_zero_and_back(scaled: Server) -> None:
     assert again.headers["x-pagoda-replica"]
 
 
+@pytest.mark.exhaustive("in CI a stop signal deletes the applications while a stream runs, in test_launcher.py")
 async def test_deleting_the_applications_lets_streams_finish(scaled: Server) -> None:
     """This is how to drain a server; `serve shutdown` ends the proxy and with it every stream at once.
 

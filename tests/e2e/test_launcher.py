@@ -62,7 +62,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
     _assert_one_line(_launch(tmp_path / "none.yaml"), "none.yaml")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("starts a cluster of its own; tests without one find the error in what Serve says")
 def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: Path) -> None:
     """An error that only the engine finds is printed in one line too, and ends the launcher."""
     once = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}  # by default Serve tries three times with pauses
@@ -139,7 +139,7 @@ def _check_stop(server: Server, number: signal.Signals) -> None:
     log = server.log.read_text()
     assert server.url in log
     assert "curl -N" in log
-    assert httpx.get(f"{server.url}/health", timeout=HANG_S).status_code == 200
+    until(lambda: _health(server) == 200, "the server is healthy")
     processes = server.processes()
     assert len(processes) > 5
     temporary = Path(processes[1].environ()["TMPDIR"])

@@ -82,6 +82,7 @@ def _deploy(server: Server, directory: Path, engines: int, change: Callable[[dic
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=HANG_S)
 
 
+@pytest.mark.exhaustive("in CI a rolling update takes engines away under the same load")
 async def test_a_scale_down_to_one_engine(ready_server: Server, asked: Recorded, tmp_path: Path) -> None:
     engines, ingresses, moved = ready_server.pids("engine"), ready_server.pids("ingress"), num_lost(ready_server)
     async with Clients(ready_server, asked, count=CLIENTS).running() as report:
