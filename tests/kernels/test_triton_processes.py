@@ -81,6 +81,7 @@ def test_every_kernel_of_a_decoder_layer_compiles_for_gpus(tmp_path: Path, capab
         assert compiled["rotate_and_store_kernel"] >= 11
 
 
+@pytest.mark.exhaustive("a minute of compilation; CI compiles the attention of a warm-up, without and with a window")
 def test_attention_of_every_shape_and_option_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     """As gpu_variants.py combines them: about a minute of a core for what would take an hour."""
     for compiled in _compile(tmp_path, capabilities, "variants", "attention"):
