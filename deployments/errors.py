@@ -42,7 +42,7 @@ _TYPES = {
     499: "client_closed_request",
     503: "overloaded_error",
 }
-_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.@+-]+/)+[\w.@+-]*")
+_PATH = re.compile(r"(?<![\w.:/])/(?!v1/)(?:[\w.@+-]+/)+[\w.@+-]*")  # of a file; remedies name the API's own paths
 
 
 class ApiError(PagodaError):
@@ -84,6 +84,8 @@ class ApiError(PagodaError):
         """Extra response headers."""
         if self.status == 501:
             return {"X-Should-Retry": "false"}  # the clients of OpenAI and Anthropic retry every other 5xx
+        if self.status == 415:
+            return {"Accept-Encoding": "identity"}  # RFC 9110, 12.5.3
         if self.status in (408, 413):
             return {"Connection": "close"}  # the rest of the body may still come
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}

@@ -60,16 +60,17 @@ class Application(Starlette):
                 Middleware(RequireKey, keys=keys, open_paths=open_paths, prompts_browser=PAGE in fixed),
             )
         super().__init__(
-            routes=[_starlette_route(route) for route in routes],
+            routes=[Route(route.path, _Endpoint(route.endpoint), methods=_methods(route)) for route in routes],
             middleware=middleware,
             exception_handlers=ERROR_HANDLERS,
             lifespan=lifespan,
         )
         self.router.redirect_slashes = False  # it would send clients to whatever host they name
         self._fixed = {
-            (route.method, route.path): _wrapped(_Endpoint(route.endpoint), middleware)
+            (method, route.path): _wrapped(_Endpoint(route.endpoint), middleware)
             for route in routes
             if route.is_fixed
+            for method in _methods(route)
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,10 +88,8 @@ def _wrapped(app: ASGIApp, middleware: Sequence[Middleware]) -> ASGIApp:
     return app
 
 
-def _starlette_route(described: ApiRoute) -> Route:
-    route = Route(described.path, _Endpoint(described.endpoint), methods=[described.method])
-    route.methods = {described.method}  # Starlette adds HEAD to GET
-    return route
+def _methods(route: ApiRoute) -> tuple[str, ...]:
+    return ("GET", "HEAD") if route.method == "GET" else (route.method,)  # RFC 9110, 9.1
 
 
 class _Endpoint:
@@ -108,4 +107,8 @@ class _Endpoint:
             response = await self._endpoint(**arguments)
         except Exception as error:
             response = error_response(error)
-        await response(scope, receive, send)
+        if scope["method"] == "HEAD":  # the head that GET would get, and no body, which may have no end
+            await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+            await send({"type": "http.response.body"})
+        else:
+            await response(scope, receive, send)

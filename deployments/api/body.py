@@ -74,7 +74,7 @@ class BodyReader:
 
         Raises:
             ApiError: 413 for a longer body, before it is read to its end, 408 for a slow one, 400 for another content
-                type, and what ``parse_body`` raises.
+                type, 415 for a compressed body, and what ``parse_body`` raises.
             RequestError: for an invalid combination of fields.
         """
         body = await self._read(request)
@@ -103,6 +103,10 @@ class BodyReader:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(400, f"content-type '{content_type[:80]}' is not supported; send application/json")
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding != "identity":
+            problem = f"content-encoding '{encoding[:80]}' is not supported; send the JSON as it is"
+            raise ApiError(415, problem)
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_bytes:
             raise self._too_large()

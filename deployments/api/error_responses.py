@@ -11,6 +11,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ExceptionHandler
 
 from deployments.api.json_response import JsonResponse
@@ -63,8 +64,20 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:80]
-    reasons = {404: f"{path} does not exist", 405: f"{path} does not accept {request.method}"}
-    return error_response(ApiError(error.status_code, reasons.get(error.status_code, str(error.detail))))
+    if error.status_code != 405:
+        reason = f"{path} does not exist" if error.status_code == 404 else str(error.detail)
+        return error_response(ApiError(error.status_code, reason))
+    accepted = ", ".join(sorted(_methods_of_path(request)))
+    response = error_response(ApiError(405, f"{path} does not accept {request.method}; it accepts {accepted}"))
+    response.headers["Allow"] = accepted  # RFC 9110, 15.5.6
+    return response
+
+
+def _methods_of_path(request: Request) -> set[str]:
+    """Return the methods of all routes of a request's path."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in matching for method in route.methods or ()}
 
 
 # Answer what fails outside an endpoint: unknown paths and methods.

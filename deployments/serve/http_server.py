@@ -17,12 +17,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.api.turns import REQUESTS_PER_TURN, Turns
 from deployments.proxy.client_rules import CLIENT_HEADER
 
-__all__ = ["CONNECTIONS_PER_TURN", "StartInTurns", "accept_many"]
+__all__ = ["CONNECTIONS_PER_TURN", "StartInTurns", "UntilClosed", "accept_many"]
 
 CONNECTIONS_PER_TURN = 64
 _CLIENT_HEADER = CLIENT_HEADER.encode()
@@ -46,10 +46,45 @@ def accept_many(per_turn: int = CONNECTIONS_PER_TURN) -> None:
     async def start(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
         if sockets and not isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
             sockets = [*sockets, *(listener.dup() for listener in sockets for _ in range(per_turn - 1))]
-        server.config.loaded_app = StartInTurns(server.config.loaded_app)
+        server.config.loaded_app = StartInTurns(UntilClosed(server.config.loaded_app))
         await original(server, sockets)
 
     uvicorn.Server.startup = start  # type: ignore[method-assign, assignment]
+
+
+class UntilClosed:
+    """An ASGI application that answers HTTP/1.0 without chunks, which it does not have (RFC 9112, 6.1).
+
+    uvicorn sends chunks to every client if it is not told the length. Here the end of the connection, which uvicorn
+    closes after an answer to HTTP/1.0, is the end of the body.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or the lifespan."""
+        if scope["type"] == "http" and scope["http_version"] == "1.0":
+            send = _without_chunks(send)
+        await self._app(scope, receive, send)
+
+
+def _without_chunks(send: Send) -> Send:
+    cycle: Any = getattr(send, "__self__", None)  # uvicorn's request and response
+    if not hasattr(cycle, "chunked_encoding") or not hasattr(cycle, "expected_content_length"):
+        return send  # of another server, or of a test
+    has_length = False
+
+    async def send_unchunked(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_unchunked
 
 
 class StartInTurns:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from deployments.errors import ApiError, as_api_error, is_replica_loss, unwrap
-from engine.errors import OverloadedError, PromptTooLongError
+from engine.errors import OverloadedError, PromptTooLongError, RequestError
 
 
 def test_errors_become_answers() -> None:
@@ -24,3 +25,16 @@ def test_errors_become_answers() -> None:
     assert len(ApiError(400, "x" * 9999).message) <= 400
     assert not is_replica_loss(wrapped)
     assert isinstance(unwrap(wrapped), PromptTooLongError)
+
+
+@pytest.mark.parametrize(
+    ("message", "sent"),
+    [
+        ("use /v1/completions", "use /v1/completions"),
+        ("send it to /v1/chat/completions, not /v1/messages/count_tokens", None),
+        ("no tokenizer in /home/me/models/a-b: add it", "no tokenizer in <path>: add it"),
+        ("'/opt/v1/model' is not a directory", "'<path>' is not a directory"),
+    ],
+)
+def test_paths_of_files_are_hidden_and_paths_of_the_api_are_not(message: str, sent: str | None) -> None:
+    assert as_api_error(RequestError(message)).message == (sent or message)

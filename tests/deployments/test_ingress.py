@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 import time
@@ -156,9 +157,42 @@ def test_long_bodies_are_parsed_in_a_thread(open_client: OpenClient, monkeypatch
     assert threads == [False, True]
 
 
-def test_a_path_answers_no_other_method(client: TestClient) -> None:
-    for method in ("HEAD", "POST", "OPTIONS"):
-        assert client.request(method, "/health").status_code == 405
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/health", "GET, HEAD"),
+        ("/v1/models/tiny", "GET, HEAD"),
+        ("/v1/chat/completions", "POST"),
+        ("/v1/responses/resp_1", "DELETE, GET, HEAD"),  # which are two routes
+    ],
+)
+def test_a_path_names_the_methods_that_it_answers(client: TestClient, path: str, allowed: str) -> None:
+    for method in {"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"} - set(allowed.split(", ")):
+        answer = client.request(method, path)
+        assert (answer.status_code, answer.headers.get("allow")) == (405, allowed), method
+        if method != "HEAD":
+            assert allowed in answer.json()["error"]["message"]
+
+
+def test_every_path_with_get_answers_head_with_the_same_head(client: TestClient) -> None:
+    paths = [path for path, methods in client.get("/openapi.json").json()["paths"].items() if "get" in methods]
+    assert {"/health", "/v1/models", "/version"} <= set(paths)
+    for path in set(paths) - {"/metrics", "/load", "/live"}:  # which need Ray Serve
+        got, answer = client.get(path), client.head(path)
+        assert answer.content == b"", path
+        assert answer.status_code == got.status_code, path
+        assert answer.headers.get("content-type") == got.headers.get("content-type"), path
+    assert client.head("/v1/models/other").status_code == 404
+
+
+def test_a_compressed_body_is_refused_as_such(client: TestClient) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    for path in ("/v1/completions", "/v1/messages", "/tokenize"):
+        answer = client.post(path, content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+        assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+        assert "content-encoding 'gzip' is not supported" in answer.json()["error"]["message"]
+    headers["content-encoding"] = "identity"
+    assert client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers).status_code == 200
 
 
 def test_health_follows_the_replicas(client: TestClient, engines: FakeEngines) -> None:

@@ -126,3 +126,57 @@ def test_the_requests_of_every_server_start_in_turns() -> None:
 
     accept_many()
     assert isinstance(asyncio.run(run()).config.loaded_app, StartInTurns)
+
+
+async def _sized(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
+    await send({"type": "http.response.body", "body": b"abc"})
+
+
+async def _streamed(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for body in (b"data: a\n\n", b"", b"data: b\n\n"):
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+async def _answer(app: Any, request: bytes) -> tuple[bytes, bytes]:
+    """Return the head and the body of the answer of a server that ``accept_many`` has changed."""
+    accept_many(1)
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    await until_in_loop(lambda: server.started, "the server has started")
+    reader, writer = await asyncio.open_connection(*listening.getsockname())
+    writer.write(request)
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # to the end of the connection
+    writer.close()
+    server.should_exit = True
+    with suppress(asyncio.CancelledError):
+        await serving
+    return head.lower(), body
+
+
+@pytest.mark.parametrize(
+    ("app", "method", "body"),
+    [
+        (_streamed, "GET", b"data: a\n\ndata: b\n\n"),
+        (_sized, "GET", b"abc"),
+        (_streamed, "HEAD", b""),
+        (_sized, "HEAD", b""),
+        (_app, "GET", b""),
+    ],
+)
+async def test_http_1_0_gets_no_chunks(app: Any, method: str, body: bytes) -> None:
+    head, received = await _answer(app, f"{method} / HTTP/1.0\r\n\r\n".encode())
+    assert received == body
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert (b"content-length: 3" in head) == (app is _sized)
+
+
+async def test_http_1_1_gets_chunks() -> None:
+    head, received = await _answer(_streamed, b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head
+    assert received == b"9\r\ndata: a\n\n\r\n9\r\ndata: b\n\n\r\n0\r\n\r\n"
