@@ -20,7 +20,7 @@ from tests.waiting import HANG_S
 pytest.register_assert_rewrite("tests.e2e.browser")  # whose assertion would not say which requests failed
 
 SHARED_SERVERS = ("small_server", "public_server", "server")  # in the order in which they run
-MAX_RUNNING, MAX_WAITING, TIMEOUT_S = 2, 3, 30.0  # of the requests to the small server
+MAX_RUNNING, MAX_WAITING, TIMEOUT_S = 2, 3, 60.0  # of the requests to the small server
 SMALL_ENGINES, SMALL_BLOCKS = 2, 230  # of which one runs; a context is 128 blocks
 PUBLIC_HOST = "0.0.0.0"
 
@@ -84,7 +84,7 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with room for two running and three waiting requests, and a timeout of 30 s.
+    """A server with room for two running and three waiting requests, and a timeout of a minute.
 
     It is to have two engines, and this machine has room for one. Its KV pool is smaller than two contexts, and its
     queue shorter than a burst, so that a load causes preemptions and rejections.
@@ -95,7 +95,8 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         del args["engine"]["kv_cache_memory"]
         args["engine"].update(max_num_seqs=MAX_RUNNING, num_threads=1, num_blocks=SMALL_BLOCKS, swap_space_gib=0.002)
         args["limits"].update(max_queued_requests=24, max_queued_requests_per_engine=MAX_WAITING)
-        args["limits"].update(request_timeout_s=TIMEOUT_S, health_check_period_s=1)
+        args["limits"].update(request_timeout_s=TIMEOUT_S, stall_timeout_s=TIMEOUT_S)
+        args["limits"].update(health_check_period_s=1, health_check_timeout_s=TIMEOUT_S)  # tests stop the engine
 
     # How often Ray's processes report to the agent, 10 s by default; the agent drops a gauge after twice as long.
     environment = {"RAY_metrics_report_interval_ms": "3000"}

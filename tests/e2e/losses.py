@@ -11,7 +11,8 @@ import os
 import random
 import re
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import httpx
 import psutil
@@ -47,6 +48,27 @@ def num_lost(server: Server) -> int:
     assert logs
     lost = [line for log in logs for line in re.findall(r"replica \S+ was lost \(.*", log.read_text())]
     return sum(STALLED not in line for line in lost)
+
+
+@contextmanager
+def stopped_engine(server: Server) -> Iterator[None]:
+    """Stop the only engine while the block runs, so that it cannot be faster than the test on any machine."""
+    (pid,) = server.engine_pids().values()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def until_unfinished(server: Server, number: int) -> None:
+    """Wait until the ingresses have that many unfinished requests, which no engine needs to say."""
+
+    def load() -> int:
+        answer = httpx.get(f"{server.url}/load", headers=server.headers, timeout=HANG_S)
+        return int(answer.raise_for_status().json()["server_load"])
+
+    await until_async(lambda: load() == number, f"{number} unfinished requests", details=load)
 
 
 class Signals:

@@ -46,9 +46,9 @@ def test_a_request_can_be_followed(server: Server, collector: Collector, stream:
     assert said["gen_ai.usage.output_tokens"] == 40
     assert said["gen_ai.response.finish_reasons"] == ["length"]
     assert said["pagoda.replica"] == answer.headers["x-pagoda-replica"]
-    # The engine's time of 39 tokens; the span is shorter if the ingress sees the first token late.
+    # The engine's time of 39 tokens; the span is shorter if the ingress sees the first token late, even with the last.
     decode_s = (spans["decode"].end - spans["decode"].start) / 1e9
-    assert 0 < decode_s <= 1.01 * said["gen_ai.latency.time_in_model_decode"]
+    assert 0 <= decode_s <= 1.01 * said["gen_ai.latency.time_in_model_decode"]
     assert (spans["prefill"].end - spans["prefill"].start) / 1e9 == pytest.approx(
         said["gen_ai.latency.time_in_model_prefill"], rel=0.01
     )
@@ -60,16 +60,20 @@ def test_a_request_can_be_followed(server: Server, collector: Collector, stream:
 
 
 def test_a_disconnected_client_is_logged_and_traced(server: Server, collector: Collector) -> None:
-    trace = "1" * 32
-    headers = {"traceparent": f"00-{trace}-{CALLERS_SPAN}-01", "X-Request-Id": "gone"}
-    body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=HANG_S) as stream:
-        next(stream.iter_lines())
-    line = server.wait_for_line("id=gone ")
+    """It is sent again if its answer ends before the client can leave."""
+    body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    for attempt in "12345":
+        trace = attempt * 32
+        headers = {"traceparent": f"00-{trace}-{CALLERS_SPAN}-01", "X-Request-Id": f"gone-{attempt}"}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=HANG_S) as stream:
+            next(stream.iter_lines())
+        line = server.wait_for_line(f"id=gone-{attempt} ")
+        if "reason=abort" in line:
+            break
     assert "reason=abort status=499" in line
     tokens = re.search(r"output_tokens=(\d+)", line)
     assert tokens is not None
-    assert 0 < int(tokens[1]) < 900
+    assert 0 < int(tokens[1]) < 1900
     root = next(span for span in _spans_of(collector, trace, 5) if span.kind == SERVER)
     assert root.attributes["error.type"] == "client_closed_request"
 

@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, Error, Page, Route, expect  # isort: sk
 __all__ = ["browser", "open_page"]  # fixtures
 
 BLOCK_SIZE = 16  # the default on a CPU
+LONGEST = 1800  # tokens of an answer: with its prompt, nearly the context
 PHONE = {"width": 375, "height": 812}
 LONG = "Prefix caching keeps the KV blocks of earlier prompts, so that a new one need not compute them. " * 4
 
@@ -128,7 +129,7 @@ def test_the_form_sets_the_parameters(open_page: Opener) -> None:
 
 def test_the_page_works_with_the_keyboard_alone(open_page: Opener, server: Server) -> None:
     page = open_page()
-    change_requests(page, ignore_eos=True, max_tokens=1500)
+    change_requests(page, ignore_eos=True, max_tokens=LONGEST)
     for _ in range(9):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.id") == "prompt":
@@ -147,7 +148,7 @@ def test_the_page_works_with_the_keyboard_alone(open_page: Opener, server: Serve
     page.keyboard.press("Escape")
     expect(answer).to_have_attribute("data-state", "stopped")
     assert fact(answer, "tokens").endswith("tokens, stopped")
-    assert numbers(fact(answer, "tokens"))[0] < 1500
+    assert numbers(fact(answer, "tokens"))[0] < LONGEST
     expect(page.locator("#running")).to_have_text("0")  # the server has stopped too
     assert page.evaluate("document.activeElement.id") == "prompt"
     page.get_by_role("button", name="New chat").click()
