@@ -1,6 +1,7 @@
-"""Ingress: the Serve deployment that speaks HTTP: its lifecycle, its routes, health and metrics.
+"""Ingress: the Serve deployment that speaks HTTP: its lifecycle, and the calls of other ingresses.
 
-api/serving.py answers the requests for tokens; nothing here knows how a replica is chosen or what an engine does.
+api/endpoints.py lists the endpoints, and api/serving.py answers the requests for tokens. Nothing here knows how a
+replica is chosen or what an engine does.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cached_property
 from typing import Any
 
 from ray import serve
@@ -17,19 +17,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from deployments.api.anthropic.endpoints import MessagesApi
 from deployments.api.api_keys import ApiKeys
 from deployments.api.application import Application
-from deployments.api.body import BodyReader
+from deployments.api.endpoints import Endpoints
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
-from deployments.api.openai.endpoints import Models, OpenAiApi
-from deployments.api.responses.endpoints import Responses
 from deployments.api.responses.store import StoredResponse
-from deployments.api.routes import ApiRoute
 from deployments.api.serving import Serving
-from deployments.api.utilities.invocations import Invocations
-from deployments.api.utilities.server import ServerState
-from deployments.api.utilities.tokenization import Tokenization
 from deployments.config import AppConfig
 from deployments.observability.ingress_metrics import INGRESS_INFO, REPLICAS_MIN, ingress_recorder
 from deployments.observability.ray_exporter import RayExporter
@@ -61,52 +54,39 @@ class Ingress:
 
     def __init__(self, engines: DeploymentHandle[Any], config: AppConfig, *, needs_key: bool = False) -> None:
         accept_many()  # Serve starts the HTTP server after this constructor
-        self._config = config
         self._keys = ApiKeys.from_environment()
         if needs_key:
             self._keys.require()
-        self._engines = engines.options(request_serialization="pickle", response_serialization="pickle")
+        engines = engines.options(request_serialization="pickle", response_serialization="pickle")
         self._view = cluster_view(engines.deployment_name)
         self._log = RequestLog(config.logging)
         self._tracer = open_tracer(config.tracing, config.served_name)
-        self._prompts = LazyPromptBuilder(self._engines.info.remote, config.model_path, config.served_name)
+        self._prompts = LazyPromptBuilder(engines.info.remote, config.model_path, config.served_name)
         self._dispatcher = Dispatcher(
             self._view,
-            self._engines.info.remote,
+            engines.info.remote,
             max_requests=config.limits.max_concurrent_requests_per_engine,
             stall_timeout_s=config.limits.stall_timeout_s,
             request_timeout_s=config.limits.request_timeout_s,
         )
         self._unfinished: set[RequestRecord] = set()
-        self._serving = Serving(config, self._dispatcher, self._prompts, self._log)
-        self._replicas = Replicas(self._engines)
-        self._bodies = BodyReader(config.limits.max_body_bytes, config.limits.body_timeout_s)
-        self._responses = Responses(self._serving, self._bodies, config.limits, self._replicas.ask_ingresses)
+        replicas = Replicas(engines)
+        self.endpoints = Endpoints(
+            config,
+            Serving(config, self._dispatcher, self._prompts, self._log),
+            self._prompts,
+            self._view,
+            replicas,
+            page=WebPage(config.served_name, replicas).routes() if config.web else (),
+            needs_key=bool(self._keys),
+        )
         ingress_recorder().set(INGRESS_INFO, 1, model=config.served_name)
         ingress_recorder().set(REPLICAS_MIN, config.min_engine_replicas)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP application; Serve calls this after the constructor."""
         start, finish = self._unfinished.add, self._finish
-        return Application(self.routes, self._keys, self._lifespan, on_start=start, on_end=finish)
-
-    @cached_property
-    def routes(self) -> list[ApiRoute]:
-        """Every endpoint."""
-        config, serving, bodies = self._config, self._serving, self._bodies
-        state = ServerState(
-            config, self._prompts, self._view, self._replicas, lambda: self.routes, needs_key=bool(self._keys)
-        )
-        return [
-            *OpenAiApi(serving, bodies).routes(),
-            *self._responses.routes(),
-            *MessagesApi(serving, bodies, strip_billing_header=config.strip_billing_header).routes(),
-            *Models(serving).routes(),
-            *Invocations(serving, bodies).routes(),
-            *Tokenization(serving, bodies).routes(),
-            *state.routes(),
-            *(WebPage(config.served_name, self._replicas).routes() if config.web else []),
-        ]
+        return Application(self.endpoints.routes, self._keys, self._lifespan, on_start=start, on_end=finish)
 
     @asynccontextmanager
     async def _lifespan(self, api: Starlette) -> AsyncIterator[None]:
@@ -144,15 +124,15 @@ class Ingress:
 
     async def stored_response(self, response_id: str) -> tuple[str, StoredResponse | None]:
         """Return this ingress's name and a response that it keeps, or None."""
-        return _name(), self._responses.store.get(response_id)
+        return _name(), self.endpoints.responses.store.get(response_id)
 
     async def stored_items(self, ids: list[str]) -> tuple[str, dict[str, dict[str, Any]] | None]:
         """Return this ingress's name and the output items with these ids that it keeps, or None."""
-        return _name(), await asyncio.to_thread(self._responses.store.items, ids) or None
+        return _name(), await asyncio.to_thread(self.endpoints.responses.store.items, ids) or None
 
     async def delete_response(self, response_id: str) -> tuple[str, bool | None]:
         """Drop a response that this ingress keeps; returns its name and True, or None if it keeps none."""
-        return _name(), self._responses.store.delete(response_id) or None
+        return _name(), self.endpoints.responses.store.delete(response_id) or None
 
 
 def _name() -> str:

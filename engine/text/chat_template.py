@@ -89,17 +89,7 @@ class ChatTemplate:
         Raises:
             RequestError: if there is no template, or the template refuses the messages.
         """
-        if not self.exists:
-            raise RequestError(
-                "cannot be rendered: this model has no chat template", param="messages", remedy="use /v1/completions"
-            )
-        for message in messages:
-            if not isinstance(message, Mapping):
-                raise RequestError(
-                    f"cannot be rendered: a message is {type(message).__name__}",
-                    param="messages",
-                    remedy="give mappings with role and content",
-                )
+        self._check(messages)
         everything = [*messages, template_options] if template_options else messages
         mask = SpecialTokenMask(self._spelled_out(everything), everything)
         try:
@@ -119,6 +109,20 @@ class ChatTemplate:
             raise error.renamed("messages") from None
         before, after = self._added_tokens if add_special_tokens else ((), ())
         return [*before, *token_ids, *after] if before or after else token_ids
+
+    def _check(self, messages: Sequence[object]) -> None:
+        """Raise RequestError unless the messages can be given to the template."""
+        if not self.exists:
+            raise RequestError(
+                "cannot be rendered: this model has no chat template", param="messages", remedy="use /v1/completions"
+            )
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise RequestError(
+                    f"cannot be rendered: a message is {type(message).__name__}",
+                    param="messages",
+                    remedy="give mappings with role and content",
+                )
 
     @cached_property
     def _added_tokens(self) -> tuple[Sequence[int], Sequence[int]]:

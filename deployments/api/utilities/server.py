@@ -41,6 +41,9 @@ class Replicas(Protocol):
     async def metrics(self) -> tuple[Mapping[str, Sequence[Series]], Mapping[str, Sequence[Series]]]:
         """Return the metrics of each engine and of each ingress."""
 
+    async def ask_ingresses(self, method: str, argument: Any) -> Any:
+        """Return the first result of a method of all ingresses that is not None."""
+
 
 class ServerState:
     """The endpoints of one ingress.

@@ -165,12 +165,7 @@ class ModelConfig(ModelShape):
                 f"architecture '{architecture}' is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
             )
         attention_bias = bool(getattr(config, "attention_bias", False))
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if head_dim < 2 or head_dim % 2:
-            raise ModelLoadError(
-                f"hidden_size={config.hidden_size} of num_attention_heads={config.num_attention_heads} is a head_dim "
-                f"of {head_dim}, which must be even; correct config.json"
-            )
+        head_dim = _head_dim(config)
         if getattr(config, "use_bidirectional_attention", None):
             raise UnsupportedModelError(
                 "use_bidirectional_attention is not supported, only causal attention; docs/models.md lists what is "
@@ -204,6 +199,16 @@ class ModelConfig(ModelShape):
             rope=rope,
             longrope_length=rope.longrope_length,
         )
+
+
+def _head_dim(config: Any) -> int:
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim < 2 or head_dim % 2:
+        raise ModelLoadError(
+            f"hidden_size={config.hidden_size} of num_attention_heads={config.num_attention_heads} is a head_dim "
+            f"of {head_dim}, which must be even; correct config.json"
+        )
+    return head_dim
 
 
 def _activation(config: Any, family: Family) -> Activation:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,6 +27,8 @@ from kernels.layer_ops.select import select_layer_ops
 from kernels.linear.packed import PackedLinears
 
 __all__ = ["load_decoder"]
+
+Weights = Iterable[tuple[str, torch.Tensor]]
 
 logger = logging.getLogger(__name__)
 
@@ -75,34 +78,37 @@ def load_decoder(
         if parallel.rank == 0:
             logger.debug("Using %s linear layers (%s)", method.name, method.why_chosen)
         with torch.device("meta"), _Uninitialised():
-            model = Decoder(config, rope, parallel, select_layer_ops(device))
-        kind = method.kind if isinstance(method, PackedLinears) else None
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        if is_head := kind is not None and head_is_embedding(config, parallel, kind):
-            del shapes[HEAD]  # the embedding's weights are packed as the head's
-        weights = read_weights(
+            skeleton = Decoder(config, rope, parallel, select_layer_ops(device))
+        read = partial(
+            read_weights,
             checkpoint,
-            shapes,
-            config,
-            parallel,
+            config=config,
+            parallel=parallel,
             dtype=dtype,
             device=device,
-            may_be_mapped=lambda name: kind is None or (name == EMBEDDING and not is_head),
             show_progress=show_progress,
         )
-        if kind is None:
-            model.rope = rope.to(device)
-            _fill(model, weights)
-            replace_linears(model, method)
+        model: Decoder | CpuDecoder
+        if isinstance(method, PackedLinears):
+            model = CpuDecoder(skeleton.embed_tokens, config, rope, parallel, dtype, method.kind)
+            _pack(model, _shapes(skeleton), read, is_head=head_is_embedding(config, parallel, method.kind))
         else:
-            packed = CpuDecoder(model.embed_tokens, config, rope, parallel, dtype, kind)
-            _pack(packed, weights)
+            model = skeleton
+            model.rope = rope.to(device)
+            _fill(model, read)
+            replace_linears(model, method)
+            model.eval()
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
-    return model.eval() if kind is None else packed
+    return model
 
 
-def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    for name, weight in weights:
+def _shapes(model: Decoder) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _fill(model: Decoder, read: Callable[..., Weights]) -> None:
+    """Put the weights into the modules of a decoder on the meta device."""
+    for name, weight in read(_shapes(model)):
         module, _, attribute = name.rpartition(".")
         parent, _, number = module.rpartition(".")
         if isinstance(experts := model.get_submodule(parent), Experts):
@@ -111,8 +117,11 @@ def _fill(model: Decoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
 
 
-def _pack(model: CpuDecoder, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    for name, weight in weights:
+def _pack(model: CpuDecoder, shapes: dict[str, torch.Size], read: Callable[..., Weights], *, is_head: bool) -> None:
+    """Pack the weights for the C kernels; with ``is_head`` the embedding's weights are packed as the head's."""
+    if is_head:
+        del shapes[HEAD]
+    for name, weight in read(shapes, may_be_mapped=lambda name: name == EMBEDDING and not is_head):
         model.set_weight(name, weight)
 
 

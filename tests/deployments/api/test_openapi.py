@@ -32,16 +32,18 @@ def _references(value: Any) -> set[str]:
 
 def test_it_has_every_route_and_no_other(document: dict[str, Any], ingress: Ingress) -> None:
     described = {(path, method.upper()) for path, operations in document["paths"].items() for method in operations}
-    served = {(re.sub(r":\w+\}", "}", route.path), route.method) for route in ingress.routes}
+    served = {(re.sub(r":\w+\}", "}", route.path), route.method) for route in ingress.endpoints.routes}
     assert described == served
     assert document["openapi"].startswith("3.1")
 
 
 def test_what_can_be_streamed_is_known_to_generate(ingress: Ingress) -> None:
     """The proxy and the request log know such an endpoint by its path, which is a line of OPERATIONS."""
-    streamed = {route.path: route.operation for route in ingress.routes if route.description.stream is not None}
+    streamed = {
+        route.path: route.operation for route in ingress.endpoints.routes if route.description.stream is not None
+    }
     assert streamed == OPERATIONS
-    assert {route.path for route in ingress.routes if route.operation} == streamed.keys()
+    assert {route.path for route in ingress.endpoints.routes if route.operation} == streamed.keys()
 
 
 def test_every_reference_leads_to_a_schema(document: dict[str, Any]) -> None:
