@@ -32,7 +32,7 @@ serve: $(VENV)/.installed
 
 # Ray's dashboard requires Ray's token, which `serve status` sends in this mode only. RAY_DASHBOARD_ADDRESS changes where.
 status:
-	@RAY_AUTH_MODE=token $(BIN)/serve status || \
+	@RAY_AUTH_MODE=token no_proxy='*' $(BIN)/serve status || \
 	  { echo "pagoda: no server answers; start one with make serve, or set RAY_DASHBOARD_ADDRESS" >&2; exit 1; }
 
 # The tests of tests/e2e run one after the other, because their servers need the whole machine; the others run in

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -54,6 +55,7 @@ class Ingress:
 
     def __init__(self, engines: DeploymentHandle[Any], config: AppConfig, *, needs_key: bool = False) -> None:
         accept_many()  # Serve starts the HTTP server after this constructor
+        os.environ["grpc_proxy"] = ""  # noqa: SIM112 - and its calls to engines, which no proxy reaches, after it
         self._keys = ApiKeys.from_environment()
         if needs_key:
             self._keys.require()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deployments.launcher.direct import direct_urlopen
 from deployments.launcher.waiting import Usage
 
 __all__ = ["cluster_usage", "delete_applications", "deployment_failure", "serve_details"]
@@ -35,7 +36,7 @@ def delete_applications(dashboard: str) -> bool:
     request.method, request.data = "PUT", b'{"applications": []}'
     request.add_header("Content-Type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=60):
+        with direct_urlopen(request, timeout=60):
             return True
     except (OSError, http.client.HTTPException):
         return False
@@ -59,7 +60,7 @@ def _serve_api(dashboard: str) -> urllib.request.Request:
 def _get(request: urllib.request.Request) -> dict[str, Any]:
     """Return the JSON object of an answer; empty if there is none."""
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with direct_urlopen(request, timeout=5) as answer:
             content: dict[str, Any] = json.load(answer)
             return content
     except (OSError, ValueError, http.client.HTTPException):

@@ -29,6 +29,7 @@ SETTINGS = {
     "OMP_WAIT_POLICY": "passive",  # else torch's threads spin for 8 ms after each of its calls, on the engine's cores
     "TOKENIZERS_PARALLELISM": "false",
 }
+_OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give to clients
 
 _HAPROXY_WRAPPER = Path(__file__).parents[1] / "proxy" / "haproxy.sh"
@@ -44,7 +45,18 @@ def environment(limits: ProxyLimits, files: Path) -> dict[str, str]:
     # Python's fork server, which Ray uses, leaves a directory in TMPDIR. Ray's own, with its logs, is to remain.
     ray_directory = {"RAY_TMPDIR": os.environ.get("TMPDIR", "/tmp")}
     own = SETTINGS | _haproxy_settings() | _files(files) | limits.environment | _ports() | ray_directory
-    return own | os.environ | {"TMPDIR": str(files)}
+    return own | os.environ | {"TMPDIR": str(files)} | _unproxied()
+
+
+def _unproxied() -> dict[str, str]:
+    """Return what keeps calls between our own processes away from a proxy, which can reach none of them.
+
+    Others, such as a collector of spans, may still be reached through one.
+    """
+    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if hosts.strip() != "*":  # a star counts only if it stands alone
+        hosts = ",".join(filter(None, (hosts, *_OWN_HOSTS)))
+    return {"grpc_proxy": "", "no_proxy": hosts, "NO_PROXY": hosts}  # gRPC reads the first of grpc_proxy and others
 
 
 def _files(directory: Path) -> dict[str, str]:

@@ -11,13 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from deployments.launcher.dashboard import cluster_usage, delete_applications, deployment_failure, serve_details
+from deployments.launcher.direct import direct_urlopen
 from deployments.launcher.environment import environment
 from deployments.launcher.files import temporary_directory
 from deployments.launcher.log_follower import LogFollower
@@ -170,7 +169,7 @@ class Server:
 
 def _is_healthy(endpoint: Endpoint) -> bool:
     try:
-        with urllib.request.urlopen(f"{endpoint.url}/health", timeout=2) as answer:
+        with direct_urlopen(f"{endpoint.url}/health", timeout=2) as answer:
             return bool(answer.status == 200)
     except (OSError, http.client.HTTPException):
         return False

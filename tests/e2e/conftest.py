@@ -117,13 +117,19 @@ def make_public(args: dict[str, Any]) -> None:
     args["limits"].update(stall_timeout_s=8.0, max_migrations=100)
 
 
+PROXIED = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:9")
+
+
 @pytest.fixture(scope="session")
 def public_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that long tests share, as it is run for other machines: on all addresses, with an API key."""
+    """The server that long tests share, as it is run for other machines: on all addresses, with an API key.
+
+    Its environment names a proxy, through which it can reach none of its own processes.
+    """
     directory, key = tmp_path_factory.mktemp("public"), "a-key-of-the-tests"
     keys = directory / "keys"
     keys.write_text(f"{key}\n")
-    environment = {"PAGODA_API_KEYS_FILE": str(keys)}
+    environment = {"PAGODA_API_KEYS_FILE": str(keys), **PROXIED}
     with running_server(directory, make_public, environment=environment, host=PUBLIC_HOST) as running:
         running.key = key
         yield running

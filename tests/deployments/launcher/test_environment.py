@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
+from deployments.launcher.dashboard import delete_applications, serve_details
 from deployments.launcher.environment import environment
 from deployments.proxy.limits import ProxyLimits
+
+DEAD_PROXY = "http://127.0.0.1:9"
 
 
 def test_the_wrapper_of_haproxy_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,3 +21,48 @@ def test_the_wrapper_of_haproxy_can_be_run(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH", raising=False)
     wrapper = environment(ProxyLimits(), tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"]
     assert os.access(wrapper, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "localhost,127.0.0.1,::1"),
+        ({"no_proxy": "example.com"}, "example.com,localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "example.com"}, "example.com,localhost,127.0.0.1,::1"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+    ids=str,
+)
+def test_our_own_processes_are_not_reached_through_a_proxy(
+    given: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (given | {"http_proxy": DEAD_PROXY, "GRPC_PROXY": DEAD_PROXY, "grpc_proxy": DEAD_PROXY}).items():
+        monkeypatch.setenv(name, value)
+    found = environment(ProxyLimits(), tmp_path)
+    assert (found["grpc_proxy"], found["no_proxy"], found["NO_PROXY"]) == ("", expected, expected)
+    assert found["http_proxy"] == DEAD_PROXY  # for what is not ours
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"])
+def test_the_launcher_asks_no_proxy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"applications": {"pagoda": {}}}')
+
+        def do_PUT(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *args: object) -> None:
+            """Print nothing."""
+
+    monkeypatch.setenv(name, DEAD_PROXY)
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert serve_details(url) == {"applications": {"pagoda": {}}}
+        assert delete_applications(url)
+        server.shutdown()
