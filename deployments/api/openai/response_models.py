@@ -137,8 +137,8 @@ class _Ending(_Part):
     index: int
     finish_reason: FinishReason
     stop_reason: int | str | None
-    token_ids: list[int] = absent()
-    prompt_token_ids: list[int] = absent()
+    token_ids: list[int] | None = absent()
+    prompt_token_ids: list[int] | None = absent()
 
 
 class _DeltaEnding(_Part):
@@ -200,7 +200,7 @@ class ChatResponse(_Response):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None
-    prompt_token_ids: list[int] = absent()
+    prompt_token_ids: list[int] | None = absent()
 
 
 class ChatChunk(_Response):

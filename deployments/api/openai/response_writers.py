@@ -71,6 +71,10 @@ class ResponseWriter(ABC):
         if self._request.return_token_ids:
             choice["token_ids"] = generation.token_ids
             choice["prompt_token_ids"] = generation.prompt.token_ids
+        elif (
+            self._request.return_token_ids is False
+        ):  # as of vLLM: null if it was declined, and absent if not asked for
+            choice |= {"token_ids": None, "prompt_token_ids": None}
         return choice
 
     def _prompt_logprobs(self, generation: Generation) -> dict[str, Any]:
@@ -126,8 +130,10 @@ class ChatWriter(ResponseWriter):
         return chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs or (), top, as_ids=as_ids)
 
     def _response_extras(self, generation: Generation) -> dict[str, Any]:
-        extras = self._prompt_logprobs(generation)
-        return extras | ({"prompt_token_ids": generation.prompt.token_ids} if self._request.return_token_ids else {})
+        extras, wants_ids = self._prompt_logprobs(generation), self._request.return_token_ids
+        if wants_ids is not None:
+            extras["prompt_token_ids"] = generation.prompt.token_ids if wants_ids else None
+        return extras
 
 
 class CompletionWriter(ResponseWriter):

@@ -91,7 +91,7 @@ def _expected(writer: ResponseWriter, generations: list[Any], deltas: list[Delta
         generations[delta.index].token_ids += delta.token_ids
         chunk = writer.delta_chunk(delta, generations[delta.index], first=delta.index not in started)
         started.add(delta.index)
-        if options is not None and options.continuous_usage_stats:
+        if options is not None and options.include_usage and options.continuous_usage_stats:
             chunk["usage"] = usage_fields(Usage.of(generations, body.num_generated))
         elif options is not None and options.include_usage:
             chunk["usage"] = None

@@ -84,6 +84,10 @@ def test_the_ids_of_the_prompt_are_in_chat_answers(client: TestClient, engines: 
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [whole["prompt_token_ids"], None]
     plain = client.post("/v1/chat/completions", json={"messages": [USER]}).json()
     assert "prompt_token_ids" not in plain
+    declined = client.post("/v1/chat/completions", json={"messages": [USER], "return_token_ids": False}).json()
+    assert (declined["prompt_token_ids"], declined["choices"][0]["token_ids"]) == (None, None)
+    declined = client.post("/v1/completions", json={"prompt": "a", "return_token_ids": False}).json()["choices"][0]
+    assert (declined["prompt_token_ids"], declined["token_ids"]) == (None, None)
     assert plain["prompt_logprobs"] is None
     completion = client.post("/v1/completions", json={"prompt": "a"}).json()
     assert completion["choices"][0]["prompt_logprobs"] is None

@@ -32,6 +32,7 @@ ANSWER = '<think>why</think>so<tool_call>{"name": "f", "arguments": {"a": 1}}</t
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"return_token_ids": True},
+    {"return_token_ids": False},
     {"n": 2, "temperature": 1.0},
     {"max_tokens": 5, "stop": ["zz"], "seed": 3, "user": "me", "cache_salt": "s"},
 ]

@@ -148,13 +148,16 @@ def test_forced_calls(parsed: TestClient, answers: Answers) -> None:
     assert (message["content"], reason) == (None, "tool_calls")
 
 
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+
+
 def test_several_choices_with_logprobs_ids_and_usage(
     parsed: TestClient, engines: FakeEngines, answers: Answers
 ) -> None:
     answers(ANSWER)
     script = [one for one in engines.scripts[0] if isinstance(one, EngineOutput)]
     engines.scripts = [[output(one.token_ids, one.finish_reason, logprobs=[-1.0]) for one in script]]
-    extras = {"logprobs": True, "return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
+    extras = {"logprobs": True, "return_token_ids": True, "stream_options": USAGE}
     body = BODY | {"n": 2, "temperature": 1, "stream": True} | extras
     chunks = events(parsed.post("/v1/chat/completions", json=body).text)
     for index in (0, 1):
