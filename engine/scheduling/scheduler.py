@@ -111,8 +111,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's batch and allocate its blocks; empty if nothing is unfinished."""
-        max_tokens = self._max_step_tokens()
-        step = StepBuilder(self.queues, max_tokens, self._chunk_limit)
+        max_step_tokens = self._max_step_tokens()
+        step = StepBuilder(self.queues, max_step_tokens, self._chunk_limit)
         if self._any_awaits_token:
             for index, sequence in enumerate(self.running):
                 if sequence.awaits_token:
@@ -120,7 +120,7 @@ class Scheduler:
         self._schedule_running(step)
         blocks_ran_out = bool(step.output.preempted) or step.output.lacks_blocks
         if self.waiting and not blocks_ran_out:
-            self._admission.start_waiting(step, self.max_num_batched_tokens - max_tokens)
+            self._admission.start_waiting(step, self.max_num_batched_tokens - max_step_tokens)
         if self.drafter is not None and not blocks_ran_out:
             self.drafter.add_drafts(step)
         output = step.build()

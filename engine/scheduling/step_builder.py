@@ -24,7 +24,7 @@ class StepBuilder:
 
     Args:
         queues: the running batch; requests that start or are preempted change it.
-        max_tokens: tokens of the step, at most.
+        max_step_tokens: tokens of the step, at most.
         chunk_limit: tokens of one sequence in the step, at most.
 
     Attributes:
@@ -45,9 +45,9 @@ class StepBuilder:
         "token_budget",
     )
 
-    def __init__(self, queues: RequestQueues, max_tokens: int, chunk_limit: int) -> None:
+    def __init__(self, queues: RequestQueues, max_step_tokens: int, chunk_limit: int) -> None:
         self.running = queues.running
-        self.token_budget = max_tokens - queues.num_used_slots
+        self.token_budget = max_step_tokens - queues.num_used_slots
         self.chunk_limit = chunk_limit
         self.num_new_tokens = [1] * len(queues.running)
         self.not_sampling: set[int] = set()
