@@ -33,6 +33,7 @@ class TextPart(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Message(BaseModel):
@@ -81,10 +82,15 @@ class Message(BaseModel):
         """
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise ApiError(501, f"messages: content of type {shown(part.type)} is not offered", param="messages")
-        return "\n".join(part.text or "" for part in self.content)
+        return "\n".join(map(self._text_of, self.content))
+
+    def _text_of(self, part: TextPart) -> str:
+        text = part.text if part.type == "text" else None
+        if part.type == "refusal" and self.role == "assistant":
+            text = part.refusal
+        if text is None:
+            raise ApiError(501, f"messages: content of type {shown(part.type)} is not offered", param="messages")
+        return text
 
 
 class Conversation(JsonBody):

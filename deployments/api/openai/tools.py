@@ -93,15 +93,13 @@ def _arguments(given: str | dict[str, Any] | None) -> str | dict[str, Any]:
 
 
 def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None:
-    """Reject an empty or ambiguous list of tools, and a choice that does not fit it.
+    """Reject an ambiguous list of tools, and a choice that does not fit it. An empty list is as good as none.
 
     Raises:
         RequestError: it names ``tools`` or ``tool_choice``.
     """
-    if tools is not None and not tools:
-        raise RequestError("is empty", param="tools", remedy="give at least one tool or leave it out")
-    if tools is None:
-        if choice not in (None, "none"):
+    if not tools:
+        if choice not in (None, "none") and (tools is None or choice != "auto"):
             value = choice if isinstance(choice, str) else "function"
             raise RequestError("needs tools", param="tool_choice", value=value, remedy="leave it out")
         return

@@ -51,6 +51,16 @@ def test_the_final_message_is_continued(client: TestClient, engines: FakeEngines
     assert error["message"] == "continue_final_message excludes add_generation_prompt; leave out one of them"
 
 
+def test_a_refusal_of_the_assistant_is_its_text(client: TestClient, engines: FakeEngines, tokenizer_path: Any) -> None:
+    parts = [{"type": "text", "text": "No:"}, {"type": "refusal", "refusal": "I cannot."}]
+    ids = _prompt(client, engines, messages=[USER, {"role": "assistant", "content": parts}, USER])
+    assert "assistant\nNo:\nI cannot.<|im_end|>" in Tokenizer(tokenizer_path).decode(ids, skip_special_tokens=False)
+    for role, part in (("user", parts[1]), ("assistant", {"type": "refusal"})):
+        answer = client.post("/v1/chat/completions", json={"messages": [{"role": role, "content": [part]}]})
+        assert answer.status_code == 501
+        assert "type 'refusal' is not offered" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echoed_message_is_part_of_the_answer(client: TestClient, engines: FakeEngines, stream: bool) -> None:
     def content(**body: Any) -> str:

@@ -53,7 +53,7 @@ REJECTED = [
     ("chat/completions", {"messages": "hi"}, 400, "messages", "'hi'"),
     ("chat/completions", CHAT | {"messages": [{"role": "", "content": "x"}]}, 400, "messages", "''"),
     ("chat/completions", CHAT | {"chat_template": "{{ x }}"}, 400, "chat_template", "template"),
-    ("chat/completions", CHAT | {"tools": []}, 400, "tools", "tools"),
+    ("chat/completions", CHAT | {"tools": [], "tool_choice": "required"}, 400, "tool_choice", "tools"),
     ("chat/completions", CHAT | {"tool_choice": "auto"}, 400, "tool_choice", "auto"),
     ("chat/completions", CHAT | {"response_format": {"type": "json_schema"}}, 400, "response_format", "schema"),
     ("chat/completions", CHAT | BAD_SCHEMA, 400, "response_format", "cannot be compiled"),

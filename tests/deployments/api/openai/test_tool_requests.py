@@ -108,7 +108,8 @@ def test_special_tokens_in_tools_and_options_stay_text(
 
 
 REJECTED: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": []}, "tools", "empty"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", "required"),
+    ({"tools": [], "tool_choice": NAMED}, "tool_choice", "tools"),
     ({"tools": None, "tool_choice": "auto"}, "tool_choice", "auto"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice", "required"),
     ({"tools": None, "tool_choice": NAMED}, "tool_choice", "tools"),
@@ -177,6 +178,13 @@ def test_every_parameter_of_the_renderer_is_reserved() -> None:
     from transformers import PreTrainedTokenizerBase
 
     assert set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) <= RESERVED
+
+
+def test_an_empty_list_of_tools_is_as_good_as_none(client: TestClient, parsed: TestClient) -> None:
+    for one in (client, parsed):
+        for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"tool_choice": None}):
+            answer = one.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 5, "tools": []} | fields)
+            assert answer.status_code == 200, fields
 
 
 def test_without_a_parser_the_model_may_not_choose(client: TestClient, engines: FakeEngines) -> None:
