@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def understood(config: Any) -> Any:
     except ModelLoadError as error:
         return str(error)
     rope = rope_tables(config, model.rope, model.head_dim, 3) if model.head_dim > 1 else None
+    model = replace(model, dtype=model.dtype or torch.float32)  # only a saved config names one
     return model, None if rope is None else rope.tolist(), config.eos_token_id, config.vocab_size
 
 
