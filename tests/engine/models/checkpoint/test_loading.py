@@ -40,6 +40,12 @@ def checkpoint(qwen3: SavedModel, tmp_path: Path) -> Path:
     return Path(shutil.copytree(qwen3.path, tmp_path / "checkpoint"))
 
 
+def write_index(path: Path, index: str) -> None:
+    """Leave the index of shards alone in a directory: beside model.safetensors it would not be read."""
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(index)
+
+
 def edit_config(path: Path, **changes: Any) -> None:
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -84,7 +90,7 @@ def test_pickled_weights_are_refused(checkpoint: Path) -> None:
 
 def test_a_missing_shard_is_named(checkpoint: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_index(checkpoint, json.dumps(index))
     with pytest.raises(
         ModelLoadError, match=r"lacks the shards 'model-00001-of-00002\.safetensors'.*'model\.norm\.weight'"
     ):
@@ -93,7 +99,7 @@ def test_a_missing_shard_is_named(checkpoint: Path) -> None:
 
 def test_an_index_may_not_lead_out_of_the_directory(checkpoint: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_index(checkpoint, json.dumps(index))
     with pytest.raises(ModelLoadError, match="outside its own directory"):
         load(checkpoint)
 
@@ -180,7 +186,7 @@ def test_a_bad_generation_config_is_refused(checkpoint: Path, raw: str, message:
 
 @pytest.mark.parametrize("index", ["{", "{}", "[]"])
 def test_a_malformed_index_is_refused(checkpoint: Path, index: str) -> None:
-    (checkpoint / "model.safetensors.index.json").write_text(index)
+    write_index(checkpoint, index)
     with pytest.raises(ModelLoadError, match="is malformed"):
         load(checkpoint)
 
