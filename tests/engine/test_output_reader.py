@@ -74,8 +74,9 @@ def test_each_reader_is_called_once_a_step_with_its_own_requests(running: Runnin
     engine, _, runner = running
     gate = Gate(runner)
     first, second = Recording(), Recording()
-    engine.submit(request(50, 1), first, 50)  # holds the step thread in its second step until all have been queued
+    engine.submit(request(50, 1), first, 50)
     engine.submit(request(51, 2), first, 51)
+    until(gate.is_held.is_set, "the second step has begun")  # it is held until all the others are submitted
     for number in range(8):
         engine.submit(request(number), (first, second)[number % 2], number)
     gate.opened.set()

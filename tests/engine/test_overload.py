@@ -175,9 +175,9 @@ async def test_arrivals_and_the_return_to_idleness_are_reported(
     gate = Gate(runner)
     answer = stream(engine, EngineRequest("a", [1] * 9, SamplingParams(max_tokens=30)))
     await anext(answer)
+    await until_in_loop(gate.is_held.is_set, "the second step has begun")
     others = [asyncio.ensure_future(collect(stream(engine, EngineRequest(str(i), [i], PARAMS)))) for i in range(3)]
     await asyncio.sleep(0)  # they are submitted
-    await until_in_loop(gate.is_held.is_set, "the second step has begun")
     clock.now += 1  # the next report is due, whose queue has all three
     gate.opened.set()
     await asyncio.gather(*others, collect(answer))
