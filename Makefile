@@ -71,7 +71,7 @@ lint: $(VENV)/.installed-test
 # benchmarks/README.md describes the measurements and the comparison with peers.
 bench: $(VENV)/.installed-bench $(BENCH_MODEL)/config.json
 	@mkdir -p benchmarks/results
-	$(BIN)/python -m benchmarks.gpu.check --out benchmarks/results/check.json
+	$(BIN)/python -m benchmarks.gpu.check --deadline 1800 --out benchmarks/results/check.json
 	$(BIN)/python -m benchmarks.kv_utilization --out benchmarks/results/kv_utilization.json
 	$(BIN)/python -m benchmarks.roofline --model $(BENCH_MODEL) --out benchmarks/results/roofline.json
 	$(BIN)/python -m benchmarks.throughput --model $(BENCH_MODEL) w1 w16 wshare --out benchmarks/results/throughput.json

@@ -20,14 +20,18 @@ from typing import Any
 
 from benchmarks.gpu.part import Part, read_results
 
-__all__ = ["PartOutcome", "RunOptions", "run_parts"]
+__all__ = ["PartOutcome", "RunOptions", "choose_allocator", "passed_before", "run_parts"]
 
 ROOT = Path(__file__).parents[2]
 TAIL = 4000  # characters of a failed part's output that are kept
 KILL_S = 10.0  # a process in the driver may not end at once, or at all
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-# As engines on GPUs set it, which is too late in a part that has used the GPU before it loads one.
-ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+# As engines on GPUs set it, which is too late in a part that has used the GPU before it loads one. Some virtual GPUs
+# cannot map memory; with the first setting every allocation on them would fail.
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+ALLOCATORS = ("expandable_segments:True", "expandable_segments:False")
+PROBE = "import torch; torch.cuda.is_available() and torch.zeros(2**20, device='cuda').sum().item()"
+PROBE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,14 @@ class RunOptions:
         deadline_s: seconds of the whole run.
         device: as torch names it, or ``auto``.
         size: ``full``, ``tiny`` or ``auto``.
+        allocator: the setting of torch's allocator.
     """
 
     work: Path
     deadline_s: float
     device: str = "auto"
     size: str = "auto"
+    allocator: str = ALLOCATORS[0]
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,27 @@ class PartOutcome:
         return document
 
 
+def choose_allocator(device: str) -> str:
+    """Return the setting of torch's allocator: the user's own, or the first with which a child process can allocate."""
+    if ALLOCATOR in os.environ or device == "cpu":
+        return os.environ.get(ALLOCATOR, ALLOCATORS[0])
+    for setting in ALLOCATORS:
+        with suppress(subprocess.TimeoutExpired):
+            probe = subprocess.run(
+                [sys.executable, "-c", PROBE], env=os.environ | {ALLOCATOR: setting}, timeout=PROBE_S, check=False
+            )
+            if probe.returncode == 0:
+                return setting
+    return ALLOCATORS[0]  # the GPU is broken in another way, which the parts will say
+
+
+def passed_before(work: Path | None) -> frozenset[str]:
+    """Return the names of the parts whose results in a directory of earlier calls say that they have passed."""
+    if work is None:
+        return frozenset()
+    return frozenset(path.stem for path in work.glob("*.json") if not read_results(path)[1])
+
+
 def run_parts(
     parts: Sequence[Part], options: RunOptions, on_outcome: Callable[[dict[str, PartOutcome]], None]
 ) -> dict[str, PartOutcome]:
@@ -77,15 +104,17 @@ def run_parts(
     """
     deadline = monotonic() + options.deadline_s
     outcomes: dict[str, PartOutcome] = {}
+    passed = passed_before(options.work) - {part.name for part in parts}
     for part in parts:
         left = deadline - monotonic()
-        missing = [name for name in part.needs if name not in outcomes or outcomes[name].status != "passed"]
+        missing = [name for name in part.needs if name not in passed]
         if missing:
             outcomes[part.name] = _not_run(f"it needs '{missing[0]}', which has not passed")
         elif left < part.expected_s:
             outcomes[part.name] = _not_run(f"it takes about {part.expected_s:.0f} s, and {max(left, 0):.0f} s are left")
         else:
             outcomes[part.name] = _run_part(part, options, min(part.limit_s, left))
+            passed |= {part.name} if outcomes[part.name].status == "passed" else set()
         on_outcome(outcomes)
     return outcomes
 
@@ -101,7 +130,7 @@ def _run_part(part: Part, options: RunOptions, limit_s: float) -> PartOutcome:
     command += ["--arguments", json.dumps(part.arguments), "--device", options.device, "--size", options.size]
     command += ["--work", str(options.work), "--results", str(results)]
     started = monotonic()
-    exit_fault = _run_process(command, log, limit_s)
+    exit_fault = _run_process(command, log, limit_s, options.allocator)
     figures, faults = read_results(results)
     if exit_fault.startswith("exit code"):  # what the part itself has found says more
         faults.append(exit_fault)
@@ -111,7 +140,7 @@ def _run_part(part: Part, options: RunOptions, limit_s: float) -> PartOutcome:
     return PartOutcome("failed" if faults else "passed", monotonic() - started, faults, figures, tail)
 
 
-def _run_process(command: list[str], log: Path, limit_s: float) -> str:
+def _run_process(command: list[str], log: Path, limit_s: float, allocator: str) -> str:
     """Run a command in a process group of its own; return what was wrong with its end, or nothing.
 
     The output goes to a file, since a pipe would stay open as long as any descendant holds it.
@@ -120,7 +149,7 @@ def _run_process(command: list[str], log: Path, limit_s: float) -> str:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=ALLOCATOR | os.environ | ENVIRONMENT,
+            env=os.environ | {ALLOCATOR: allocator} | ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import runner
+from benchmarks.gpu.check import DEADLINE_S
 from benchmarks.gpu.part import Part, PartResults, read_results, write_json
-from benchmarks.gpu.parts import PARTS, with_needs
+from benchmarks.gpu.parts import CALLS, PARTS, with_needs
 from benchmarks.gpu.report import summary, to_document
-from benchmarks.gpu.runner import PartOutcome, RunOptions, run_parts
+from benchmarks.gpu.runner import PartOutcome, RunOptions, choose_allocator, passed_before, run_parts
 from tests.waiting import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def run(tmp_path: Path, *parts: Part, deadline_s: float = 10 * HANG_S) -> dict[s
         write_json(tmp_path / "out.json", to_document(outcomes, seconds=1.0, complete=len(outcomes) == len(parts)))
         documents.append((tmp_path / "out.json").read_text())
 
-    options = RunOptions(tmp_path, deadline_s, device="cpu", size="tiny")
+    options = RunOptions(tmp_path, deadline_s, device="cpu", size="tiny", allocator=choose_allocator("cpu"))
     outcomes = run_parts(parts, options, check_json)
     assert len(documents) == len(parts)  # written after each part
     last = json.loads(documents[-1])
@@ -136,7 +137,8 @@ def test_an_incomplete_run_has_not_passed(tmp_path: Path) -> None:
 def test_sigterm_ends_the_run_and_its_part(tmp_path: Path) -> None:
     program = (
         "import benchmarks.gpu.check as check; from benchmarks.gpu.part import Part; "
-        "check.with_needs = lambda names: [Part('hang', 'tests.benchmarks.gpu_faults:hangs_with_a_child', 0.0, 60.0)]; "
+        "hang = Part('hang', 'tests.benchmarks.gpu_faults:hangs_with_a_child', 0.0, 60.0); "
+        "check.with_needs = lambda names, passed: [hang]; "
         f"check.main(['--device', 'cpu', '--out', {str(tmp_path / 'o.json')!r}, '--work', {str(tmp_path)!r}])"
     )
     run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -164,6 +166,23 @@ def test_parts_use_the_allocator_of_an_engine_or_the_users(tmp_path: Path, monke
     assert run(tmp_path, part)[part.name].figures == {"allocator": "expandable_segments:True"}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     assert run(tmp_path, part)[part.name].figures == {"allocator": "expandable_segments:False"}
+    assert choose_allocator("cuda") == "expandable_segments:False"
+
+
+@pytest.mark.parametrize(
+    ("probe", "expected"),
+    [
+        ("pass", "expandable_segments:True"),
+        ("import os, sys; sys.exit('True' in os.environ['PYTORCH_ALLOC_CONF'])", "expandable_segments:False"),
+        ("raise SystemExit(1)", "expandable_segments:True"),  # nothing helps, and the parts say why
+    ],
+)
+def test_a_child_process_tries_whether_memory_can_be_mapped(
+    probe: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(runner, "PROBE", probe)
+    assert choose_allocator("cuda") == expected
 
 
 def test_the_tables_parts_exist_and_their_needs_come_first() -> None:
@@ -179,7 +198,31 @@ def test_the_tables_parts_exist_and_their_needs_come_first() -> None:
     assert len(seen) == len(PARTS)
 
 
+def test_the_first_call_shows_what_is_right_and_both_fit_their_time() -> None:
+    assert [part for call in CALLS for part in call] == list(PARTS)
+    correct = {"store_kvcache", "attention", "odd_attention", "cuda_graphs", "experts", "sampling"}
+    assert correct | {"tokens_bfloat16", "tokens_float32", "tokens_experts"} <= {part.name for part in CALLS[0]}
+    for call in CALLS:  # with a minute to compile kernels
+        assert sum(part.expected_s for part in call) + 60 < DEADLINE_S
+
+
+def test_a_second_call_takes_what_the_first_has_left(tmp_path: Path) -> None:
+    first, second = fault("passes"), replace(fault("passes"), name="second", needs=("passes",))
+    assert run(tmp_path, second)["second"].status == "not run"
+    (tmp_path / "second.json").unlink(missing_ok=True)
+    assert passed_before(tmp_path) == frozenset()
+    run(tmp_path, first)
+    assert passed_before(tmp_path) == {"passes"}
+    assert run(tmp_path, second)["second"].status == "passed"
+    run(tmp_path, replace(fault("raises"), name="passes"))  # an earlier result of a part that runs again does not count
+    assert passed_before(tmp_path) == {"second"}
+
+
 def test_chosen_parts_bring_what_they_need() -> None:
+    assert [part.name for part in with_needs(["decode_8b"], {"limits", "checkpoint_0.6b"})] == [
+        "checkpoint_8b",
+        "decode_8b",
+    ]
     assert [part.name for part in with_needs(["checkpoint_8b"])] == ["checkpoint_8b"]
     assert [part.name for part in with_needs(["decode_8b"])] == ["limits", "checkpoint_8b", "decode_8b"]
     with pytest.raises(ValueError, match="'checkpoint_9b' is not a part; choose from limits"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import floors
-from benchmarks.gpu.parts import sampling
+from benchmarks.gpu.parts import linear_speed, sampling
 from benchmarks.gpu.sizes import TINY
 from kernels.sampling import reference
 
@@ -53,3 +53,19 @@ def test_a_wrong_token_is_found(wrong: str | None, num_faults: int, monkeypatch:
     sampling.run(part)  # type: ignore[arg-type]
     assert len(faults) == num_faults
     assert figures.keys() == {f"{kind}, batch 2" for kind in (*CHANGES, *sampling.KINDS)} | {"summary"}
+
+
+def test_logits_are_permutations_of_one_another() -> None:
+    logits = sampling._logits(torch.device("cpu"), 3, 50, 1.5)
+    assert torch.equal(logits.sort(dim=1).values, logits[:1].sort(dim=1).values.expand(3, 50))
+    assert not torch.equal(logits[0], logits[1])
+    assert torch.equal(sampling._logits(torch.device("cpu"), 3, 50, 1.5), logits)
+
+
+@pytest.mark.parametrize("module", [linear_speed, sampling])
+def test_parts_of_triton_kernels_pass_without_a_gpu(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else `make bench` would end at its first command."""
+    figures: dict[str, Any] = {}
+    part = SimpleNamespace(device=torch.device("cpu"), on_gpu=False, sizes=TINY, record=figures.__setitem__)
+    module.run(part)
+    assert "on this device" in figures["summary"][0]

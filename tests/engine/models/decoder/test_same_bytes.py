@@ -193,11 +193,11 @@ def test_families_with_norms_of_outputs_multipliers_and_soft_caps(
 
 
 @pytest.mark.long
-def test_thirty_answers_in_every_setting(recorder: LogitsRecorder, checkpoint: str) -> None:
-    check(recorder, checkpoint, "bfloat16", list(SETTINGS), 30)
+def test_a_hundred_answers_in_every_setting(recorder: LogitsRecorder, checkpoint: str) -> None:
+    check(recorder, checkpoint, "bfloat16", list(SETTINGS), 100)
 
 
-@pytest.mark.exhaustive("more prompts and dtypes in the 21 settings that CI runs with thirty answers")
+@pytest.mark.exhaustive("more prompts and dtypes in the 21 settings that CI runs with a hundred answers")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_hundred_answers_in_every_setting(recorder: LogitsRecorder, checkpoint: str, kind: str) -> None:
