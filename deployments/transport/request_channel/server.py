@@ -254,9 +254,8 @@ class ChannelServer:
         self._engine.call_in_step_thread(partial(ingress.connection.refuse, stream, error))
 
     def _abort(self, ingress: _Ingress, stream: int) -> None:
-        if (compiling := ingress.compiling.get(stream)) is not None:
-            compiling.cancel()
-        else:
+        compiling = ingress.compiling.get(stream)
+        if compiling is None or not compiling.cancel():  # a compilation that has just ended has queued its request
             self._engine.abort(ingress.key(stream))
 
     # --- lost ingresses -------------------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from deployments.transport.request_channel import link as link_module
 from deployments.transport.request_channel.codec import decode_from_ingress
 from deployments.transport.request_channel.errors import ReplicaDrainingError, ReplicaFullError
 from deployments.transport.request_channel.messages import Abort, Hello, Submit
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
+from engine.request import EngineRequest
 from engine.structured_outputs.params import StructuredOutputsParams
-from tests.deployments.transport.request_channel.peers import Peers, outputs_of, tokens_of
+from tests.deployments.transport.request_channel.peers import Peers, Replica, outputs_of, tokens_of
 from tests.engine.async_streams import Gate
 from tests.waiting import until_in_loop
 
@@ -111,6 +113,22 @@ async def test_an_invalid_request_fails_with_the_engines_error(
     await until_in_loop(lambda: replica.is_idle)
 
 
+async def test_a_request_that_is_too_large_is_not_counted_as_a_stream(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "MAX_REQUEST_BYTES", 4000)
+    replica, ingress = await peers.pair()
+    link, gate = ingress.links["r1"], Gate(replica.runner)
+    running = ingress.submit([1], 5)
+    with pytest.raises(RequestError, match=r"makes a request of \d+ bytes, and 4000 are possible"):
+        ingress.submit([2] * 5000, 5)
+    assert link.num_streams == 1
+    gate.opened.set()
+    for number, stream in enumerate((running, ingress.submit([2], 5)), 1):  # no number of a message is missing
+        assert await tokens_of(stream) == replica.answer([number], 5)
+    assert not link.num_streams
+
+
 async def test_a_full_replica_returns_the_request(peers: Peers) -> None:
     replica, ingress = await peers.pair(max_requests=2)
     gate = Gate(replica.runner)
@@ -166,10 +184,23 @@ async def test_a_failed_engine_fails_the_streams_and_takes_no_more(peers: Peers)
     assert not ingress.links.ready
 
 
+FORM = StructuredOutputsParams(regex="a+")
+
+
+def hold_compilations(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Let the replica compile grammars until the event is set, to none."""
+    may_end = asyncio.Event()
+
+    async def compile_grammar(request: EngineRequest) -> None:
+        await may_end.wait()
+
+    monkeypatch.setattr(replica.engine, "compile_grammar", compile_grammar)
+    return may_end
+
+
 async def test_grammars_are_compiled_while_other_requests_run(peers: Peers) -> None:
     replica, ingress = await peers.pair()
-    form = StructuredOutputsParams(regex="a+")
-    streams = [ingress.submit([i], 5, structured_outputs=form) for i in range(3)]
+    streams = [ingress.submit([i], 5, structured_outputs=FORM) for i in range(3)]
     plain = ingress.submit([9], 5)
     ingress.links["r1"].cancel(streams[0])
     assert await tokens_of(plain) == replica.answer([9], 5)
@@ -177,3 +208,66 @@ async def test_grammars_are_compiled_while_other_requests_run(peers: Peers) -> N
         with pytest.raises(RequestError):  # the shadow engine has no tokenizer
             await tokens_of(stream)
     await until_in_loop(lambda: replica.is_idle)
+
+
+async def test_a_draining_replica_finishes_a_request_whose_grammar_compiles(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, ingress = await peers.pair()
+    may_end = hold_compilations(replica, monkeypatch)
+    stream = ingress.submit([1], 5, structured_outputs=FORM)
+    (served,) = replica.server._ingresses.values()
+    await until_in_loop(lambda: served.compiling)
+    draining = asyncio.create_task(replica.server.drain())
+    await asyncio.sleep(0)  # it has begun
+    assert not draining.done()
+    may_end.set()
+    assert await tokens_of(stream) == replica.answer([1], 5)
+    await draining
+
+
+@pytest.mark.parametrize("how", ["its ingress is lost", "it is aborted"])
+async def test_a_request_that_ends_while_its_grammar_compiles_is_never_queued(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    replica, ingress = await peers.pair()
+    server, may_end = replica.server, hold_compilations(replica, monkeypatch)
+    stream = ingress.submit([1], 5, structured_outputs=FORM)
+    ((identity, served),) = server._ingresses.items()
+    await until_in_loop(lambda: served.compiling)
+    (compiling,) = served.compiling.values()
+    if how == "it is aborted":
+        ingress.links["r1"].cancel(stream)
+        await until_in_loop(lambda: served.arrivals.received == 2)
+    else:
+        server._remove(identity, how)
+    may_end.set()
+    await asyncio.wait([compiling])
+    assert not server._count.num_started
+    assert compiling.cancelled()
+    await until_in_loop(lambda: replica.is_idle)
+
+
+async def test_a_request_is_aborted_also_just_after_its_grammar_has_compiled(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: while the event loop had still to forget the compilation, the abort did nothing."""
+    replica, ingress = await peers.pair()
+    engine, aborted = replica.engine, list[str]()
+    submit, abort = engine.submit, engine.abort
+    (served,) = replica.server._ingresses.values()
+
+    def submit_then_abort(*args: Any) -> None:
+        submit(*args)
+        asyncio.get_running_loop().call_soon(replica.server._abort, served, 1)
+
+    def record(request_id: str) -> None:
+        aborted.append(request_id)
+        abort(request_id)
+
+    hold_compilations(replica, monkeypatch).set()
+    monkeypatch.setattr(engine, "submit", submit_then_abort)
+    monkeypatch.setattr(engine, "abort", record)
+    ingress.submit([1], 200, structured_outputs=FORM)
+    await until_in_loop(lambda: replica.server._count.num_started and replica.is_idle)
+    assert aborted == [served.key(1)]
