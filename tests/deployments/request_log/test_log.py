@@ -77,6 +77,15 @@ def test_several_answers_are_one_line(client: TestClient, serve_log: Log) -> Non
     assert (fields["prompt_tokens"], fields["output_tokens"], fields["reason"]) == ("7", "12", "stop")
 
 
+def test_a_prompt_counts_once_however_many_answers_are_generated(
+    client: TestClient, engines: FakeEngines, serve_log: Log
+) -> None:
+    engines.scripts = [[output([70, 71], "stop", cached=2, logprobs=[-1.0, -1.0])]]
+    client.post("/v1/completions", json={"prompt": [[5] * 4, [6] * 3], "n": 1, "best_of": 3, "temperature": 1})
+    fields = _fields(serve_log)
+    assert (fields["prompt_tokens"], fields["cached_tokens"], fields["output_tokens"]) == ("7", "4", "12")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "reason", "param"),
     [

@@ -79,6 +79,17 @@ def test_latencies_are_measured_by_the_engine(traced: TestClient, collector: Col
     assert 0 < said["gen_ai.latency.time_to_first_token"] <= said["gen_ai.latency.e2e"]
 
 
+def test_a_prompt_counts_once_however_many_answers_are_generated(
+    traced: TestClient, collector: Collector, engines: FakeEngines
+) -> None:
+    first, last = output([70], cached=2, logprobs=[-1.0], timing=FIRST), output([71], "stop", logprobs=[-1.0])
+    engines.scripts = [[first, last]]
+    traced.post("/v1/completions", json={"prompt": [[5] * 4, [6] * 3], "n": 1, "best_of": 3})
+    said = root_span(collector.wait_for(1 + 2 * 3 * 4)).attributes
+    assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.cache_read.input_tokens"]) == (7, 4)
+    assert said["gen_ai.usage.output_tokens"] == 12
+
+
 def test_names_are_those_of_the_conventions(traced: TestClient, collector: Collector) -> None:
     traced.post("/v1/chat/completions", json=CHAT | {"seed": 3})
     known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}

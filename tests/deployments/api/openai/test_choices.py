@@ -52,6 +52,7 @@ def test_the_most_likely_answers_of_best_of_are_returned(client: TestClient, eng
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert [choice["logprobs"] for choice in answer["choices"]] == [None, None]  # they were for the ranking
     assert answer["usage"]["completion_tokens"] == 6  # what was generated, not what is shown
+    assert answer["usage"]["prompt_tokens"] == 2
     assert {request.params.logprobs for request, _ in engines.calls} == {0}
 
 
