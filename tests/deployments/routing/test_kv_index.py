@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -167,6 +168,22 @@ def test_events_confirm_assumed_blocks_and_later_assumptions_extend_them() -> No
     assert index.num_cached_blocks([1, 2, 3]) == {"a": 2}
     index.expire(7.0)
     assert index.num_cached_blocks([1, 2, 3]) == {"a": 1}
+
+
+@pytest.mark.parametrize("first", range(1, 9))
+def test_assumed_blocks_take_none_from_a_replica_that_lacks_the_blocks_before(first: int) -> None:
+    """It has evicted the beginning of the prompt, and computes that again."""
+    index, prompt = KVIndex(), list(range(10))
+    for name in ("a", "b"):
+        index.add_replica(name)
+    index.stored("b", prompt[first:])
+    index.assume("a", prompt, expires_at=5.0)
+    assert index.num_cached_blocks(prompt) == {"a": 10}
+    assert index.num_cached_blocks(prompt[first:]) == {"a": 10 - first, "b": 10 - first}
+    index.stored("b", prompt[:first])
+    assert index.num_cached_blocks(prompt) == {"a": 10, "b": 10}
+    index.expire(5.0)
+    assert index.num_cached_blocks(prompt) == {"b": 10}
 
 
 def test_trim_removes_the_suffixes_of_the_least_recent_prompts() -> None:
