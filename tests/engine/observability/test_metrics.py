@@ -19,7 +19,7 @@ from engine.outputs import FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens
-from tests.engine.shadow import ShadowProposer, make_engine, run_to_end
+from tests.engine.shadow import ShadowProposer, make_engine, run_all_to_end, run_to_end
 
 
 class RecordingSink:
@@ -127,6 +127,32 @@ def test_tokens_cache_hits_and_reasons() -> None:
     reasons = {key[1]: count for key, count in sink.counters.items() if isinstance(key, tuple)}
     assert reasons == {"length": 2, "abort": 1, "stop": 1}
     assert len(sink.histograms[m.E2E_LATENCY]) == 3  # the aborted one never got a token
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+@pytest.mark.parametrize("end", ["abort", "end_sequence"])
+def test_an_answer_that_ends_while_its_step_is_in_flight_has_the_tokens_that_were_output(
+    end: str, num_steps: int
+) -> None:
+    engine, sink = start(async_scheduling=True)
+    engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=30)))
+    num_tokens = sum(len(output.token_ids) for _ in range(num_steps) for output in engine.step())
+    assert num_tokens == num_steps - 1
+    assert engine.abort("a") if end == "abort" else engine.end_sequence("a", 0)
+    run_to_end(engine)
+    assert sink.histograms[m.REQUEST_GENERATION] == [num_tokens]
+    assert sink.counters[m.GENERATION_TOKENS] == num_tokens
+
+
+def test_one_of_several_answers_that_ends_in_flight_has_the_tokens_that_were_output() -> None:
+    engine, sink = start(async_scheduling=True)
+    engine.add_request(EngineRequest("a", [1, 2, 3], SamplingParams(n=3, max_tokens=6)))
+    num_tokens = sum(len(output.token_ids) for _ in range(3) for output in engine.step())
+    assert engine.end_sequence("a", 1)
+    num_tokens += sum(map(len, run_all_to_end(engine).values()))
+    assert num_tokens == 2 + 6 + 6
+    assert sink.histograms[m.REQUEST_GENERATION] == [num_tokens]
+    assert sink.counters[m.GENERATION_TOKENS] == num_tokens
 
 
 def test_a_request_that_fails_is_not_counted_as_one_whose_client_went_away(
