@@ -12,7 +12,13 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.worker import memory
-from engine.worker.memory import available_host_memory, blocks_that_fit, gpu_memory_for_cache, host_blocks_for
+from engine.worker.memory import (
+    available_host_memory,
+    blocks_that_fit,
+    gpu_memory_for_cache,
+    host_blocks_for,
+    host_memory_for_cache,
+)
 from engine.worker.model_runner import ModelRunner
 from tests.engine.conftest import SavedModel
 
@@ -66,6 +72,18 @@ def test_a_configured_pool_must_fit_what_is_left_of_a_gpu() -> None:
     assert gpu_memory_for_cache(too_large, GPU, useful=30 * GIB) == 30 * GIB
     halves = EngineConfig(model="m", kv_cache_memory="84GiB", tensor_parallel_size=2)
     assert gpu_memory_for_cache(halves, GPU, useful=100 * GIB) == 42 * GIB
+
+
+@pytest.mark.parametrize(
+    ("options", "available", "expected"), [({}, 64, 4), ({}, 8, 2), ({"kv_cache_memory": "12GiB"}, 8, 12)]
+)
+def test_the_ranks_of_a_cpu_share_the_pool(
+    options: dict[str, str], available: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_host_memory", lambda: available * GIB)
+    for size in (1, 2, 4):
+        config = EngineConfig.from_options("m", options | {"tensor_parallel_size": size})
+        assert host_memory_for_cache(config) == expected * GIB // size
 
 
 def test_a_model_whose_block_exceeds_kv_cache_memory_is_refused(qwen3: SavedModel) -> None:

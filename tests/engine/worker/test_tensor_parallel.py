@@ -135,7 +135,8 @@ def test_ranks_share_the_memory_of_the_kv_cache(checkpoint: Callable[[str], str]
     blocks = {}
     for name in ("llama", "mistral"):  # 4 and 2 KV heads
         for size in (1, 2, 4):
-            llm = LLM(checkpoint(name), tensor_parallel_size=size, **(OPTIONS | {"kv_cache_memory": "1MiB"}))
+            options = OPTIONS | {"kv_cache_memory": "1MiB", "swap_space_gib": 2**-10}
+            llm = LLM(checkpoint(name), tensor_parallel_size=size, **options)
             worker = llm.engine.runner.workers.local  # type: ignore[attr-defined]
             assert worker.kv_cache.layers[0][0].shape[:3] == (
                 llm.engine.info.num_blocks,
@@ -143,9 +144,23 @@ def test_ranks_share_the_memory_of_the_kv_cache(checkpoint: Callable[[str], str]
                 max(1, KV_HEADS[name] // size),
             )
             blocks[name, size] = llm.engine.info.num_blocks
+            assert worker.kv_cache.num_host_blocks == llm.engine.info.num_host_blocks == blocks[name, size]
             llm.engine.close()
     assert blocks["llama", 1] == blocks["llama", 2] == blocks["llama", 4]
     assert blocks["mistral", 1] == blocks["mistral", 2] == 2 * blocks["mistral", 4]
+
+
+@pytest.mark.usefixtures("rank_threads")
+@pytest.mark.parametrize("fewest", [0, 1])
+def test_every_rank_has_as_many_blocks_as_fit_on_all(
+    fewest: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelWorker, "measure_num_blocks", lambda worker: 30 if worker.rank == fewest else 40)
+    llm = LLM(checkpoint("qwen3"), tensor_parallel_size=2, **OPTIONS)
+    pool: Any = llm.engine.runner.workers  # type: ignore[attr-defined]
+    assert [worker.kv_cache.num_tokens for worker in (pool.local, *pool._ranks.workers)] == [30 * 16] * 2
+    assert llm.engine.info.num_blocks == 30
+    llm.engine.close()
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
