@@ -12,6 +12,7 @@ from engine.llm import LLM
 from engine.options.thinking_budget import ThinkingBudget
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
 from engine.structured_outputs.params import StructuredOutputsParams
 from tests.engine.conftest import SavedModel
 
@@ -45,6 +46,37 @@ def test_reasoning_ends_at_its_budget_and_the_answer_goes_on(llm: LLM, sampled: 
         assert tokens[: budget + 1] == [*plain[:budget], END]
         assert END not in tokens[budget + 1 :]
         assert len(tokens) == 12
+
+
+class Known:
+    """Proposes the tokens of an answer that is known."""
+
+    def __init__(self, answer: list[int]) -> None:
+        self.answer = answer
+        self.num_proposed = 0
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        draft = self.answer[sequence.num_output_tokens :][:limit]
+        self.num_proposed += len(draft)
+        return draft
+
+
+def test_drafts_lead_no_reasoning_beyond_its_budget(qwen3: SavedModel) -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 4}
+    llm = LLM(qwen3.path, **OPTIONS, skip_tokenizer_init=True, speculative_config=speculation)
+    endless, limited = (
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, thinking_budget=budget)
+        for budget in (None, ThinkingBudget(5, END))
+    )
+    [answer] = _generate(llm, [PROMPT], [endless])
+    assert END not in answer[:6]
+    drafter = llm.engine.scheduler.drafter
+    assert drafter is not None
+    drafter.proposer = known = Known(answer)
+    found = _generate(llm, [PROMPT, PROMPT], [endless, limited])
+    assert known.num_proposed
+    assert found[0] == answer
+    assert found[1][:6] == [*answer[:5], END]
 
 
 def test_an_answer_that_moves_to_another_engine_keeps_its_budget(llm: LLM) -> None:

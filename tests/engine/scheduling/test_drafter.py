@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
+from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import EngineOutput, FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -166,6 +167,7 @@ def test_a_draft_ends_before_the_answer_does(max_tokens: int) -> None:
         {"allowed_token_ids": [3]},
         {"bad_words_token_ids": ((3, 4),)},
         {"logprobs": 0},
+        {"thinking_budget": ThinkingBudget(20, 9)},
         {"beam_width": 1},
         {"beam_width": 2},
         {"temperature": 1, "n": 2},
