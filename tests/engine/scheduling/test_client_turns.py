@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.scheduling.scheduler_output import SchedulerOutput
 from tests.engine.shadow import make_engine
 
 
@@ -38,6 +39,14 @@ def test_a_client_that_comes_later_goes_behind_the_next_of_those_that_wait() -> 
     assert _ended(engine) == ["a3", "b1", "a4", "b2"]
 
 
+def test_a_request_that_starts_takes_no_turn_from_those_of_its_client_after_it() -> None:
+    engine = make_engine(max_num_seqs=1)[0]
+    _add(engine, "a1", "a2", "a3", "a4")
+    assert _ended(engine, 1) == ["a1"]
+    _add(engine, "a5", "b1", "b2")
+    assert _ended(engine) == ["a2", "b1", "a3", "b2", "a4", "a5"]
+
+
 def test_one_client_after_the_other_does_not_keep_a_request_waiting() -> None:
     engine = make_engine(max_num_seqs=1)[0]
     _add(engine, "a1", "a2", "a3")
@@ -46,6 +55,25 @@ def test_one_client_after_the_other_does_not_keep_a_request_waiting() -> None:
         _add(engine, f"{name}1")
         ended += _ended(engine, 1)
     assert ended[:6] == ["a1", "b1", "a2", "c1", "d1", "a3"]
+
+
+def test_a_preempted_request_keeps_its_turn() -> None:
+    engine = make_engine(max_num_seqs=2, num_blocks=6, block_size=4, enable_prefix_caching=False)[0]
+    started: list[str] = []
+    schedule = engine.scheduler.schedule
+
+    def record() -> SchedulerOutput:
+        output = schedule()
+        started.extend(group.request_id for group in output.admitted)
+        return output
+
+    engine.scheduler.schedule = record  # type: ignore[method-assign]
+    for name in ("a1", "b1"):  # together they need 8 blocks
+        engine.add_request(EngineRequest(name, [1] * 8, SamplingParams(max_tokens=8), client=name[0]))
+    engine.step()
+    _add(engine, "b2", "c1")
+    _ended(engine)
+    assert started == ["a1", "b1", "b1", "b2", "c1"]
 
 
 def test_requests_that_ended_while_they_waited_leave_no_turns_behind() -> None:
