@@ -289,6 +289,24 @@ def test_what_was_computed_before_a_reset_is_not_published_after_it() -> None:
     assert manager.match_prefix(make_sequence([1, 2, 3, 4, 5])).num_tokens == 4
 
 
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_after_a_reset_each_fork_publishes_what_it_computes(is_swapped: bool) -> None:
+    manager = BlockManager(16, 4, num_host_blocks=16)
+    manager.prefix_cache.reset()
+    sequences = start_forks(manager, list(range(6)), n=3)
+    for sequence in sequences:
+        sequence.token_ids += [50] * 4
+        manager.allocate(sequence, sequence.num_tokens)
+        sequence.num_computed_tokens = sequence.num_tokens
+    if is_swapped:
+        manager.swap_out(sequences)
+        manager.swap_in(sequences)
+    for sequence in sequences:
+        manager.free(sequence)
+    matched = [manager.match_prefix(make_sequence(sequence.token_ids)) for sequence in sequences]
+    assert [match.num_tokens for match in matched] == [8] * 3
+
+
 @pytest.mark.parametrize("num_tokens", [7, 9])  # in the shared last block, and in one more
 def test_sequences_are_swapped_in_with_exactly_the_blocks_that_were_counted(num_tokens: int) -> None:
     manager = BlockManager(16, 4, num_host_blocks=8)
