@@ -10,8 +10,9 @@ from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.prefill_pace import PrefillPace
+from engine.scheduling.scheduler_output import SchedulerOutput
 from tests.engine.scheduling.steps import add, step_sizes
-from tests.engine.shadow import make_engine
+from tests.engine.shadow import make_engine, run_to_end
 
 
 def paced_engine(slowdown: float = 1.5, **options: Any) -> Engine:
@@ -25,6 +26,31 @@ def test_a_long_prompt_beside_decodes_is_chunked_so_that_they_hardly_wait() -> N
     step_sizes(engine)
     add(engine, "long", 100, first=30)
     assert [step_sizes(engine) for _ in range(3)] == [{"decoding": 1, "long": 14}] * 3
+
+
+def chunks(engine: Engine, request_id: str) -> list[int]:
+    """Step to the end; return how many tokens a request computes in each of its steps."""
+    found: list[int] = []
+    schedule = engine.scheduler.schedule
+
+    def record() -> SchedulerOutput:
+        output = schedule()
+        pairs = zip(output.sequences, output.num_new_tokens, strict=True)
+        found.extend(count for sequence, count in pairs if sequence.request_id == request_id)
+        return output
+
+    engine.scheduler.schedule = record  # type: ignore[method-assign]
+    run_to_end(engine)
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_chunks_of_a_prompt_beside_a_decode_are_the_same_with_overlapping_steps(overlap: bool) -> None:
+    engine = paced_engine(async_scheduling=overlap)
+    add(engine, "decoding", 4, max_tokens=30)
+    engine.step()
+    add(engine, "long", 100, max_tokens=3, first=30)
+    assert chunks(engine, "long") == [14] * 7 + [2, 1, 1]
 
 
 def test_a_prompt_alone_takes_the_whole_budget() -> None:
