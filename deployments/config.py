@@ -22,7 +22,7 @@ from deployments.routing.options import RoutingOptions
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config.architectures import require_proven
-from engine.models.config.config_json import context_length, num_positions, read_config_json
+from engine.models.config.config_json import context_length, num_positions, read_config_json, rope_of
 from engine.sampling_params import MAX_SEQUENCES
 
 __all__ = [
@@ -256,8 +256,7 @@ class AppConfig(_Options):
             case [str(architecture), *_] if engine.model_impl != "pagoda":
                 require_proven(architecture)
         if type(longest := config_json.get("max_position_embeddings")) is int:
-            rope = config_json.get("rope_parameters") or config_json.get("rope_scaling")
-            context_length(engine.max_model_len, num_positions(longest, rope))
+            context_length(engine.max_model_len, num_positions(longest, rope_of(config_json)))
 
 
 def _require_known(key: str, name: str | None, known: Iterable[str]) -> None:

@@ -103,8 +103,8 @@ class BodyReader:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(400, f"content-type '{content_type[:80]}' is not supported; send application/json")
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding != "identity":
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
             problem = f"content-encoding '{encoding[:80]}' is not supported; send the JSON as it is"
             raise ApiError(415, problem)
         declared = request.headers.get("content-length", "")

@@ -11,6 +11,7 @@ __all__ = ["ANY", "property_schema", "types_of"]
 ANY = "any"  # what a schema refers to or combines, but does not limit
 Schema: TypeAlias = Mapping[str, Any]
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "enum", "const")
+_MAX_REFERENCES = 64  # that are followed for one value; beyond them anything is allowed
 _JSON_TYPES: tuple[tuple[type, str], ...] = (
     (bool, "boolean"),  # before int, of which it is a subclass
     (int, "integer"),
@@ -54,7 +55,7 @@ def property_schema(schema: Schema, name: str, root: Schema) -> Schema:
 def _parts(schema: Schema, root: Schema, seen: set[str]) -> Iterator[Schema]:
     """Yield a schema and those that it refers to and combines, each reference once."""
     yield schema
-    if (reference := _local_reference(schema)) is not None and reference not in seen:
+    if (reference := _local_reference(schema)) is not None and reference not in seen and len(seen) < _MAX_REFERENCES:
         seen.add(reference)
         yield from _parts(_target(reference, root), root, seen)
     for key in ("allOf", "anyOf", "oneOf"):
@@ -69,7 +70,7 @@ def _allowed(schema: Schema, root: Schema, known: dict[str, set[str] | None]) ->
         known: of the references so far, so that none is followed twice; one that is being followed limits nothing.
     """
     limits = [_named(schema), _of_values(schema)]
-    if (reference := _local_reference(schema)) is not None:
+    if (reference := _local_reference(schema)) is not None and (reference in known or len(known) < _MAX_REFERENCES):
         if reference not in known:
             known[reference] = None
             known[reference] = _allowed(_target(reference, root), root, known)
@@ -82,7 +83,9 @@ def _allowed(schema: Schema, root: Schema, known: dict[str, set[str] | None]) ->
     common: set[str] | None = None
     for types in limits:
         if types is not None:
-            common = types if common is None else common & types
+            common = (
+                types if common is None else common & types or common
+            )  # a contradiction does not make text of numbers
     return common
 
 
@@ -102,12 +105,15 @@ def _of_values(schema: Schema) -> set[str] | None:
     if "const" in schema:
         values = [schema["const"]]
     types = {next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), ANY) for value in values}
+    if any(isinstance(value, float) and value.is_integer() for value in values):
+        types.add("integer")  # JSON Schema 2020-12, core, 4.2.2
     return types or None
 
 
 def _local_reference(schema: Schema) -> str | None:
     reference = schema.get("$ref")
-    return reference if isinstance(reference, str) and reference.startswith("#") else None
+    is_pointer = isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
+    return str(reference) if is_pointer else None
 
 
 def _target(reference: str, root: Schema) -> Schema:

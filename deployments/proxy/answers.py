@@ -65,6 +65,8 @@ NOT_READY = OwnError(
 NO_INGRESS = OwnError(503, "overloaded_error", "no_ingress", "no ingress is ready; try again shortly", retry_after_s=1)
 GATEWAY_TIMEOUT = OwnError(504, "timeout_error", "timeout", "the ingress did not answer in time; try again")
 
+_METHODS = "DELETE, GET, HEAD, POST"  # that some path accepts
+
 # Of Serve's own paths, while it starts or drains.
 _TEXT = re.compile(r'http-request return status (?P<status>503) content-type text/plain string "(?P<text>[^"]*)"')
 _FILES = (INVALID_HTTP, TIMEOUT, INTERNAL_ERROR, BAD_GATEWAY, NO_INGRESS, GATEWAY_TIMEOUT)
@@ -92,8 +94,10 @@ def http_error(error: OwnError) -> str:
 
 
 def _answer(error: OwnError) -> str:
-    retry = "" if error.retry_after_s is None else f" hdr Retry-After {error.retry_after_s}"
-    return f"status {error.status} content-type application/json string '{_body(error)}'{retry}"
+    headers = "" if error.retry_after_s is None else f" hdr Retry-After {error.retry_after_s}"
+    if error.status == 405:
+        headers += f" hdr Allow '{_METHODS}'"
+    return f"status {error.status} content-type application/json string '{_body(error)}'{headers}"
 
 
 def error_files() -> dict[str, str]:

@@ -42,6 +42,8 @@ KEPT_HEADERS = {
     "x-request-id": REQUEST_ID_VARIABLE,
     "request-id": "txn.pagoda_messages_id",  # of the Messages API
     "www-authenticate": "txn.pagoda_authenticate",
+    "allow": "txn.pagoda_allow",
+    "accept-encoding": "txn.pagoda_accept_encoding",
 }
 METHODS = "GET HEAD POST PUT PATCH DELETE OPTIONS TRACE"
 WITHOUT_BODY = "GET HEAD DELETE OPTIONS TRACE"
@@ -51,7 +53,7 @@ CONTROL_CHARACTERS = r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]"  # HAProxy's parser acc
 # Instead of texts of Ray Serve and of uvicorn, the ingress's server; every other error has a body of ours.
 INSTEAD_OF_TEXT = (INVALID_HTTP, NOT_FOUND, METHOD_NOT_ALLOWED, TIMEOUT, INTERNAL_ERROR, BAD_GATEWAY, NOT_READY)
 # With which the ingress may answer before the body of the request has come.
-EARLY_ERRORS = (400, 401, 403, 404, 405, 408, 413)
+EARLY_ERRORS = (400, 401, 403, 404, 405, 408, 413, 415)
 
 
 def client_rules(limits: ProxyLimits) -> list[str]:

@@ -16,7 +16,7 @@ from engine.models.config.architectures import ALIASES, PROVEN, REFUSED, require
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.limits import require_plausible
 
-__all__ = ["context_length", "num_positions", "read_config_json", "read_json"]
+__all__ = ["context_length", "num_positions", "read_config_json", "read_json", "rope_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,14 @@ def num_positions(max_position_embeddings: int, rope: object) -> int:
     if isinstance(factor, bool) or not isinstance(factor, int | float) or type(original) is not int:
         return max_position_embeddings
     return max(max_position_embeddings, int(factor * original)) if math.isfinite(factor) else max_position_embeddings
+
+
+def rope_of(raw: dict[str, Any]) -> object:
+    """Return the parameters of a config.json's RoPE; None for families that have them by layer type."""
+    for name in raw.get("architectures") or ():
+        if isinstance(name, str) and name in ARCHITECTURES and ARCHITECTURES[name].has_rope_by_layer_type:
+            return None
+    return raw.get("rope_parameters") or raw.get("rope_scaling")
 
 
 def context_length(requested: int | None, longest: int) -> int:

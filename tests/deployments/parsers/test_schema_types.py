@@ -46,6 +46,9 @@ CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({"anyOf": [{"const": "1"}, {"const": "2"}]}, STRING),
     ({"type": "string", "nullable": True}, {"string", "null"}),
     ({"type": "number"}, NUMBER),
+    ({"type": "integer", "enum": [1.0, 2.0]}, {"integer"}),
+    ({"type": "integer", "const": "1"}, {"integer"}),  # a contradiction; the first keyword counts
+    ({"$ref": "#Color"}, {ANY}),  # an anchor
     ({"type": ["integer", "string"]}, {"integer", "string"}),
     ({}, set()),
     ({"description": "anything"}, set()),
@@ -94,6 +97,14 @@ def test_digits_stay_text_where_the_schema_allows_no_number(schema: dict[str, An
 def test_properties_may_be_behind_references_too(parameters: dict[str, Any]) -> None:
     defs = DEFS | {"Args": {"properties": {"a": {"$ref": "#/$defs/Zip"}}}}
     assert arguments(parameters | {"$defs": defs}, "12345") == {"a": "12345"}
+
+
+def test_a_long_chain_of_references_ends() -> None:
+    defs: dict[str, Any] = {f"s{i}": {"$ref": f"#/$defs/s{i + 1}"} for i in range(2000)} | {"s2000": {"type": "string"}}
+    chain = {"$ref": "#/$defs/s0"}
+    assert types_of(chain, {"$defs": defs}) == {ANY}
+    assert arguments({"properties": {"a": chain}, "$defs": defs}, "1") == {"a": 1}
+    assert arguments(chain | {"$defs": defs}, "1") == {"a": "1"}
 
 
 def test_references_are_followed_once_each() -> None:

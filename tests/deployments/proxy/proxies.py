@@ -97,6 +97,8 @@ class Ingress(BaseHTTPRequestHandler):
         self.send_header("X-Request-Id", "made")
         self.send_header("Request-Id", "made")
         self.send_header("WWW-Authenticate", "Bearer")
+        self.send_header("Allow", "GET, HEAD")
+        self.send_header("Accept-Encoding", "identity")
         self.end_headers()
         if self.path.endswith("/late"):
             assert self.may_answer.wait(HANG_S)

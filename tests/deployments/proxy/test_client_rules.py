@@ -136,6 +136,7 @@ def test_an_error_before_the_body_has_come_closes_the_connection(proxy: Proxy, s
         assert (answer.status, json.loads(answer.read())) == (status, {"error": {"message": "a 'quoted' %[wörd]"}})
         names = ("connection", "content-type", REQUEST_ID, "request-id", "www-authenticate")
         assert [answer.headers[name] for name in names] == ["close", "application/json", "made", "made", "Bearer"]
+        assert [answer.headers[name] for name in ("allow", "accept-encoding")] == ["GET, HEAD", "identity"]
         assert client.recv(1) == b""
 
 
@@ -248,6 +249,7 @@ def test_what_the_ingress_would_not_parse_gets_a_json_error(proxy: Proxy, sent: 
         response = HTTPResponse(client)
         response.begin()
         assert (response.status, json.loads(response.read())["error"]["code"]) == (status, code)
+        assert response.headers["allow"] == ("DELETE, GET, HEAD, POST" if status == 405 else None)
 
 
 def test_a_tab_is_no_control_character(proxy: Proxy) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.llm import LLM
-from engine.models.config.config_json import num_positions
+from engine.models.config.config_json import num_positions, rope_of
 from engine.models.config.implementation import read_shape
 from engine.models.config.model_config import load_hf_config
 from engine.sampling_params import SamplingParams
@@ -44,6 +44,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 )
 def test_the_number_of_positions(rope: object, expected: int) -> None:
     assert num_positions(40_960, rope) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "longest"),
+    [("Gemma3ForCausalLM", 131_072), ("LlamaForCausalLM", 1_048_576), ("Unknown", 1_048_576)],
+)
+def test_the_launcher_knows_which_families_name_the_scaled_number(architecture: str, longest: int) -> None:
+    raw = {"architectures": [architecture], "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert num_positions(131_072, rope_of(raw)) == longest
 
 
 SCALED = [
