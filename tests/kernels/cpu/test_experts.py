@@ -20,7 +20,16 @@ TOLERANCES = {WeightKind.FLOAT32: 2e-6, WeightKind.BFLOAT16: 1e-2, WeightKind.IN
 class Layer:
     """Random weights of a layer's experts, packed and plain."""
 
-    def __init__(self, kind: WeightKind, *, shared: bool, normalizes: bool, num_experts: int = NUM_EXPERTS) -> None:
+    def __init__(
+        self,
+        kind: WeightKind,
+        *,
+        normalizes: bool,
+        shared: bool = True,
+        num_experts: int = NUM_EXPERTS,
+        inner: int = INNER,
+        shared_inner: int = SHARED,
+    ) -> None:
         if kind is WeightKind.INT8 and not has_int8():
             pytest.skip("the processor does not multiply int8")
         generator = torch.Generator().manual_seed(3)
@@ -30,8 +39,8 @@ class Layer:
 
         self.kind, self.normalizes, self.shared = kind, normalizes, shared
         self.router, self.shared_gate = random(num_experts, HIDDEN) * 3, random(1, HIDDEN) * 3
-        self.gate_up, self.down = random(num_experts, 2 * INNER, HIDDEN), random(num_experts, HIDDEN, INNER)
-        self.shared_gate_up, self.shared_down = random(2 * SHARED, HIDDEN), random(HIDDEN, SHARED)
+        self.gate_up, self.down = random(num_experts, 2 * inner, HIDDEN), random(num_experts, HIDDEN, inner)
+        self.shared_gate_up, self.shared_down = random(2 * shared_inner, HIDDEN), random(HIDDEN, shared_inner)
         self.norm = random(HIDDEN) + 1
 
     def packed(self) -> PackedExperts:
@@ -39,8 +48,8 @@ class Layer:
             hidden_size=HIDDEN,
             num_experts=len(self.router),
             top_k=TOP_K,
-            intermediate_size=INNER,
-            shared_intermediate_size=SHARED if self.shared else 0,
+            intermediate_size=self.down.shape[2],
+            shared_intermediate_size=self.shared_down.shape[1] if self.shared else 0,
             normalizes_weights=self.normalizes,
         )
         packed = PackedExperts(sizes, self.kind)
@@ -58,9 +67,12 @@ class Layer:
         gate, up = reference.linear(x, gate_up, None, self.kind).chunk(2, dim=1)
         return reference.linear(torch.nn.functional.silu(gate) * up, down, None, self.kind)
 
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return moe_reference.route(x @ self.router.t(), TOP_K, normalize=self.normalizes)
+
     def expected(self, hidden: torch.Tensor) -> torch.Tensor:
         x = reference.rms_norm(hidden, self.norm, EPS)
-        weights, ids = moe_reference.route(x @ self.router.t(), TOP_K, normalize=self.normalizes)
+        weights, ids = self.route(x)
         output = torch.zeros_like(x)
         for token in range(len(x)):
             for weight, expert in zip(weights[token], ids[token], strict=True):
@@ -69,6 +81,12 @@ class Layer:
         if self.shared:
             output += (x @ self.shared_gate.t()).sigmoid() * self.swiglu(x, self.shared_gate_up, self.shared_down)
         return output
+
+    def check(self, hidden: torch.Tensor) -> None:
+        """Compare the kernels with the references."""
+        got, expected = experts(hidden, self.packed(), self.norm, EPS), self.expected(hidden)
+        error = (got - expected).abs().amax(dim=1) / expected.abs().amax(dim=1)
+        assert error.max() < TOLERANCES[self.kind]
 
 
 def random_hidden(num_tokens: int) -> torch.Tensor:
@@ -81,10 +99,32 @@ def random_hidden(num_tokens: int) -> torch.Tensor:
 def test_experts_equal_their_references(
     num_tokens: int, shared: bool, normalizes: bool, kind: WeightKind, num_threads: int
 ) -> None:
-    layer, hidden = Layer(kind, shared=shared, normalizes=normalizes), random_hidden(num_tokens)
-    got, expected = experts(hidden, layer.packed(), layer.norm, EPS), layer.expected(hidden)
-    error = (got - expected).abs().amax(dim=1) / expected.abs().amax(dim=1)
-    assert error.max() < TOLERANCES[kind]
+    Layer(kind, shared=shared, normalizes=normalizes).check(random_hidden(num_tokens))
+
+
+@pytest.mark.parametrize("kind", WeightKind)
+@pytest.mark.parametrize(("inner", "shared_inner"), [(200, 0), (200, 24), (136, 136), (40, 520)])
+def test_experts_wider_than_the_hidden_state_equal_their_references(
+    inner: int, shared_inner: int, kind: WeightKind
+) -> None:
+    """Also a shared expert that is wider than all experts of a token together."""
+    layer = Layer(kind, shared=shared_inner > 0, normalizes=True, inner=inner, shared_inner=shared_inner or SHARED)
+    layer.check(random_hidden(33))
+
+
+@pytest.mark.parametrize("kind", WeightKind)
+def test_the_last_tile_of_every_expert_may_be_incomplete(kind: WeightKind) -> None:
+    """A tile has 16 rows, and each expert 17, so that there are nearly twice as many tiles as of one expert's rows."""
+    num_groups = 22
+    layer, hidden = Layer(kind, normalizes=True, num_experts=num_groups * TOP_K), random_hidden(17 * num_groups)
+    layer.router.zero_()
+    for expert in range(len(layer.router)):  # those of a group are chosen together
+        layer.router[expert, expert // TOP_K] = 1 + 0.1 * (expert % TOP_K)
+    for token in range(len(hidden)):
+        hidden[token, token % num_groups] = 10.0
+    _, ids = layer.route(reference.rms_norm(hidden, layer.norm, EPS))
+    assert ids.flatten().bincount().tolist() == [17] * len(layer.router)
+    layer.check(hidden)
 
 
 @pytest.mark.parametrize("kind", WeightKind)
