@@ -102,6 +102,29 @@ def test_a_draw_is_the_highest_noisy_logit(width: int, floor: float | None) -> N
     assert torch.equal(tokens, noisy.argmax(dim=1))
 
 
+def test_of_equal_noisy_logits_the_smallest_id_is_drawn() -> None:
+    """At every two ids, in the same lane of a vector or in others; the temperature makes the noise vanish."""
+    pairs = torch.combinations(torch.arange(50))
+    rows, temperatures = torch.zeros(len(pairs), 50).scatter_(1, pairs, 7.5), torch.full((len(pairs), 1), 1e-30)
+    keys, floors = random_keys(len(pairs)), torch.full((len(pairs), 1), -1.0)
+    assert (noisy_logits(rows, temperatures, keys).gather(1, pairs) == 7.5).all()
+    drawn = [draw(rows, temperatures, floor, keys)[1] for floor in (None, floors)]
+    for k, p in ((5, torch.inf), (5, 0.9), (50, 0.9), (50, torch.inf)):
+        limits = Limits(torch.full((len(pairs), 1), k), torch.full((len(pairs), 1), p), floors)
+        drawn.append(truncated_draw(rows, temperatures, keys, limits)[1])
+    for tokens in drawn:
+        assert torch.equal(tokens, pairs[:, 0])
+
+
+def test_top_p_keeps_equal_logits_of_which_top_k_keeps_all() -> None:
+    """Of the many equal ones below, top-k keeps one; that must not limit how many of the highest top-p keeps."""
+    rows, highest = torch.zeros(100, 700), [3, 100, 101, 699]
+    rows[:, highest] = 10.0
+    limits = Limits(torch.full((100, 1), 5), torch.full((100, 1), 0.99), torch.full((100, 1), -torch.inf))
+    tokens = draw_like_the_reference(rows, torch.ones(100, 1), limits, random_keys(100))
+    assert set(tokens.tolist()) == set(highest)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
 @pytest.mark.parametrize("index", [0, 20, 49])
 def test_a_row_with_nan_or_infinity_gives_no_finite_score(bad: float, index: int) -> None:

@@ -46,6 +46,21 @@ def test_draw(width: int, seed: int, ops: SamplingOps, kernel_device: torch.devi
         assert torch.equal(tokens, by_c.where(values.isfinite(), NO_TOKEN))
 
 
+def test_of_equal_noisy_logits_the_smallest_id_is_drawn(ops: SamplingOps, kernel_device: torch.device) -> None:
+    """In one part of the tokens and in two; the temperature makes the noise vanish."""
+    pairs = torch.tensor([[0, 1], [5, 18], [30, 2090], [2050, 2099]])
+    rows = torch.zeros(4, 2100).scatter_(1, pairs, 7.5).to(kernel_device)
+    temperatures = torch.full((4, 1), 1e-30, device=kernel_device)
+    keys = random_keys(4, torch.Generator().manual_seed(0)).to(kernel_device)
+    k, p, floors = (torch.full((4, 1), value, device=kernel_device) for value in (5, 0.9, -torch.inf))
+    for launch in (
+        lambda to: ops.argmax(to, rows, None),
+        lambda to: ops.draw(to, rows, None, temperatures, keys),
+        lambda to: ops.truncated_draw(to, rows, None, temperatures, keys, Limits(k, p, floors)),
+    ):
+        assert torch.equal(_tokens(4, launch, kernel_device), pairs[:, 0])
+
+
 def test_chosen_rows_of_wider_logits(ops: SamplingOps, kernel_device: torch.device, random: torch.Generator) -> None:
     logits = torch.randn(6, 5001, generator=random).to(kernel_device)[:, :4097]  # `.to` would copy a slice densely
     rows, indices = logits.cpu(), torch.tensor([4, 0, 3])

@@ -80,6 +80,14 @@ def test_equal_logits_are_kept_by_id(
         assert len(tokens.unique()) > 1
 
 
+def test_top_p_keeps_equal_logits_of_which_top_k_keeps_all(ops: SamplingOps, kernel_device: torch.device) -> None:
+    """Of the many equal ones below, top-k keeps one; that must not limit how many of the highest top-p keeps."""
+    rows, highest = torch.zeros(8, 300), [3, 100, 101, 299]
+    rows[:, highest] = 10.0
+    tokens = _check(ops, kernel_device, rows, torch.ones(8, 1), _limits(8, 5, 0.99))
+    assert set(tokens.tolist()) == set(highest)
+
+
 def test_equal_logits_at_the_end_of_top_p(ops: SamplingOps, kernel_device: torch.device) -> None:
     """One token has half the mass, and of the 500 others some are kept: those with the smallest ids."""
     rows = torch.zeros(12, 501)
