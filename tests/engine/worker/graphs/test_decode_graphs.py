@@ -148,7 +148,19 @@ def test_poisoned_replays(start: Callable[..., LLM], device: RecordingDevice, mo
 
 
 def test_answers_are_those_of_eager_steps(start: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    num_pending: list[int] = []
+    load = StaticInputs.load
+
+    def record(inputs: StaticInputs, plan: StepPlan) -> torch.Tensor:
+        num_pending.append(plan.num_pending)
+        return load(inputs, plan)
+
+    monkeypatch.setattr(StaticInputs, "load", record)
     found = generate(start(), seed=5)
+    assert num_pending
+    assert not any(num_pending)
+    assert generate(start(async_scheduling=True), seed=5) == found
+    assert sum(num_pending) > 100, "no graph took tokens that only the device knew"
     monkeypatch.setattr(StepGraphs, "are_used", False)
     assert generate(start(), seed=5) == found
 
