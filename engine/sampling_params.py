@@ -30,8 +30,8 @@ from engine.options.rules import (
     rules_of,
     strings,
 )
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
-from engine.structured_outputs.params import StructuredOutputsParams
 
 __all__ = ["MAX_STOP_STRINGS", "REJECTED_WITH_BEAMS", "SamplingParams"]
 

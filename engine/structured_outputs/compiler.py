@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.errors import OverloadedError, PagodaError, RequestError
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.grammar import Grammar, Vocabulary, new_matcher, shorten
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.probe import COMPILE_STACK, GrammarProbe, run_with_stack
 from engine.structured_outputs.tokens import GrammarTokens
 

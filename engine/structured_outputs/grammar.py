@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from engine.structured_outputs.params import StructuredOutputsParams
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.schemas import without_unknown_formats
 
 if TYPE_CHECKING:

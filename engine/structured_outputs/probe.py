@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import OverloadedError
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.grammar import Grammar, Vocabulary, new_matcher, shorten
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.tokens import GrammarTokens
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.errors import RequestError
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
-from engine.structured_outputs.params import StructuredOutputsParams
 
 __all__ = ["GrammarService"]
 

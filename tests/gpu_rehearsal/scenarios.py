@@ -11,9 +11,9 @@ from typing import Any
 
 from engine.engine import Engine
 from engine.llm import LLM, RequestOutput
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SchedulerOutput
-from engine.structured_outputs.params import StructuredOutputsParams
 from tests.gpu_rehearsal.code_lines import ROOT
 from tests.gpu_rehearsal.machine import Machine
 

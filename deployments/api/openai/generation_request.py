@@ -17,8 +17,8 @@ from deployments.api.body import JsonBody
 from deployments.api.openai.structured import reject_old_names, structured_outputs
 from deployments.errors import ApiError
 from engine.errors import RequestError, shown
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
-from engine.structured_outputs.params import StructuredOutputsParams
 
 __all__ = ["NOT_OFFERED", "GenerationRequest", "StreamOptions", "Words"]
 

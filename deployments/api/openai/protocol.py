@@ -13,9 +13,9 @@ from deployments.api.openai.tool_grammar import forced_calls
 from deployments.api.openai.tools import NamedChoice
 from deployments.errors import ApiError
 from engine.errors import RequestError, shown
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import MAX_INT32, ThinkingBudget
 from engine.sampling_params import MAX_LOGPROBS
-from engine.structured_outputs.params import StructuredOutputsParams
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message", "StreamOptions"]
 

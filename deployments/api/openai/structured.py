@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import RequestError, listed, shown
-from engine.structured_outputs.params import KINDS, StructuredOutputsParams
+from engine.options.structured_outputs import KINDS, StructuredOutputsParams
 
 __all__ = ["reject_old_names", "structured_outputs"]
 

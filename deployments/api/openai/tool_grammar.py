@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from deployments.api.openai.tools import NamedChoice, Tool, ToolChoice
 from engine.errors import RequestError
-from engine.structured_outputs.params import StructuredOutputsParams
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.schemas import map_schemas, without_unknown_formats
 
 __all__ = ["forced_calls", "parameters_of", "strict_calls"]

@@ -17,10 +17,10 @@ from deployments.requests.prompt import Prompt
 from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.errors import StreamPausedError
 from engine.errors import EngineDeadError, OverloadedError, RequestError
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.structured_outputs.params import StructuredOutputsParams
 from tests.deployments.fakes import FakeEngines, FakeText, Script, output
 
 

@@ -9,11 +9,11 @@ import pytest
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.llm import LLM
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.structured_outputs.params import StructuredOutputsParams
 from tests.engine.conftest import SavedModel
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory": "1MiB"}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.bitmask import fill_bitmask
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.bitmask import MaskBuilder, apply_bitmask, fill_bitmask
 from engine.structured_outputs.compiler import GrammarCompiler
-from engine.structured_outputs.params import StructuredOutputsParams
 from tests.engine.structured_outputs.random_texts import (
     TOKENS,
     allowed_tokens,

@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.errors import OverloadedError, RequestError
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.probe import GrammarProbe
 from tests.engine.structured_outputs.random_texts import MODEL, TOKENS, allowed_tokens
 from tests.waiting import HANG_S, until

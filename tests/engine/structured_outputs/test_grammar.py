@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.compiler import GrammarCompiler
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.text.tokenizer import Tokenizer
 from tests.engine.structured_outputs.random_texts import (
     EOS_TOKEN_IDS,

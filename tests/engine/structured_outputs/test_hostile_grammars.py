@@ -15,9 +15,9 @@ import pytest
 
 import engine
 from engine.errors import RequestError
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.bitmask import fill_bitmask
 from engine.structured_outputs.compiler import GrammarCompiler
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.text.tokenizer import Tokenizer
 from tests.engine.structured_outputs.random_texts import (
     EOS_TOKEN_IDS,

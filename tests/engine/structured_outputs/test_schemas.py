@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine.errors import RequestError
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.compiler import GrammarCompiler
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.schemas import map_schemas, without_unknown_formats
 from engine.text.tokenizer import Tokenizer
 

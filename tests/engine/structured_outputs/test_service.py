@@ -6,10 +6,10 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.errors import RequestError
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs.compiler import GrammarCompiler
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.service import GrammarService
 from engine.text.tokenizer import Tokenizer
 from tests.engine.shadow import make_engine

@@ -13,11 +13,11 @@ import pytest
 
 from engine.errors import RequestError
 from engine.llm import LLM, RequestOutput
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import bitmask
 from engine.structured_outputs.grammar import Grammar
-from engine.structured_outputs.params import StructuredOutputsParams
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.oracle import Activity, check_idle, make_llm
 from tests.engine.text.tokenizers import saved_kind

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs.grammar import Grammar, new_matcher
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.structured_outputs.tokens import GrammarTokens
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer

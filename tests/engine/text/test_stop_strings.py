@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.sampling_params import SamplingParams
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.text.stop_strings import StopStringFilter
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine.llm import LLM
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.sampling import choosers
 from engine.sampling_params import SamplingParams
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.worker.step_plan import StepPlan
 from tests.engine.checkpoints import build_model, save_checkpoint, save_tokenizer
 

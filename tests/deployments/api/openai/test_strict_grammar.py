@@ -12,9 +12,9 @@ from starlette.testclient import TestClient
 from deployments.api.openai.tool_grammar import forced_calls, strict_calls
 from deployments.api.openai.tools import Tool
 from deployments.parsers.families.hermes import MARKERS
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
-from engine.structured_outputs.params import StructuredOutputsParams
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.openai.test_tool_requests import CHAT
 from tests.deployments.conftest import OpenClient

@@ -9,7 +9,7 @@ from ray.exceptions import RayTaskError
 from starlette.testclient import TestClient
 
 from engine.errors import RequestError
-from engine.structured_outputs.params import StructuredOutputsParams
+from engine.options.structured_outputs import StructuredOutputsParams
 from tests.deployments.fakes import FakeEngines
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}

@@ -12,8 +12,8 @@ from deployments.transport.request_channel.codec import decode_from_ingress
 from deployments.transport.request_channel.errors import ReplicaDrainingError, ReplicaFullError
 from deployments.transport.request_channel.messages import Abort, Hello, Submit
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.request import EngineRequest
-from engine.structured_outputs.params import StructuredOutputsParams
 from tests.deployments.transport.request_channel.peers import Peers, Replica, outputs_of, tokens_of
 from tests.engine.async_streams import Gate
 from tests.waiting import until_in_loop

@@ -22,11 +22,11 @@ from deployments.transport.request_channel.codec import (
 from deployments.transport.request_channel.errors import ReplicaDrainingError, ReplicaFullError, error_of, failure_of
 from deployments.transport.request_channel.messages import Abort, Hello, Outputs, Status, Submit
 from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
+from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.structured_outputs.params import StructuredOutputsParams
 
 ids = st.integers(0, 2**31 - 1)
 texts = st.text(st.characters(), min_size=1, max_size=8)  # with half characters

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import RequestError
-from engine.structured_outputs.params import StructuredOutputsParams
+from engine.options.structured_outputs import StructuredOutputsParams
 from tests.engine.structured_outputs.random_texts import (
     MODEL,
 )
@@ -98,7 +98,7 @@ def test_depth_of_64_is_accepted_and_schemas_become_text() -> None:
 
 def test_requests_are_checked_without_torch_and_llguidance() -> None:
     code = (
-        "import sys, engine.structured_outputs.params, engine.structured_outputs.compiler;"
+        "import sys, engine.options.structured_outputs, engine.structured_outputs.compiler;"
         "assert not {'torch', 'llguidance', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=MODEL.parents[1])

@@ -1,7 +1,7 @@
 """StructuredOutputsParams: the form that one request's text must have.
 
 The constructor checks the values and keeps them as immutable text, so an object can be hashed, compared, and pickled on
-its way from the ingress to a replica. It does not know tokens; compiler.py compiles it.
+its way from the ingress to a replica. It does not know tokens; engine.structured_outputs compiles it.
 """
 
 from __future__ import annotations
