@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import os
 import platform
 import statistics
 from collections.abc import Callable
@@ -12,6 +11,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
+
+from kernels.cgroup import available_cpus
 
 __all__ = ["describe", "measure_limits", "median_seconds", "release_memory", "synchronize"]
 
@@ -23,7 +24,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     description: dict[str, Any] = {
         "python": platform.python_version(),
         "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": available_cpus(),
         "device": str(device),
         "versions": {name: _version(name) for name in _PACKAGES},
     }

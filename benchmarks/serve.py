@@ -37,7 +37,6 @@ import torch
 from benchmarks.compare import parse_results
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
-from benchmarks.peers.runner import num_cores
 from benchmarks.result_file import write_result
 from benchmarks.serving.comparison import compare_servers, contestants, summarize, table
 from benchmarks.serving.load_generators import run_aiperf, run_guidellm
@@ -54,6 +53,7 @@ from benchmarks.workloads import Workload, make
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.engine import Engine
+from kernels.cgroup import available_cpus
 
 __all__ = ["main"]
 
@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
     if parsed.peer:
         _compare(parsed)
         return
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_cores()))
+    os.environ.setdefault("OMP_NUM_THREADS", str(available_cpus()))
     rng = random.Random(0)
     prompts = [[random_ids(rng, length) for _ in range(FIRST_TOKEN_REQUESTS)] for length in parsed.prompt_tokens]
     config = EngineConfig.from_options(parsed.model, engine_options(parsed))

@@ -182,7 +182,7 @@ class EngineConfig:
             ``{"method": "ngram", "num_speculative_tokens": 4}``; None is off.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         num_threads: threads that compute on a CPU, for all ranks together; None takes OMP_NUM_THREADS, else one for
-            each core. Engines of one process share them.
+            each core, within the affinity and the quota of CPUs of this process. Engines of one process share them.
         attention_backend: a name in the table of kernels/attention/registry.py, such as ``triton``; ``auto`` takes the
             fastest that computes the dtype on the device.
 

@@ -1,6 +1,7 @@
 """Everything that touches the device below torch's own operators: KV cache writes, attention, C kernels for CPUs.
 
 These modules know tensors, slots and block tables. They know nothing about models, sequences, schedulers or requests.
+cgroup.py and home.py say what the machine gives a process: CPUs, memory and a directory of its own.
 Importing them imports neither Triton nor flash-attn; a backend imports its own library when it is first used. The table
 of attention backends does not need torch either, so this file imports nothing of ours.
 

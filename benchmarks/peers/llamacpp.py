@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.peers import runner
 from benchmarks.workloads import Request, Workload
+from kernels.cgroup import available_cpus
 
 UBATCH = 512  # tokens that llama.cpp computes at once, its default
 EXTRA_SLOTS = 32  # of the KV cache, for each sequence
@@ -110,7 +111,7 @@ def _context_params(lib: Any, workloads: list[Workload]) -> Any:
     params.n_ctx = max(tokens + more for tokens, more in zip(num_tokens, extra_slots, strict=True))
     params.n_batch, params.n_ubatch = runner.MAX_NUM_BATCHED_TOKENS, UBATCH
     params.n_seq_max = min(runner.MAX_NUM_SEQS, max(2, *(len(workload.requests) for workload in workloads)))
-    params.n_threads = params.n_threads_batch = runner.num_cores()
+    params.n_threads = params.n_threads_batch = available_cpus()
     params.kv_unified = True
     return params
 

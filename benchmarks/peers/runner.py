@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,6 @@ __all__ = [
     "Load",
     "main",
     "measure",
-    "num_cores",
     "run_workloads",
 ]
 
@@ -90,8 +88,3 @@ def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
         "output_tokens_per_s": round(output_tokens / seconds, 2),
         "total_tokens_per_s": round((workload.input_tokens + output_tokens) / seconds, 2),
     }
-
-
-def num_cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,7 +8,6 @@ torch or the scheduler. compiler.py makes automata safely and in time.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.schemas import without_unknown_formats
+from kernels.cgroup import available_cpus
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -153,7 +153,7 @@ def _compute_masks(matchers: list[LLMatcher], masks: npt.NDArray[np.int32]) -> N
 def _executor() -> LLExecutor:
     from llguidance import LLExecutor
 
-    return LLExecutor(max(1, min(8, (os.cpu_count() or 1) // 2)))
+    return LLExecutor(max(1, min(8, available_cpus() // 2)))
 
 
 def _reason(matcher: LLMatcher) -> str:

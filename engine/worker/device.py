@@ -8,9 +8,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from kernels.cgroup import available_cpus
 from kernels.cpu.library import set_num_threads
 
-__all__ = ["resolve_device", "set_rank_threads"]
+__all__ = ["default_num_threads", "resolve_device", "set_rank_threads"]
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's older name
 
@@ -54,12 +55,24 @@ def _use_expandable_segments() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
+def default_num_threads() -> int:
+    """Return how many threads an engine computes with on a CPU without ``num_threads``.
+
+    ``OMP_NUM_THREADS`` says it, else there is one for each core, but no more than the CPUs that this process may use.
+    Torch follows the variable and the affinity, and does not know of a container's quota.
+    """
+    threads = torch.get_num_threads()
+    return threads if os.environ.get("OMP_NUM_THREADS") else min(threads, available_cpus())
+
+
 def set_rank_threads(config: EngineConfig, rank: int, *, has_cpu_kernels: bool) -> None:
     """Limit torch and the CPU kernels to this rank's share of the threads.
 
     Without ``num_threads``, the ranks other than 0 start with their share already: see ``rank_process``.
     """
-    threads = config.num_threads or torch.get_num_threads()
+    threads = config.num_threads or default_num_threads()
+    if threads < torch.get_num_threads():  # which knows no quota
+        torch.set_num_threads(threads)
     if config.num_threads is not None or rank == 0:
         threads = max(1, threads // config.tensor_parallel_size)
     if config.num_threads is not None:

@@ -13,6 +13,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from kernels.cgroup import available_memory
 
 __all__ = [
     "available_host_memory",
@@ -61,8 +62,8 @@ def host_blocks_for(swap_space_gib: float, bytes_per_block: int) -> int:
 
 
 def available_host_memory() -> int:
-    """Return the bytes that can be allocated without swapping, on this machine and within this container's limit."""
-    return min(_machine_memory(), _container_memory())
+    """Return the bytes that can be allocated without swapping, on this machine and within its limits (cgroups)."""
+    return min(_machine_memory(), available_memory())
 
 
 def _machine_memory() -> int:
@@ -74,19 +75,6 @@ def _machine_memory() -> int:
     except OSError:  # not Linux
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _container_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return what the memory limit of our cgroup (version 2) leaves; 2**63 without a limit."""
-    try:
-        limit = (cgroup / "memory.max").read_text(encoding="utf-8").strip()
-        used = int((cgroup / "memory.current").read_text(encoding="utf-8"))
-        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="utf-8").splitlines())
-    except OSError:
-        return 2**63
-    if limit == "max":
-        return 2**63
-    return max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))  # page cache can be dropped here too
 
 
 def _configured_bytes(config: EngineConfig) -> int:

@@ -31,10 +31,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import torch
-
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, PagodaError
+from engine.worker.device import default_num_threads
 
 __all__ = ["RankFailure", "RemoteRanks"]
 
@@ -85,7 +84,7 @@ class RemoteRanks:
         self._watcher = threading.Thread(target=self._watch, name="engine-rank-watcher", daemon=True)
         self._watcher.start()
         with self.together():
-            self.send((config, max(1, torch.get_num_threads() // self._size)))
+            self.send((config, max(1, default_num_threads() // self._size)))
             self.receive()
 
     @property

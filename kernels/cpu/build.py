@@ -20,6 +20,9 @@ from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from kernels.cgroup import available_cpus
+from kernels.home import home_for
+
 __all__ = ["BuildError", "build", "cache_directory"]
 
 logger = logging.getLogger(__name__)
@@ -39,14 +42,18 @@ class BuildError(Exception):
 def cache_directory() -> Path:
     """Return where compiled kernels are kept: ``PAGODA_CACHE_DIR``, or ``pagoda`` in the user's cache directory.
 
+    A user without a home directory that can be written has a private one below TMPDIR.
+
     Raises:
-        BuildError: if neither is set and the user has no home directory.
+        BuildError: if that cannot be made either.
     """
     if configured := os.environ.get("PAGODA_CACHE_DIR"):
         return Path(configured)
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches) / "pagoda"
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagoda"
-    except RuntimeError as error:  # a user without a home directory
+        return home_for(".cache/pagoda") / ".cache" / "pagoda"
+    except OSError as error:
         raise BuildError(f"there is no cache directory ({error}); set PAGODA_CACHE_DIR") from error
 
 
@@ -119,7 +126,7 @@ def _features() -> str:
 
 def _compile(compiler: list[str], sources: list[Path], library: Path) -> None:
     """Compile the files in parallel, and move the finished library to its path atomically."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as directory, ThreadPool(os.cpu_count()) as pool:
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory, ThreadPool(available_cpus()) as pool:
         objects = [Path(directory) / f"{index}.o" for index in range(len(sources))]
         pool.starmap(
             _run,

@@ -5,15 +5,16 @@ One thread reads no faster than it copies. Several threads also queue more reque
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from kernels.cgroup import available_cpus
+
 __all__ = ["NUM_THREADS", "read_ahead"]
 
-NUM_THREADS = min(4, os.cpu_count() or 1)
+NUM_THREADS = min(4, available_cpus())
 MAX_BYTES = 256 * 2**20  # read and not yet processed; a larger tensor is read alone
 
 _Item = TypeVar("_Item")

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import llguidance
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.options.structured_outputs import StructuredOutputsParams
+from engine.structured_outputs import grammar
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from tests.engine.structured_outputs.random_texts import (
@@ -197,3 +199,12 @@ def test_threads_compile_and_step_the_same_grammar_independently(
         thread.join()
     assert len(texts) == 16
     assert all(re.fullmatch("[a-z]{4}[xy]", text) for text in texts)
+
+
+@pytest.mark.parametrize(("cpus", "expected"), [(1, 1), (4, 2), (64, 8)])
+def test_masks_are_computed_on_half_of_the_cpus_that_this_process_may_use(
+    cpus: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "available_cpus", lambda: cpus)
+    monkeypatch.setattr(llguidance, "LLExecutor", lambda num_threads: num_threads)
+    assert grammar._executor.__wrapped__() == expected

@@ -9,7 +9,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.worker.device import resolve_device
+from engine.worker import device as device_module
+from engine.worker.device import default_num_threads, resolve_device, set_rank_threads
 from kernels.device_copy import use_device
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -76,3 +77,34 @@ def test_without_a_gpu_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device(EngineConfig(model="m", device="auto"), 0) == torch.device("cpu")
     assert resolve_device(EngineConfig(model="m", device="cpu"), 0) == torch.device("cpu")
     assert dict(os.environ) == before
+
+
+@pytest.fixture
+def eight_torch_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Torch has a thread for each of eight cores; return a list that starts with 8 and gets what it is set to."""
+    threads = [8]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    return threads
+
+
+@pytest.mark.parametrize(("cpus", "expected"), [(2, [8, 2]), (1, [8, 1]), (64, [8])])
+def test_threads_are_no_more_than_the_cpus_of_a_quota(
+    eight_torch_threads: list[int], cpus: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_kernels: list[int] = []
+    monkeypatch.setattr(device_module, "available_cpus", lambda: cpus)
+    monkeypatch.setattr(device_module, "set_num_threads", of_kernels.append)
+    set_rank_threads(EngineConfig(model="m", device="cpu"), 0, has_cpu_kernels=True)
+    assert eight_torch_threads == expected
+    assert of_kernels == [min(8, cpus)]
+
+
+def test_a_users_own_number_of_threads_stays(eight_torch_threads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "available_cpus", lambda: 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert default_num_threads() == 8
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    set_rank_threads(EngineConfig(model="m", device="cpu", num_threads=6), 0, has_cpu_kernels=False)
+    assert eight_torch_threads[-1] == 6

@@ -20,6 +20,7 @@ from engine.worker.memory import (
     host_memory_for_cache,
 )
 from engine.worker.model_runner import ModelRunner
+from kernels import cgroup
 from tests.engine.conftest import SavedModel
 
 
@@ -137,13 +138,15 @@ def test_a_swap_space_below_one_block_is_an_error() -> None:
         host_blocks_for(0.001, 2**21)
 
 
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
-    for limit, expected in (("1000\n", 450), ("600\n", 50), ("100\n", 0), ("max\n", 2**63)):
-        (tmp_path / "memory.max").write_text(limit)
-        assert memory._container_memory(tmp_path) == expected
-    assert memory._container_memory(tmp_path / "none") == 2**63
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With version 1 of control groups, as with version 2."""
+    group = tmp_path / "memory"
+    group.mkdir()
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    for name, text in (("limit_in_bytes", "3000"), ("usage_in_bytes", "2000"), ("stat", "total_inactive_file 500")):
+        (group / f"memory.{name}").write_text(f"{text}\n")
+    assert available_host_memory() == 1500
+    assert host_memory_for_cache(EngineConfig(model="m", device="cpu")) == 375
 
 
 def test_a_machine_has_some_memory_available() -> None:

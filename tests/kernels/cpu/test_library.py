@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,22 @@ def test_a_second_build_finds_the_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(cache.iterdir()) == [first, cache / "lock"]  # nothing unfinished is left
     monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("the library was built already"))
     assert build() == first
+
+
+def test_as_many_compilers_run_as_this_process_may_use_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[int] = []
+
+    def pool(size: int) -> ThreadPool:
+        pools.append(size)
+        return ThreadPool(size)
+
+    (tmp_path / "one.c").write_text("int one(void) { return 1; }\n")
+    monkeypatch.setattr(building, "SOURCES", tmp_path)
+    monkeypatch.setattr(building, "ThreadPool", pool)
+    monkeypatch.setattr(building, "available_cpus", lambda: 3)
+    monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path / "cache"))
+    build()
+    assert pools == [3]
 
 
 def test_processes_that_start_together_build_it_once(tmp_path: Path) -> None:
