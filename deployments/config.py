@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -192,7 +193,7 @@ class AppConfig(_Options):
     @property
     def model_path(self) -> Path:
         """The checkpoint's directory. A relative path starts at the checkout, not at a worker's directory."""
-        path = Path(self.model).expanduser()
+        path = Path(os.path.expanduser(self.model))  # Path.expanduser raises RuntimeError for an unknown user
         return path if path.is_absolute() else checkout_root() / path
 
     @property

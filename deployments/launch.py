@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from deployments.api.api_keys import ApiKeys
+from deployments.launcher.home import provide_home
 from deployments.launcher.preflight import Endpoint, check_config, require_free_port
 from deployments.launcher.processes import adopt_orphans
 from deployments.launcher.server import LaunchError, Server
@@ -29,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", nargs="?", default="serve_config.yaml", type=Path)
     config: Path = parser.parse_args(arguments).config
     try:
+        provide_home()
         endpoint = check_config(config)
         require_free_port(endpoint)
         ApiKeys.from_environment()
@@ -45,7 +47,7 @@ def _serve(config: Path, endpoint: Endpoint, stop_at_once: threading.Event) -> i
     started = time.monotonic()
     server: Server | None = None
     try:
-        server = Server(config, endpoint.limits, stop_at_once)
+        server = Server(config, endpoint, stop_at_once)
         server.wait_until_ready(endpoint)
         print(_banner(endpoint, time.monotonic() - started), flush=True)
         server.follow_logs()

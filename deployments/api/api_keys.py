@@ -81,7 +81,7 @@ class ApiKeys:
 
 def _lines(name: str) -> list[str]:
     try:
-        return [line.strip() for line in Path(name).expanduser().read_text(encoding="utf-8").splitlines()]
+        return [line.strip() for line in Path(os.path.expanduser(name)).read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.launcher.direct import direct_urlopen
+from deployments.launcher.home import RAY_TOKEN
 from deployments.launcher.waiting import Usage
 
 __all__ = ["cluster_usage", "delete_applications", "deployment_failure", "serve_details"]
@@ -76,8 +77,13 @@ def _request(url: str) -> urllib.request.Request:
 
 def _ray_token() -> str:
     """Return the token that Ray's dashboard requires, from where Ray itself reads it; empty if there is none."""
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
-    return os.environ.get("RAY_AUTH_TOKEN") or (path.read_text(encoding="utf-8").strip() if path.is_file() else "")
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
+    try:
+        path = os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / RAY_TOKEN
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, RuntimeError):  # there is no such file, or the user has no home directory
+        return ""
 
 
 def _error_line(message: str) -> str:
