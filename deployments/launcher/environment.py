@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 from deployments.proxy.limits import ProxyLimits
+from deployments.proxy.listeners import IPV6_VARIABLE
+from kernels.cgroup import available_cpus
 
 __all__ = ["SETTINGS", "environment"]
 
@@ -23,7 +26,6 @@ SETTINGS = {
     "RAY_task_events_report_interval_ms": "0",  # the dashboard's view of single calls; the engine needs the core
     "METRICS_RECORD_INTERVAL_S": "60",  # at 5 the dashboard measures its processes, 40 ms of a core each time
     "RAY_worker_niceness": "0",  # at Ray's 15 an engine cannot be much nicer than the ingress (cpu_priority.py)
-    "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),  # more would take each other's cores
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1, as it does on macOS, not on all addresses
     "OMP_WAIT_POLICY": "passive",  # else torch's threads spin for 8 ms after each of its calls, on the engine's cores
@@ -35,16 +37,18 @@ INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give 
 _HAPROXY_WRAPPER = Path(__file__).parents[1] / "proxy" / "haproxy.sh"
 
 
-def environment(limits: ProxyLimits, files: Path) -> dict[str, str]:
+def environment(limits: ProxyLimits, files: Path, host: str = "127.0.0.1") -> dict[str, str]:
     """Return the environment of the child process; variables of this process take precedence.
 
     Args:
         limits: that HAProxy keeps.
         files: a directory that is deleted at the end: for HAProxy's files and sockets, and for temporary files.
+        host: at which HAProxy and the ingresses listen.
     """
     # Python's fork server, which Ray uses, leaves a directory in TMPDIR. Ray's own, with its logs, is to remain.
     ray_directory = {"RAY_TMPDIR": os.environ.get("TMPDIR", "/tmp")}
-    own = SETTINGS | _haproxy_settings() | _files(files) | limits.environment | _ports() | ray_directory
+    proxy = _haproxy_settings() | _files(files) | limits.environment | _listening(host)
+    own = SETTINGS | proxy | _cpus() | _ports() | ray_directory
     return own | os.environ | {"TMPDIR": str(files)} | _unproxied()
 
 
@@ -57,6 +61,20 @@ def _unproxied() -> dict[str, str]:
     if hosts.strip() != "*":  # a star counts only if it stands alone
         hosts = ",".join(filter(None, (hosts, *_OWN_HOSTS)))
     return {"grpc_proxy": "", "no_proxy": hosts, "NO_PROXY": hosts}  # gRPC reads the first of grpc_proxy and others
+
+
+def _listening(host: str) -> dict[str, str]:
+    """Return what tells HAProxy of a host for which Ray writes the same as for another one."""
+    return {IPV6_VARIABLE: "1"} if host == "::" else {}
+
+
+def _cpus() -> dict[str, str]:
+    """Return how many CPUs HAProxy and the cluster have: Ray alone knows neither affinity nor a cgroup's ancestors."""
+    cpus = available_cpus()
+    return {
+        "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": cpus}),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, cpus)),  # more would take each other's cores
+    }
 
 
 def _files(directory: Path) -> dict[str, str]:

@@ -31,6 +31,8 @@ from engine.errors import ConfigError, ModelLoadError
 __all__ = ["Endpoint", "check_config", "require_free_port"]
 
 IMPORT_PATH = "deployments.app:build_app"
+ITS_OWN = "give one of its addresses, 127.0.0.1, or 0.0.0.0 for all of them"
+LOOPBACKS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # of hosts that are all addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,9 @@ class Endpoint:
     @property
     def url(self) -> str:
         """The base URL for a client on this machine."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        host = LOOPBACKS.get(self.host, self.host)
+        if ":" in host:
+            host = f"[{host}]"
         return f"http://{host}:{self.port}{self.prefix.rstrip('/')}"
 
 
@@ -70,21 +74,22 @@ def _check(document: dict[str, Any]) -> Endpoint:
     _check_keys(document.get("http_options") or {}, HTTPOptionsSchema, "http_options")
     _check_keys(document.get("grpc_options") or {}, gRPCOptionsSchema, "grpc_options")
     _check_keys(document.get("logging_config") or {}, LoggingConfig, "logging_config")
-    _validate(document)
+    http = _validate(document).http_options
     applications = document.get("applications") or []
     configs = [_check_application(application, index) for index, application in enumerate(applications)]
     ours = [(app, config) for app, config in zip(applications, configs, strict=True) if config is not None]
     if not ours:
         raise ConfigError(f"no application has import_path: {IMPORT_PATH}; serve_config.yaml shows one")
-    http = document.get("http_options") or {}
     application, config = ours[0]
-    host, port = str(http.get("host") or "127.0.0.1"), int(http.get("port") or 8000)
     prefix = str(application.get("route_prefix") or "/")
-    return Endpoint(host, port, prefix, config.served_name, config.web, config.limits.proxy)
+    return Endpoint(http.host, http.port, prefix, config.served_name, config.web, config.limits.proxy)
 
 
-def _validate(document: dict[str, Any]) -> None:
-    """Check the values with Ray's schema, and those that Ray accepts although no server can use them."""
+def _validate(document: dict[str, Any]) -> ServeDeploySchema:
+    """Return the file with Ray's defaults.
+
+    Check its values with Ray's schema, and those that Ray accepts although no server can use them.
+    """
     try:
         schema = ServeDeploySchema.model_validate(document)
     except ValidationError as error:
@@ -102,27 +107,31 @@ def _validate(document: dict[str, Any]) -> None:
     for application in schema.applications:
         if application.route_prefix is not None and not application.route_prefix.startswith("/"):
             raise ConfigError(f"route_prefix={application.route_prefix!r} must begin with '/'")
+    return schema
 
 
 def require_free_port(endpoint: Endpoint) -> None:
     """Raise ConfigError unless a server can listen at the endpoint: its host is this machine's and its port is free."""
+    if "%" in endpoint.host:
+        raise ConfigError(
+            f"http_options.host='{endpoint.host}' names an interface, on which HAProxy cannot listen; {ITS_OWN}"
+        )
     family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((endpoint.host, endpoint.port))
-        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
-            raise ConfigError(_why_not(endpoint, error)) from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
+        raise ConfigError(_why_not(endpoint, error)) from None
 
 
 def _why_not(endpoint: Endpoint, error: OSError | UnicodeError) -> str:
     """Return why a server cannot listen at the endpoint, and the remedy."""
     host, port = endpoint.host, endpoint.port
-    its_own = "give one of its addresses, 127.0.0.1, or 0.0.0.0 for all of them"
     if isinstance(error, socket.gaierror | UnicodeError):
-        return f"http_options.host='{host}' cannot be resolved to an address of this machine; {its_own}"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"http_options.host='{host}' is not an address of this machine; {its_own}"
+        return f"http_options.host='{host}' cannot be resolved to an address of this machine; {ITS_OWN}"
+    if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # the second: a machine without IPv6
+        return f"http_options.host='{host}' is not an address of this machine; {ITS_OWN}"
     if error.errno == errno.EADDRINUSE:
         return f"port {port} on {host} is taken; free it, or change http_options.port"
     return f"port {port} on {host} cannot be used ({error.strerror}); change http_options.port"

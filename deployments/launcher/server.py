@@ -23,7 +23,6 @@ from deployments.launcher.log_follower import LogFollower
 from deployments.launcher.preflight import Endpoint
 from deployments.launcher.processes import argument_of, descendants, end, is_alive, replica_processes
 from deployments.launcher.waiting import WaitingReplicas, unplaced_replicas
-from deployments.proxy.limits import ProxyLimits
 from engine.errors import PagodaError
 
 __all__ = ["LaunchError", "Server"]
@@ -45,16 +44,16 @@ class Server:
 
     Args:
         config: the Serve config file.
-        limits: for clients.
+        endpoint: where it will listen, and the limits for its clients.
         stop_at_once: once set, neither ``drain`` nor ``stop`` waits any longer.
     """
 
-    def __init__(self, config: Path, limits: ProxyLimits, stop_at_once: threading.Event) -> None:
+    def __init__(self, config: Path, endpoint: Endpoint, stop_at_once: threading.Event) -> None:
         self._files = temporary_directory()
         serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
         self._process = subprocess.Popen(
             [serve, "run", "--address", "local", str(config)],
-            env=environment(limits, Path(self._files.name)),
+            env=environment(endpoint.limits, Path(self._files.name), endpoint.host),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -19,6 +19,7 @@ from deployments.proxy.answers import NOT_FOUND, NOT_READY, error_files, http_er
 from deployments.proxy.backends import with_more_backends
 from deployments.proxy.client_rules import LOOPBACK, client_rules
 from deployments.proxy.limits import ProxyLimits
+from deployments.proxy.listeners import IPV6_VARIABLE, with_listening_servers
 from deployments.proxy.paths import HEALTH_PATHS
 from deployments.proxy.probe_frontend import probe_port, with_probe_frontend
 
@@ -39,7 +40,9 @@ class UnknownConfigurationError(Exception):
     """The file is not what this version of Ray Serve writes."""
 
 
-def hardened(text: str, limits: ProxyLimits, directory: Path, port_of_probes: int | None = None) -> str:
+def hardened(
+    text: str, limits: ProxyLimits, directory: Path, port_of_probes: int | None = None, *, listens_on_ipv6: bool = False
+) -> str:
     """Return the configuration with limits, JSON errors, and pages and sockets for this machine and user only.
 
     Args:
@@ -47,6 +50,7 @@ def hardened(text: str, limits: ProxyLimits, directory: Path, port_of_probes: in
         limits: for clients.
         directory: of the files with HAProxy's own answers.
         port_of_probes: at which nothing but probes is answered, or None.
+        listens_on_ipv6: whether the host is ``::``, all addresses; Ray writes the same as for 0.0.0.0, those of IPv4.
 
     Raises:
         UnknownConfigurationError: a line that must be changed is not there.
@@ -65,6 +69,7 @@ def hardened(text: str, limits: ProxyLimits, directory: Path, port_of_probes: in
     text = _replaced(text, r"^(listen stats\n +)bind \*:", rf"\g<1>{own}")
     rules = _lines(client_rules(limits)).replace("\\", r"\\")  # which has a meaning in a replacement
     text = _replaced(text, r"^(frontend http_frontend\n +bind .*\n)", rf"\g<1>{rules}")
+    text = with_listening_servers(text, listens_on_ipv6=listens_on_ipv6)
     text = _replaced(text, r"^( +default-server .*\bfall) \d+", rf"\g<1> {CHECKS_UNTIL_DOWN}", at_least=0)
     text = _replaced(text, r"^( +)http-request return status 404 .*$", rf"\g<1>{returned(NOT_FOUND)}")
     text = with_json_errors(text)
@@ -129,7 +134,9 @@ def main(arguments: list[str]) -> int:
             _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # HAProxy raises its own to this
             if max_files != resource.RLIM_INFINITY:
                 limits = within_file_limit(limits, max_files)
-            changed = hardened(text, limits, path.parent, probe_port(os.environ))
+            changed = hardened(
+                text, limits, path.parent, probe_port(os.environ), listens_on_ipv6=IPV6_VARIABLE in os.environ
+            )
             for name, answer in error_files().items():
                 path.with_name(name).write_bytes(answer.encode())
             path.write_text(MARK + changed, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import socket
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve.schema import HTTPOptionsSchema
 
 from deployments.config import AppConfig, checkout_root
 from deployments.launcher.preflight import Endpoint, check_config, require_free_port
@@ -156,6 +158,7 @@ def test_a_taken_port() -> None:
         ),  # RFC 5737
         ("no such host", "cannot be resolved to an address of this machine; give one of its addresses"),
         ("a..b", "cannot be resolved"),
+        ("fe80::1%eth0", "names an interface, on which HAProxy cannot listen; give one of its addresses"),
     ],
 )
 def test_a_host_that_is_not_this_machine(host: str, problem: str) -> None:
@@ -163,6 +166,15 @@ def test_a_host_that_is_not_this_machine(host: str, problem: str) -> None:
         require_free_port(Endpoint(host, 8000, "/", "m"))
     assert str(caught.value).startswith(f"http_options.host='{host}' {problem}")
     assert "port" not in str(caught.value)  # which may well be free
+
+
+def test_ipv6_on_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_family(*arguments: Any) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", no_family)
+    with pytest.raises(ConfigError, match="http_options.host='::1' is not an address of this machine; give one"):
+        require_free_port(Endpoint("::1", 80, "/", "m"))
 
 
 def test_a_port_that_this_user_may_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +239,18 @@ def test_the_checks_before_the_start_import_neither_torch_nor_transformers() -> 
 def test_the_url_is_one_that_can_be_opened() -> None:
     assert Endpoint("0.0.0.0", 80, "/", "m").url == "http://127.0.0.1:80"
     assert Endpoint("10.0.0.1", 80, "/llm/", "m").url == "http://10.0.0.1:80/llm"
+    assert Endpoint("::", 80, "/", "m").url == "http://[::1]:80"
+    assert Endpoint("fd00::2", 80, "/", "m").url == "http://[fd00::2]:80"
+
+
+def test_without_a_host_the_endpoint_is_rays_default(tmp_path: Path) -> None:
+    """The server would listen on all addresses, and the launcher would check 127.0.0.1 only."""
+    document = yaml.safe_load(SHIPPED.read_text())
+    del document["http_options"]["host"]
+    assert check_config(_write(tmp_path, document)).host == HTTPOptionsSchema().host == "0.0.0.0"
+    del document["http_options"]
+    assert (endpoint := check_config(_write(tmp_path, document))).host == "0.0.0.0"
+    assert endpoint.port == 8000
 
 
 @pytest.mark.parametrize("web", [True, False])

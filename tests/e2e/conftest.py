@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 
+from kernels.cgroup import available_cpus
 from tests.deployments.collector import Collector, collecting
 from tests.e2e.server import Server, running_server
 from tests.waiting import HANG_S
@@ -91,7 +91,7 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """
 
     def change(args: dict[str, Any]) -> None:
-        args["replicas"].update(num_engine_replicas=SMALL_ENGINES, cpus_per_engine=0.6 * psutil.cpu_count())
+        args["replicas"].update(num_engine_replicas=SMALL_ENGINES, cpus_per_engine=0.6 * available_cpus())
         del args["engine"]["kv_cache_memory"]
         args["engine"].update(max_num_seqs=MAX_RUNNING, num_threads=1, num_blocks=SMALL_BLOCKS, swap_space_gib=0.002)
         args["limits"].update(max_queued_requests=24, max_queued_requests_per_engine=MAX_WAITING)

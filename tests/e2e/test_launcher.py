@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from kernels.cgroup import available_cpus
 from tests.e2e.conftest import SMALL_ENGINES
 from tests.e2e.server import ROOT, Change, Server, alive, end_server, start_server, write_config
 from tests.ports import free_port
@@ -85,7 +86,7 @@ def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: 
 def test_more_engines_than_fit(small_server: Server) -> None:
     """Those that fit serve, the launcher reports what the others wait for, and nothing waits for them forever."""
     line = small_server.wait_for_line("engine replicas wait for CPU")
-    assert f"1 of {SMALL_ENGINES} engine replicas wait for CPU: each needs {0.6 * psutil.cpu_count():g}, " in line
+    assert f"1 of {SMALL_ENGINES} engine replicas wait for CPU: each needs {0.6 * available_cpus():g}, " in line
     assert "the cluster has " in line
     assert "lower replicas.num_engine_replicas" in line
     assert _health(small_server) == 200
@@ -96,7 +97,7 @@ def test_more_engines_than_fit(small_server: Server) -> None:
 @pytest.mark.exhaustive("starts a cluster of its own; the checks before a start have unit tests")
 def test_an_engine_for_which_no_machine_has_room(tmp_path: Path, ray_dir: Path) -> None:
     def change(args: dict[str, Any]) -> None:
-        args["replicas"].update(num_engine_replicas=1, cpus_per_engine=psutil.cpu_count() + 1)
+        args["replicas"].update(num_engine_replicas=1, cpus_per_engine=available_cpus() + 1)
 
     server = start_server(tmp_path, ray_dir, change)
     try:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from deployments.launcher import environment as environment_module
 from deployments.launcher.dashboard import delete_applications, serve_details
 from deployments.launcher.environment import environment
 from deployments.proxy.limits import ProxyLimits
+from deployments.proxy.listeners import IPV6_VARIABLE
 
 DEAD_PROXY = "http://127.0.0.1:9"
 
@@ -21,6 +23,25 @@ def test_the_wrapper_of_haproxy_can_be_run(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH", raising=False)
     wrapper = environment(ProxyLimits(), tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"]
     assert os.access(wrapper, os.X_OK)
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, "1"), (3, "3"), (64, "4")])
+def test_the_cluster_has_the_cpus_that_this_process_may_use(
+    cpus: int, threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("RAY_OVERRIDE_RESOURCES", "RAY_SERVE_HAPROXY_NBTHREAD")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment_module, "available_cpus", lambda: cpus)
+    settings = environment(ProxyLimits(), tmp_path)
+    assert [settings[name] for name in names] == [f'{{"CPU": {cpus}}}', threads]
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"CPU": 5}')
+    assert environment(ProxyLimits(), tmp_path)["RAY_OVERRIDE_RESOURCES"] == '{"CPU": 5}'
+
+
+def test_haproxy_is_told_of_all_addresses_of_ipv6(tmp_path: Path) -> None:
+    told = [IPV6_VARIABLE in environment(ProxyLimits(), tmp_path, host) for host in ("::", "0.0.0.0", "::1")]
+    assert told == [True, False, False]
 
 
 @pytest.mark.parametrize(

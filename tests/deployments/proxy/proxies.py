@@ -23,6 +23,7 @@ import httpx
 
 from deployments.config import checkout_root
 from deployments.proxy.limits import ProxyLimits
+from deployments.proxy.listeners import IPV6_VARIABLE
 from deployments.proxy.probe_frontend import PORT_VARIABLE
 from tests.ports import free_port
 from tests.waiting import HANG_S, until
@@ -134,7 +135,8 @@ class Proxy:
         ports = {"stats_port": self.stats_port, "metrics_port": self.metrics_port}
         write_config(self.config, *ingresses, frontend=self.port, host=host, **options, **ports)
         self.probe_port = free_port()
-        environ = os.environ | limits.environment | {PORT_VARIABLE: str(self.probe_port)}
+        own = {IPV6_VARIABLE: "1"} if host == "::" else {}
+        environ = os.environ | own | limits.environment | {PORT_VARIABLE: str(self.probe_port)}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self.process = subprocess.Popen(
             [checkout_root() / "deployments/proxy/haproxy.sh", "-db", "-f", self.config], env=environ | {"PATH": path}
