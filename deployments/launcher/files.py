@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["temporary_directory"]
+__all__ = ["FOLDER", "temporary_directory"]
 
 PREFIX = "pg-"
 FOLDER = Path("/tmp")  # not TMPDIR: the path of a socket in it may not be longer than 107 characters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import re
 import shutil
 import signal
@@ -18,7 +19,7 @@ from typing import IO, Any
 from deployments.launcher.dashboard import cluster_usage, delete_applications, deployment_failure, serve_details
 from deployments.launcher.direct import direct_urlopen
 from deployments.launcher.environment import environment
-from deployments.launcher.files import temporary_directory
+from deployments.launcher.files import FOLDER, temporary_directory
 from deployments.launcher.log_follower import LogFollower
 from deployments.launcher.preflight import Endpoint
 from deployments.launcher.processes import argument_of, descendants, end, is_alive, replica_processes
@@ -46,10 +47,19 @@ class Server:
         config: the Serve config file.
         endpoint: where it will listen, and the limits for its clients.
         stop_at_once: once set, neither ``drain`` nor ``stop`` waits any longer.
+
+    Raises:
+        LaunchError: there is no directory for the server's files.
     """
 
     def __init__(self, config: Path, endpoint: Endpoint, stop_at_once: threading.Event) -> None:
-        self._files = temporary_directory()
+        try:
+            self._files = temporary_directory()
+        except OSError as error:
+            raise LaunchError(
+                f"{FOLDER} cannot hold the server's files ({error.strerror}); make it a directory that user "
+                f"{os.geteuid()} can write"
+            ) from None
         serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
         self._process = subprocess.Popen(
             [serve, "run", "--address", "local", str(config)],

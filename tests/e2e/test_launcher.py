@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from deployments.launcher.preflight import Endpoint
 from kernels.cgroup import available_cpus
 from tests.e2e.conftest import SMALL_ENGINES
 from tests.e2e.server import ROOT, Change, Server, alive, end_server, start_server, write_config
@@ -78,6 +79,20 @@ def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: 
         assert server.wait() == 1
         last = server.log.read_text().strip().splitlines()
         assert any(line.startswith("pagoda: application 'pagoda' failed") and "num_blocks=1" in line for line in last)
+    finally:
+        end_server(server)
+
+
+@pytest.mark.exhaustive("starts a cluster for each host; tests/deployments/proxy/test_listeners.py runs HAProxy alone")
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1", "::"])
+def test_a_server_at_any_host_of_the_machine(tmp_path: Path, ray_dir: Path, host: str) -> None:
+    server = start_server(tmp_path, ray_dir, lambda args: args["replicas"].update(num_engine_replicas=1), host=host)
+    try:
+        server.wait_until_ready()
+        url = Endpoint(host, server.port, "/", "m").url
+        assert f"on {url}/v1" in server.log.read_text()
+        body = {"prompt": "Once", "max_tokens": 3}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S).status_code == 200
     finally:
         end_server(server)
 

@@ -1,14 +1,17 @@
-"""Server.drain, without a child process."""
+"""Server without a child process: its start on a machine that has no directory for it, and Server.drain."""
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
 from deployments.launcher import server as server_module
-from deployments.launcher.server import Server
+from deployments.launcher.preflight import Endpoint
+from deployments.launcher.server import LaunchError, Server
 
 RUNNING: dict[str, Any] = {"applications": {"pagoda": {"status": "DELETING"}}}
 
@@ -49,6 +52,15 @@ def _num_polls_of_drain(monkeypatch: pytest.MonkeyPatch, answers: list[dict[str,
     server._dashboard, server._is_ready = "http://127.0.0.1:8265", True
     server.drain()
     return len(polled)
+
+
+def test_a_machine_without_a_directory_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_directory() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(server_module, "temporary_directory", no_directory)
+    with pytest.raises(LaunchError, match=r"/tmp cannot hold the server's files \(Permission denied\); make it"):
+        Server(Path("config.yaml"), Endpoint("127.0.0.1", 8000, "/", "m"), Event())
 
 
 def test_drain_goes_on_while_the_dashboard_is_too_busy_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
