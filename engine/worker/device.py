@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import torch
 
@@ -10,10 +11,12 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from kernels.cgroup import available_cpus
 from kernels.cpu.library import set_num_threads
+from kernels.home import home_for
 
 __all__ = ["default_num_threads", "resolve_device", "set_rank_threads"]
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's older name
+_TRITON_VARIABLES = ("TRITON_HOME", "TRITON_CACHE_DIR")
 
 
 def resolve_device(config: EngineConfig, rank: int) -> torch.device:
@@ -36,6 +39,7 @@ def resolve_device(config: EngineConfig, rank: int) -> torch.device:
     if size > torch.cuda.device_count():
         raise ConfigError(f"tensor_parallel_size={size} exceeds the {torch.cuda.device_count()} GPUs here; lower it")
     _use_expandable_segments()
+    _choose_triton_home()
     if size > 1:
         return torch.device("cuda", rank)
     index = torch.device("cuda" if name == "auto" else name).index
@@ -53,6 +57,19 @@ def _use_expandable_segments() -> None:
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def _choose_triton_home() -> None:
+    """Let Triton keep compiled kernels in a private directory if the user has no home directory that can be written.
+
+    Triton would make a directory that is called ``~`` in the working directory, or fail.
+    """
+    if any(name in os.environ for name in _TRITON_VARIABLES):
+        return
+    with suppress(OSError):  # there is no such directory either: Triton says so
+        home = home_for(".triton/cache")
+        if str(home) != os.path.expanduser("~"):
+            os.environ["TRITON_HOME"] = str(home)
 
 
 def default_num_threads() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +65,33 @@ def test_a_users_own_allocator_settings_stay(four_gpus: list[int], name: str, mo
     monkeypatch.setenv(name, "max_split_size_mb:64")
     resolve_device(EngineConfig(model="m", device="cuda"), 0)
     assert [os.environ.get(one) for one in ALLOCATOR_VARIABLES if one in os.environ] == ["max_split_size_mb:64"]
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("given", [None, "TRITON_HOME", "TRITON_CACHE_DIR"])
+def test_triton_has_a_directory_without_a_home(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TRITON_HOME", "TRITON_CACHE_DIR")
+    for name in names:
+        monkeypatch.setenv(name, "given")  # so that it is restored
+        if name != given:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    resolve_device(EngineConfig(model="m", device="cuda"), 0)
+    expected = {"TRITON_HOME": str(tmp_path / f"pagoda-{os.geteuid()}")} if given is None else {given: "given"}
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected
+
+
+def test_triton_uses_a_home_that_can_be_written(
+    four_gpus: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    resolve_device(EngineConfig(model="m", device="cuda"), 0)
+    assert "TRITON_HOME" not in os.environ
 
 
 @pytest.mark.usefixtures("four_gpus")
