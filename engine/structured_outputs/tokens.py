@@ -7,6 +7,7 @@ has accepted. It knows no grammars.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,9 +82,11 @@ class GrammarTokens:
 class _Wrapper:
     """What llguidance's TokenizerWrapper is: the tokens, and a function that tokenises text which must come next.
 
+    It runs for each mask, and only the first new token counts, so it reads only the start of a long text.
+
     Attributes:
         tokens: the bytes of each token.
-        special_token_ids: those that are no text.
+        special_token_ids: those that never are text.
     """
 
     is_tokenizer_wrapper = True
@@ -97,31 +100,52 @@ class _Wrapper:
         self.eos_token_id = tokens.eos_token_ids[0]
         self._special, self._ends = frozenset(tokens.special_ids), frozenset(tokens.eos_token_ids)
         self._rust: Any = RustTokenizer.from_str(tokens.tokenizer_json)
+        # The token before the text, the one that is asked for, and twice the length of one: llguidance may drop the
+        # last tokens, which make up at most one token more than the bytes of the longest.
+        self._enough = 4 * (1 + max(map(len, self.tokens)))
 
     def __call__(self, text: str) -> list[int]:
-        """Return tokens whose joined bytes are ``text``, or begin it if one token more has to go beyond its end.
+        """Return tokens whose joined bytes are ``text``, or begin it with at least ``_enough`` bytes.
 
-        They are the tokenizer's own, which the model knows best, unless that changes the text or has special tokens.
-        A text that spells EOS gets the EOS token, and llguidance then rejects it.
+        They are the tokenizer's own, which the model knows best, up to the first that changes the text or is special.
+        From there they are the fewest. A text that spells EOS gets the EOS token, and llguidance then rejects it.
         """
-        wanted = text.encode()
+        text = text[: self._enough]
         token_ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
         if not self._ends.isdisjoint(token_ids):
             return token_ids
-        is_usable = self._special.isdisjoint(token_ids) and max(token_ids, default=0) < len(self.tokens)
-        if is_usable and b"".join(self.tokens[token_id] for token_id in token_ids) == wanted:
-            return token_ids
-        return self._fewest(wanted)
+        wanted = text.encode()
+        usable, length = self._usable(token_ids, wanted)
+        return usable + self._fewest(wanted[length : self._enough])
+
+    def _usable(self, token_ids: list[int], wanted: bytes) -> tuple[list[int], int]:
+        """Return those of the first tokens that begin ``wanted``, and the number of their bytes."""
+        length = 0
+        for count, token_id in enumerate(token_ids):
+            is_text = token_id < len(self.tokens) and token_id not in self._special
+            spelled = self.tokens[token_id] if is_text else b""
+            if not spelled or not wanted.startswith(spelled, length):
+                return token_ids[:count], length
+            length += len(spelled)
+        return token_ids, length
 
     def _fewest(self, wanted: bytes) -> list[int]:
         """Return the fewest tokens that join to ``wanted``, or to as much of it as tokens can."""
-        best: list[list[int] | None] = [[]]  # for each length, the tokens that join to the start of this length
-        for end in range(1, len(wanted) + 1):
-            starts = range(max(0, end - self._longest), end)
-            found = [(best[start], self._ids.get(wanted[start:end])) for start in starts]
-            whole = [[*before, token_id] for before, token_id in found if before is not None and token_id is not None]
-            best.append(min(whole, key=len, default=None))
-        return next(tokens for tokens in reversed(best) if tokens is not None)
+        # For each length: how many tokens join to the start of this length, and where the last of them begins.
+        table: list[tuple[int, int] | None] = [(0, 0), *[None] * len(wanted)]
+        for start, first_byte in enumerate(wanted):
+            if (before := table[start]) is None:
+                continue
+            for end in (start + length for length in self._lengths.get(first_byte, ())):
+                if end <= len(wanted) and wanted[start:end] in self._ids:
+                    table[end] = min(table[end] or (len(wanted) + 1, 0), (before[0] + 1, start))
+        token_ids: list[int] = []
+        end = max(length for length, entry in enumerate(table) if entry is not None)
+        while end > 0:
+            _, start = table[end] or (0, 0)
+            token_ids.append(self._ids[wanted[start:end]])
+            end = start
+        return token_ids[::-1]
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
@@ -129,8 +153,12 @@ class _Wrapper:
         return {spelled: token_id for spelled, token_id in pairs if spelled}
 
     @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._ids), default=0)
+    def _lengths(self) -> dict[int, list[int]]:
+        """The lengths of the tokens that begin with a byte, which are few."""
+        lengths = defaultdict[int, set[int]](set)
+        for spelled in self._ids:
+            lengths[spelled[0]].add(len(spelled))
+        return {first_byte: sorted(some) for first_byte, some in lengths.items()}
 
 
 def _within_a_text(tokenizer_json: str) -> str:

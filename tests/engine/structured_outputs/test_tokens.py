@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs.grammar import Grammar, new_matcher
-from engine.structured_outputs.tokens import GrammarTokens
+from engine.structured_outputs.tokens import GrammarTokens, _Wrapper
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from tests.engine.structured_outputs.random_texts import MODEL, allowed_tokens
@@ -119,6 +120,64 @@ def test_text_that_the_tokenizer_would_change_is_written_with_other_tokens() -> 
     fewer = _tokens(kind, marker - len(tokenizer))
     spelled = _random_tokens(_grammar(fewer, choice=["<tool_call>two words"]), 0)
     assert tokenizer.decode(spelled[:-1]) == "<tool_call>two words"
+
+
+LONG = [
+    "the keys " * 200,
+    "the keys " * 100 + "<s>" + " and the values" * 60,
+    " " * 500 + "<s>" * 40 + "\n" * 500,
+    "<tool_call>" * 20 + "\u65e5\u672c" * 100 + "<right>   x" * 20 + "two words" * 30 + "<| a b |>",
+]
+
+
+@pytest.mark.parametrize("text", LONG, ids=lambda text: repr(text[:10]))
+@pytest.mark.parametrize("kind", WITH_ALL_BYTES)
+def test_a_long_text_that_must_come_next_is_written_to_its_end(kind: str, text: str) -> None:
+    tokenizer, tokens = load_kind(kind), _tokens(kind)
+    token_ids = _random_tokens(_grammar(tokens, choice=[text]), 0)
+    assert b"".join(map(tokenizer.token_bytes, token_ids[:-1])).decode() == text
+    own = tokenizer.encode(text, add_special_tokens=False)
+    if kind == "byte-level" and tokenizer.special_ids.isdisjoint(own):
+        assert token_ids == [*own, EOS]
+
+
+class _Counted(dict[bytes, int]):
+    """Tokens by their bytes; ``bytes_read`` counts the bytes of those that were looked up."""
+
+    bytes_read = 0
+
+    def get(self, spelled: bytes, default: Any = None) -> Any:
+        self.bytes_read += len(spelled)
+        return super().get(spelled, default)
+
+    def __contains__(self, spelled: object) -> bool:
+        assert isinstance(spelled, bytes)
+        self.bytes_read += len(spelled)
+        return super().__contains__(spelled)
+
+
+def _work(tokens: GrammarTokens, text: str) -> tuple[int, int]:
+    """Return the characters that are tokenised, and the bytes of looked-up tokens, when ``text`` must come next."""
+    wrapper, tokenised = _Wrapper(tokens), list[str]()
+    rust, counted = wrapper._rust, _Counted(wrapper._ids)
+
+    def encode(text: str, **options: Any) -> Any:
+        tokenised.append(text)
+        return rust.encode(text, **options)
+
+    wrapper._rust = SimpleNamespace(encode=encode)
+    wrapper.__dict__["_ids"] = counted
+    written = b"".join(tokens.spelled[token_id] for token_id in wrapper(text))
+    assert text.encode().startswith(written)
+    assert written
+    return len("".join(tokenised)), counted.bytes_read
+
+
+@pytest.mark.parametrize("unit", ["the keys ", "the keys <s>", "<s>", "e\u0301", "\U0001f642<s>"])
+@pytest.mark.parametrize("kind", ["byte-level, added tokens", "byte-level with a chat template"])
+def test_the_work_of_a_mask_does_not_grow_with_the_text(kind: str, unit: str) -> None:
+    tokens = _tokens(kind)
+    assert _work(tokens, unit * 300) == _work(tokens, unit * 1000) == _work(tokens, unit * 1000 + "<s>")
 
 
 def test_tokens_of_another_model_are_refused() -> None:
