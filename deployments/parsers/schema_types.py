@@ -10,6 +10,7 @@ __all__ = ["ANY", "property_schema", "types_of"]
 
 ANY = "any"  # what a schema refers to or combines, but does not limit
 Schema: TypeAlias = Mapping[str, Any]
+_MAX_DIGITS = 9  # of an index; int() refuses thousands
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "enum", "const")
 _MAX_REFERENCES = 64  # that are followed for one value; beyond them anything is allowed
 _JSON_TYPES: tuple[tuple[type, str], ...] = (
@@ -45,8 +46,8 @@ def property_schema(schema: Schema, name: str, root: Schema) -> Schema:
     others: Schema = {}
     for part in _parts(schema, root, set()):
         properties = part.get("properties")
-        if isinstance(properties, Mapping) and isinstance(found := properties.get(name), Mapping):
-            return found
+        if isinstance(properties, Mapping) and isinstance(declared := properties.get(name), Mapping):
+            return declared
         if isinstance(additional := part.get("additionalProperties"), Mapping):
             others = additional
     return others
@@ -121,7 +122,7 @@ def _target(reference: str, root: Schema) -> Schema:
     target: Any = root
     for part in unquote(reference[1:]).split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+        if isinstance(target, list) and key.isdecimal() and len(key) <= _MAX_DIGITS and int(key) < len(target):
             target = target[int(key)]
         else:
             target = target.get(key) if isinstance(target, Mapping) else None

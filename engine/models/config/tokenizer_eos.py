@@ -25,10 +25,9 @@ def tokenizer_eos_id(path: str | Path) -> int | None:
     if eos is None:
         return None
     try:
-        return next(
-            (token_id for text, token_id in _tokens(path, config) if text == eos and type(token_id) is int), None
-        )
-    except (AttributeError, IndexError, KeyError, TypeError):  # a tokenizer that does not load, either
+        ids = (token_id for text, token_id in _tokens(path, config) if text == eos)
+        return next((token_id for token_id in ids if type(token_id) is int and token_id >= 0), None)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # a tokenizer that does not load, either
         return None
 
 

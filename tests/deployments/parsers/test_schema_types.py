@@ -107,6 +107,13 @@ def test_a_long_chain_of_references_ends() -> None:
     assert arguments(chain | {"$defs": defs}, "1") == {"a": "1"}
 
 
+def test_a_reference_may_count_in_a_list() -> None:
+    root: dict[str, Any] = {"anyOf": [{"type": "null"}, {"type": "string"}]}
+    assert types_of({"$ref": "#/anyOf/1"}, root) == STRING
+    for beyond in ("2", "1" * 5000):
+        assert types_of({"$ref": f"#/anyOf/{beyond}"}, root) == {ANY}
+
+
 def test_references_are_followed_once_each() -> None:
     """Each of forty schemas refers to the next one twice: a trillion ways, if they were followed each time."""
     defs: dict[str, Any] = {

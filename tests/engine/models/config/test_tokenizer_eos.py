@@ -52,6 +52,11 @@ def test_the_files_name_it_in_several_ways(tmp_path: Path) -> None:
     for broken in ({"vocab": [1, 2]}, {"vocab": [[]]}, [], {"vocab": {"<s>": "1"}}):
         edit(whole, model=broken)
         assert tokenizer_eos_id(tmp_path) is None
+    edit(config, added_tokens_decoder={"1" * 5000: {"content": "<s>"}})
+    assert tokenizer_eos_id(tmp_path) is None
+    edit(config, added_tokens_decoder=None)
+    edit(whole, added_tokens=[{"id": -7, "content": "<s>"}])
+    assert tokenizer_eos_id(tmp_path) is None
     edit(names, eos_token=None)
     assert tokenizer_eos_id(tmp_path) is None
     config.write_text("{")
