@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 __all__ = ["map_schemas", "without_unknown_formats"]
 
-_DATA = frozenset(("const", "default", "enum", "example", "examples"))  # keywords whose values are no schemas
+_DATA = frozenset(("const", "default", "enum", "example", "examples"))  # keywords whose values are not schemas
 _BY_NAME = frozenset(["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"])
-_MAX_FORMAT = 64  # characters of a format that may be known
+# The formats that llguidance knows; it has no list of them to ask for, and to try each name takes too long.
+_FORMATS = frozenset(
+    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
+)
 
 
 def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Any:
@@ -20,7 +21,7 @@ def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any] |
     References may point into keywords of any name, so whatever is not known to be data is taken for a schema.
 
     Args:
-        schema: of any form; what is no object stays as it is.
+        schema: of any form; a value that is not an object stays as it is.
         change: returns what stands for a schema, whose parts are then changed; None leaves it and its parts alone.
     """
     if isinstance(schema, list):
@@ -49,16 +50,6 @@ def without_unknown_formats(schema: Any) -> Any:
 
 def _without_unknown_format(schema: dict[str, Any]) -> dict[str, Any]:
     name = schema.get("format")
-    if isinstance(name, str) and (len(name) > _MAX_FORMAT or not _is_known(name)):
+    if isinstance(name, str) and name not in _FORMATS:
         del schema["format"]
     return schema
-
-
-@lru_cache(maxsize=256)
-def _is_known(name: str) -> bool:
-    try:
-        from llguidance import LLMatcher
-    except ImportError:  # then the engine refuses every schema
-        return True
-    schema = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
-    return not LLMatcher.validate_grammar(schema, None)

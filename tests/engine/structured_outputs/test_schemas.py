@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from engine.errors import RequestError
 from engine.options.structured_outputs import StructuredOutputsParams
@@ -35,6 +36,20 @@ def test_an_unknown_format_is_an_annotation(compiler: GrammarCompiler, tokenizer
     assert fits(compiler, tokenizer, one, '{"a": "abc"}')
     assert not fits(compiler, tokenizer, one, '{"a": "abcd"}')
     assert fits(compiler, tokenizer, json.dumps(one), '{"a": "abc"}')
+
+
+def test_the_known_formats_are_those_of_llguidance() -> None:
+    known = ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
+    schemas = [{"type": "string", "format": name} for name in (*known, *UNKNOWN)]
+    compiled = [LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema)) == "" for schema in schemas]
+    assert compiled == [without_unknown_formats(schema) == schema for schema in schemas]
+    assert sum(compiled) == len(known)
+
+
+def test_llguidance_is_not_asked_about_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLMatcher, "validate_grammar", lambda *_: pytest.fail("it takes long for many names"))
+    schema = {"properties": {f"p{index}": {"format": f"f{index}"} for index in range(300)}}
+    assert without_unknown_formats(schema) == {"properties": {f"p{index}": {} for index in range(300)}}
 
 
 def test_a_known_format_is_kept(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
