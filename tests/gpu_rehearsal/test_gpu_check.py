@@ -70,7 +70,9 @@ def test_the_changes_of_logits(part: Any, gpu: Rehearsal, monkeypatch: pytest.Mo
     from kernels.sampling.triton.ops import TritonSampling
 
     lines: list[str] = []
-    sampling._check_changes(part, TritonSampling(), 1000, lines)
+    batches = {batch: sampling._logits(torch.device("cpu"), batch, 1000, 1.5) for batch in sampling.BATCHES}
+    on_device = {batch: logits.to(part.device) for batch, logits in batches.items()}
+    sampling._check_changes(part, TritonSampling(), on_device, lines)
     assert len(lines) == 5 * len(sampling.BATCHES)
     assert not part.faults
     assert {"change_tokens_kernel", "penalise_kernel", "bitmask_kernel"} <= set(gpu.launches.counts)
