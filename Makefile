@@ -2,7 +2,7 @@
 # make status       shows the replicas of the running server
 # make lint         ruff (files are read as UTF-8 by name, too), mypy, and the length of the new commits' subjects
 # make test         runs the tests, except those marked `long` or `exhaustive`
-# make test-long    runs those marked `long`: restarts, chaos, more seeds and settings
+# make test-long    runs those marked `long`: restarts, losses, other configurations
 # make test-all     runs both, then those marked `exhaustive`, then test-clients
 # make test-clients runs the tests with client libraries whose dependencies exclude the server's
 # make test-gpu-rehearsal   runs the GPU path on a machine without a GPU: the engine computes on tensors that say they

@@ -14,7 +14,7 @@ _MAX_DIGITS = 9  # of an index; int() refuses thousands
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "enum", "const")
 _MAX_REFERENCES = 64  # that are followed for one value; beyond them anything is allowed
 _JSON_TYPES: tuple[tuple[type, str], ...] = (
-    (bool, "boolean"),  # before int, of which it is a subclass
+    (bool, "boolean"),  # before its base class int
     (int, "integer"),
     (float, "number"),
     (str, "string"),
@@ -84,9 +84,8 @@ def _allowed(schema: Schema, root: Schema, known: dict[str, set[str] | None]) ->
     common: set[str] | None = None
     for types in limits:
         if types is not None:
-            common = (
-                types if common is None else common & types or common
-            )  # a contradiction does not make text of numbers
+            # Of a contradiction the first keyword counts, so that it does not make text of numbers.
+            common = types if common is None else common & types or common
     return common
 
 

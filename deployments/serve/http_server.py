@@ -33,7 +33,7 @@ Startup = Callable[[uvicorn.Server, list[socket.socket] | None], Awaitable[None]
 def accept_many(per_turn: int = CONNECTIONS_PER_TURN) -> None:
     """Let every HTTP server that this process starts from now on accept up to ``per_turn`` connections a turn.
 
-    Its requests start in turns.
+    Its requests start in turns, and those of HTTP/1.0 get no chunks.
 
     Ray Serve makes the server of an ingress, with one listening socket. Here the server gets duplicates of it, which
     share the queue of connections; the event loop looks at each of them once a turn. asyncio's own event loop accepts

@@ -21,6 +21,7 @@ __all__ = ["AnswerFormat", "AnswerFormats"]
 
 COST_OF_RESPONSE_TEMPLATE = 80.0  # a character, in units of tokenising one; its expressions are searched from Python
 _PROMPT_END = 32  # tokens of the prompt's end that show whether reasoning has begun
+_MAX_CONTINUED = 4096  # tokens of a continued message that are decoded to find its start: the event loop waits for it
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class AnswerFormats:
 
     def _end_of(self, prompt: Prompt, continued: str) -> str:
         """Return the end of the prompt's text, from some tokens before a message that is continued."""
-        num_tokens = _PROMPT_END + len(continued.encode())
+        num_tokens = _PROMPT_END + min(len(continued.encode()), _MAX_CONTINUED)
         return self._tokenizer.decode(prompt.token_ids[-num_tokens:], skip_special_tokens=False)
 
     def _natural(self, request: ChatRequest, prompt: Prompt) -> Family | None:

@@ -61,7 +61,7 @@ def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.d
     Merged fine-tunes often store a trained head beside a config that still says ``tie_word_embeddings: true``.
     transformers computes with the stored head, too.
     """
-    if not config.tie_word_embeddings or not {HEAD, _STORED_EMBEDDING} <= set(checkpoint.names):
+    if not (config.tie_word_embeddings and HEAD in checkpoint and _STORED_EMBEDDING in checkpoint):
         return config
     for name in (HEAD, _STORED_EMBEDDING):
         checkpoint.require_floats(name)
