@@ -60,7 +60,7 @@ class Application(Starlette):
                 Middleware(RequireKey, keys=keys, open_paths=open_paths, prompts_browser=PAGE in fixed),
             )
         super().__init__(
-            routes=[Route(route.path, _Endpoint(route.endpoint), methods=_methods(route)) for route in routes],
+            routes=[Route(route.path, _Endpoint(route.endpoint), methods=route.methods) for route in routes],
             middleware=middleware,
             exception_handlers=ERROR_HANDLERS,
             lifespan=lifespan,
@@ -70,7 +70,7 @@ class Application(Starlette):
             (method, route.path): _wrapped(_Endpoint(route.endpoint), middleware)
             for route in routes
             if route.is_fixed
-            for method in _methods(route)
+            for method in route.methods
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,10 +86,6 @@ def _wrapped(app: ASGIApp, middleware: Sequence[Middleware]) -> ASGIApp:
     for cls, args, kwargs in reversed(middleware):
         app = cls(app, *args, **kwargs)
     return app
-
-
-def _methods(route: ApiRoute) -> tuple[str, ...]:
-    return ("GET", "HEAD") if route.method == "GET" else (route.method,)  # RFC 9110, 9.1
 
 
 class _Endpoint:

@@ -24,7 +24,7 @@ class ApiRoute(NamedTuple):
 
     Attributes:
         path: with parameters in braces, which the endpoint gets by name.
-        method: the only method of this route.
+        method: of this route, whose endpoint answers HEAD beside GET.
         endpoint: gets the request too, if it has a parameter ``request``.
         description: what it takes and returns.
         needs_key: whether a request for its path needs an API key, once keys are set.
@@ -40,6 +40,11 @@ class ApiRoute(NamedTuple):
     def operation(self) -> str | None:
         """OpenTelemetry's name for what an engine computes for a request; None if it computes nothing."""
         return OPERATIONS.get(self.path) if self.method == "POST" else None
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that the endpoint answers: HEAD with each GET (RFC 9110, 9.1)."""
+        return ("GET", "HEAD") if self.method == "GET" else (self.method,)
 
     @property
     def is_fixed(self) -> bool:
