@@ -32,7 +32,7 @@ DISTRIBUTIONS = {
 }
 # Engines that benchmarks/peers compares with. Each lives in a virtual environment of its own, because their pinned
 # dependencies exclude each other, and is imported inside functions of benchmarks/peers only.
-PEERS = {"gguf", "llama_cpp", "openvino", "openvino_genai", "vllm"}
+PEERS = {"llama_cpp", "openvino", "openvino_genai", "vllm"}
 
 
 def normalized(name: str) -> str:

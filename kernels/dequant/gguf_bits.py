@@ -1,0 +1,28 @@
+"""The bit fields that GGUF's block formats consist of."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["codebook", "fields", "half_floats"]
+
+
+def fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the fields of bytes, uint8 [..., 8 // bits, width] of uint8 [..., width].
+
+    The lowest bits of all bytes come first, then the next ones: a byte's fields are far apart.
+    """
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).unsqueeze(1)
+    unpacked: torch.Tensor = (packed.unsqueeze(-2) >> shifts) & (2**bits - 1)
+    return unpacked
+
+
+def half_floats(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the float16 at byte ``start`` of each block, as float32 [num_blocks, 1]."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def codebook(codes: torch.Tensor, levels: tuple[int, ...]) -> torch.Tensor:
+    """Return the level of each code, float32 of the codes' shape."""
+    table = torch.tensor(levels, dtype=torch.float32, device=codes.device)
+    return table[codes.int()]
