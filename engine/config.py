@@ -38,6 +38,7 @@ MAX_DRAFT_TOKENS = 128
 MAX_NGRAM = 64
 LONGEST_NGRAM = 5
 SHORTEST_NGRAM = 3
+DEFAULT_MAX_LOGPROBS = 20  # as in vLLM
 LEAST_FLOAT = math.nextafter(0.0, 1.0)
 MAX_FLOAT = sys.float_info.max
 
@@ -172,6 +173,8 @@ class EngineConfig:
             one size, at some cost; those of experts always do. On a CPU the C kernels always do so, and the option only
             makes sure of them.
         tensor_parallel_size: GPUs, or processes on a CPU, that share one model; all on this host.
+        max_logprobs: most log-probabilities of a token that a request may ask for, in its answer or its prompt; -1 sets
+            no limit, so that a request may ask for those of the whole vocabulary.
         swap_space_gib: host memory in GiB, for the whole engine, that keeps the blocks of preempted requests, and those
             that the prefix cache evicts. What does not fit is computed again.
         served_model_name: name of the model in metrics; None takes the path.
@@ -213,6 +216,7 @@ class EngineConfig:
     enforce_eager: Annotated[bool, flag] = False
     batch_invariant: Annotated[bool, flag] = False
     tensor_parallel_size: Annotated[int, integer(1)] = 1
+    max_logprobs: Annotated[int, integer(-1)] = DEFAULT_MAX_LOGPROBS
     swap_space_gib: Annotated[float, number(0.0, MAX_FLOAT, "of at least 0")] = 0.0
     served_model_name: Annotated[str | None, name_or_null] = None
     step_timeout_s: Annotated[float, number(LEAST_FLOAT, MAX_FLOAT, "above 0")] = 300.0
@@ -272,4 +276,5 @@ class EngineInfo:
     attention_backend: str
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, Any]  # temperature, top_p, top_k, min_p, as far as generation_config.json sets them
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1: no limit
     free_tokens: int | None = None  # that a step computes in about the time of one token, if that was measured

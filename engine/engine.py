@@ -74,6 +74,7 @@ class Engine:
             max_model_len=info.max_model_len,
             num_blocks=info.num_blocks,
             block_size=info.block_size,
+            max_logprobs=info.max_logprobs,
             max_num_seqs=self.scheduler.max_num_running,
             shares_prefixes=config.enable_prefix_caching,
         )

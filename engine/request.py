@@ -72,6 +72,7 @@ class PromptValidator:
         max_model_len: maximum tokens of a sequence, prompt and output together.
         num_blocks: blocks of the KV pool.
         block_size: tokens per block.
+        max_logprobs: most log-probabilities of a token; -1 sets no limit.
     """
 
     model: str
@@ -79,6 +80,7 @@ class PromptValidator:
     max_model_len: int
     num_blocks: int
     block_size: int
+    max_logprobs: int
 
     @property
     def capacity(self) -> int:
@@ -110,9 +112,28 @@ class PromptValidator:
         raise RequestError(f"has the id {listed(list(islice(wrong, MAX_LISTED)))}", param=param, remedy=remedy)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise RequestError unless all token ids that ``params`` name are in the vocabulary."""
+        """Check sampling parameters with what is known of the model.
+
+        Raises:
+            RequestError: for a token id outside the vocabulary, or more log-probabilities than ``max_logprobs``.
+        """
         for name, token_ids in params.ids_by_parameter():
             self.check_token_ids(name, token_ids)
+        self._check_num_logprobs("logprobs", params.logprobs)
+        self._check_num_logprobs("prompt_logprobs", params.prompt_logprobs)
+
+    def _check_num_logprobs(self, param: str, number: int | None) -> None:
+        if number is None or self.max_logprobs == -1:
+            return
+        wanted = self.vocab_size if number == -1 else number
+        if wanted > self.max_logprobs:
+            asks = f"asks for all {wanted} tokens of the vocabulary, which exceed" if number == -1 else "exceeds"
+            raise RequestError(
+                f"{asks} the limit of {self.max_logprobs}",
+                param=param,
+                value=number,
+                remedy=f"ask for at most {self.max_logprobs}, or raise the engine's max_logprobs",
+            )
 
     def check_cache_key(self, request: EngineRequest) -> None:
         """Raise RequestError unless what separates the request's cached blocks is valid."""

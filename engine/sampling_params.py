@@ -42,7 +42,6 @@ MAX_BEAM_WIDTH = 64
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64  # the sampler keeps this many last tokens of a sequence
-MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 _ROUNDS_TO_ZERO = 2.0**-150  # the greatest number that is 0 as a float32
 
@@ -178,7 +177,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
         include_stop_str_in_output: keep the stop string at the end of the text.
         ignore_eos: continue after the model's EOS ids.
         skip_special_tokens: leave special tokens out of the text.
-        logprobs: log-probabilities of the generated token and of this many most likely tokens, at most 20; None is off.
+        logprobs: log-probabilities of the generated token and of this many most likely tokens, at most the engine's
+            ``max_logprobs``; -1 for all tokens, None is off.
         prompt_logprobs: the same for the prompt's tokens.
         logprob_token_ids: at most 128 tokens whose log-probabilities are returned in addition; needs ``logprobs``.
         structured_outputs: a JSON schema, regex, choice or grammar that the text must follow.
@@ -213,8 +213,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     include_stop_str_in_output: Annotated[bool, flag] = False
     ignore_eos: Annotated[bool, flag] = False
     skip_special_tokens: Annotated[bool, flag] = True
-    logprobs: Annotated[int | None, optional(integer(0, MAX_LOGPROBS))] = None
-    prompt_logprobs: Annotated[int | None, optional(integer(0, MAX_LOGPROBS))] = None
+    logprobs: Annotated[int | None, optional(integer(-1))] = None
+    prompt_logprobs: Annotated[int | None, optional(integer(-1))] = None
     logprob_token_ids: Annotated[Sequence[int] | None, optional(_logprob_token_ids)] = None
     structured_outputs: Annotated[
         StructuredOutputsParams | None, optional(instance(StructuredOutputsParams, "must be StructuredOutputsParams"))

@@ -58,6 +58,7 @@ class PromptBuilder:
             max_model_len=info.max_model_len,
             num_blocks=info.num_blocks,
             block_size=info.block_size,
+            max_logprobs=info.max_logprobs,
         )
         self._counted_cost = 0  # of the texts that are only counted or tokenised
         for tokenizer in (self.tokenizer, self._background_tokenizer):
@@ -207,7 +208,7 @@ class PromptBuilder:
         """Check sampling parameters with what an engine knows.
 
         Raises:
-            RequestError: for an id outside the vocabulary.
+            RequestError: for an id outside the vocabulary, or too many log-probabilities.
         """
         self._validator.check_params(params)
 

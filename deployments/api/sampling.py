@@ -30,7 +30,7 @@ class Builder(Protocol):
         """Maximum tokens of prompt and answer together."""
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise RequestError for an id outside the vocabulary."""
+        """Raise RequestError for an id outside the vocabulary, or too many log-probabilities."""
 
     async def run_with_tokenizer(self, work: Callable[[Tokenizer], Any], *, cost: int) -> Any:
         """Run ``work`` with a tokenizer, in the background if ``cost`` is high."""
@@ -42,7 +42,7 @@ async def params_of_prompts(
     """Return for each prompt the parameters of its engine requests: one for each answer, or one for a beam search.
 
     Raises:
-        RequestError: for a value out of range, an id outside the vocabulary, or too many answers.
+        RequestError: for a value out of range, an id outside the vocabulary, too many log-probabilities or answers.
     """
     check_num_answers(request, len(prompts), limits)
     defaults, cost = builder.info.default_sampling, request.num_bytes if request.has_structured_output else 0
@@ -50,7 +50,10 @@ async def params_of_prompts(
     if common.bad_words:
         work = partial(_with_bad_words, common, vocab_size=builder.info.vocab_size)
         common = await builder.run_with_tokenizer(work, cost=sum(map(len, common.bad_words)))
-    builder.check_params(common)
+    try:
+        builder.check_params(common)
+    except RequestError as error:
+        raise request.renamed(error) from None
     rooms = [builder.max_total_tokens - len(prompt.token_ids) for prompt in prompts]
     return [
         _of_answers(_of_prompt(common, room, needs_seed=index > 0 and request.seed is None))
@@ -111,7 +114,7 @@ def _common_fields(kind: type[GenerationRequest]) -> tuple[str, ...]:
 
 
 def _num_logprobs(request: GenerationRequest) -> int | None:
-    """Return how many of the most likely tokens the engine returns with each token."""
+    """Return how many of the most likely tokens the engine returns with each token; -1 for all."""
     if request.num_logprobs is None:  # best_of ranks answers by those of their own tokens
         return 0 if request.num_generated > request.num_answers else None
     return request.num_logprobs if request.logprob_token_ids is None else 0

@@ -62,17 +62,19 @@ def gather_logprobs(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top_tok
     Args:
         logprobs: [n, vocab_size].
         token_ids: int64 [n]: one token for each index; it comes first in the result.
-        num_top_tokens: for each index, how many of the most likely tokens follow.
+        num_top_tokens: for each index, how many of the most likely tokens follow; -1 for all.
     """
+    counts = [logprobs.shape[1] if count == -1 else count for count in num_top_tokens]
     ids = token_ids[:, None]
     values = logprobs.gather(1, ids)
     ranks = (logprobs > values).sum(dim=1, keepdim=True) + 1
-    if any(num_top_tokens):
-        top_values, top_ids = top_tokens(logprobs, max(num_top_tokens))
-        top_ranks = (top_values[:, None, :] > top_values[:, :, None]).sum(dim=2) + 1
+    if any(counts):
+        top_values, top_ids = top_tokens(logprobs, max(counts))
+        negated = -top_values  # ascending; all that are more likely than one of these tokens are before it
+        top_ranks = torch.searchsorted(negated, negated) + 1
         ids, values = torch.cat((ids, top_ids), dim=1), torch.cat((values, top_values), dim=1)
         ranks = torch.cat((ranks, top_ranks), dim=1)
-    return PendingLogprobs(start_to_host(ids), start_to_host(values), start_to_host(ranks), num_top_tokens)
+    return PendingLogprobs(start_to_host(ids), start_to_host(values), start_to_host(ranks), counts)
 
 
 def gather_listed(logprobs: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> PendingLogprobs:

@@ -17,7 +17,7 @@ from engine.sampling.batch import SamplingBatch
 from engine.sampling.choosers import NO_TOKEN, only_finite
 from engine.sampling.pending import PendingTokens
 from engine.sampling.ranking import PendingLogprobs, gather_logprobs, top_tokens
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence, SequenceGroup
 from engine.structured_outputs.bitmask import apply_bitmask
@@ -105,7 +105,7 @@ class Sampler:
         Args:
             logits: float32 [n, vocab_size].
             token_ids: int64 [n], on the device: the prompt's next token, for each index of the logits.
-            num_top_tokens: how many of the most likely tokens to find in addition.
+            num_top_tokens: how many of the most likely tokens to find in addition; -1 for all.
         """
         return gather_logprobs(logits.log_softmax(dim=1), token_ids, num_top_tokens)
 
@@ -124,17 +124,17 @@ class Sampler:
         self._ops.argmax(tokens, logits, None)
         return start_to_host(tokens)
 
-    def warm_up_prompt_logprobs(self, logits: torch.Tensor) -> None:
-        """Compute as many log-probabilities from ``logits`` [n, vocab_size] as requests can ask for."""
+    def warm_up_prompt_logprobs(self, logits: torch.Tensor, max_logprobs: int) -> None:
+        """Compute ``max_logprobs`` log-probabilities for each index of ``logits`` [n, vocab_size]; -1 for all."""
         token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        self.prompt_logprobs(logits, token_ids, [MAX_LOGPROBS] * len(logits))
+        self.prompt_logprobs(logits, token_ids, [max_logprobs] * len(logits))
 
     def warm_up_kernels(self, logits: torch.Tensor) -> None:
         """Compile the kernels of a GPU, for logits [n, vocab_size] as steps have them."""
         if self._ops is not None:
             self._ops.warm_up(logits)
 
-    def warm_up(self, num_sequences: int) -> None:
+    def warm_up(self, num_sequences: int, max_logprobs: int) -> None:
         """Sample ``num_sequences`` sequences once, with every parameter that takes memory."""
         # Equal logits, and more allowed tokens than top-p has candidates: a CPU then sorts the vocabulary.
         logits = torch.zeros(num_sequences, self._vocab_size, device=self._device)
@@ -143,7 +143,7 @@ class Sampler:
             top_p=0.99,
             min_p=0.01,
             min_tokens=1,
-            logprobs=MAX_LOGPROBS,
+            logprobs=max_logprobs,
             repetition_penalty=1.1,
             frequency_penalty=0.1,
             presence_penalty=0.1,

@@ -87,6 +87,7 @@ class ModelRunner:
             attention_backend=self.backend.name,
             eos_token_ids=self.generation_defaults.eos_token_ids,
             default_sampling=self.generation_defaults.sampling,
+            max_logprobs=self.config.max_logprobs,
             free_tokens=self.free_tokens,
         )
 

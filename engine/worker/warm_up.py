@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from engine.sampling.sampler import Sampler
@@ -46,12 +48,13 @@ class WarmUp:
 
         torch.cuda.reset_peak_memory_stats(shard.device)
         hidden = shard.forward(model_input, shard.make_cache(1))
-        shard.compute_prompt_logits(hidden, model_input.prompt_logit_indices, sampler.warm_up_prompt_logprobs)
+        compute_logprobs = partial(sampler.warm_up_prompt_logprobs, max_logprobs=shard.config.max_logprobs)
+        shard.compute_prompt_logits(hidden, model_input.prompt_logit_indices, compute_logprobs)
         if (logits := shard.model.compute_logits(hidden, model_input.logit_indices)) is not None:
             sampler.warm_up_kernels(logits)
             after_drafts = logits[num_sampled:].clone()  # stays in memory while the other logits are sampled from
             del logits
-            sampler.warm_up(num_sampled)
+            sampler.warm_up(num_sampled, shard.config.max_logprobs)
             del after_drafts
         token_ids = torch.full((1,), -1, device=shard.device)
         take_pending_tokens(token_ids, torch.zeros_like(token_ids))

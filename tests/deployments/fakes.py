@@ -95,13 +95,14 @@ class FakeEngines:
     deployment_name: str = "engine-of-fakes"
     is_down: bool = False
     request_timeout_s: float = 60.0
+    engine_info: EngineInfo | None = None  # None: INFO
 
     def options(self, **options: Any) -> FakeEngines:
         return self
 
     @property
     def info(self) -> Any:
-        return SimpleNamespace(remote=lambda: _Ready(INFO, self.is_down))
+        return SimpleNamespace(remote=lambda: _Ready(self.engine_info or INFO, self.is_down))
 
     def start(self) -> None:
         """There is nothing to connect to."""

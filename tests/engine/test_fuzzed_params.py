@@ -71,7 +71,7 @@ FIELDS: dict[str, Callable[[random.Random], Any]] = {
     "min_tokens": lambda rng: rng.choice([0, 1, 5, 30, 10**29, -1]),
     "stop_token_ids": lambda rng: rng.choice([[], ALL_IDS, ALL_IDS[1:], ALL_IDS[6:], token_ids(rng, 30), [2, 2]]),
     "ignore_eos": lambda rng: rng.choice([True, False]),
-    "logprobs": lambda rng: rng.choice([None, 0, 1, 20, 21]),
+    "logprobs": lambda rng: rng.choice([None, 0, 1, 20, 21, -2]),
     "prompt_logprobs": lambda rng: rng.choice([None, 0, 1, 20, -1]),
     "logprob_token_ids": lambda rng: rng.choice([None, None, [5], [5, 5, 0], [], ["a"]]),
     "stop": lambda rng: rng.choice([None, "x", ["x", "y"]]),

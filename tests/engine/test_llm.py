@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,23 @@ def test_bad_words_without_a_tokenizer_are_to_be_given_as_ids(qwen3: SavedModel)
     with pytest.raises(RequestError, match="give bad_words_token_ids") as caught:
         llm.generate({"prompt_token_ids": [5]}, SamplingParams(bad_words=["x"]), use_tqdm=False)
     assert caught.value.param == "bad_words"
+
+
+def test_log_probabilities_of_the_whole_vocabulary_need_its_limit(llm: LLM, qwen3: SavedModel) -> None:
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    for param in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(RequestError, match=f"{param}=-1 asks for all .* the limit of 20; .* raise .* max_logprobs"):
+            llm.generate(prompt, SamplingParams(**{param: -1}), use_tqdm=False)
+    unlimited = LLM(qwen3.path, **OPTIONS, max_logprobs=-1, skip_tokenizer_init=True)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
+    (output,) = unlimited.generate(prompt, params, use_tqdm=False)
+    answer, of_prompt = output.outputs[0], output.prompt_logprobs or []
+    positions = [*(answer.logprobs or []), *[one for one in of_prompt if one is not None]]
+    assert len(positions) == 3 + 2
+    for one, token_id in zip(positions, [*answer.token_ids, 6, 7], strict=True):
+        assert next(iter(one)) == token_id
+        assert len(one) == unlimited.engine.info.vocab_size
+        assert sum(math.exp(logprob.logprob) for logprob in one.values()) == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 2])

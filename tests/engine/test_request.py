@@ -12,6 +12,7 @@ from engine.request import EngineRequest, PromptValidator, RequestValidator
 from engine.sampling_params import SamplingParams
 
 SIZES: dict[str, Any] = {"model": "m", "vocab_size": 64, "max_model_len": 32, "num_blocks": 4, "block_size": 4}
+SIZES |= {"max_logprobs": 20}
 PROMPTS = PromptValidator(**SIZES)
 ENGINE = RequestValidator(**SIZES, max_num_seqs=4, shares_prefixes=True)
 GOOD = EngineRequest("a", [1, 2, 3], SamplingParams())
@@ -63,3 +64,36 @@ def test_a_request_that_can_never_run_is_refused_by_name(change: dict[str, Any],
     with pytest.raises(RequestError) as caught:
         ENGINE.check(replace(GOOD, **change))
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("limit", "number", "problem"),
+    [
+        (20, 20, None),
+        (20, 21, "=21 exceeds the limit of 20; ask for at most 20, or raise the engine's max_logprobs"),
+        (20, -1, "=-1 asks for all 64 tokens of the vocabulary, which exceed the limit of 20; ask for at most 20, or"),
+        (0, 0, None),
+        (0, 1, "=1 exceeds the limit of 0; ask for at most 0"),
+        (63, -1, "=-1 asks for all 64 tokens"),
+        (64, -1, None),
+        (-1, -1, None),
+        (-1, 1000, None),
+    ],
+)
+@pytest.mark.parametrize("param", ["logprobs", "prompt_logprobs"])
+def test_both_limit_the_number_of_log_probabilities(limit: int, number: int, problem: str | None, param: str) -> None:
+    params = SamplingParams(**{param: number})
+    sizes = SIZES | {"max_logprobs": limit}
+    engine = RequestValidator(**sizes, max_num_seqs=4, shares_prefixes=True)
+    checks = (
+        lambda: PromptValidator(**sizes).check_params(params),
+        lambda: engine.check(replace(GOOD, params=params)),
+    )
+    for check in checks:
+        if problem is None:
+            check()
+            continue
+        with pytest.raises(RequestError) as caught:
+            check()
+        assert caught.value.param == param
+        assert str(caught.value).startswith(param + problem)

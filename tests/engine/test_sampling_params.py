@@ -80,10 +80,10 @@ BAD: list[tuple[str, Any]] = [
     ("bad_words_token_ids", [[1] * 65]),
     ("bad_words_token_ids", [[-1]]),
     ("bad_words_token_ids", [3]),
-    ("logprobs", -1),
-    ("logprobs", 21),
+    ("logprobs", -2),
     ("logprobs", True),
-    ("prompt_logprobs", 21),
+    ("prompt_logprobs", -2),
+    ("prompt_logprobs", 1.0),
 ]
 
 
@@ -104,7 +104,7 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
 
 def test_the_limits_themselves_are_allowed() -> None:
     SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, seed=-(2**63), max_tokens=1, min_tokens=1)
-    SamplingParams(n=128, best_of=128, presence_penalty=-2, frequency_penalty=2, logprobs=20, prompt_logprobs=0)
+    SamplingParams(n=128, best_of=128, presence_penalty=-2, frequency_penalty=2, logprobs=-1, prompt_logprobs=-1)
     SamplingParams(repetition_penalty=2**-10, length_penalty=-10, early_stopping="never", logit_bias={0: -100})
     SamplingParams(temperature=0, beam_width=64, n=64)
     SamplingParams(temperature=2.0, top_p=1e-9, top_k=10**9, seed=2**63 - 1, max_tokens=None, min_tokens=10**6)

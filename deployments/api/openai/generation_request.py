@@ -152,12 +152,12 @@ class GenerationRequest(JsonBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Most likely tokens returned with each generated token; None returns no log-probabilities."""
+        """Most likely tokens returned with each generated token; -1 for all, None returns no log-probabilities."""
         return None
 
     @property
     def num_shown_logprobs(self) -> int | None:
-        """Tokens shown with each generated token: the most likely ones, or those of ``logprob_token_ids``."""
+        """Tokens shown with each generated token: the most likely ones, or those of ``logprob_token_ids``; -1: all."""
         if self.num_logprobs is None or self.logprob_token_ids is None:
             return self.num_logprobs
         return 1 + len(self.logprob_token_ids)

@@ -27,14 +27,14 @@ def chat_logprobs(
     *,
     as_ids: bool = False,
 ) -> Any:
-    """Return ``logprobs`` of a chat choice, with the ``top`` most likely tokens of each position.
+    """Return ``logprobs`` of a chat choice, with the ``top`` most likely tokens of each position; -1 for all.
 
     With ``as_ids``, tokens are written as ``token_id:N``.
     """
     entry = partial(_chat_entry, tokenizer, as_ids)
     content = []
     for token_id, position in zip(token_ids, logprobs, strict=True):
-        most_likely = sorted(position.items(), key=lambda item: -item[1].logprob)[:top]
+        most_likely = sorted(position.items(), key=lambda item: -item[1].logprob)[: _limit(top)]
         tops = [entry(*item) for item in most_likely]
         content.append(entry(token_id, position[token_id]) | {"top_logprobs": tops})
     return {"content": content, "refusal": None}
@@ -48,12 +48,23 @@ def _chat_entry(tokenizer: Tokenizer, as_ids: bool, token_id: int, logprob: Logp
 def prompt_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs | None], top: int
 ) -> list[dict[int, Any] | None]:
-    """Return vLLM's ``prompt_logprobs``: by id, the token and the ``top`` most likely ones; None for the first."""
+    """Return vLLM's ``prompt_logprobs``: by id, the token and the ``top`` most likely ones; None for the first.
+
+    With ``top`` -1, these are all.
+    """
     return [
         position
-        and {token_id: _ranked(tokenizer, token_id, logprob) for token_id, logprob in islice(position.items(), 1 + top)}
+        and {
+            token_id: _ranked(tokenizer, token_id, logprob)
+            for token_id, logprob in islice(position.items(), _limit(top, 1))
+        }
         for position in logprobs
     ]
+
+
+def _limit(top: int, others: int = 0) -> int | None:
+    """Return the number of the ``top`` most likely tokens and ``others``, as the end of a slice."""
+    return None if top == -1 else top + others
 
 
 def _ranked(tokenizer: Tokenizer, token_id: int, logprob: Logprob) -> dict[str, Any]:
@@ -66,7 +77,7 @@ class CompletionLogprobs:
 
     Args:
         tokenizer: for the tokens' texts.
-        top: number of most likely tokens to list with each token.
+        top: number of most likely tokens to list with each token; -1 for all.
         skip_special_tokens: whether the text omits special tokens.
         as_ids: write tokens as ``token_id:N``.
         prompt_token_ids: the tokens before the answer.
@@ -85,7 +96,7 @@ class CompletionLogprobs:
     ) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
-        self._num_listed = 1 + top
+        self._num_listed = _limit(top, 1)
         self._detokenizer = partial(IncrementalDetokenizer, tokenizer, skip_special_tokens=skip_special_tokens)
         self._answer = self._detokenizer(prompt_token_ids, keeps_first_space=keeps_first_space)
         self._offset = 0

@@ -15,7 +15,6 @@ from deployments.errors import ApiError
 from engine.errors import RequestError, shown
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import MAX_INT32, ThinkingBudget
-from engine.sampling_params import MAX_LOGPROBS
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message", "StreamOptions"]
 
@@ -58,8 +57,8 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[str | list[Any]], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     add_special_tokens: bool = True
     # ``logprobs`` replaces these two (the second with ``echo``), so SamplingParams may not see a value out of range.
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
     best_of: int | None = None
     logprobs: int | None = None
     echo: bool = False
@@ -96,7 +95,7 @@ class CompletionRequest(GenerationRequest):
     def num_prompt_logprobs(self) -> int | None:
         """An echoed prompt has as many as the answer."""
         given = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((number for number in given if number is not None), default=None)
+        return -1 if -1 in given else max((number for number in given if number is not None), default=None)
 
 
 class ChatRequest(Conversation, GenerationRequest):

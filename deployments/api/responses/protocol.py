@@ -103,7 +103,7 @@ class ResponseRequest(_Fields):
     max_tool_calls: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -30,8 +30,8 @@ class Dispatch:
 
     Queued outputs are joined, so that a slow reader gets them whole. What is queued is bounded, so that clients that
     read slowly or not at all neither fill the memory nor make chunks that hold up other streams: at most the rest of
-    the answer, 40 bytes a token, and of log-probabilities about 1.2 MB. With more of them ``is_full`` is true, and the
-    link pauses the dispatch: it aborts the request and calls ``fail`` with StreamPausedError.
+    the answer, 40 bytes a token, and of log-probabilities about 1.2 MB, or one output. With more of them ``is_full`` is
+    true, and the link pauses the dispatch: it aborts the request and calls ``fail`` with StreamPausedError.
 
     Attributes:
         request: the prompt, and the output tokens that other replicas have generated.
@@ -98,8 +98,11 @@ class Dispatch:
 
     @property
     def is_full(self) -> bool:
-        """Whether the reader lags by more log-probabilities than are kept."""
-        return self._num_logprobs > MAX_QUEUED_LOGPROBS
+        """Whether the reader lags by more log-probabilities than are kept.
+
+        A single output may have more, of the whole vocabulary: to wait for it is not to lag.
+        """
+        return self._num_logprobs > MAX_QUEUED_LOGPROBS and len(self._outputs) > 1
 
     # --- called by the link and the stall watch -----------------------------------------------------------------------
 

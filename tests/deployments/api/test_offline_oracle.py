@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from deployments.config import checkout_root
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from tests.deployments.conftest import OpenClient
+from tests.deployments.fakes import events
 from tests.deployments.real_engines import RealEngines
 
 DEMO = str(checkout_root() / "demo" / "model")
@@ -24,7 +26,7 @@ MESSAGES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """The demo model in float32, in which no two tokens are equally likely."""
-    return LLM(DEMO, dtype="float32", kv_cache_memory="64MiB")
+    return LLM(DEMO, dtype="float32", kv_cache_memory="64MiB", max_logprobs=-1)
 
 
 @pytest.fixture
@@ -81,6 +83,37 @@ def test_listed_log_probabilities(demo: TestClient, llm: LLM) -> None:
         named = {f"token_id:{token_id}": logprob.logprob for token_id, logprob in position.items()}
         assert one == pytest.approx(named, abs=1e-4)
         assert set(ids) <= set(position)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_the_whole_vocabulary(demo: TestClient, llm: LLM, stream: bool) -> None:
+    """Of chat and of a completion with its prompt, whole and streamed; only a whole one has ``prompt_logprobs``."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=-1, prompt_logprobs=-1)
+    (expected,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+    positions = [*(expected.prompt_logprobs or []), *(expected.outputs[0].logprobs or [])]
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 2, "stream": stream, "return_tokens_as_token_ids": True}
+
+    def choices(path: str, **body: Any) -> list[dict[str, Any]]:
+        answer = demo.post(f"/v1/{path}", json=asked | body)
+        assert answer.status_code == 200, answer.text
+        return [body["choices"][0] for body in (events(answer.text) if stream else [answer.json()])]
+
+    echoed = choices("completions", prompt=PROMPTS[0], echo=True, logprobs=-1)
+    found = [one for choice in echoed for one in choice["logprobs"]["top_logprobs"]]
+    assert found[0] is None
+    for one, position in zip(found[1:], positions[1:], strict=True):
+        assert position is not None
+        assert one == pytest.approx({f"token_id:{i}": logprob.logprob for i, logprob in position.items()}, abs=1e-4)
+    if not stream:
+        (whole,) = choices("completions", prompt=PROMPTS[0], prompt_logprobs=-1)
+        assert [one and len(one) for one in whole["prompt_logprobs"]] == [None] + [4040] * (len(positions) - 3)
+    chat = choices("chat/completions", messages=MESSAGES[:1], logprobs=True, top_logprobs=-1)
+    content = [entry for choice in chat for entry in choice["logprobs"]["content"]]
+    assert [len(entry["top_logprobs"]) for entry in content] == [4040] * 2
+    for entry in content:
+        values = [one["logprob"] for one in entry["top_logprobs"]]
+        assert values == sorted(values, reverse=True)
+        assert sum(map(math.exp, values)) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_a_truncated_prompt(demo: TestClient, llm: LLM) -> None:

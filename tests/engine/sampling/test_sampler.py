@@ -225,8 +225,9 @@ def test_the_grammar_has_the_last_word(vocab_size: int) -> None:
 
 
 def test_logprobs_are_the_models_own_and_ranked() -> None:
-    logits = random_logits(6, 5)
-    logits[0, 10:14] = logits[0].max() + 1  # four that are equally likely
+    logits = random_logits(7, 5)
+    for row in (0, 6):
+        logits[row, 10:14] = logits[row].max() + 1  # four that are equally likely
     kinds: list[dict[str, Any]] = [
         {"logprobs": 2},
         {"logprobs": 20, "frequency_penalty": 2.0, "logit_bias": {5: 50.0}},
@@ -234,16 +235,18 @@ def test_logprobs_are_the_models_own_and_ranked() -> None:
         {},
         {"temperature": 0.0, "logprobs": 5},
         {"best_of": 3, "n": 1},
+        {"logprobs": -1},
     ]
     sequences = [make_sequence(seed=row, **kind) for row, kind in enumerate(kinds)]
     output = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), sequences)
     assert output.logprobs is not None
     assert output.logprobs[3] is None
-    for row in (0, 1, 2, 4, 5):
+    for row in (0, 1, 2, 4, 5, 6):
         expected = torch.log_softmax(logits[row], dim=0).tolist()
         one = output.logprobs[row]
         assert one is not None
-        k = sequences[row].params.logprobs or 0
+        number = sequences[row].params.logprobs or 0
+        k = VOCAB_SIZE if number == -1 else number
         order = sorted(range(VOCAB_SIZE), key=lambda i, e=expected: (-e[i], i))
         assert list(one) == list(dict.fromkeys([output.token_ids[row], *order[:k]]))
         for token_id, logprob in one.items():
@@ -252,7 +255,7 @@ def test_logprobs_are_the_models_own_and_ranked() -> None:
     assert output.token_ids[1] == 5
     assert next(iter(output.logprobs[1] or {})) == 5
     assert sample(logits, sequences) == output.token_ids
-    assert Sampler(VOCAB_SIZE, CPU).sample(logits, [make_sequence() for _ in range(6)]).logprobs is None
+    assert Sampler(VOCAB_SIZE, CPU).sample(logits, [make_sequence() for _ in range(7)]).logprobs is None
 
 
 def test_prompt_logprobs_are_of_the_actual_next_tokens() -> None:
@@ -264,6 +267,11 @@ def test_prompt_logprobs_are_of_the_actual_next_tokens() -> None:
         rank = 1 + int((expected > expected[token_id]).sum())
         assert next(iter(one.items())) == (token_id, Logprob(pytest.approx(expected[token_id].item(), abs=1e-6), rank))
         assert set(one) == {token_id, *expected.topk(2).indices.tolist()}
+    everything = sampler.prompt_logprobs(logits, token_ids, [0, -1, 2, -1]).to_lists()
+    assert [len(one) for one in everything] == [1, VOCAB_SIZE, 3, VOCAB_SIZE]
+    for one in everything[1::2]:
+        assert sum(math.exp(logprob.logprob) for logprob in one.values()) == pytest.approx(1.0)
+        assert sorted(logprob.rank for logprob in one.values()) == list(range(1, VOCAB_SIZE + 1))
     assert sampler.prompt_logprobs(logits[:0], token_ids[:0], []).to_lists() == []
 
 
@@ -300,9 +308,9 @@ def test_warming_up_takes_the_longest_way(monkeypatch: pytest.MonkeyPatch) -> No
         "choose_sorted",
         lambda self, logits, undecided: sorted_indices.append(undecided) or real(self, logits, undecided),
     )
-    Sampler(5000, CPU).warm_up(3)
+    Sampler(5000, CPU).warm_up(3, 20)
     assert sorted_indices == [[0, 1, 2]]
-    Sampler(VOCAB_SIZE, CPU).warm_up(3)
+    Sampler(VOCAB_SIZE, CPU).warm_up(3, 20)
 
 
 def test_warming_up_uses_every_filter_whose_tensors_are_as_wide_as_the_vocabulary(
@@ -316,11 +324,11 @@ def test_warming_up_uses_every_filter_whose_tensors_are_as_wide_as_the_vocabular
         engine.sampling.sampler, "SamplingBatch", lambda *args: batches.append(real(*args)) or batches[-1]
     )
     sampler = Sampler(VOCAB_SIZE, CPU)
-    sampler.warm_up(3)
+    sampler.warm_up(3, -1)
     (batch,) = batches
     names = [type(one).__name__ for one in batch.filters]
     assert names == ["AllowedTokens", "BadWords", "MinTokens", "LogitBias", "RepetitionPenalty", "OutputPenalties"]
-    assert (batch.logprob_indices, batch.num_logprobs) == ([0, 1, 2], [20] * 3)
+    assert (batch.logprob_indices, batch.num_logprobs) == ([0, 1, 2], [-1] * 3)
     sequences = [make_sequence() for _ in range(3)]
     sampler.sample(random_logits(3, 0), sequences)
     assert len(batches) == 2, "the next batch must not continue that of the warm-up"

@@ -169,16 +169,17 @@ def test_the_warm_up_measures_the_logits_after_drafts(
         max_num_seqs=5,
         max_num_batched_tokens=max_num_batched_tokens,
         speculative_config=NGRAM,
+        max_logprobs=-1,
     )
     worker = ModelRunner(config).workers.local
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     sizes = watch_logits(worker, monkeypatch)
-    sampled: list[int] = []
-    monkeypatch.setattr(Sampler, "warm_up", lambda self, rows: sampled.append(rows))
+    sampled: list[tuple[int, int]] = []
+    monkeypatch.setattr(Sampler, "warm_up", lambda self, rows, max_logprobs: sampled.append((rows, max_logprobs)))
     WarmUp(worker.shard).run_largest_step()
     assert sizes == [min(PROMPT_LOGITS_AT_ONCE, max_num_batched_tokens), num_rows]
-    assert sampled == [min(5, max_num_batched_tokens)]
+    assert sampled == [(min(5, max_num_batched_tokens), -1)]
 
 
 def test_a_nan_after_a_draft_token_ends_the_draft_and_no_answer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from engine.errors import EngineDeadError
 from tests.deployments.api.conftest import Answers
 from tests.deployments.api.responses.conftest import PATH, post, stream
 from tests.deployments.api.responses.official import check_events, check_response, events_of
-from tests.deployments.fakes import FakeEngines, output
+from tests.deployments.conftest import OpenClient
+from tests.deployments.fakes import INFO, FakeEngines, output
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 ANSWER = f'<think>\nHmm.\n</think>\n\nLet me see.\n{CALL}\n<tool_call>{{"name": "g"}}</tool_call>'
@@ -161,6 +163,15 @@ def test_allowed_tools(parsed: TestClient, answers: Answers, engines: FakeEngine
     assert '"name": "f"' not in prompt(engines, tokenizer)
 
 
+def test_log_probabilities_of_the_whole_vocabulary(open_client: OpenClient, engines: FakeEngines) -> None:
+    engines.engine_info = replace(INFO, max_logprobs=-1)
+    client = open_client()
+    engines.scripts = [[output([70], "stop", logprobs=[-0.5])]]
+    body = post(client, include=["message.output_text.logprobs"], top_logprobs=-1)
+    assert (body["top_logprobs"], engines.calls[0][0].params.logprobs) == (-1, -1)
+    assert len(body["output"][0]["content"][0]["logprobs"][0]["top_logprobs"]) == 1  # all that the engine sent
+
+
 def test_log_probabilities(client: TestClient, engines: FakeEngines) -> None:
     engines.scripts = [[output([70], logprobs=[-0.5]), output([71, 2], "stop", logprobs=[-0.25, -1.0])]]
     body = post(client, include=["message.output_text.logprobs"], top_logprobs=1)
@@ -169,6 +180,11 @@ def test_log_probabilities(client: TestClient, engines: FakeEngines) -> None:
     assert "".join(one["token"] for one in logprobs) == body["output"][0]["content"][0]["text"]
     assert [len(one["top_logprobs"]) for one in logprobs] == [1, 1]
     assert engines.calls[0][0].params.logprobs == 1
+    refused = client.post(
+        "/v1/responses", json={"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": -1}
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "top_logprobs")
+    assert "the limit of 20" in refused.json()["error"]["message"]
     assert post(client)["output"][0]["content"][0]["logprobs"] == []
 
 

@@ -71,6 +71,18 @@ def test_a_stream_is_full_until_its_reader_takes_the_outputs() -> None:
     assert not stream.is_full
 
 
+def test_one_output_of_any_size_does_not_fill_a_stream() -> None:
+    """The log-probabilities of a whole vocabulary are more than are kept: each token would pause its request."""
+    stream = Dispatch(REQUEST)
+    for _ in range(2):
+        _put(stream, _with_logprobs(MAX_QUEUED_LOGPROBS))
+        assert not stream.is_full
+        assert stream.take() is not None
+    _put(stream, _with_logprobs(MAX_QUEUED_LOGPROBS))
+    _put(stream, _with_logprobs(1))
+    assert stream.is_full
+
+
 async def test_a_stream_whose_reader_takes_nothing_is_paused_and_frees_its_blocks(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
