@@ -26,6 +26,8 @@ class AnswerParser:
 
     Attributes:
         num_calls: tool calls emitted so far.
+        kind: of the last text or call, emitted or not; None before the first. A call is a CallStart.
+        has_reasoning: whether the answer has reasoning, emitted or not.
     """
 
     def __init__(
@@ -35,7 +37,8 @@ class AnswerParser:
         self._steps = family(self._reader)
         self._max_calls = max_calls
         self._include_reasoning = include_reasoning
-        self._last: type[Event] | None = None  # the kind of the last event
+        self.kind: type[Event] | None = None
+        self.has_reasoning = False
         self._space: dict[type[Event], list[str]] = {Content: [], Reasoning: []}  # whitespace that was held back
         self._started: set[type[Event]] = set()  # kinds that have had an event
         self._is_dropped = False  # whether the last call was
@@ -48,7 +51,7 @@ class AnswerParser:
             end = start + _PIECE
             self._reader.push(text[start:end], final=final and end >= len(text))
             events += [event for parsed in self._parsed() for event in self._tidied(parsed)]
-        if final and self._last in (Content, None):
+        if final and self.kind in (Content, None):
             events.append(Content("".join(self._space[Content])))
         return list(_joined(events))
 
@@ -63,7 +66,7 @@ class AnswerParser:
         if isinstance(event, Content | Reasoning):
             yield from self._text(event)
         elif isinstance(event, CallStart):
-            self._last = CallStart
+            self.kind = CallStart
             self._is_dropped = self.num_calls == self._max_calls
             if not self._is_dropped:
                 self.num_calls += 1
@@ -77,16 +80,16 @@ class AnswerParser:
         shown = event.text.rstrip()
         space = event.text[len(shown) :]
         if kind is Reasoning:
-            self._last = kind
+            self.kind, self.has_reasoning = kind, True
         if not shown:
             self._space[kind].append(space)
             return
         shown = "".join(self._space[kind]) + shown
         self._space[kind] = [space]
-        if kind not in self._started and (kind is Reasoning or self._last is not None):
+        if kind not in self._started and (kind is Reasoning or self.kind is not None):
             shown = shown.lstrip()
         self._started.add(kind)
-        self._last = kind
+        self.kind = kind
         if kind is Content or self._include_reasoning:
             yield kind(shown)
 

@@ -11,6 +11,7 @@ from deployments.api.openai.tool_grammar import parameters_of, strict_calls
 from deployments.api.openai.tools import NamedChoice
 from deployments.parsers.answer_parser import AnswerParser
 from deployments.parsers.families.forced import named_call, required_calls
+from deployments.parsers.reasoning_tokens import ReasoningTokens
 from deployments.parsers.registry import TOOL_PARSERS, Family, Parsers
 from deployments.requests.prompt import Prompt
 from engine.errors import RequestError
@@ -59,6 +60,10 @@ class AnswerFormat:
     def new_parser(self) -> AnswerParser:
         """Return the parser of one answer."""
         return AnswerParser(self.family, max_calls=self.max_calls, include_reasoning=self.include_reasoning)
+
+    def new_reasoning_tokens(self) -> ReasoningTokens:
+        """Return what counts the tokens of one answer's reasoning."""
+        return ReasoningTokens(self.end_of_reasoning)
 
     def with_shown_markers(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts of answers whose text has the special tokens that the parser needs."""

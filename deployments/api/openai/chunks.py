@@ -14,7 +14,7 @@ from typing import Any
 
 from deployments.api.json_response import encode_json
 from deployments.api.openai.protocol import GenerationRequest
-from deployments.api.openai.response_writers import ResponseWriter, usage_fields
+from deployments.api.openai.response_writers import ResponseWriter
 from deployments.api.writers import Usage
 from deployments.errors import ApiError
 from deployments.requests.generation import Delta, Generation
@@ -88,7 +88,7 @@ class ChunkWriter:
         if self._has_token_ids:
             varying["token_ids"] = encode_json(delta.token_ids)
         if self._continuous_usage:
-            varying["usage"] = encode_json(usage_fields(self._usage()))
+            varying["usage"] = encode_json(self._usage_fields())
         return varying
 
     def _template(self, index: int) -> str:
@@ -107,10 +107,13 @@ class ChunkWriter:
     def _chunk(self, delta: Delta, *, first: bool) -> dict[str, Any]:
         chunk = self._writer.delta_chunk(delta, self._generations[delta.index], first=first)
         if self._continuous_usage:
-            chunk["usage"] = usage_fields(self._usage())
+            chunk["usage"] = self._usage_fields()
         elif self._includes_usage:
             chunk["usage"] = None
         return chunk
+
+    def _usage_fields(self) -> dict[str, Any]:
+        return self._writer.usage_fields(self._usage())
 
     def _usage(self) -> Usage:
         return Usage.of(self._generations, self._num_generated)

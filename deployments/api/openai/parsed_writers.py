@@ -16,6 +16,7 @@ from deployments.api.openai.response_writers import ChatWriter
 from deployments.api.writers import Answer, ResponseHead
 from deployments.parsers.answer_parser import AnswerParser
 from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
+from deployments.parsers.reasoning_tokens import ReasoningTokens
 from deployments.requests.generation import Delta, Generation
 from engine.outputs import FinishReason
 from engine.text.tokenizer import Tokenizer
@@ -33,10 +34,38 @@ class ParsedChatWriter(ChatWriter):
     ) -> None:
         super().__init__(head, request, tokenizer)
         self.format = answer_format
+        self._reasoning: dict[int, ReasoningTokens] = {}  # by choice
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far, in all answers."""
+        return sum(reasoning.total for reasoning in self._reasoning.values())
+
+    def count_reasoning(self, index: int, token_ids: Sequence[int], parser: AnswerParser) -> None:
+        """Count the tokens of reasoning in a piece of a choice, which ``parser`` has just been fed."""
+        if index not in self._reasoning:
+            self._reasoning[index] = self.format.new_reasoning_tokens()
+        self._reasoning[index].add(token_ids, parser)
+
+    def _count_whole(self, index: int, answer: Answer, parser: AnswerParser) -> None:
+        """Count the tokens of reasoning in a whole answer, which ``parser`` has been fed."""
+        token_ids = answer.generation.token_ids
+        if not parser.has_reasoning:
+            return
+        if self.format.end_of_reasoning in token_ids or parser.kind is Reasoning:
+            self.count_reasoning(index, token_ids, parser)
+            return
+        parser, start = self.format.new_parser(), 0  # piece by piece, as a stream
+        for text, count in zip(answer.pieces, answer.token_counts, strict=True):
+            end = start + count
+            parser.feed(text, final=end == len(token_ids))
+            self.count_reasoning(index, token_ids[start:end], parser)
+            start = end
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         parser = self.format.new_parser()
         events = parser.feed(answer.text, final=True)
+        self._count_whole(index, answer, parser)
         choice = super()._choice(index, answer)
         choice["message"] = {"role": "assistant", "content": None, "refusal": None, **self.fields(events, parser)}
         for call in choice["message"].get("tool_calls", ()):
@@ -90,6 +119,7 @@ class ParsedChunkWriter(ChunkWriter):
         """Return the event of one delta; nothing if there is nothing to send."""
         parser, first = self._parsers[delta.index], not self._has_started[delta.index]
         fields = self._chat.fields(parser.feed(delta.text, final=delta.finish_reason is not None), parser)
+        self._chat.count_reasoning(delta.index, delta.token_ids, parser)
         has_more = self._has_logprobs or self._has_token_ids or self._continuous_usage
         if not (fields or first or delta.finish_reason is not None or has_more):
             return b""

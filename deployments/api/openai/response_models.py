@@ -49,6 +49,18 @@ class Usage(_Part):
     prompt_tokens_details: CachedTokens
 
 
+class ReasoningTokens(_Part):
+    """Tokens of the answers that are reasoning, with its markers."""
+
+    reasoning_tokens: int
+
+
+class ChatUsage(Usage):
+    """Token counts of chat answers."""
+
+    completion_tokens_details: ReasoningTokens
+
+
 class RankedToken(_Part):
     """A token of ``prompt_logprobs``."""
 
@@ -198,7 +210,7 @@ class ChatResponse(_Response):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
+    usage: ChatUsage
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None = absent()
 
@@ -208,7 +220,7 @@ class ChatChunk(_Response):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: Usage | None = absent()
+    usage: ChatUsage | None = absent()
     prompt_token_ids: list[int] = absent()
 
 

@@ -15,7 +15,7 @@ from deployments.api.writers import Answer, ResponseHead, Usage
 from deployments.requests.generation import Delta, Generation
 from engine.text.tokenizer import Tokenizer
 
-__all__ = ["ChatWriter", "CompletionWriter", "ResponseWriter", "usage_fields"]
+__all__ = ["ChatWriter", "CompletionWriter", "ResponseWriter"]
 
 
 class ResponseWriter(ABC):
@@ -39,7 +39,7 @@ class ResponseWriter(ABC):
     def response(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """Return the whole response."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        body = self._shared(self.whole) | {"choices": choices, "usage": usage_fields(usage)}
+        body = self._shared(self.whole) | {"choices": choices, "usage": self.usage_fields(usage)}
         return body | self._response_extras(answers[0].generation)
 
     def delta_chunk(self, delta: Delta, generation: Generation, *, first: bool) -> dict[str, Any]:
@@ -56,7 +56,16 @@ class ResponseWriter(ABC):
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """Return the last chunk of a stream that includes usage."""
-        return self._shared(self.chunk) | {"choices": [], "usage": usage_fields(usage)}
+        return self._shared(self.chunk) | {"choices": [], "usage": self.usage_fields(usage)}
+
+    def usage_fields(self, usage: Usage) -> dict[str, Any]:
+        """Return the ``usage`` of the response."""
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        }
 
     def _shared(self, object_name: str) -> dict[str, Any]:
         return {"id": self._head.id, "object": object_name, "created": self._head.created, "model": self._head.model}
@@ -106,6 +115,17 @@ class ChatWriter(ResponseWriter):
     id_prefix = "chatcmpl-"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far, in all answers."""
+        return 0
+
+    def usage_fields(self, usage: Usage) -> dict[str, Any]:
+        """As the base class, with the tokens of reasoning."""
+        return super().usage_fields(usage) | {
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}
+        }
 
     def _message(self, text: str, generation: Generation) -> dict[str, Any]:
         content = generation.prompt.echo_text + text
@@ -180,13 +200,3 @@ class CompletionWriter(ResponseWriter):
             logprobs.add(delta.token_ids, delta.logprobs or ()),
         ]
         return {name: parts[0][name] + parts[1][name] for name in parts[0]}
-
-
-def usage_fields(usage: Usage) -> dict[str, Any]:
-    """Return the ``usage`` of a response."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }

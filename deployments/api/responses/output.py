@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.responses.output_items import CallItem, MessageItem, OutputItem, ReasoningItem, StreamEvent
 from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
+from deployments.parsers.reasoning_tokens import ReasoningTokens
 from engine.outputs import TokenLogprobs
 
 __all__ = ["Output"]
@@ -43,28 +44,20 @@ class Output:
         self._finished: list[dict[str, Any]] = []
         self._open: OutputItem | None = None
         self._held: list[Token] = []  # tokens whose text has made no event yet
-        self._has_reasoning = False
-        self._end_of_reasoning = None if answer_format is None else answer_format.end_of_reasoning
-        self._reasoning_end: int | None = None  # number of tokens up to that token
-        self._num_tokens = 0
-        self._num_in_reasoning = 0
+        self._reasoning = ReasoningTokens(None if answer_format is None else answer_format.end_of_reasoning)
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning so far, with its markers.
-
-        If no single token ends the reasoning, a piece of several tokens counts as what it ends with.
-        """
-        if not self._has_reasoning:
-            return 0
-        return self._num_in_reasoning if self._reasoning_end is None else self._reasoning_end
+        """Tokens of reasoning so far, with its markers."""
+        return self._reasoning.total
 
     def feed(
         self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, *, final: bool
     ) -> Iterator[StreamEvent]:
         """Add a piece of the answer; yields the events that it makes."""
-        self._find_end_of_reasoning(token_ids)
         events = self._parse(text, final=final)
+        if self._parser is not None:
+            self._reasoning.add(token_ids, self._parser)
         ranked: Sequence[TokenLogprobs | None] = logprobs or [None] * len(token_ids)
         tokens: list[Token] = list(zip(token_ids, ranked, strict=True))
         if not events:
@@ -74,9 +67,6 @@ class Output:
         held, self._held = self._held, []
         if self._open is None or isinstance(self._open, MessageItem | kind):
             tokens = held + tokens
-        else:
-            self._count(type(self._open), held)
-        self._count(kind, tokens)
         written = self._logprobs(tokens) if self._logprobs is not None and kind is MessageItem else []
         for event in events:
             yield from self._add(event, written if event is events[-1] else [])
@@ -86,7 +76,6 @@ class Output:
         if self._open is None:
             self._open = MessageItem(0)
             yield from self._open.start()
-        self._count(type(self._open), self._held)
         yield from self._close("completed" if is_complete else "incomplete")
 
     def items(self) -> list[dict[str, Any]]:
@@ -97,16 +86,6 @@ class Output:
         if self._parser is not None:
             return self._parser.feed(text, final=final)
         return [Content(text)] if text else []
-
-    def _count(self, kind: type[OutputItem], tokens: Sequence[Token]) -> None:
-        if kind is ReasoningItem:
-            self._num_in_reasoning += len(tokens)
-
-    def _find_end_of_reasoning(self, token_ids: Sequence[int]) -> None:
-        end = self._end_of_reasoning
-        if self._reasoning_end is None and end is not None and end in token_ids:
-            self._reasoning_end = self._num_tokens + list(token_ids).index(end) + 1
-        self._num_tokens += len(token_ids)
 
     def _add(self, event: Event, logprobs: list[dict[str, Any]]) -> Iterator[StreamEvent]:
         """Add an event of the parser to the open item, or to a new one."""
@@ -125,10 +104,7 @@ class Output:
         index = len(self._finished)
         if isinstance(event, CallStart):
             return CallItem(index, event.name, self._call_id_length)
-        if isinstance(event, Content):
-            return MessageItem(index)
-        self._has_reasoning = True
-        return ReasoningItem(index)
+        return MessageItem(index) if isinstance(event, Content) else ReasoningItem(index)
 
     def _close(self, status: str) -> Iterator[StreamEvent]:
         if self._open is not None:

@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from deployments.api.openai.chunks import ChunkWriter
 from deployments.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from deployments.api.openai.response_writers import ChatWriter, CompletionWriter, ResponseWriter, usage_fields
+from deployments.api.openai.response_writers import ChatWriter, CompletionWriter, ResponseWriter
 from deployments.api.writers import ResponseHead, Usage
 from deployments.requests.generation import Delta
 from deployments.requests.prompt import Prompt
@@ -92,7 +92,7 @@ def _expected(writer: ResponseWriter, generations: list[Any], deltas: list[Delta
         chunk = writer.delta_chunk(delta, generations[delta.index], first=delta.index not in started)
         started.add(delta.index)
         if options is not None and options.include_usage and options.continuous_usage_stats:
-            chunk["usage"] = usage_fields(Usage.of(generations, body.num_generated))
+            chunk["usage"] = writer.usage_fields(Usage.of(generations, body.num_generated))
         elif options is not None and options.include_usage:
             chunk["usage"] = None
         chunks.append(chunk)
