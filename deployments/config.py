@@ -24,6 +24,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config.architectures import require_proven
 from engine.models.config.config_json import context_length, num_positions, read_config_json, rope_of
+from engine.models.gguf.file import is_gguf, open_gguf
 from engine.sampling_params import MAX_SEQUENCES
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+GGUF_TOKENIZER = "tokenizer.ggml.model"
 
 _ROUTING = RoutingOptions()
 _PROXY = ProxyLimits()
@@ -192,7 +194,7 @@ class AppConfig(_Options):
 
     @property
     def model_path(self) -> Path:
-        """The checkpoint's directory. A relative path starts at the checkout, not at a worker's directory."""
+        """The checkpoint's directory or GGUF file. A relative path starts at the checkout."""
         path = Path(os.path.expanduser(self.model))  # Path.expanduser raises RuntimeError for an unknown user
         return path if path.is_absolute() else checkout_root() / path
 
@@ -205,7 +207,7 @@ class AppConfig(_Options):
     @property
     def served_name(self) -> str:
         """The name that clients give as ``model``."""
-        return self.model_name or self.model_path.name
+        return self.model_name or (self.model_path.stem if is_gguf(self.model) else self.model_path.name)
 
     @property
     def engine_config(self) -> EngineConfig:
@@ -237,18 +239,24 @@ class AppConfig(_Options):
     def require_model(self) -> None:
         """Check that the model's directory holds a checkpoint, and that its config.json allows the options.
 
+        The metadata of a GGUF file stands for a config.json.
+
         Raises:
             ConfigError: a file is missing, or ``max_model_len`` exceeds the model's positions.
-            ModelLoadError: config.json is malformed, or of a model that no engine serves.
+            ModelLoadError: config.json or the GGUF file is malformed, or of a model that no engine serves.
         """
         path = self.model_path
+        if is_gguf(path):
+            self._require_servable(read_config_json(path))
+            if GGUF_TOKENIZER not in open_gguf(path).metadata:
+                raise ConfigError(f"model: '{self.model}' holds no tokenizer; give a GGUF file that has one")
+            return
         if not path.is_dir():
             raise ConfigError(f"model: '{self.model}' is not a directory (looked for {path}); give a checkpoint's path")
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"model: '{self.model}' holds no config.json; give a Hugging Face checkpoint's directory")
+        config_json = read_config_json(path)
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise ConfigError(f"model: '{self.model}' holds no tokenizer; add one of {', '.join(TOKENIZER_FILES)}")
-        self._require_servable(read_config_json(path))
+        self._require_servable(config_json)
 
     def _require_servable(self, config_json: dict[str, Any]) -> None:
         """Check what the fields of config.json tell; others get their value from transformers, in the engine."""

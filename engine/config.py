@@ -115,7 +115,7 @@ def _default_lengths(options: dict[str, Any]) -> dict[str, Any]:
 
 def _checkpoint_path(value: Any) -> Any:
     if not isinstance(value, str) or not value:
-        raise RuleError("must be the path of a checkpoint directory", value=value)
+        raise RuleError("must be the path of a checkpoint directory or of a GGUF file", value=value)
     return value
 
 

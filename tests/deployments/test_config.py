@@ -18,6 +18,7 @@ from ray.serve.schema import HTTPOptionsSchema
 from deployments.config import AppConfig, checkout_root
 from deployments.launcher.preflight import Endpoint, check_config, require_free_port
 from engine.errors import ConfigError, ModelLoadError
+from tests.engine.models.gguf.metadata import write_metadata
 
 SHIPPED = checkout_root() / "serve_config.yaml"
 
@@ -77,6 +78,25 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
         AppConfig.parse({"model": str(tmp_path / "none")}).require_model()
     with pytest.raises(ConfigError, match=r"no config\.json"):
         AppConfig.parse({"model": str(tmp_path)}).require_model()
+
+
+def test_a_gguf_file_is_checked_as_a_directory_is(tmp_path: Path) -> None:
+    config = AppConfig.parse({"model": str(tmp_path / "a-Q4_K_M.gguf"), "engine": {"max_model_len": 64}})
+    assert config.served_name == "a-Q4_K_M"
+    with pytest.raises(ConfigError, match="is not a file; give the path of a GGUF file"):
+        config.require_model()
+    write_metadata(config.model_path, "llama")
+    with pytest.raises(ConfigError, match="holds no tokenizer; give a GGUF file that has one"):
+        config.require_model()
+    write_metadata(config.model_path, "llama", add=lambda writer: writer.add_tokenizer_model("gpt2"))
+    config.require_model()
+    write_metadata(config.model_path, "llama", context_length=63)
+    with pytest.raises(ConfigError, match="max_model_len=64 exceeds the model's 63 positions"):
+        config.require_model()
+    (tmp_path / "directory").mkdir()
+    config.model_path.rename(tmp_path / "directory" / "a.gguf")
+    with pytest.raises(ConfigError, match="give the path of a GGUF file itself, such as '.*a.gguf'"):
+        AppConfig.parse({"model": str(tmp_path / "directory")}).require_model()
 
 
 def test_the_engines_get_the_limits_of_their_queues() -> None:

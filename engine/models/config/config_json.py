@@ -15,6 +15,8 @@ from engine.errors import ConfigError, ModelLoadError, shown
 from engine.models.config.architectures import ALIASES, PROVEN, REFUSED, require_proven
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.limits import require_plausible
+from engine.models.gguf.config import gguf_config
+from engine.models.gguf.file import is_gguf, open_gguf
 
 __all__ = ["context_length", "num_positions", "read_config_json", "read_json", "rope_of"]
 
@@ -24,20 +26,26 @@ logger = logging.getLogger(__name__)
 def read_config_json(path: str | Path) -> dict[str, Any]:
     """Return the fields of a checkpoint's config.json; reject checkpoints that need code of their own.
 
+    The metadata of a GGUF file stands for a config.json.
+
     Code that comes with an architecture that is computed here is never run, and not needed: the checkpoint is older
     than transformers' own classes, as Microsoft's Phi-3 and Phi-4 are.
 
     Raises:
-        ConfigError: if the directory or its config.json does not exist.
+        ConfigError: if the directory or its config.json does not exist, or the GGUF file.
         ModelLoadError: if the file is malformed, names remote code or a refused architecture, is of a quantized
             checkpoint, or has values that no model has.
     """
+    if is_gguf(path):
+        raw = gguf_config(open_gguf(path))
+        require_plausible(raw, path)
+        return raw
     directory = Path(path)
     if not directory.is_dir():
         raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
     file = directory / "config.json"
     if not file.is_file():
-        raise ConfigError(f"model '{path}' has no config.json; give the path of a Hugging Face checkpoint")
+        raise ConfigError(f"model '{path}' has no config.json; {_what_to_give(directory)}")
     try:
         raw = read_json(file)
     except OSError as error:
@@ -52,6 +60,13 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
             require_proven(name)  # which says why; no limit below was chosen for such a model
     require_plausible(raw, path)
     return raw
+
+
+def _what_to_give(directory: Path) -> str:
+    """Return the remedy for a directory without config.json."""
+    if files := sorted(directory.glob("*.gguf")):
+        return f"give the path of a GGUF file itself, such as '{files[0]}'"
+    return "give the path of a Hugging Face checkpoint"
 
 
 def _ignore_own_code(raw: dict[str, Any], path: str | Path) -> None:

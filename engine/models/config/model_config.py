@@ -23,10 +23,12 @@ from engine.models.config.rope_config import RopeConfig, check_longrope_length
 from engine.models.config.shape import AttentionShape, ModelShape
 from engine.models.config.tokenizer_eos import tokenizer_eos_id
 from engine.models.config.without_transformers import plain_config
+from engine.models.gguf.config import gguf_generation_config
+from engine.models.gguf.file import is_gguf, open_gguf
 from engine.sampling_params import SamplingParams
 from kernels.layer_ops.base import Activation
 
-__all__ = ["GenerationDefaults", "ModelConfig", "load_hf_config"]
+__all__ = ["GenerationDefaults", "ModelConfig", "load_hf_config", "read_with_transformers"]
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -261,13 +263,21 @@ def load_hf_config(path: str | Path) -> Any:
         ModelLoadError: if it is malformed, names remote code, is quantized, or has an unknown architecture.
     """
     raw = read_config_json(path)
-    return plain_config(raw) or _read_with_transformers(Path(path))
+    return plain_config(raw) or read_with_transformers(Path(path))
 
 
-def _read_with_transformers(directory: Path) -> Any:
-    from transformers import AutoConfig  # slow to import
+def read_with_transformers(directory: Path) -> Any:
+    """Return transformers' config of a checkpoint that ``read_config_json`` has accepted.
+
+    Raises:
+        ModelLoadError: if transformers refuses it.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig  # slow to import
 
     try:
+        if is_gguf(directory):
+            raw = read_config_json(directory)
+            return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         return AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # its classes check some values, and compute with others
         raise _unreadable(directory, error) from error
@@ -301,8 +311,8 @@ class GenerationDefaults:
         Raises:
             ModelLoadError: if the file is malformed, an id is outside the vocabulary or a default out of range.
         """
-        file = Path(path) / "generation_config.json"
-        raw = read_json(file) if file.is_file() else {}
+        file = Path(path) if is_gguf(path) else Path(path) / "generation_config.json"
+        raw = _generation_config(file) if file.is_file() else {}
         eos = raw.get("eos_token_id")
         eos = hf_config.eos_token_id if eos is None else eos
         ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
@@ -325,3 +335,7 @@ class GenerationDefaults:
         except RequestError as error:
             raise ModelLoadError(f"'{file}' sets defaults that are not valid: {error}") from error
         return cls(ids, sampling)
+
+
+def _generation_config(file: Path) -> dict[str, Any]:
+    return gguf_generation_config(open_gguf(file)) if is_gguf(file) else read_json(file)

@@ -1,0 +1,123 @@
+"""The config that GGUF metadata stands for is that of the model which was converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import ModelLoadError
+from engine.models.config.implementation import read_shape
+from engine.models.config.model_config import GenerationDefaults, ModelConfig, load_hf_config, read_with_transformers
+from engine.models.config.transformers_config import TransformersConfig
+from engine.models.decoder.rope import rope_tables
+from tests.engine.models.gguf.converted import ARCHITECTURES, build_model, write_gguf
+from tests.engine.models.gguf.metadata import write_metadata
+
+Converted = Callable[[str], tuple[Any, Path]]
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    """Return a function from the name of a model to transformers' model and the GGUF file with its weights."""
+
+    def write(name: str) -> tuple[Any, Path]:
+        model, path = build_model(name), tmp_path_factory.mktemp("gguf") / f"{name}.gguf"
+        write_gguf(model, name, path)
+        return model, path
+
+    return cache(write)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_is_the_config_of_the_converted_model(converted: Converted, name: str) -> None:
+    model, path = converted(name)
+    read, original = load_hf_config(path), model.config
+    ours, theirs = read_shape(read, "auto"), read_shape(original, "auto")
+    assert ours.dtype in (torch.bfloat16, torch.float32)
+    assert replace(ours, dtype=None) == replace(theirs, dtype=None)
+    assert type(ours) is (TransformersConfig if name == "gpt-oss" else ModelConfig)
+    if isinstance(ours, ModelConfig):
+        tables = [rope_tables(config, ours.rope, ours.head_dim, 512) for config in (read, original)]
+        torch.testing.assert_close(*tables, rtol=0, atol=1e-6 if name == "llama" else 0)
+
+
+def test_transformers_computes_gpt_oss_with_it(converted: Converted) -> None:
+    model, path = converted("gpt-oss")
+    ours, theirs = read_with_transformers(path).to_dict(), model.config.to_dict()
+    different = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    assert different <= {"dtype", "transformers_version", "_attn_implementation", "pad_token_id", "bos_token_id",
+                         "eos_token_id", "moe_intermediate_size", "num_experts"}  # fmt: skip
+
+
+def test_the_largest_gemmas_have_another_scale(tmp_path: Path) -> None:
+    for architecture, layers, scalar in (("gemma2", 46, 128), ("gemma2", 42, 256), ("gemma3", 62, 128)):
+        path = tmp_path / f"{architecture}-{layers}.gguf"
+        write_metadata(path, architecture, layers=layers, key_length=256)
+        assert load_hf_config(path).query_pre_attn_scalar == scalar
+
+
+def test_stop_tokens_and_sampling_defaults(tmp_path: Path) -> None:
+    tokens = ["<pad>", "<eos>", "<bos>", "a", "<end_of_turn>", "<|end|>"]
+    types = [3, 3, 3, 1, 3, 1]  # the last is a text like any other
+
+    def add(writer: Any) -> None:
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        writer.add_eos_token_id(1)
+        writer.add_float32("general.sampling.temp", 0.5)
+        writer.add_int32("general.sampling.top_k", 20)
+
+    write_metadata(path := tmp_path / "a.gguf", "llama", add=add)
+    defaults = GenerationDefaults.load(path, load_hf_config(path), with_tokenizer=True)
+    assert defaults.eos_token_ids == (1, 4)
+    assert defaults.sampling == {"temperature": 0.5, "top_k": 20}
+
+
+def test_the_end_of_a_harmony_message_is_no_stop_token(tmp_path: Path) -> None:
+    def add(writer: Any) -> None:
+        writer.add_token_list(["<|return|>", "<|end|>", "<|call|>", "<|im_end|>"])
+        writer.add_token_types([3, 3, 3, 3])
+        writer.add_eot_token_id(2)
+        writer.add_eos_token_id(0)
+
+    write_metadata(path := tmp_path / "a.gguf", "llama", add=add)
+    assert load_hf_config(path).eos_token_id == [0, 2, 3]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another architecture": ("mamba", {}, "architecture 'mamba', which is not read from GGUF; supported: llama"),
+    "no layers": ("llama", {"block_count": None}, "it has no llama.block_count; download"),
+    "heads by layer": ("llama", {"attention.head_count_kv": [1, 2]}, r"head_count_kv=\[1, 2\] differs between layers"),
+    "no heads": ("llama", {"attention.head_count": 0}, "llama.attention.head_count=0 is not an integer from 1"),
+    "a text": ("llama", {"context_length": "long"}, "llama.context_length='long' is not an integer from 1"),
+    "other values": ("llama", {"attention.value_length": 32}, "keys and values differ in size"),
+    "partial RoPE": ("llama", {"rope.dimension_count": 32}, "is not the head's 64 elements"),
+    "a scaling": ("qwen2", {"rope.scaling.type": "warp"}, "scaling.type='warp' is not supported"),
+    "half a scaling": ("qwen2", {"rope.scaling.type": "linear"}, "it has no qwen2.rope.scaling.factor"),
+    "an id": ("qwen2", {"block_count": 10**6}, "num_hidden_layers=1000000 is not an integer from 1 to 512"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_metadata_is_refused(tmp_path: Path, case: str) -> None:
+    architecture, others, message = REFUSED[case]
+    write_metadata(path := tmp_path / "a.gguf", architecture, **others)
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load_hf_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_unknown_factors_of_frequencies_are_refused(tmp_path: Path) -> None:
+    def add(writer: Any) -> None:
+        writer.add_tensor("rope_freqs.weight", np.linspace(1, 9, 32, dtype=np.float32))
+
+    write_metadata(path := tmp_path / "a.gguf", "llama", add=add)
+    with pytest.raises(ModelLoadError, match="'rope_freqs.weight' are not those of Llama 3's scaling"):
+        load_hf_config(path)
