@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError, RequestError
+from engine.models.gguf.file import is_gguf
 from engine.text.chat_template import ChatTemplate
+from engine.text.gguf_tokenizer import gguf_tokenizer
 from engine.text.token_bytes import TokenBytes
 
 __all__ = ["Tokenizer", "import_tokenizers"]
@@ -21,30 +23,19 @@ def import_tokenizers() -> None:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.
+    """The tokenizer of a checkpoint's directory or of a GGUF file.
 
     Attributes:
         chat_template: renders conversations; the checkpoint may have none.
         token_bytes: returns the bytes of a token; texts, names of tokens and grammars come from them.
 
     Raises:
-        ModelLoadError: if the directory holds no tokenizer that loads without running its own code.
+        ModelLoadError: if the directory holds no tokenizer that loads without running its own code, or the GGUF file
+            none.
     """
 
     def __init__(self, path: str | Path) -> None:
-        if not Path(path).is_dir():  # transformers would take it for a name on a hub
-            raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
-        from transformers import AutoTokenizer  # slow to import, and not needed for token ids
-
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(path), trust_remote_code=False, local_files_only=True
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelLoadError(
-                f"no tokenizer could be loaded from '{path}': {str(error).splitlines()[0]}; add the checkpoint's "
-                "tokenizer files, or set skip_tokenizer_init to work with token ids"
-            ) from error
+        self._tokenizer: Any = gguf_tokenizer(path) if is_gguf(path) else _tokenizer_of_directory(path)
         self._rust = _rust_tokenizer(self._tokenizer)
         if not self.encode("a", add_special_tokens=False):  # transformers makes up a tokenizer if the files are missing
             raise ModelLoadError(f"the tokenizer of '{path}' encodes no text; add the checkpoint's tokenizer files")
@@ -152,6 +143,20 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether ``decode`` omits the token when it skips special tokens."""
         return token_id in self.special_ids
+
+
+def _tokenizer_of_directory(path: str | Path) -> Any:
+    if not Path(path).is_dir():  # transformers would take it for a name on a hub
+        raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
+    from transformers import AutoTokenizer  # slow to import, and not needed for token ids
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(
+            f"no tokenizer could be loaded from '{path}': {str(error).splitlines()[0]}; add the checkpoint's "
+            "tokenizer files, or set skip_tokenizer_init to work with token ids"
+        ) from error
 
 
 def _rust_tokenizer(tokenizer: Any) -> Any | None:

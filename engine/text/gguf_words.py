@@ -1,0 +1,34 @@
+"""How texts are split into words before byte-level BPE, by the names that llama.cpp gives to the ways of doing so.
+
+A name stands for the regular expressions of the tokenizer.json of the model that had it first.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BEGIN_WITH_BOS", "IGNORE_MERGES", "WITH_NFC", "WORDS"]
+
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_REST_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4O = rf"{_CASED[0]}{_ENDINGS}?|{_CASED[1]}{_ENDINGS}?|\p{{N}}{{1,3}}|{_REST_WITH_SLASH}"
+_TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_REST_WITH_SLASH}"
+_DIGIT = r"\p{N}"
+
+_LIKE_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
+
+WORDS: dict[str | None, tuple[str, ...]] = {  # applied one after another
+    **dict.fromkeys((*_LIKE_LLAMA3, "dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (_QWEN2,)),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-2", "phi-2"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), (_DIGIT, _GPT2)),
+}
+IGNORE_MERGES = frozenset({*_LIKE_LLAMA3, "tekken"})  # a word that is a token stays one, whatever the merges say
+BEGIN_WITH_BOS = IGNORE_MERGES  # unless the file says otherwise
+WITH_NFC = frozenset({"qwen2"})  # the original's normaliser, which llama.cpp leaves out

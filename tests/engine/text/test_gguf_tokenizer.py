@@ -1,0 +1,124 @@
+"""A tokenizer out of a GGUF file equals the original: on 2,000 texts of every kind, its special tokens and template."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from engine.errors import ModelLoadError
+from engine.text.gguf_words import WORDS
+from engine.text.tokenizer import Tokenizer
+from tests.engine.text.gguf_originals import KINDS, TEXTS, save_original, write_gguf_of
+
+NUM_TEXTS = 2000
+PIECES = [
+    *" \n\t\r\u00a0", "  ", "   ", "\n\n", "\r\n", " \n ", *"aBcDéñßÄ日本русا٣½²", "e\u0301", "A\u030a", "ﬁ", "🚀",
+    "😶‍🌫️",
+    "'s", "'LL", "'Ve", "don't", "1", "22", "333", "4444", "1234567", "3.14", "a/b//c", "//\n", "--", "!?", "<", ">",
+    "▁",
+    "the", " the", "The", "THE", "HTTPServer", " tokens", "\x00", "[PAD701]", "<0x41>", "<s>", "</s>", "<unk>", "<bos>",
+    "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|user|>", "<|end|>  ", "<think>", "<tool_call>", "[INST]",
+]  # fmt: skip
+
+
+def make_texts() -> list[str]:
+    rng = random.Random(0)
+    texts = ["", *TEXTS]
+    while len(texts) < NUM_TEXTS:
+        texts.append("".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 24))))
+    return texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_original(tmp_path: Path, kind: str) -> None:
+    original = save_original(kind, tmp_path)
+    write_gguf_of(kind, original, path := tmp_path / "model.gguf")
+    ours, theirs = Tokenizer(path), Tokenizer(tmp_path)
+    assert ours.special_ids == theirs.special_ids
+    assert len(ours) == len(theirs)
+    assert ours.chat_template.source == theirs.chat_template.source != ""
+    texts = make_texts()
+    encoded = [ours.encode(text) for text in texts]
+    assert encoded == [theirs.encode(text) for text in texts]
+    for text, token_ids in list(zip(texts, encoded, strict=True))[::10]:
+        for options in ({"add_special_tokens": False}, {"split_special_tokens": True}):
+            assert ours.encode(text, **options) == theirs.encode(text, **options), text
+        for skips in (True, False):
+            decoded = [tokenizer.decode(token_ids, skip_special_tokens=skips) for tokenizer in (ours, theirs)]
+            assert decoded[0] == decoded[1]
+    ids = range(len(theirs))
+    assert ours.token_names(ids) == theirs.token_names(ids)
+    messages = [{"role": "user", "content": "hello <s> you"}]
+    assert ours.chat_template.encode(messages) == theirs.chat_template.encode(messages)
+
+
+def test_words_are_split_as_transformers_splits_them() -> None:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    shared = WORDS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()
+    assert len(shared) >= 10
+    assert {name: WORDS[name] for name in shared} == {name: (GGUF_PRE_TOKENIZER_SPLITS[name],) for name in shared}
+
+
+def write(path: Path, **metadata: Any) -> Path:
+    """Write a small byte-level tokenizer with some metadata replaced, or without it (None)."""
+    base: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": ["a", "b", "ab", "<s>"],
+        "token_type": [1, 1, 1, 3],
+        "merges": ["a b"],
+        "bos_token_id": 3,
+    }
+    writer = gguf.GGUFWriter(path, "llama")
+    add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array, bool: writer.add_bool}
+    for key, value in (base | metadata).items():
+        if value is not None:
+            add[type(value)](key if "." in key else f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_the_small_one_is_good(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path / "a.gguf", add_bos_token=True, add_eos_token=True, eos_token_id=3))
+    assert tokenizer.encode("abb") == [3, 2, 1, 3]
+    assert not tokenizer.chat_template.exists
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_templates": ["default", "tool_use"]}
+    templates |= {"tokenizer.chat_template.default": "plain", "tokenizer.chat_template.tool_use": "with tools"}
+    tokenizer = Tokenizer(write(tmp_path / "a.gguf", **templates))
+    assert tokenizer.chat_template.source.split("\n") in (["plain", "with tools"], ["with tools", "plain"])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no tokenizer": ({"model": None, "tokens": None, "token_type": None, "bos_token_id": None}, "it has no tokens"),
+    "another kind": ({"model": "rwkv"}, "of the kind 'rwkv'; gpt2 and llama"),
+    "unknown words": ({"pre": "own"}, r"not known \(tokenizer.ggml.pre='own'\)"),
+    "no words": ({"pre": None}, r"not known \(tokenizer.ggml.pre=None\)"),
+    "numbers": ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is not a list of str"),
+    "too few kinds": ({"token_type": [1, 1]}, "token_type has 2 elements for 4 tokens"),
+    "half a merge": ({"merges": ["ab"]}, "the merge 'ab' is not two tokens"),
+    "a merge of others": ({"merges": ["a c"]}, "its merges do not fit its tokens"),
+    "an id": ({"bos_token_id": 4}, "bos_token_id=4 is not the id of one of its 4 tokens"),
+    "a template": ({"tokenizer.chat_template": 5}, "its chat template is not a text"),
+    "a flag": ({"add_bos_token": "yes"}, "add_bos_token='yes' is not true or false"),
+    "no scores": ({"model": "llama", "unknown_token_id": 3}, "its tokens have no scores"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_is_said(tmp_path: Path, case: str) -> None:
+    metadata, message = REFUSED[case]
+    path = write(tmp_path / "a.gguf", **metadata)
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        Tokenizer(path)
+    assert str(path) in str(caught.value)
+    assert "give a Hugging Face checkpoint's directory" in str(caught.value)
