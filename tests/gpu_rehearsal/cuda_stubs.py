@@ -33,8 +33,8 @@ NOT_REGISTERED = 713
 def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace torch.cuda until the test ends. New threads watch their operators too."""
     torch._C._ensureCUDADeviceGuardSet()  # an operator's device guard would ask the driver
-    # The functions to which `with torch.device(...)` applies, which torch lists at its first use and keeps. If it listed
-    # our stubs, torch.tensor would ignore such a context after the test, and transformers would not notice that it
+    # torch lists the functions to which `with torch.device(...)` applies at its first use, and keeps the list. If it
+    # held our stubs, torch.tensor would ignore such a context after the test, and transformers would not notice that it
     # builds a model on the meta device: it would leave the frequencies of RoPE uninitialized.
     torch.utils._device._device_constructors()  # type: ignore[no-untyped-call]
     stubs = {**_devices(machine), **_streams(machine), **_memory(machine), **graphs.stubs(machine)}
