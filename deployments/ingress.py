@@ -126,15 +126,19 @@ class Ingress:
 
     async def stored_response(self, response_id: str) -> tuple[str, StoredResponse | None]:
         """Return this ingress's name and a response that it keeps, or None."""
-        return _name(), self.endpoints.responses.store.get(response_id)
+        return _name(), self.endpoints.responses.kept.find(response_id)
 
     async def stored_items(self, ids: list[str]) -> tuple[str, dict[str, dict[str, Any]] | None]:
         """Return this ingress's name and the output items with these ids that it keeps, or None."""
-        return _name(), await asyncio.to_thread(self.endpoints.responses.store.items, ids) or None
+        return _name(), await asyncio.to_thread(self.endpoints.responses.kept.store.items, ids) or None
 
     async def delete_response(self, response_id: str) -> tuple[str, bool | None]:
         """Drop a response that this ingress keeps; returns its name and True, or None if it keeps none."""
-        return _name(), self.endpoints.responses.store.delete(response_id) or None
+        return _name(), self.endpoints.responses.kept.delete_own(response_id) or None
+
+    async def cancel_response(self, response_id: str) -> tuple[str, StoredResponse | None]:
+        """End a response that this ingress computes; returns its name and the response, or None if it keeps none."""
+        return _name(), self.endpoints.responses.kept.cancel_own(response_id)
 
 
 def _name() -> str:

@@ -74,7 +74,8 @@ class RecordRequests:
 
     Args:
         app: the application that serves the requests.
-        on_end: called with the record of each request for tokens when it has ended, for any reason.
+        on_end: called with the record of each request for tokens when it has ended, for any reason; what is answered in
+            the background ends then.
         on_start: called with the record of each request for tokens when it has arrived.
     """
 
@@ -119,10 +120,13 @@ class RecordRequests:
         try:
             await self._app(scope, receive, recording_send)
         finally:
-            record.ended = monotonic()
-            self._finish(record)
+            if record.background is None:
+                self._finish(record)
+            else:
+                record.background.add_done_callback(lambda _: self._finish(record))
 
     def _finish(self, record: RequestRecord) -> None:
+        record.ended = monotonic()
         try:
             self._on_end(record)
         except Exception:  # the client already has its response

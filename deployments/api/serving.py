@@ -7,8 +7,9 @@ the response. This module does not know how HTTP bodies are read, how a replica 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from starlette.responses import Response
@@ -38,6 +39,7 @@ __all__ = ["Serving"]
 
 Body = TypeVar("Body", bound=GenerationRequest)
 NewWriters: TypeAlias = Callable[[AnswerFormat | None], Writers[ChatRequest]]
+Background: TypeAlias = Callable[[ResponseHead, Sequence[Generation], Callable[[], Awaitable[Response]]], Response]
 
 COST_PER_LOGPROB = 16  # of writing one log-probability, in units of tokenising one character
 
@@ -64,12 +66,15 @@ class Serving:
         self._parsers = (config.tool_parser, config.reasoning_parser)
         self._formats: AnswerFormats | None = None  # once there is a tokenizer
 
-    async def chat(self, body: ChatRequest, writers: NewWriters = ChatWriters) -> Response:
+    async def chat(
+        self, body: ChatRequest, writers: NewWriters = ChatWriters, background: Background | None = None
+    ) -> Response:
         """Answer a conversation.
 
         Args:
             body: the conversation; other APIs translate theirs to it.
             writers: how the API writes answers in a format.
+            background: starts to compute the whole response, and returns another one at once; None to wait for it.
         """
         self._admit(body)
         builder = await self._prompts.get()
@@ -78,10 +83,14 @@ class Serving:
             self._formats = AnswerFormats(builder.tokenizer, *self._parsers)
         answer_format = self._formats.of(body, prompts[0])
         if answer_format is None:
-            return await self._respond(body, prompts, builder, writers(None))
+            return await self._respond(body, prompts, builder, writers(None), background=background)
         prompts = answer_format.with_shown_markers(prompts)
-        body, format_writers = answer_format.constrained(body), writers(answer_format)
-        return await self._respond(body, prompts, builder, format_writers, answer_format.cost_per_character)
+        body, format_writers, cost = (
+            answer_format.constrained(body),
+            writers(answer_format),
+            answer_format.cost_per_character,
+        )
+        return await self._respond(body, prompts, builder, format_writers, cost, background)
 
     async def count_tokens(self, body: ChatRequest) -> int:
         """Return the number of tokens of a conversation's prompt."""
@@ -123,6 +132,7 @@ class Serving:
         builder: PromptBuilder,
         writers: Writers[Body],
         cost_per_character: float = 0.0,
+        background: Background | None = None,
     ) -> Response:
         """Send the prompts to the engines; returns the whole response, or the stream once its first event exists.
 
@@ -132,12 +142,11 @@ class Serving:
         response_id = f"{writers.id_prefix}{body.request_id or current_record().request_id}"
         self._fill_record(body, generations, response_id, self._log.prompt(builder.tokenizer, prompts[0].token_ids))
         head = ResponseHead(response_id, int(time.time()), self.model)
-        try:
-            if body.stream:
+        if body.stream:
+            with _named_by(body):
                 return await _streamed(writers.events(head, body, builder.tokenizer, generations), generations)
-            return await _whole(writers, head, generations, body, builder, cost_per_character)
-        except RequestError as error:  # it names the engine's parameter, not the body's
-            raise body.renamed(error) from None
+        answer = partial(_whole, writers, head, generations, body, builder, cost_per_character)
+        return await answer() if background is None else background(head, generations, answer)
 
     def _fill_record(
         self, body: GenerationRequest, generations: Sequence[Generation], response_id: str, prompt: str | None
@@ -147,6 +156,15 @@ class Serving:
         record.response_id, record.prompt, record.generations = response_id, prompt, generations
         record.stream, record.seed = bool(body.stream), body.seed
         record.num_answers, record.num_generated = body.num_answers, body.num_generated
+
+
+@contextmanager
+def _named_by(body: GenerationRequest) -> Iterator[None]:
+    """Rename the engine's parameter in an error to the field of the body that set it."""
+    try:
+        yield
+    except RequestError as error:
+        raise body.renamed(error) from None
 
 
 async def _streamed(events: EventWriter, generations: Sequence[Generation]) -> Response:
@@ -168,10 +186,11 @@ async def _whole(
     cost_per_character: float,
 ) -> Response:
     answers = [Answer(generation) for generation in generations]
-    async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
-        async for delta in deltas:
-            if delta is not None:
-                answers[delta.index].add(delta)
+    with _named_by(body):
+        async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
+            async for delta in deltas:
+                if delta is not None:
+                    answers[delta.index].add(delta)
     best = best_answers(answers, body.num_generated, body.num_answers)
     usage = Usage.of(generations, body.num_generated)
 

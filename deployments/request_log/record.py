@@ -14,10 +14,13 @@ from time import monotonic, time_ns
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from asyncio import Task
+
     from deployments.errors import ApiError
     from deployments.requests.generation import Generation
 
 __all__ = [
+    "CLIENT_CLOSED",
     "RequestRecord",
     "current_record",
     "find_record",
@@ -25,7 +28,7 @@ __all__ = [
     "set_current_record",
 ]
 
-CLIENT_CLOSED = 499  # the status that is logged; the client has disconnected and gets none
+CLIENT_CLOSED = 499  # the status that is logged; the client has disconnected and gets none, or has cancelled
 
 
 @dataclass(slots=True, eq=False)
@@ -49,10 +52,11 @@ class RequestRecord:
     generations: Sequence[Generation] = ()
     response_id: str = ""
     prompt: str | None = None  # the text to log, if prompts are logged
+    background: Task[None] | None = None  # what answers the request after its response, if anything does
 
     @property
     def client_disconnected(self) -> bool:
-        """Whether the client disconnected before the end."""
+        """Whether the client disconnected, or cancelled the request, before the end."""
         return not self.is_complete or (self.error is not None and self.error.status == CLIENT_CLOSED)
 
     @property

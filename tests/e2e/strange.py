@@ -23,8 +23,9 @@ GETS = [
     "/ping", "/metrics", "/version", "/load", "/server_info", "/openapi.json", "/", "/web/app.js", "/live",
     "/-/healthz", "/-/routes",
 ]  # fmt: skip
+POSTS = ["/v1/responses/resp_none/cancel"]
 DELETES = ["/v1/responses/resp_none"]
-PATHS = [*ENDPOINTS, *GETS]
+PATHS = [*ENDPOINTS, *GETS, *POSTS]
 # Headers that Ray Serve, Starlette, uvicorn or HAProxy read.
 HEADERS = [
     ("X-Request-Disconnect-Disabled", "?1"), ("X-Request-Timeout-Seconds", "0.001"),

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.responses import Response
 
 from tests.deployments.api.responses.official import check_events, check_items, check_response, events_of
 from tests.e2e.server import Server
@@ -19,6 +20,7 @@ from tests.waiting import HANG_S, until
 
 ASKED: Any = {"model": "pagoda-demo", "input": "What is a KV cache?", "max_output_tokens": 40, "temperature": 0}
 SHORT = ASKED | {"max_output_tokens": 2}
+ENDLESS = ASKED | {"max_output_tokens": 1800, "extra_body": {"ignore_eos": True, "min_tokens": 1800}}
 MANY = 8
 WEATHER: Any = {
     "type": "function",
@@ -128,6 +130,24 @@ def test_a_client_that_disconnects_aborts_and_stores_nothing(server: Server, cli
     assert client.get(f"/v1/responses/{response_id}").status_code == 404
 
 
+def test_in_the_background(server: Server, api: openai.OpenAI) -> None:
+    started = api.responses.create(**ASKED, background=True)
+    assert started.status == "queued"
+
+    def ended() -> Response | None:
+        response = api.responses.retrieve(started.id)
+        return None if response.status in ("queued", "in_progress") else response
+
+    response = until(ended, "the response ends")
+    assert response is not None
+    assert response.output_text == api.responses.create(**ASKED).output_text
+    endless = api.responses.create(**ENDLESS, background=True, extra_headers={"X-Request-Id": "cancelled"})
+    assert api.responses.cancel(endless.id).status == "cancelled"
+    assert api.responses.retrieve(endless.id).status == "cancelled"
+    line = server.wait_for_line("id=cancelled ")
+    assert "reason=abort status=499" in line
+
+
 # --- with two ingresses -----------------------------------------------------------------------------------------------
 
 
@@ -167,6 +187,11 @@ def test_every_ingress_finds_what_another_one_keeps(public_server: Server) -> No
     deleted = {answer.status_code for answer in _send_many(public_server, "DELETE", path)}
     assert deleted == {200, 404}  # once
     assert {answer.status_code for answer in _send_many(public_server, "GET", path)} == {404}
+    body = ASKED | ENDLESS["extra_body"] | {"max_output_tokens": 1800, "background": True}
+    path = f"/{_send(public_server, 'POST', '', json=body).json()['id']}"
+    cancelled = [answer.json() for answer in _send_many(public_server, "POST", f"{path}/cancel")]
+    assert {one["status"] for one in cancelled} == {"cancelled"}
+    assert {answer.json()["status"] for answer in _send_many(public_server, "GET", path)} == {"cancelled"}
     _kill_an_ingress(public_server)
     assert {_send(public_server, "GET", f"/{response['id']}").status_code for response in stored[:-1]} == {200, 404}
 

@@ -17,12 +17,11 @@ from deployments.api.json_response import JsonResponse
 from deployments.api.openai.protocol import ChatRequest
 from deployments.api.responses.input_items import InputItem, require_calls
 from deployments.api.responses.kept_responses import AskIngresses, KeptResponses
-from deployments.api.responses.openapi import COUNT_INPUT_TOKENS, CREATE, DELETE, INPUT_ITEMS, RETRIEVE
+from deployments.api.responses.openapi import CANCEL, COUNT_INPUT_TOKENS, CREATE, DELETE, INPUT_ITEMS, RETRIEVE
 from deployments.api.responses.protocol import ResponseRequest
-from deployments.api.responses.store import ResponseStore
 from deployments.api.responses.translation import chat_request, renamed
 from deployments.api.responses.truncation import last_turns
-from deployments.api.responses.writers import ResponseWriters
+from deployments.api.responses.writers import Keep, ResponseWriters
 from deployments.api.routes import ApiRoute
 from deployments.api.serving import Serving
 from deployments.config import LimitOptions
@@ -35,24 +34,22 @@ _DEFAULT_PAGE, _MAX_PAGE = 20, 100  # items
 
 
 class Responses:
-    """Creates responses, and returns, lists and deletes those that are kept.
+    """Creates responses, and returns, lists, cancels and deletes those that are kept.
 
     Args:
         serving: answers chat requests.
         bodies: reads those of requests.
         limits: how many responses are kept, and for how long.
         ask_ingresses: calls a method of all ingresses.
+
+    Attributes:
+        kept: the responses that this ingress keeps.
     """
 
     def __init__(self, serving: Serving, bodies: BodyReader, limits: LimitOptions, ask_ingresses: AskIngresses) -> None:
         self._serving = serving
         self._bodies = bodies
-        self._kept = KeptResponses(limits, ask_ingresses)
-
-    @property
-    def store(self) -> ResponseStore:
-        """The responses that this ingress keeps."""
-        return self._kept.store
+        self.kept = KeptResponses(limits, ask_ingresses)
 
     def routes(self) -> list[ApiRoute]:
         """Return the endpoints."""
@@ -61,11 +58,12 @@ class Responses:
             ApiRoute("/v1/responses/input_tokens", "POST", self.count_tokens, COUNT_INPUT_TOKENS),
             ApiRoute("/v1/responses/{response_id}", "GET", self.retrieve, RETRIEVE),
             ApiRoute("/v1/responses/{response_id}", "DELETE", self.delete, DELETE),
+            ApiRoute("/v1/responses/{response_id}/cancel", "POST", self.cancel, CANCEL),
             ApiRoute("/v1/responses/{response_id}/input_items", "GET", self.input_items, INPUT_ITEMS),
         ]
 
     async def create(self, request: Request) -> Response:
-        """Answer an input, whole or as a stream."""
+        """Answer an input, whole, as a stream, or in the background."""
         body, items, num_bytes = await self._read(request)
         try:
             return await self._answer(body, items, num_bytes)
@@ -92,16 +90,20 @@ class Responses:
         """Return a response that is kept."""
         if request.query_params.get("stream", "").lower() == "true":
             raise ApiError(501, "stream=true is not offered; leave it out to get the whole response", param="stream")
-        return Response((await self._kept.get(response_id)).response, media_type=JsonResponse.media_type)
+        return Response((await self.kept.get(response_id)).response, media_type=JsonResponse.media_type)
+
+    async def cancel(self, response_id: str) -> Response:
+        """End a response that is computed in the background."""
+        return Response((await self.kept.cancel(response_id)).response, media_type=JsonResponse.media_type)
 
     async def delete(self, response_id: str) -> Response:
         """Drop a response that is kept."""
-        await self._kept.delete(response_id)
+        await self.kept.delete(response_id)
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, response_id: str, request: Request) -> Response:
         """List the input of a response that is kept, that of earlier responses included; the latest item first."""
-        stored = await self._kept.get(response_id)
+        stored = await self.kept.get(response_id)
 
         def respond() -> Response:
             return JsonResponse(_page(json.loads(stored.input), request.query_params))
@@ -111,16 +113,22 @@ class Responses:
     async def _read(self, request: Request) -> tuple[ResponseRequest, Sequence[InputItem], int]:
         """Return a body, the items of the whole input, and the length of their JSON."""
         body = await self._bodies.read(ResponseRequest, request)
-        earlier, num_bytes = await self._kept.conversation(body.previous_response_id)
-        items = await self._kept.own_items(body)
+        earlier, num_bytes = await self.kept.conversation(body.previous_response_id)
+        items = await self.kept.own_items(body)
         require_calls(items, earlier)
         return body, [*earlier, *items], body.num_bytes + num_bytes
 
     async def _answer(self, body: ResponseRequest, items: Sequence[InputItem], num_bytes: int) -> Response:
-        keep = partial(self._kept.keep, items) if body.is_stored and self._kept.is_open else None
+        keep: Keep | None = partial(self.kept.keep, items) if body.is_stored and self.kept.is_open else None
+        background = None
+        if body.background:
+            if keep is None:
+                remedy = "leave it out; the operator can raise limits.max_stored_responses"
+                raise RequestError("needs a server that keeps responses", param="background", value=True, remedy=remedy)
+            keep, background = self.kept.background.complete, partial(self.kept.background.start, body, items)
         try:
             chat = await _chat(body, items, num_bytes)
-            return await self._serving.chat(chat, partial(ResponseWriters, request=body, keep=keep))
+            return await self._serving.chat(chat, partial(ResponseWriters, request=body, keep=keep), background)
         except RequestError as error:
             raise renamed(error) from None
 

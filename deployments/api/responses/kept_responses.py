@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from deployments.api.body import MAX_INLINE_BYTES
-from deployments.api.json_response import encode_json
+from deployments.api.responses.background import BackgroundResponses, encoded
 from deployments.api.responses.input_items import InputItem, InputMessage, ItemReference, parse_conversation
 from deployments.api.responses.protocol import ResponseRequest
 from deployments.api.responses.store import ResponseStore, StoredResponse
@@ -26,14 +26,15 @@ _ITEM_ID = re.compile(r"[a-z]+_[0-9a-f]{32}")
 
 
 class KeptResponses:
-    """Keeps responses, and finds, continues and deletes them, whichever ingress keeps them.
+    """Keeps responses, and finds, continues, cancels and deletes them, whichever ingress keeps them.
 
     Args:
         limits: how many are kept, and for how long.
         ask_ingresses: calls a method of all ingresses.
 
     Attributes:
-        store: those of this ingress.
+        store: those of this ingress that have ended.
+        background: those of this ingress that are being computed without a client that waits.
     """
 
     def __init__(self, limits: LimitOptions, ask_ingresses: AskIngresses) -> None:
@@ -41,12 +42,26 @@ class KeptResponses:
         self._ask_ingresses = ask_ingresses
         self.is_open = limits.max_stored_responses > 0
         self.store = ResponseStore(limits.max_stored_responses, limits.max_stored_response_bytes, self._ttl_s)
+        self.background = BackgroundResponses(self.store)
 
     def keep(self, items: Sequence[InputItem], response: dict[str, Any]) -> None:
         """Keep a response and its whole input."""
         listed = [item.listed() for item in items]
         item_ids = tuple(item["id"] for item in response["output"])
-        self.store.put(response["id"], StoredResponse(_encoded(response), _encoded(listed), item_ids))
+        self.store.put(response["id"], StoredResponse(encoded(response), encoded(listed), item_ids))
+
+    def find(self, response_id: str) -> StoredResponse | None:
+        """Return a response of this ingress; None if it keeps none with this id."""
+        return self.background.get(response_id) or self.store.get(response_id)
+
+    def cancel_own(self, response_id: str) -> StoredResponse | None:
+        """End a response of this ingress that is being computed, and return it; None if this ingress keeps none."""
+        self.background.cancel(response_id)
+        return self.store.get(response_id)
+
+    def delete_own(self, response_id: str) -> bool:
+        """Drop a response of this ingress; returns whether it kept one."""
+        return self.background.delete(response_id) or self.store.delete(response_id)
 
     async def get(self, response_id: str) -> StoredResponse:
         """Return a response.
@@ -54,11 +69,27 @@ class KeptResponses:
         Raises:
             ApiError: 404 if no ingress keeps it.
         """
-        stored = self.store.get(response_id)
+        stored = self.find(response_id)
         if stored is None and _ID.fullmatch(response_id):
             stored = await self._ask_ingresses("stored_response", response_id)
         if stored is None:
             raise self._not_found("response", response_id)
+        return stored
+
+    async def cancel(self, response_id: str) -> StoredResponse:
+        """End a response that is computed in the background, and return it; one that has ended stays as it is.
+
+        Raises:
+            ApiError: 404 if no ingress keeps it, 400 if it was not created with ``background``.
+        """
+        stored = self.cancel_own(response_id)
+        if stored is None and _ID.fullmatch(response_id):
+            stored = await self._ask_ingresses("cancel_response", response_id)
+        if stored is None:
+            raise self._not_found("response", response_id)
+        if not stored.is_background:
+            problem = f"response {shown(response_id)} cannot be cancelled: it was not created with background=true"
+            raise ApiError(400, f"{problem}; close its connection instead", param="response_id")
         return stored
 
     async def delete(self, response_id: str) -> None:
@@ -67,7 +98,7 @@ class KeptResponses:
         Raises:
             ApiError: 404 if no ingress keeps it.
         """
-        if self.store.delete(response_id):
+        if self.delete_own(response_id):
             return
         if not _ID.fullmatch(response_id) or not await self._ask_ingresses("delete_response", response_id):
             raise self._not_found("response", response_id)
@@ -76,7 +107,7 @@ class KeptResponses:
         """Return the items up to the end of a response, and the length of their JSON; nothing without a response.
 
         Raises:
-            ApiError: 400 about ``previous_response_id`` if no ingress keeps it.
+            ApiError: 400 about ``previous_response_id`` if no ingress keeps it, or it has no answer.
         """
         if response_id is None:
             return [], 0
@@ -85,6 +116,9 @@ class KeptResponses:
         except ApiError as error:
             code = "previous_response_not_found"
             raise ApiError(400, error.message, param="previous_response_id", code=code) from None
+        if stored.status not in ("completed", "incomplete"):
+            problem = f"response {shown(response_id)} is {stored.status}; give one that is completed"
+            raise ApiError(400, problem, param="previous_response_id")
         if stored.num_bytes <= MAX_INLINE_BYTES:
             return _items_of(stored), stored.num_bytes
         return await asyncio.to_thread(_items_of, stored), stored.num_bytes
@@ -124,7 +158,3 @@ class KeptResponses:
 
 def _items_of(stored: StoredResponse) -> list[InputItem]:
     return parse_conversation(json.loads(stored.input) + json.loads(stored.response)["output"])
-
-
-def _encoded(value: Any) -> bytes:
-    return encode_json(value).encode(errors="backslashreplace")  # an unpaired surrogate becomes JSON's escape

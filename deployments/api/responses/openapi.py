@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from deployments.api.descriptions import ACCEPTS_BODY, GENERATES, Description, Query, ServerSentEvents
 from deployments.api.responses.protocol import ResponseRequest
 
-__all__ = ["COUNT_INPUT_TOKENS", "CREATE", "DELETE", "INPUT_ITEMS", "RETRIEVE"]
+__all__ = ["CANCEL", "COUNT_INPUT_TOKENS", "CREATE", "DELETE", "INPUT_ITEMS", "RETRIEVE"]
 
 _TAG = "OpenAI responses"
 _NOT_FOUND = frozenset({404})
@@ -29,7 +29,7 @@ class ResponseObject(BaseModel):
     model_config = ConfigDict(extra="allow")
     id: str
     object: Literal["response"]
-    status: Literal["completed", "incomplete", "failed", "in_progress"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class DeletedResponse(BaseModel):
@@ -67,6 +67,7 @@ CREATE = Description(_TAG, (ResponseRequest,), (ResponseObject,), _EVENTS, GENER
 RETRIEVE = Description(
     _TAG, responses=(ResponseObject,), statuses=_NOT_FOUND | {501}, query=(Query("stream", {"type": "boolean"}),)
 )
+CANCEL = Description(_TAG, responses=(ResponseObject,), statuses=_NOT_FOUND | {400})
 DELETE = Description(_TAG, responses=(DeletedResponse,), statuses=_NOT_FOUND)
 INPUT_ITEMS = Description(_TAG, responses=(ItemList,), statuses=_NOT_FOUND | {400}, query=_PAGE)
 COUNT_INPUT_TOKENS = Description(_TAG, (ResponseRequest,), (CountedInputTokens,), statuses=ACCEPTS_BODY | {501})

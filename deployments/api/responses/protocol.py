@@ -35,7 +35,6 @@ Includable = Literal[
 ]
 # Known but not offered, with the values that change nothing.
 NOT_OFFERED: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
     "conversation": (),
     "prompt": (),
     "context_management": ([],),
@@ -97,6 +96,7 @@ class ResponseRequest(_Fields):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
+    background: bool | None = None
     stream: bool | None = None
     include: Annotated[list[Includable], Field(max_length=64, fail_fast=True)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -138,6 +138,8 @@ class ResponseRequest(_Fields):
             value = (self.model_extra or {}).get(name)
             if value is not None and value not in neutral:
                 raise ApiError(501, f"{name}={shown(value)} is not offered; leave it out", param=name)
+        if self.background:
+            self._check_background()
         if not self.input and self.previous_response_id is None:
             raise RequestError("is empty", param="input", remedy="give text or at least one item")
         form = self.text_format
@@ -147,6 +149,16 @@ class ResponseRequest(_Fields):
         check_size("tools", [tool.parameters for tool in self.tools or ()])  # also of those that are not allowed
         _require_finite("tools", [tool.parameters for tool in self.tools or ()])
         _require_finite("text.format.schema", form.schema_)
+
+    def _check_background(self) -> None:
+        if self.stream:
+            problem = (
+                "stream=True is not offered with background=True; leave it out, and retrieve the response by its id"
+            )
+            raise ApiError(501, problem, param="stream")
+        if not self.is_stored:
+            remedy = "leave out store: the response is retrieved by its id"
+            raise RequestError("cannot be combined with store=False", param="background", value=True, remedy=remedy)
 
     def set_num_bytes(self, num_bytes: int) -> None:
         """Set the length of the JSON."""

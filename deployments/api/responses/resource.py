@@ -65,7 +65,7 @@ class ResponseResource:
             "created_at": self._head.created,
             "completed_at": None,
             "status": "in_progress",
-            "background": False,
+            "background": request.background is True,
             "error": None,
             "incomplete_details": None,
             "instructions": request.instructions,

@@ -23,11 +23,15 @@ class StoredResponse:
         response: its JSON.
         input: the JSON list of its input items, those of earlier responses included.
         item_ids: of its output.
+        status: of the response.
+        is_background: whether it was created with ``background``.
     """
 
     response: bytes
     input: bytes
     item_ids: tuple[str, ...] = ()
+    status: str = "completed"
+    is_background: bool = False
 
     @property
     def num_bytes(self) -> int:

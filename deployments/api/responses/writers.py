@@ -20,7 +20,7 @@ from deployments.requests.generation import Delta, Generation
 from engine.outputs import FinishReason
 from engine.text.tokenizer import Tokenizer
 
-__all__ = ["ResponseEvents", "ResponseWriter", "ResponseWriters"]
+__all__ = ["Keep", "ResponseEvents", "ResponseWriter", "ResponseWriters"]
 
 Keep = Callable[[dict[str, Any]], None]
 

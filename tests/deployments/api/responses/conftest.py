@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from deployments.ingress import Ingress
 from tests.deployments.api.responses.official import check_events, check_response, events_of
 from tests.deployments.fakes import INFO
 
@@ -23,6 +24,15 @@ def post(client: TestClient, **body: Any) -> dict[str, Any]:
     streamed = check_events(stream(client, **body))
     assert comparable(streamed) == comparable(whole)
     return whole
+
+
+def create(client: TestClient, **body: Any) -> dict[str, Any]:
+    """Return the response to a body that is not streamed."""
+    answer = client.post(PATH, json={"input": "Hi"} | body)
+    assert answer.status_code == 200, answer.text
+    response: dict[str, Any] = answer.json()
+    check_response(response)
+    return response
 
 
 def stream(client: TestClient, **body: Any) -> list[dict[str, Any]]:
@@ -53,6 +63,27 @@ def rejected(client: TestClient, status: int = 400, **body: Any) -> dict[str, An
     error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
+
+
+@pytest.fixture(autouse=True)
+def ingresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The ingresses of the test, which find each other."""
+    made: list[Any] = []
+    build = Ingress.__serve_build_asgi_app__
+
+    def recording_build(self: Ingress) -> Any:
+        made.append(self)
+        return build(self)
+
+    async def first_result(handle: object, method: str, *args: Any) -> Any:
+        results = [await getattr(one, method)(*args) for one in made]
+        return next((result for _, result in results if result is not None), None)
+
+    monkeypatch.setattr(Ingress, "__serve_build_asgi_app__", recording_build)
+    monkeypatch.setattr("deployments.serve.replicas.first_result", first_result)
+    monkeypatch.setattr("deployments.serve.replicas.all_ingresses", lambda: None)
+    monkeypatch.setattr("deployments.ingress._name", lambda: "ingress")
+    return made
 
 
 @pytest.fixture(autouse=True)

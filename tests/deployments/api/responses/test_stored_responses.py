@@ -8,45 +8,15 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from deployments.ingress import Ingress
 from engine.errors import EngineDeadError
 from tests.deployments.api.conftest import Answers
-from tests.deployments.api.responses.conftest import PATH, comparable, rejected, stream
-from tests.deployments.api.responses.official import check_items, check_response
+from tests.deployments.api.responses.conftest import PATH, comparable, create, rejected, stream
+from tests.deployments.api.responses.official import check_items
 from tests.deployments.api.responses.test_create import ANSWER, TOOLS
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines, output
 
 UNKNOWN = "resp_" + "0" * 32
-
-
-@pytest.fixture(autouse=True)
-def ingresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The ingresses of the test, which find each other."""
-    made: list[Any] = []
-    build = Ingress.__serve_build_asgi_app__
-
-    def recording_build(self: Ingress) -> Any:
-        made.append(self)
-        return build(self)
-
-    async def first_result(handle: object, method: str, *args: Any) -> Any:
-        results = [await getattr(one, method)(*args) for one in made]
-        return next((result for _, result in results if result is not None), None)
-
-    monkeypatch.setattr(Ingress, "__serve_build_asgi_app__", recording_build)
-    monkeypatch.setattr("deployments.serve.replicas.first_result", first_result)
-    monkeypatch.setattr("deployments.serve.replicas.all_ingresses", lambda: None)
-    monkeypatch.setattr("deployments.ingress._name", lambda: "ingress")
-    return made
-
-
-def create(client: TestClient, **body: Any) -> dict[str, Any]:
-    answer = client.post(PATH, json={"input": "Hi"} | body)
-    assert answer.status_code == 200, answer.text
-    response: dict[str, Any] = answer.json()
-    check_response(response)
-    return response
 
 
 def test_a_response_is_retrieved_and_deleted(client: TestClient) -> None:
