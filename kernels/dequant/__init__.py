@@ -1,4 +1,4 @@
-"""Stored codes and scales of quantised weights to float32: pure functions on tensors, a file for each format.
+"""Quantised weights to float32, as their formats define it: one file for each kind of code.
 
-They import nothing but torch, and know no files and no models.
+Pure functions on tensors of any device, which give the bits of the format's own library. Knows no file and no model.
 """

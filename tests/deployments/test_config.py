@@ -233,8 +233,9 @@ def test_a_context_beyond_the_models_positions_is_refused_before_an_engine_start
     ("config", "message"),
     [
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}, "architectures": ["Evil"]}, "names code of its own"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"is quantised \(fp8\)"),
-        ({"quantization_config": "fp8"}, r"is quantised \(unknown\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"is quantised \(hqq\), which is not supported; give the"),
+        ({"quantization_config": {"bits": "x"}}, r"is quantised \(unknown\), which is not supported; give the"),
+        ({"quantization_config": "fp8"}, "quantization_config='fp8' of '.*config.json' is not an object; correct it"),
         ({"architectures": ["BertLMHeadModel"]}, "architecture 'BertLMHeadModel' is not supported: "),
         ({"architectures": ["NoSuchForCausalLM"]}, "architecture 'NoSuchForCausalLM' is not supported: no test has"),
     ],

@@ -19,7 +19,7 @@ import torch
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["loading_in_order", "require_fit"]
+__all__ = ["loading_in_order", "read_dtype", "require_fit"]
 
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -46,7 +46,7 @@ def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[
         weight_mapping=get_model_conversion_mapping(model),
     )
     order: list[str] = []
-    headers = {name: _Header(checkpoint, name, order) for name in checkpoint.names}
+    headers = {name: _Header(checkpoint, name, order, dtype) for name in checkpoint.names}
     with loading_in_order(), _without_garbage_collection():
         loading, _ = convert_and_load_state_dict_in_model(model, headers, config)
     model._adjust_missing_and_unexpected_keys(loading)
@@ -60,6 +60,11 @@ def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[
     _refuse(checkpoint, {name: f"has shape {pair[0]} instead of {pair[1]}" for name, pair in shapes.items()})
     _refuse(checkpoint, dict.fromkeys(loading.conversion_errors, "cannot be joined from the stored tensors"))
     return order
+
+
+def read_dtype(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a weight is read: its own, or that of the model if it is dequantised."""
+    return dtype if checkpoint.is_packed(name) else checkpoint.dtype_of(name)
 
 
 @contextmanager
@@ -122,12 +127,12 @@ def _refuse(checkpoint: Checkpoint, problems: dict[str, str]) -> None:
 
 
 class _Header:
-    """A tensor without memory, with the shape and dtype of a stored one. It notes when it is taken."""
+    """A tensor without memory, with the shape and dtype of one that is read. It notes when it is taken."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, order: list[str]) -> None:
+    def __init__(self, checkpoint: Checkpoint, name: str, order: list[str], dtype: torch.dtype) -> None:
         self._name, self._order = name, order
         self._shape = checkpoint.shape_of(name)
-        self._dtype = checkpoint.dtype_of(name) if checkpoint.has_floats(name) else torch.float32
+        self._dtype = read_dtype(checkpoint, name, dtype) if checkpoint.has_floats(name) else torch.float32
 
     def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
         self._order.append(self._name)

@@ -20,7 +20,7 @@ import torch
 from engine.errors import ModelLoadError
 from engine.models.adapter.attention import NAME, register
 from engine.models.adapter.decoder import TransformersDecoder
-from engine.models.adapter.fit import loading_in_order, require_fit
+from engine.models.adapter.fit import loading_in_order, read_dtype, require_fit
 from engine.models.adapter.linears import pack_linears
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from engine.models.checkpoint.finite import is_finite
@@ -59,6 +59,7 @@ def load_transformers_decoder(
     register()
     with open_checkpoint(path) as checkpoint, _as_load_errors(path):  # refuses pickled, missing and corrupt files
         hf_config = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        _forget_quantization(hf_config)
         model_class, names = _check(checkpoint, hf_config, config.architecture, dtype)
         with _progress_bars(show_progress and sys.stderr.isatty()):
             model = _read(checkpoint, names, hf_config, model_class, dtype)
@@ -68,6 +69,13 @@ def load_transformers_decoder(
     logger.info("Computing %s with the modules of transformers", config.architecture)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
     return TransformersDecoder(model, config)
+
+
+def _forget_quantization(hf_config: Any) -> None:
+    """Let transformers take the weights as they are read, dequantised."""
+    for config in (hf_config, hf_config.get_text_config()):
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
 
 
 def _check(checkpoint: Checkpoint, hf_config: Any, architecture: str, dtype: torch.dtype) -> tuple[Any, list[str]]:
@@ -105,12 +113,12 @@ def _read(checkpoint: Checkpoint, names: list[str], hf_config: Any, model_class:
 
     def read(name: str) -> torch.Tensor:
         checkpoint.reached(name)
-        weight = own_memory(checkpoint.shape_of(name), checkpoint.dtype_of(name))
+        weight = own_memory(checkpoint.shape_of(name), read_dtype(checkpoint, name, dtype))
         checkpoint.read_into(weight, name)
         return weight
 
     def num_bytes(name: str) -> int:
-        return math.prod(checkpoint.shape_of(name)) * checkpoint.dtype_of(name).itemsize
+        return math.prod(checkpoint.shape_of(name)) * read_dtype(checkpoint, name, dtype).itemsize
 
     checkpoint.expect(names)
     with closing(read_ahead(names, read, num_bytes, checkpoint.largest_file_bytes)) as weights, loading_in_order():

@@ -1,7 +1,8 @@
-"""Checkpoint: the tensors of a directory of safetensors files, single or sharded, read one at a time.
+"""Checkpoint: the weights of a directory of safetensors files, single or sharded, read one at a time.
 
 Only safetensors are read: pickled weights can run code when they are loaded. What the headers of the files and the
-index say is checked when the checkpoint is opened, before any tensor is read.
+index say is checked when the checkpoint is opened, before any weight is read. A quantised weight, which several stored
+tensors may hold, is dequantised when it is read.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ from pathlib import Path
 import torch
 
 from engine.errors import ModelLoadError, listed, shown
+from engine.models.checkpoint.formats.table import Entry, group_weights
+from engine.models.checkpoint.own_memory import own_memory
+from engine.models.checkpoint.packed_weight import PackedWeight, read_packed
 from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.tensor_files import TensorFiles
+from engine.models.config.json_file import read_json
+from engine.models.config.quantization import read_quantization
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -33,15 +39,15 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """Names and tensors of an open checkpoint. Several threads may read from it at once.
+    """Names and weights of an open checkpoint. Several threads may read from it at once.
 
     Args:
         path: the directory, for messages.
-        stored: where each tensor is stored, by its name.
+        stored: where each weight is stored, by its name.
         files: the open files.
     """
 
-    def __init__(self, path: Path, stored: dict[str, StoredTensor], files: TensorFiles) -> None:
+    def __init__(self, path: Path, stored: dict[str, Entry], files: TensorFiles) -> None:
         self.path = path
         self._stored = stored
         self._files = files
@@ -63,26 +69,36 @@ class Checkpoint:
         return self._stored[name].shape
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype, which is a floating-point one."""
-        return _DTYPES[self._stored[name].dtype]
+        """Return a tensor's dtype, which is a floating-point one; that of a quantised weight's values is float32."""
+        stored = self._stored[name]
+        return torch.float32 if isinstance(stored, PackedWeight) else _DTYPES[stored.dtype]
+
+    def is_packed(self, name: str) -> bool:
+        """Return whether a weight is stored in a quantised format, and dequantised when it is read."""
+        return isinstance(self._stored[name], PackedWeight)
 
     def has_floats(self, name: str) -> bool:
-        """Return whether a tensor has floating-point numbers of a type that can be read."""
-        return self._stored[name].dtype in _DTYPES
+        """Return whether a weight has floating-point numbers that can be read."""
+        stored = self._stored[name]
+        return isinstance(stored, PackedWeight) or stored.dtype in _DTYPES
 
     @property
     def main_dtype(self) -> torch.dtype:
         """The floating-point dtype that most of the stored bytes have; float32 if there is none."""
         num_bytes: Counter[torch.dtype] = Counter()
         for stored in self._stored.values():
-            if stored.dtype in _DTYPES:
+            if isinstance(stored, StoredTensor) and stored.dtype in _DTYPES:
                 num_bytes[_DTYPES[stored.dtype]] += stored.stop - stored.start
         return max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)
 
     @property
     def largest_file_bytes(self) -> int:
         """Size of the largest file."""
-        return max((stored.stop for stored in self._stored.values()), default=0)
+        return max((tensor.stop for name in self._stored for tensor in self._tensors_of(name)), default=0)
+
+    def _tensors_of(self, name: str) -> Iterable[StoredTensor]:
+        stored = self._stored[name]
+        return stored.parts.values() if isinstance(stored, PackedWeight) else (stored,)
 
     def require(self, name: str, shape: list[int]) -> None:
         """Check a tensor's name, shape and dtype in the file's header; read nothing else.
@@ -105,8 +121,8 @@ class Checkpoint:
 
     def require_floats(self, name: str) -> None:
         """Raise ModelLoadError unless a tensor has floating-point numbers of a type that can be read."""
-        if not self.has_floats(name):
-            stored = self._stored[name]
+        stored = self._stored[name]
+        if isinstance(stored, StoredTensor) and stored.dtype not in _DTYPES:
             raise ModelLoadError(
                 f"'{name}' of '{stored.path}' has the dtype {stored.dtype}; give a checkpoint in bf16, fp16 or fp32"
             )
@@ -114,9 +130,17 @@ class Checkpoint:
     def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
         """Return one tensor, or only the ``shard`` of it, on the CPU and in the checkpoint's own dtype.
 
-        It is a view of the mapped file and may outlive the checkpoint. Only the parts that are touched are read.
+        It is a view of the mapped file and may outlive the checkpoint. Only the parts that are touched are read. A
+        quantised weight is no view: it is dequantised to float32.
         """
         stored = self._stored[name]
+        if isinstance(stored, PackedWeight):
+            shape = list(stored.shape if shard is None or shard.num_stacked is None else stored.shape[1:])
+            if shard is not None:
+                shape[shard.dim] = shard.stop - shard.start
+            values = own_memory(tuple(shape), torch.float32)
+            self.read_into(values, name, shard)
+            return values
         dtype = _DTYPES[stored.dtype]
         with self._named(name):
             memory = self._files.map(stored)
@@ -133,9 +157,14 @@ class Checkpoint:
         """Fill ``out``, contiguous and on any device, with a tensor or a ``shard`` of it, converted to its dtype.
 
         Raises:
-            ModelLoadError: if the file cannot be read to the end of the tensor.
+            ModelLoadError: if a file cannot be read to the end of the tensor, or a quantised weight has invalid parts.
         """
-        dtype = _DTYPES[self._stored[name].dtype]
+        stored = self._stored[name]
+        if isinstance(stored, PackedWeight):
+            with self._named(name):
+                read_packed(self._files, stored, out, shard)
+            return
+        dtype = _DTYPES[stored.dtype]
         rows = out if out.dim() else out.view(1)
         first, row_shape, columns = 0, rows.shape[1:], slice(None)
         if shard is not None and shard.dim == 0:
@@ -147,22 +176,22 @@ class Checkpoint:
                 slice(shard.start, shard.stop),
             )
         if out.device.type == "cpu" and out.dtype == dtype and row_shape == rows.shape[1:]:
-            self._read_rows(rows, name, first)
+            self._read_rows(rows, stored, name, first)
             return
         num_rows = max(1, _CONVERTED_BYTES // (row_shape.numel() * dtype.itemsize or 1))
         scratch = torch.empty([min(num_rows, len(rows)), *row_shape], dtype=dtype)
         for start in range(0, len(rows), num_rows):
             part = rows[start : start + num_rows]
             read = scratch[: len(part)]
-            self._read_rows(read, name, first + start)
+            self._read_rows(read, stored, name, first + start)
             part.copy_(read if row_shape == part.shape[1:] else read[:, columns])
 
-    def _read_rows(self, out: torch.Tensor, name: str, first: int) -> None:
+    def _read_rows(self, out: torch.Tensor, stored: StoredTensor, name: str, first: int) -> None:
         """Fill ``out``, contiguous, on the CPU and of the stored dtype, with rows of a tensor from ``first`` on."""
         row_bytes = math.prod(out.shape[1:]) * out.itemsize
         with self._named(name):
             memory = out.flatten().view(torch.uint8).numpy().data
-            self._files.read_into(memory, self._stored[name], first * row_bytes)
+            self._files.read_into(memory, stored, first * row_bytes)
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
@@ -175,11 +204,12 @@ class Checkpoint:
 
     def expect(self, names: Iterable[str]) -> None:
         """Set the order in which tensors will be read, so that the disk reads ahead."""
-        self._files.expect(self._stored[name] for name in names)
+        self._files.expect(tensor for name in names for tensor in self._tensors_of(name))
 
     def reached(self, name: str) -> None:
         """Have the disk read the tensors that follow ``name``, which is read now."""
-        self._files.reached(self._stored[name])
+        for tensor in self._tensors_of(name):
+            self._files.reached(tensor)
 
 
 @contextmanager
@@ -205,7 +235,26 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
                     *(text for file in (single, index) for text in (file, _modified(file))),
                 )
             stored = _open(files, _single_file(directory))
-        yield Checkpoint(directory, stored, files)
+        yield Checkpoint(directory, _entries(directory, stored, files), files)
+
+
+def _entries(directory: Path, stored: dict[str, StoredTensor], files: TensorFiles) -> dict[str, Entry]:
+    """Return the weights that the tensors hold, each quantised one as a single entry."""
+
+    def read(tensor: StoredTensor) -> bytes:
+        memory = bytearray(tensor.stop - tensor.start)
+        try:
+            files.read_into(memoryview(memory), tensor)
+        except OSError as error:
+            raise ModelLoadError(f"'{tensor.path}' could not be read: {error}") from error
+        return bytes(memory)
+
+    config = directory / "config.json"
+    try:
+        raw = read_json(config) if config.is_file() else {}
+    except OSError as error:
+        raise ModelLoadError(f"'{config}' could not be read: {error}") from error
+    return group_weights(stored, read_quantization(directory, raw), read)
 
 
 def _open(files: TensorFiles, file: Path) -> dict[str, StoredTensor]:

@@ -65,9 +65,7 @@ def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.d
         return config
     for name in (HEAD, _STORED_EMBEDDING):
         checkpoint.require_floats(name)
-    head, embedding = checkpoint.read(HEAD), checkpoint.read(_STORED_EMBEDDING)
-    pairs = zip(torch.split(head, _COMPARED_ROWS), torch.split(embedding, _COMPARED_ROWS), strict=False)
-    if head.shape == embedding.shape and all(torch.equal(first.to(dtype), second.to(dtype)) for first, second in pairs):
+    if _are_equal(checkpoint, HEAD, _STORED_EMBEDDING, dtype):
         return config
     logger.warning(
         "'%s' of '%s' differs from the embedding and is used, although config.json says tie_word_embeddings: true",
@@ -75,6 +73,19 @@ def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.d
         checkpoint.path,
     )
     return replace(config, tie_word_embeddings=False)
+
+
+def _are_equal(checkpoint: Checkpoint, first: str, second: str, dtype: torch.dtype) -> bool:
+    """Return whether two weights are equal in ``dtype``."""
+    shape = checkpoint.shape_of(first)
+    if checkpoint.shape_of(second) != shape:
+        return False
+    num_rows = shape[0] if shape else 0
+    for start in range(0, num_rows, _COMPARED_ROWS):
+        rows = Shard(0, num_rows, start, min(start + _COMPARED_ROWS, num_rows))
+        if not torch.equal(*(checkpoint.read(name, rows).to(dtype) for name in (first, second))):
+            return False
+    return True
 
 
 def read_weights(
@@ -220,7 +231,8 @@ def _assemble(
     checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype, device: torch.device, *, may_be_mapped: bool
 ) -> torch.Tensor:
     """Return a parameter on the device: a view of the file if it may be and its bytes need no change, else a copy."""
-    if may_be_mapped and len(parameter.parts) == 1 and device.type == "cpu":
+    name = parameter.parts[0][0]
+    if may_be_mapped and len(parameter.parts) == 1 and device.type == "cpu" and not checkpoint.is_packed(name):
         weight = checkpoint.read(*parameter.parts[0])
         if list(weight.shape) == parameter.shape and weight.dtype == dtype:
             return weight

@@ -5,7 +5,6 @@ So a launcher reports in milliseconds what an engine would report after its star
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
@@ -14,17 +13,19 @@ from typing import Any
 from engine.errors import ConfigError, ModelLoadError, shown
 from engine.models.config.architectures import ALIASES, PROVEN, REFUSED, require_proven
 from engine.models.config.families import ARCHITECTURES
+from engine.models.config.json_file import read_json
 from engine.models.config.limits import require_plausible
+from engine.models.config.quantization import read_quantization, without_quantization
 from engine.models.gguf.config import gguf_config
 from engine.models.gguf.file import is_gguf, open_gguf
 
-__all__ = ["context_length", "num_positions", "read_config_json", "read_json", "rope_of"]
+__all__ = ["context_length", "num_positions", "read_config_json", "rope_of"]
 
 logger = logging.getLogger(__name__)
 
 
 def read_config_json(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a checkpoint's config.json; reject checkpoints that need code of their own.
+    """Return a checkpoint's config.json without what it says of quantisation; reject checkpoints that need own code.
 
     The metadata of a GGUF file stands for a config.json.
 
@@ -33,8 +34,8 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: if the directory or its config.json does not exist, or the GGUF file.
-        ModelLoadError: if the file is malformed, names remote code or a refused architecture, is of a quantized
-            checkpoint, or has values that no model has.
+        ModelLoadError: if the file is malformed, names remote code or a refused architecture, is of a checkpoint in a
+            quantised format that cannot be read, or has values that no model has.
     """
     if is_gguf(path):
         raw = gguf_config(open_gguf(path))
@@ -52,9 +53,8 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
         raise ModelLoadError(f"config.json of '{path}' could not be read: {error}") from error
     if "auto_map" in raw:
         _ignore_own_code(raw, path)
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-        raise ModelLoadError(f"model '{path}' is quantised ({method}); give the checkpoint in bf16, fp16 or fp32")
+    read_quantization(directory, raw)
+    raw = without_quantization(raw)  # to models, dequantised weights are like any
     match raw.get("architectures"):
         case [str(name), *_] if name in REFUSED:
             require_proven(name)  # which says why; no limit below was chosen for such a model
@@ -80,22 +80,6 @@ def _ignore_own_code(raw: dict[str, Any], path: str | Path) -> None:
                 f"model '{path}' names code of its own (auto_map), which Pagoda never runs, for {shown(names)}; "
                 "docs/models.md lists what is served"
             )
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Raises:
-        OSError: if it cannot be read.
-        ModelLoadError: if it holds something else.
-    """
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"'{file}' is not valid JSON: {error}; download it again") from error
-    if not isinstance(raw, dict):
-        raise ModelLoadError(f"'{file}' holds a {type(raw).__name__}; a JSON object is expected; download it again")
-    return raw
 
 
 def num_positions(max_position_embeddings: int, rope: object) -> int:

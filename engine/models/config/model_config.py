@@ -15,9 +15,10 @@ import torch
 
 from engine.errors import ConfigError, ModelLoadError, RequestError, UnsupportedModelError
 from engine.kv.layer_cache import KeyValue
-from engine.models.config.config_json import num_positions, read_config_json, read_json
+from engine.models.config.config_json import num_positions, read_config_json
 from engine.models.config.experts_shape import ExpertsShape
 from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, QKNorm
+from engine.models.config.json_file import read_json
 from engine.models.config.limits import require_integer
 from engine.models.config.rope_config import RopeConfig, check_longrope_length
 from engine.models.config.shape import AttentionShape, ModelShape
@@ -260,7 +261,7 @@ def load_hf_config(path: str | Path) -> Any:
 
     Raises:
         ConfigError: if the directory or its config.json does not exist.
-        ModelLoadError: if it is malformed, names remote code, is quantized, or has an unknown architecture.
+        ModelLoadError: if it is malformed, or names remote code, an unknown architecture or format of weights.
     """
     raw = read_config_json(path)
     return plain_config(raw) or read_with_transformers(Path(path))

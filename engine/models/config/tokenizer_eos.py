@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.models.config.config_json import read_json
+from engine.models.config.json_file import read_json
 
 __all__ = ["tokenizer_eos_id"]
 

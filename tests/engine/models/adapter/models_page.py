@@ -68,6 +68,20 @@ soft-caps.
 """
 
 REFUSALS = """
+## Weight formats
+
+Weights are stored in bfloat16, float16 or float32, or in one of the formats below. Quantised weights are dequantised in
+float32 while they are read, and computed in the model's dtype on every device: they take less of the disk, but not of
+memory. Which weights are quantised is seen from the tensors, so any layers may be left out. The quantisation of
+activations and of the KV cache is not computed.
+
+| format | as written by |
+| --- | --- |
+| FP8 in blocks, for each output or for the tensor; MXFP8 | DeepSeek, Qwen, Mistral, compressed-tensors, ModelOpt |
+
+Each format is compared with an independent reference, bit for bit in float32, and the tokens of a tiny checkpoint with
+those of transformers for the dequantised weights (`tests/engine/models/checkpoint/formats/`).
+
 ## Refused
 
 | why | architectures |
@@ -76,7 +90,7 @@ REFUSALS = """
 
 Refused for any architecture:
 
-- pickled weights, and quantised checkpoints;
+- pickled weights, and weights in other formats than those above;
 - code of the checkpoint's own (`auto_map`): it is never run. Where the architecture is one of those above, as that of
   Microsoft's Phi-3 and Phi-4 is, it is ignored;
 - weights that do not fit the config.json: nothing that is missing is made up;

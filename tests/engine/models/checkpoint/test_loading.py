@@ -118,7 +118,7 @@ def test_a_corrupt_file_is_named(checkpoint: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"model_type": "no-such-model"}, "could not be read"),
         ({"num_attention_heads": "six"}, "could not be read"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"quantised \(hqq\), which is not supported; give the"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )

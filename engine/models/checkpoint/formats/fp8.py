@@ -1,0 +1,111 @@
+"""FP8: a code for each weight, and scales for the tensor, for each output or for blocks.
+
+`X.weight` F8_E4M3 [out, in], and one of
+
+    X.weight_scale_inv   [ceil(out / 128), ceil(in / 128)], or a scalar with Mistral's models; it multiplies
+    X.weight_scale       a scalar, [out], [out, 1] or blocks (compressed-tensors, ModelOpt, FBGEMM)
+                         U8 exponents [out, in / 32] (MXFP8)
+    X.scale              E8M0 blocks of DeepSeek's newest models
+
+Stacked experts have the same with an expert's index as the first dimension, and names as `experts.down_proj_scale_inv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.checkpoint.formats.module_tensors import ModuleTensors
+from engine.models.checkpoint.packed_weight import PackedWeight
+from engine.models.config.quantization import Quantization
+from kernels.dequant.fp8 import dequantise_fp8
+
+__all__ = ["Fp8Weight", "fp8_weights"]
+
+_CODES = ("F8_E4M3", "F8_E5M2")
+_EXPONENTS = ("U8", "F8_E8M0")
+_SCALES = ("F32", "BF16", "F16", *_EXPONENTS)
+_USUAL_BLOCK, _MX_COLUMNS = 128, 32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fp8Weight(PackedWeight):
+    """Parts ``weight`` and ``scale``; ``block``: rows and columns that have one scale."""
+
+    format = "FP8"
+    block: tuple[int, int]
+
+    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return rows of one matrix in float32."""
+        scale = parts["scale"]
+        scale = scale.view(-1, 1) if scale.dim() < 2 else scale
+        return dequantise_fp8(parts["weight"], scale, self.block, rows.start)
+
+
+def fp8_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
+    """Yield the FP8 weights of a module.
+
+    Raises:
+        ModelLoadError: if the scales do not fit the weight.
+    """
+    for name, codes in list(module.tensors.items()):
+        scale = module.find(f"{name}_scale_inv", f"{name}_scale", *(["scale"] if name == "weight" else []))
+        if codes.dtype in _CODES and len(codes.shape) >= 2 and scale is not None:
+            block = _block(module, scale, codes.shape)
+            yield Fp8Weight(
+                name=module.full_name(name),
+                parts=module.take(weight=name, scale=scale),
+                shape=codes.shape,
+                read_by_rows=frozenset({"weight"}),
+                block=block,
+            )
+
+
+def _block(module: ModuleTensors, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the rows and columns that have one scale.
+
+    Raises:
+        ModelLoadError: if the scales have another type, or do not divide the weight into blocks of the config's size.
+    """
+    scale, stacked = module.tensors[name], shape[:-2]
+    grid = scale.shape[len(stacked) :]
+    if scale.dtype not in _SCALES:
+        raise module.error(name, f"has the dtype {scale.dtype}, which scales do not have")
+    if scale.shape[: len(stacked)] != stacked or len(grid) > 2:
+        raise module.error(name, f"has the shape {list(scale.shape)}, which is not that of scales of {list(shape)}")
+    usual = (1, _MX_COLUMNS) if scale.dtype == "U8" else configured_block(module.quantization)
+    counts = (*grid, *(1,) * (2 - len(grid)))
+    rows, columns = (
+        _block_size(size, count, block) for size, count, block in zip(shape[-2:], counts, usual, strict=True)
+    )
+    if rows is None or columns is None:
+        raise module.error(
+            name, f"has the shape {list(scale.shape)}, but blocks of {list(usual)} of {list(shape)} need another number"
+        )
+    return rows, columns
+
+
+def _block_size(size: int, count: int, usual: int) -> int | None:
+    """Return how many rows or columns have one of ``count`` scales; None if that does not fit."""
+    if count == 1:
+        return max(size, 1)
+    if count == size:
+        return 1
+    return usual if count == -(-size // usual) else None
+
+
+def configured_block(quantization: Quantization) -> tuple[int, int]:
+    """Return the rows and columns of a block, as the config has them; 128 each where it does not say.
+
+    Raises:
+        ModelLoadError: if the config says something else.
+    """
+    block = quantization.fields.get("weight_block_size")
+    if block is None:
+        return _USUAL_BLOCK, _USUAL_BLOCK
+    match block:
+        case [int(rows), int(columns)] if 0 < rows < 2**31 and 0 < columns < 2**31:
+            return rows, columns
+    raise quantization.error(f"has weight_block_size={block!r:.80}, which is not two sizes")

@@ -1,0 +1,61 @@
+"""group_weights: the entries of a checkpoint, with the tensors of each quantised weight as one. The table of formats.
+
+A new format is a file of this folder and its line in FORMATS; its name in config files is a line of METHODS in
+config/quantization.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from engine.models.checkpoint.formats.fp8 import fp8_weights
+from engine.models.checkpoint.formats.module_tensors import ModuleTensors, modules_of
+from engine.models.checkpoint.packed_weight import PackedWeight
+from engine.models.checkpoint.safetensors_header import StoredTensor
+from engine.models.config.quantization import Quantization
+
+__all__ = ["FORMATS", "Entry", "group_weights"]
+
+Entry = StoredTensor | PackedWeight
+
+FORMATS: tuple[Callable[[ModuleTensors], Iterator[PackedWeight]], ...] = (fp8_weights,)
+
+_PLAIN = ("F32", "BF16", "F16", "F64")
+
+# What quantised modules have beside their weights, for the quantisation of activations, which are not quantised here.
+_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "output_scale")
+
+# Scales of an FP8 KV cache. The cache has the model's dtype here, so keys and values are stored as they are.
+_OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale")
+
+
+def group_weights(
+    stored: Mapping[str, StoredTensor], quantization: Quantization, read: Callable[[StoredTensor], bytes]
+) -> dict[str, Entry]:
+    """Return the weights of a checkpoint by name: plain tensors, and quantised weights of several tensors.
+
+    Args:
+        stored: the tensors.
+        quantization: what the checkpoint says.
+        read: returns the bytes of a tensor.
+
+    Raises:
+        ModelLoadError: if tensors of a quantised weight do not fit each other, with a file and a tensor.
+    """
+    entries: dict[str, Entry] = {}
+    for module in modules_of(stored, quantization, read):
+        if any(tensor.dtype not in _PLAIN for tensor in module.tensors.values()):
+            for find in FORMATS:
+                for packed in find(module):
+                    entries[packed.name] = packed
+                    _drop_activation_scales(module, packed.name.removeprefix(f"{module.name}."))
+        for name in _OF_KV_CACHE:
+            module.tensors.pop(name, None)
+        entries.update((module.full_name(name), tensor) for name, tensor in module.tensors.items())
+    return entries
+
+
+def _drop_activation_scales(module: ModuleTensors, weight: str) -> None:
+    prefix = "" if weight == "weight" else f"{weight}_"
+    for name in _OF_ACTIVATIONS:
+        module.tensors.pop(prefix + name, None)

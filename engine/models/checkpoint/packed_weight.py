@@ -1,0 +1,143 @@
+"""PackedWeight: a weight that one or several stored tensors hold in a quantised format, and how to read it."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from engine.errors import ModelLoadError
+from engine.models.checkpoint.own_memory import own_memory
+from engine.models.checkpoint.safetensors_header import StoredTensor
+from engine.models.checkpoint.sharding import Shard
+from engine.models.checkpoint.tensor_files import TensorFiles
+
+__all__ = ["PART_DTYPES", "PackedWeight", "read_packed"]
+
+BLOCK_BYTES = 2**19  # of float32 that are dequantised at once: few enough to stay in a processor's cache
+
+PART_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "U32": torch.int32,  # the same bits: torch shifts and masks no unsigned ones
+    "I64": torch.int64,
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedWeight(ABC):
+    """A weight in a quantised format. A subclass is a format.
+
+    Attributes:
+        format: what the log and messages call it.
+        name: of the weight, as the model has it.
+        parts: the stored tensors, by the names that ``dequantise`` knows. Each has the weight's leading dimensions.
+        shape: of the weight as the model has it; leading dimensions count stacked matrices.
+        read_by_rows: parts that have a row for each row of the weight, in order. Only the rows that are dequantised
+            are read of these, so nothing else of a large weight is in memory.
+        row_multiple: blocks of rows that are dequantised begin at a multiple of it.
+    """
+
+    format: ClassVar[str]
+
+    name: str
+    parts: Mapping[str, StoredTensor]
+    shape: tuple[int, ...]
+    read_by_rows: frozenset[str] = frozenset()
+    row_multiple: int = 1
+
+    @abstractmethod
+    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return rows of one matrix, float32 [len(rows), columns], which the caller may change.
+
+        Args:
+            parts: of one matrix, without leading dimensions; of those in ``read_by_rows`` only the ``rows``.
+            rows: begins at a multiple of ``row_multiple``, and ends at one or at the last row.
+        """
+
+    @property
+    def path(self) -> Path:
+        """The file that holds the first part."""
+        return next(iter(self.parts.values())).path
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in the files."""
+        return sum(part.stop - part.start for part in self.parts.values())
+
+    @property
+    def num_matrices(self) -> int:
+        """How many matrices are stacked."""
+        return math.prod(self.shape[:-2])
+
+    def error(self, part: str, problem: str) -> ModelLoadError:
+        """Return the error about the contents of a part."""
+        return ModelLoadError(
+            f"the {part} of '{self.name}' ({self.format}) in '{self.parts[part].path}' {problem}; download the file "
+            "again"
+        )
+
+
+def read_packed(files: TensorFiles, packed: PackedWeight, out: torch.Tensor, shard: Shard | None) -> None:
+    """Fill ``out``, contiguous and on any device, with a weight or a ``shard`` of it, converted to its dtype.
+
+    Raises:
+        ModelLoadError: if the contents of a part are invalid.
+        OSError: if a file cannot be read.
+    """
+    is_stack_member = shard is not None and shard.num_stacked is not None
+    indices = [shard.index] if shard is not None and is_stack_member else range(packed.num_matrices)
+    first, columns = 0, slice(None)
+    if shard is not None and shard.dim == 0:
+        first = shard.start
+    elif shard is not None:
+        columns = slice(shard.start, shard.stop)
+    for index, matrix in zip(indices, out.view(len(indices), *out.shape[-2:]), strict=True):
+        _read_matrix(files, packed, index, matrix, first, columns)
+
+
+def _read_matrix(
+    files: TensorFiles, packed: PackedWeight, index: int, out: torch.Tensor, first: int, columns: slice
+) -> None:
+    """Fill ``out`` with rows from ``first`` on, and some columns, of one of the stacked matrices."""
+    all_rows, all_columns = packed.shape[-2:]
+    whole = {
+        name: _read_part(files, packed, name, index, None) for name in packed.parts if name not in packed.read_by_rows
+    }
+    multiple = packed.row_multiple
+    step = max(1, BLOCK_BYTES // (4 * all_columns or 1) // multiple) * multiple
+    last = first + len(out)
+    for start in range(first // multiple * multiple, last, step):
+        rows = range(start, min(start + step, -(-last // multiple) * multiple, all_rows))
+        by_rows = {name: _read_part(files, packed, name, index, rows) for name in packed.read_by_rows}
+        block = packed.dequantise(whole | by_rows, rows)
+        wanted = range(max(first, rows.start), min(last, rows.stop))
+        block = block[wanted.start - rows.start : wanted.stop - rows.start, columns]
+        out[wanted.start - first : wanted.stop - first].copy_(block)
+
+
+def _read_part(files: TensorFiles, packed: PackedWeight, name: str, index: int, rows: range | None) -> torch.Tensor:
+    """Return a part of one of the stacked matrices, or only its ``rows``, in memory of its own."""
+    stored = packed.parts[name]
+    shape = stored.shape[len(packed.shape) - 2 :]
+    size = (stored.stop - stored.start) // packed.num_matrices
+    offset = index * size
+    if rows is not None:
+        row_bytes = size // shape[0]
+        shape, offset, size = (len(rows), *shape[1:]), offset + rows.start * row_bytes, len(rows) * row_bytes
+    memory = own_memory((size,), torch.uint8) if rows is None else torch.empty(size, dtype=torch.uint8)
+    files.read_into(memory.numpy().data, stored, offset)
+    return memory.view(PART_DTYPES[stored.dtype]).view(shape)
