@@ -1,7 +1,8 @@
-"""The random load detects planted bugs: those that nano-vllm had, and some that this engine could have.
+"""The random load detects planted bugs of blocks and queues: nano-vllm's, and some that this engine could have.
 
 Every test is named after the bug that is detected. First the runs pass with the code as it is. Then the test plants the
 bug, and a run must fail with the symptom that the test expects. This shows that the checks of the random load work.
+Bugs of drafts and of overlapping steps are in ``test_planted_step_bugs.py``.
 The bugs of nano-vllm that do not concern scheduling are tested elsewhere:
 
 - only one EOS id is read: ``test_generation.test_every_eos_id_of_generation_config_ends_the_answer``
@@ -13,10 +14,8 @@ The bugs of nano-vllm that do not concern scheduling are tested elsewhere:
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -33,42 +32,14 @@ from engine.outputs import FinishReason
 from engine.prefix_hash import packed_block_hash
 from engine.request import RequestValidator
 from engine.sampling_params import SamplingParams
-from engine.scheduling import drafter as drafter_module
-from engine.scheduling import scheduler as scheduler_module
-from engine.scheduling.drafter import Drafter, accepted_tokens
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
+from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence, SequenceGroup
 from tests.engine.random_load import RandomLoad, drive
 from tests.engine.random_requests import Arrival, lone_arrival
-
-NUM_SEEDS = 40  # in which a planted bug must be found; about 10,000 steps
-
-Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-@cache
-def passes(seed: int, **options: Any) -> bool:
-    """Whether the unchanged code passes a run; it raises if not."""
-    return not drive(seed, **options).requests
-
-
-def assert_found(plant: Plant, symptom: str, **options: Any) -> None:
-    """Assert that sound code passes the runs until the one in which the planted bug shows this symptom."""
-    for seed in range(NUM_SEEDS):
-        passes(seed, **options)
-        with pytest.MonkeyPatch.context() as patch:
-            plant(patch)
-            try:
-                drive(seed, **options)
-            except Exception as error:
-                found = f"{type(error).__name__}: {error}"
-                assert re.search(symptom, found), f"seed {seed} shows another symptom: {found}"
-                return
-    raise AssertionError(f"the planted bug was not found in {NUM_SEEDS} runs")
-
+from tests.engine.scheduling.planted_bugs import Plant, assert_found
 
 # --- nano-vllm's ----------------------------------------------------------------------------------------------------
 
@@ -201,8 +172,8 @@ def test_decodes_starved_by_sustained_prefill_are_detected() -> None:
         if keep and not output.forks:
             kept_index = {old: new for new, old in enumerate(keep)}
             pairs = zip(output.sampling, output.logit_indices, strict=True)
-            kept = [(one, kept_index[index]) for one, index in pairs if index in kept_index]
-            output.sampling, output.logit_indices = [one for one, _ in kept], [index for _, index in kept]
+            kept = [(sequence, kept_index[index]) for sequence, index in pairs if index in kept_index]
+            output.sampling, output.logit_indices = [sequence for sequence, _ in kept], [index for _, index in kept]
             output.sequences = [output.sequences[index] for index in keep]
             output.num_new_tokens = [output.num_new_tokens[index] for index in keep]
         return output
@@ -362,170 +333,3 @@ def test_a_fork_that_is_not_counted_as_a_user_of_its_blocks_is_detected() -> Non
         child.num_computed_tokens = parent.num_computed_tokens
 
     assert_found(lambda patch: patch.setattr(BlockManager, "fork", fork), "tables list it")
-
-
-# --- drafts ---------------------------------------------------------------------------------------------------------
-
-
-def test_accepting_one_draft_token_too_many_is_detected() -> None:
-    def accepted_and_one_more(token_id: int, draft: list[int], after_draft: list[int]) -> list[int]:
-        accepted = list(accepted_tokens(token_id, draft, after_draft))
-        return accepted + after_draft[len(accepted) : len(accepted) + 1]
-
-    assert_found(
-        lambda patch: patch.setattr(drafter_module, "accepted_tokens", accepted_and_one_more),
-        "answers|reads foreign KV",
-    )
-
-
-def test_a_token_after_the_accepted_ones_that_is_not_the_models_is_detected() -> None:
-    """The next token is taken from the draft, as if accepted tokens made the one after them right."""
-
-    def guesses(token_id: int, draft: list[int], after_draft: list[int]) -> list[int]:
-        num_accepted = len(list(accepted_tokens(token_id, draft, after_draft)))
-        return draft[1 : 1 + num_accepted]
-
-    assert_found(lambda patch: patch.setattr(drafter_module, "accepted_tokens", guesses), "answers|reads foreign KV")
-
-
-def test_tokens_after_the_end_of_an_answer_are_detected() -> None:
-    def go_on(sequence: Sequence, draft: list[int], after_draft: list[int]) -> int:
-        accepted = list(accepted_tokens(sequence.token_ids[-1], draft, after_draft))
-        sequence.token_ids += accepted
-        for token_id in accepted[-1:]:
-            sequence.check_end(token_id)
-        return len(accepted)
-
-    assert_found(lambda patch: patch.setattr(drafter_module, "_append_accepted", go_on), "answers|continues|ends at")
-
-
-def test_publishing_blocks_of_rejected_draft_tokens_is_detected() -> None:
-    """They are published with the tokens that the sequence got instead: their slots hold K and V of others."""
-    free_draft_blocks = BlockManager.free_draft_blocks
-
-    def publish_then_free(manager: BlockManager, sequence: Sequence) -> None:
-        if manager.enable_prefix_caching:
-            last = min(sequence.num_tokens, len(sequence.block_table) * manager.block_size)
-            manager.prefix_cache.publish(sequence, last)
-        free_draft_blocks(manager, sequence)
-
-    assert_found(
-        lambda patch: patch.setattr(BlockManager, "free_draft_blocks", publish_then_free),
-        "published with foreign content",
-    )
-
-
-def test_counting_rejected_draft_tokens_as_computed_is_detected() -> None:
-    append_accepted = drafter_module._append_accepted
-
-    def append_and_count_all(sequence: Sequence, draft: list[int], after_draft: list[int]) -> int:
-        append_accepted(sequence, draft, after_draft)
-        return len(draft)
-
-    assert_found(
-        lambda patch: patch.setattr(drafter_module, "_append_accepted", append_and_count_all),
-        "answers|tokens are computed that are not there|published with foreign content",
-    )
-
-
-def test_a_draft_that_keeps_unfilled_blocks_is_detected() -> None:
-    assert_found(
-        lambda patch: patch.setattr(BlockManager, "free_draft_blocks", lambda manager, sequence: None),
-        "holds blocks that it does not fill",
-    )
-
-
-def test_drafts_that_exceed_the_token_budget_are_detected() -> None:
-    add_drafts = Drafter.add_drafts
-
-    def add_without_limit(drafter: Drafter, step: StepBuilder) -> None:
-        if step.token_budget > 0:
-            step.token_budget = drafter.num_tokens
-        add_drafts(drafter, step)
-
-    assert_found(lambda patch: patch.setattr(Drafter, "add_drafts", add_without_limit), "the budget is exceeded")
-
-
-def test_a_draft_for_a_sequence_that_is_not_greedy_is_detected() -> None:
-    assert_found(
-        lambda patch: patch.setattr(Sequence, "is_plain_greedy", property(lambda sequence: sequence.is_single)),
-        "a draft for a sequence that is not greedy",
-    )
-
-
-# --- steps in flight ------------------------------------------------------------------------------------------------
-
-
-def assert_found_in_flight(plant: Plant, symptom: str) -> None:
-    """Assert that a bug is found in runs whose steps overlap."""
-    assert_found(plant, symptom, async_scheduling=True)
-
-
-def test_a_pending_token_that_the_host_must_know_is_detected() -> None:
-    assert_found_in_flight(
-        lambda patch: patch.setattr(Sequence, "needs_known_tokens", property(lambda sequence: False)),
-        "token_ids of the plan is wrong|chosen by tokens that are not known",
-    )
-
-
-def test_a_token_after_the_last_one_is_detected() -> None:
-    def forget_length(scheduler: Scheduler, sequence: Sequence) -> bool:
-        return sequence.needs_known_tokens or (scheduler.drafter is not None and sequence.is_plain_greedy)
-
-    assert_found_in_flight(
-        lambda patch: patch.setattr(Scheduler, "_must_know_token", forget_length), "sampled after the last one"
-    )
-
-
-def test_a_draft_after_a_pending_token_is_detected() -> None:
-    def forget_drafts(scheduler: Scheduler, sequence: Sequence) -> bool:
-        return sequence.num_tokens >= sequence.max_total_tokens or sequence.needs_known_tokens
-
-    assert_found_in_flight(
-        lambda patch: patch.setattr(Scheduler, "_must_know_token", forget_drafts), "a draft follows a token"
-    )
-
-
-def test_a_wasted_token_that_is_kept_is_detected() -> None:
-    assert_found_in_flight(
-        lambda patch: patch.setattr(scheduler_module, "_drop_wasted", lambda output, sampled: None),
-        "KeyError|continues after its end|is not in list",
-    )
-
-
-def test_a_step_that_goes_on_from_another_token_than_was_chosen_is_detected() -> None:
-    collect = Scheduler.collect
-
-    def not_late(scheduler: Scheduler, output: SchedulerOutput, sampled: SampledTokens, *rest: Any) -> list[Sequence]:
-        sampled.resampled_on_host = []
-        return collect(scheduler, output, sampled, *rest)
-
-    assert_found_in_flight(
-        lambda patch: patch.setattr(Scheduler, "collect", not_late),
-        "reads foreign KV|published with foreign content|answers",
-    )
-
-
-def test_a_preemption_while_a_step_is_in_flight_is_detected() -> None:
-    def preempt_anyway(scheduler: Scheduler, members: list[Sequence], step: StepBuilder) -> None:
-        scheduler._preemption.preempt_for(members[0].group, step)
-
-    assert_found_in_flight(
-        lambda patch: patch.setattr(Scheduler, "_wait_for_blocks", preempt_anyway), "list index out of range"
-    )
-
-
-def test_publishing_a_block_with_a_pending_token_is_detected() -> None:
-    publish = PrefixCache.publish
-
-    def publish_pending(cache: PrefixCache, sequence: Sequence, num_tokens: int) -> None:
-        if num_tokens <= len(sequence.token_ids):
-            return publish(cache, sequence, num_tokens)
-        sequence.token_ids.append(0)  # what the host may take it for
-        publish(cache, sequence, num_tokens)
-        sequence.token_ids.pop()
-        return None
-
-    assert_found_in_flight(
-        lambda patch: patch.setattr(PrefixCache, "publish", publish_pending), "published with foreign content"
-    )

@@ -1,0 +1,182 @@
+"""The random load detects planted bugs of draft tokens and overlapping steps, as ``test_planted_bugs.py`` describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.kv.block_manager import BlockManager
+from engine.kv.prefix_cache import PrefixCache
+from engine.scheduling import drafter as drafter_module
+from engine.scheduling import scheduler as scheduler_module
+from engine.scheduling.drafter import Drafter, accepted_tokens
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
+from engine.scheduling.step_builder import StepBuilder
+from engine.sequence import Sequence
+from tests.engine.scheduling.planted_bugs import Plant, assert_found
+
+# --- drafts ---------------------------------------------------------------------------------------------------------
+
+
+def test_accepting_one_draft_token_too_many_is_detected() -> None:
+    def accepted_and_one_more(token_id: int, draft: list[int], after_draft: list[int]) -> list[int]:
+        accepted = list(accepted_tokens(token_id, draft, after_draft))
+        return accepted + after_draft[len(accepted) : len(accepted) + 1]
+
+    assert_found(
+        lambda patch: patch.setattr(drafter_module, "accepted_tokens", accepted_and_one_more),
+        "answers|reads foreign KV",
+    )
+
+
+def test_a_token_after_the_accepted_ones_that_is_not_the_models_is_detected() -> None:
+    """The next token is taken from the draft, as if accepted tokens made the one after them right."""
+
+    def guesses(token_id: int, draft: list[int], after_draft: list[int]) -> list[int]:
+        num_accepted = len(list(accepted_tokens(token_id, draft, after_draft)))
+        return draft[1 : 1 + num_accepted]
+
+    assert_found(lambda patch: patch.setattr(drafter_module, "accepted_tokens", guesses), "answers|reads foreign KV")
+
+
+def test_tokens_after_the_end_of_an_answer_are_detected() -> None:
+    def go_on(sequence: Sequence, draft: list[int], after_draft: list[int]) -> int:
+        accepted = list(accepted_tokens(sequence.token_ids[-1], draft, after_draft))
+        sequence.token_ids += accepted
+        for token_id in accepted[-1:]:
+            sequence.check_end(token_id)
+        return len(accepted)
+
+    assert_found(lambda patch: patch.setattr(drafter_module, "_append_accepted", go_on), "answers|continues|ends at")
+
+
+def test_publishing_blocks_of_rejected_draft_tokens_is_detected() -> None:
+    """They are published with the tokens that the sequence got instead: their slots hold K and V of others."""
+    free_draft_blocks = BlockManager.free_draft_blocks
+
+    def publish_then_free(manager: BlockManager, sequence: Sequence) -> None:
+        if manager.enable_prefix_caching:
+            last = min(sequence.num_tokens, len(sequence.block_table) * manager.block_size)
+            manager.prefix_cache.publish(sequence, last)
+        free_draft_blocks(manager, sequence)
+
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "free_draft_blocks", publish_then_free),
+        "published with foreign content",
+    )
+
+
+def test_counting_rejected_draft_tokens_as_computed_is_detected() -> None:
+    append_accepted = drafter_module._append_accepted
+
+    def append_and_count_all(sequence: Sequence, draft: list[int], after_draft: list[int]) -> int:
+        append_accepted(sequence, draft, after_draft)
+        return len(draft)
+
+    assert_found(
+        lambda patch: patch.setattr(drafter_module, "_append_accepted", append_and_count_all),
+        "answers|tokens are computed that are not there|published with foreign content",
+    )
+
+
+def test_a_draft_that_keeps_unfilled_blocks_is_detected() -> None:
+    assert_found(
+        lambda patch: patch.setattr(BlockManager, "free_draft_blocks", lambda manager, sequence: None),
+        "holds blocks that it does not fill",
+    )
+
+
+def test_drafts_that_exceed_the_token_budget_are_detected() -> None:
+    add_drafts = Drafter.add_drafts
+
+    def add_without_limit(drafter: Drafter, step: StepBuilder) -> None:
+        if step.token_budget > 0:
+            step.token_budget = drafter.num_tokens
+        add_drafts(drafter, step)
+
+    assert_found(lambda patch: patch.setattr(Drafter, "add_drafts", add_without_limit), "the budget is exceeded")
+
+
+def test_a_draft_for_a_sequence_that_is_not_greedy_is_detected() -> None:
+    assert_found(
+        lambda patch: patch.setattr(Sequence, "is_plain_greedy", property(lambda sequence: sequence.is_single)),
+        "a draft for a sequence that is not greedy",
+    )
+
+
+# --- steps in flight ------------------------------------------------------------------------------------------------
+
+
+def assert_found_in_flight(plant: Plant, symptom: str) -> None:
+    """Assert that a bug is found in runs whose steps overlap."""
+    assert_found(plant, symptom, async_scheduling=True)
+
+
+def test_a_pending_token_that_the_host_must_know_is_detected() -> None:
+    assert_found_in_flight(
+        lambda patch: patch.setattr(Sequence, "needs_known_tokens", property(lambda sequence: False)),
+        "token_ids of the plan is wrong|chosen by tokens that are not known",
+    )
+
+
+def test_a_token_after_the_last_one_is_detected() -> None:
+    def forget_length(scheduler: Scheduler, sequence: Sequence) -> bool:
+        return sequence.needs_known_tokens or (scheduler.drafter is not None and sequence.is_plain_greedy)
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(Scheduler, "_must_know_token", forget_length), "sampled after the last one"
+    )
+
+
+def test_a_draft_after_a_pending_token_is_detected() -> None:
+    def forget_drafts(scheduler: Scheduler, sequence: Sequence) -> bool:
+        return sequence.num_tokens >= sequence.max_total_tokens or sequence.needs_known_tokens
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(Scheduler, "_must_know_token", forget_drafts), "a draft follows a token"
+    )
+
+
+def test_a_wasted_token_that_is_kept_is_detected() -> None:
+    assert_found_in_flight(
+        lambda patch: patch.setattr(scheduler_module, "_drop_wasted", lambda output, sampled: None),
+        "KeyError|continues after its end|is not in list",
+    )
+
+
+def test_a_step_that_goes_on_from_another_token_than_was_chosen_is_detected() -> None:
+    collect = Scheduler.collect
+
+    def not_late(scheduler: Scheduler, output: SchedulerOutput, sampled: SampledTokens, *rest: Any) -> list[Sequence]:
+        sampled.resampled_on_host = []
+        return collect(scheduler, output, sampled, *rest)
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(Scheduler, "collect", not_late),
+        "reads foreign KV|published with foreign content|answers",
+    )
+
+
+def test_a_preemption_while_a_step_is_in_flight_is_detected() -> None:
+    def preempt_anyway(scheduler: Scheduler, members: list[Sequence], step: StepBuilder) -> None:
+        scheduler._preemption.preempt_for(members[0].group, step)
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(Scheduler, "_wait_for_blocks", preempt_anyway), "list index out of range"
+    )
+
+
+def test_publishing_a_block_with_a_pending_token_is_detected() -> None:
+    publish = PrefixCache.publish
+
+    def publish_pending(cache: PrefixCache, sequence: Sequence, num_tokens: int) -> None:
+        if num_tokens <= len(sequence.token_ids):
+            return publish(cache, sequence, num_tokens)
+        sequence.token_ids.append(0)  # what the host may take it for
+        publish(cache, sequence, num_tokens)
+        sequence.token_ids.pop()
+        return None
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(PrefixCache, "publish", publish_pending), "published with foreign content"
+    )
