@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from deployments.api.openai.protocol import ChatRequest
 from deployments.api.openai.tool_grammar import parameters_of, strict_calls
@@ -98,10 +98,11 @@ class AnswerFormats:
             RequestError: if the model may choose to call tools, but the form of its calls is not known; or if the
                 reasoning has a budget, but its markers are not known.
         """
+        prompt_end = _PromptEnd(self._tokenizer, prompt, request.continued_text)
         family, shown = self._forced(request), frozenset[int]()
         if family is None:
-            family, shown = self._natural(request, prompt), self._shown
-        budget = self._budget(request, prompt)
+            family, shown = self._natural(request, prompt_end), self._shown
+        budget = self._budget(request, prompt_end)
         if family is None:
             return None
         return AnswerFormat(
@@ -129,7 +130,7 @@ class AnswerFormats:
             return partial(named_call, name=request.tool_choice.function.name)
         return required_calls if request.forces_calls else None
 
-    def _budget(self, request: ChatRequest, prompt: Prompt) -> ThinkingBudget | None:
+    def _budget(self, request: ChatRequest, prompt_end: _PromptEnd) -> ThinkingBudget | None:
         if request.thinking_token_budget is None:
             return None
         reasoning = self._parsers.reasoning_parser
@@ -143,16 +144,10 @@ class AnswerFormats:
             )
         start, end = ids
         assert end is not None
-        continued = request.continued_text
-        is_open = reasoning.is_open_after(self._end_of(prompt, continued), continued)
+        is_open = reasoning.is_open_after(prompt_end.text, prompt_end.continued)
         return ThinkingBudget(request.thinking_token_budget, end, None if is_open else start)
 
-    def _end_of(self, prompt: Prompt, continued: str) -> str:
-        """Return the end of the prompt's text, from some tokens before a message that is continued."""
-        num_tokens = _PROMPT_END + min(len(continued.encode()), _MAX_CONTINUED)
-        return self._tokenizer.decode(prompt.token_ids[-num_tokens:], skip_special_tokens=False)
-
-    def _natural(self, request: ChatRequest, prompt: Prompt) -> Family | None:
+    def _natural(self, request: ChatRequest, prompt_end: _PromptEnd) -> Family | None:
         """Return the parser of the model's own format."""
         tools = {tool.function.name: parameters_of(tool) for tool in request.offered_tools} or None
         if tools is not None and self._parsers.tool is None:
@@ -160,5 +155,22 @@ class AnswerFormats:
             raise RequestError("needs a parser of this model's tool calls", param="tools", remedy=remedy)
         if self._parsers.family(tools, "") is None:
             return None  # at once, for models without a format
-        continued = request.continued_text
-        return self._parsers.family(tools, self._end_of(prompt, continued), continued)
+        return self._parsers.family(tools, prompt_end.text, prompt_end.continued)
+
+
+class _PromptEnd:
+    """The end of a prompt, from some tokens before a message that is continued.
+
+    Attributes:
+        continued: the text of that message; empty: the answer is a new message.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, continued: str) -> None:
+        self.continued = continued
+        self._tokenizer, self._prompt = tokenizer, prompt
+
+    @cached_property
+    def text(self) -> str:
+        """The text, special tokens included."""
+        num_tokens = _PROMPT_END + min(len(self.continued.encode()), _MAX_CONTINUED)
+        return self._tokenizer.decode(self._prompt.token_ids[-num_tokens:], skip_special_tokens=False)

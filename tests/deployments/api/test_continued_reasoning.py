@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,16 +16,27 @@ from tests.deployments.api.conftest import Answers, OpenClient
 from tests.deployments.fakes import FakeEngines
 
 USER = {"role": "user", "content": "What does <think> mean? And </think>?"}
-# The parser, the message that is continued, the rest of it, and what of this is (reasoning, content).
+
+
+class Continued(NamedTuple):
+    """A message that a request continues, the rest of it, and what of this is reasoning and content."""
+
+    parser: str
+    message: str
+    rest: str
+    reasoning: str | None
+    content: str
+
+
 CASES = [
-    ("deepseek_r1", "A KV cache is", " a cache.", (None, " a cache.")),
-    ("qwen3", "A KV cache is", " a cache.", (None, " a cache.")),
-    ("qwen3", "<think>\nThe user", " asks.</think>\n\nA cache.", (" asks.", "A cache.")),
-    ("deepseek_r1", "<think>\nThe user", " asks.</think>\n\nA cache.", (" asks.", "A cache.")),
-    ("deepseek_r1", "<think>Hm.</think>A KV", " cache.", (None, " cache.")),
-    ("qwen3", "<think>a</think>b<think>c", "d</think>e", ("d", "e")),
-    ("deepseek_r1", "The user asks.</think>A KV", " cache.", (None, " cache.")),
-    ("qwen3", "<think>" + "so " * 30, "it is.</think>Yes.", ("it is.", "Yes.")),
+    Continued("deepseek_r1", "A KV cache is", " a cache.", None, " a cache."),
+    Continued("qwen3", "A KV cache is", " a cache.", None, " a cache."),
+    Continued("qwen3", "<think>\nThe user", " asks.</think>\n\nA cache.", " asks.", "A cache."),
+    Continued("deepseek_r1", "<think>\nThe user", " asks.</think>\n\nA cache.", " asks.", "A cache."),
+    Continued("deepseek_r1", "<think>Hm.</think>A KV", " cache.", None, " cache."),
+    Continued("qwen3", "<think>a</think>b<think>c", "d</think>e", "d", "e"),
+    Continued("deepseek_r1", "The user asks.</think>A KV", " cache.", None, " cache."),
+    Continued("qwen3", "<think>" + "so " * 30, "it is.</think>Yes.", "it is.", "Yes."),
 ]
 
 
@@ -34,48 +45,50 @@ def long_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "INFO", replace(fakes.INFO, max_model_len=4096, num_blocks=4096, vocab_size=400))
 
 
-@pytest.mark.parametrize(("parser", "message", "rest", "expected"), CASES)
-def test_the_rest_of_a_message(
-    open_client: OpenClient,
-    parsed_path: Path,
-    answers: Answers,
-    parser: str,
-    message: str,
-    rest: str,
-    expected: tuple[str | None, str],
-) -> None:
-    client = open_client(model=str(parsed_path), reasoning_parser=parser)
-    answers(rest)
-    messages = [USER, {"role": "assistant", "content": message}]
+@pytest.fixture(params=CASES, ids=lambda case: f"{case.parser}-{case.message[:30]}")
+def case(request: pytest.FixtureRequest) -> Continued:
+    continued: Continued = request.param
+    return continued
+
+
+def test_the_rest_of_a_message(open_client: OpenClient, parsed_path: Path, answers: Answers, case: Continued) -> None:
+    client = open_client(model=str(parsed_path), reasoning_parser=case.parser)
+    answers(case.rest)
+    messages = [USER, {"role": "assistant", "content": case.message}]
     body: dict[str, Any] = {"messages": messages, "max_tokens": 50}
     chat = client.post("/v1/chat/completions", json=body | {"continue_final_message": True}).json()
     answer = chat["choices"][0]["message"]
-    reasoning, content = expected
-    assert ((answer.get("reasoning") or "").strip() or None, answer["content"]) == (
-        reasoning and reasoning.strip(),
-        content,
-    )
-    answers(rest)
+    reasoning = case.reasoning and case.reasoning.strip()
+    assert ((answer.get("reasoning") or "").strip() or None, answer["content"]) == (reasoning, case.content)
+    answers(case.rest)
     blocks = client.post("/v1/messages", json=body | {"model": "tiny"}).json()["content"]
-    assert [block["text"] for block in blocks if block["type"] == "text"] == [content]
+    assert [block["text"] for block in blocks if block["type"] == "text"] == [case.content]
 
 
-@pytest.mark.parametrize(("parser", "message", "rest", "expected"), CASES)
 def test_the_thinking_budget_counts_from_there(
     open_client: OpenClient,
     parsed_path: Path,
     engines: FakeEngines,
-    parser: str,
-    message: str,
-    rest: str,
-    expected: tuple[str | None, str],
+    monkeypatch: pytest.MonkeyPatch,
+    case: Continued,
 ) -> None:
-    client = open_client(model=str(parsed_path), reasoning_parser=parser)
-    body = {"messages": [USER, {"role": "assistant", "content": message}], "max_tokens": 5, "thinking_token_budget": 7}
-    assert client.post("/v1/chat/completions", json=body | {"continue_final_message": True}).status_code == 200
+    """The parser and the budget look at the same end of the prompt, which is decoded once."""
+    client = open_client(model=str(parsed_path), reasoning_parser=case.parser)
+    decode, decoded = Tokenizer.decode, list[list[int]]()
+
+    def note(tokenizer: Tokenizer, token_ids: list[int], **options: Any) -> str:
+        decoded.append(token_ids)
+        return decode(tokenizer, token_ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", note)
+    messages = [USER, {"role": "assistant", "content": case.message}]
+    body = {"messages": messages, "max_tokens": 5, "thinking_token_budget": 7, "continue_final_message": True}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
     start, end = (Tokenizer(parsed_path).single_token_id(marker) for marker in ("<think>", "</think>"))
     assert end is not None
-    assert engines.calls[-1][0].params.thinking_budget == ThinkingBudget(7, end, start if expected[0] is None else None)
+    request = engines.calls[-1][0]
+    assert request.params.thinking_budget == ThinkingBudget(7, end, start if case.reasoning is None else None)
+    assert len([ids for ids in decoded if ids and ids == request.prompt_token_ids[-len(ids) :]]) == 1
 
 
 @pytest.mark.parametrize(
