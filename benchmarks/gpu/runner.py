@@ -156,17 +156,12 @@ def _run_process(command: list[str], log: Path, limit_s: float, allocator: str) 
             start_new_session=True,
         )
     try:
-        return _exit_fault(_wait(process, limit_s))
+        return _exit_fault(process.wait(timeout=limit_s))
     except subprocess.TimeoutExpired:
         _abort(process)
         return f"it took more than {limit_s:.0f} s and was killed"
     finally:
         _kill_group(process)  # after a regular end too: it may have left children
-
-
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:
-    """Return the exit code of a process; raises TimeoutExpired at the limit."""
-    return process.wait(timeout=limit_s)
 
 
 def _abort(process: subprocess.Popen[bytes]) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import runner
 from benchmarks.gpu.check import DEADLINE_S
 from benchmarks.gpu.part import Part, PartResults, read_results, write_json
 from benchmarks.gpu.parts import CALLS, PARTS, with_needs
@@ -80,15 +79,15 @@ def test_figures_of_a_part_that_aborts_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_hanging_part_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = runner._wait
+    wait = subprocess.Popen.wait
 
-    def wait_until_it_hangs(process: subprocess.Popen[bytes], limit_s: float) -> int:
+    def wait_until_it_hangs(process: subprocess.Popen[bytes], timeout: float) -> int:
         """Let the first part reach its limit when it hangs."""
-        monkeypatch.setattr(runner, "_wait", wait)
+        monkeypatch.setattr(subprocess.Popen, "wait", wait)
         until(lambda: "child" in read_results(tmp_path / "hangs_with_a_child.json")[0], "the part runs")
-        raise subprocess.TimeoutExpired(process.args, limit_s)
+        raise subprocess.TimeoutExpired(process.args, timeout)
 
-    monkeypatch.setattr(runner, "_wait", wait_until_it_hangs)
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_until_it_hangs)
     outcomes = run(tmp_path, fault("hangs_with_a_child", limit_s=20.0), fault("passes"))
     hanging = outcomes["hangs_with_a_child"]
     assert hanging.status == "failed"
@@ -181,7 +180,7 @@ def test_a_child_process_tries_whether_memory_can_be_mapped(
     probe: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setattr(runner, "PROBE", probe)
+    monkeypatch.setattr("benchmarks.gpu.runner.PROBE", probe)
     assert choose_allocator("cuda") == expected
 
 
