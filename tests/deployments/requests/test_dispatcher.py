@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 
+from deployments.errors import RequestTimeoutError
 from deployments.requests.dispatcher import Dispatcher
+from deployments.requests.generation import Generation
+from deployments.requests.prompt import Prompt
 from deployments.routing.cluster_view import ClusterView
 from deployments.routing.options import RoutingOptions
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.deployments.fakes import IDLE
+from tests.deployments.fakes import IDLE, FakeText
 from tests.deployments.transport.request_channel.peers import Peers, Replica, tokens_of
 from tests.engine.async_streams import Gate
 from tests.waiting import HANG_S, until_in_loop
@@ -230,6 +233,28 @@ async def test_a_request_whose_client_goes_while_it_waits_is_forgotten(front: Fr
     assert len(await tokens_of(other)) == 5
     assert stream.replica == ""
     assert front.dispatcher._watch._watched == {other}
+
+
+async def test_a_request_at_its_deadline_frees_its_blocks(front: Front) -> None:
+    """The engine is in the middle of the answer, and another request of the batch runs to its end."""
+    await front.add("a")
+    replica = front.replicas["a"]
+    gate = Gate(replica.runner)
+    request, text = EngineRequest("late", [1], SamplingParams(max_tokens=200)), FakeText()
+    generation = Generation(front.dispatcher, request, Prompt(request, []), text)  # type: ignore[arg-type]
+    other = front.send(length=20)
+
+    async def read() -> None:
+        async for _ in generation.deltas():
+            generation.attempts[-1].deadline = 0.0 if generation.token_ids else inf
+
+    with pytest.raises(RequestTimeoutError):
+        await read()
+    assert replica.inner.block_manager.num_free_blocks < replica.inner.info.num_blocks
+    gate.opened.set()
+    assert len(await tokens_of(other)) == 20
+    await until_in_loop(lambda: replica.is_idle)
+    assert len(generation.token_ids) < 200
 
 
 async def test_a_request_that_cannot_be_encoded_fails_alone(front: Front) -> None:
