@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelLoadError, shown
+from engine.errors import ModelLoadError, listed, shown
 from engine.models.config.json_file import read_json
 
 __all__ = ["METHODS", "Quantization", "read_quantization", "without_quantization"]
@@ -23,6 +23,32 @@ METHODS = {
     "compressed-tensors": "compressed-tensors",
     "modelopt": "modelopt",
     "quark": "quark",
+    "mxfp4": "mxfp4",
+    "awq": "awq",
+    "gptq": "gptq",
+    "auto-round": "auto-round",
+    "intel/auto-round": "auto-round",
+    "bitsandbytes": "bitsandbytes",
+    "mlx": "mlx",
+}
+# Fields that say how weights are stored, and the values of them that can be read.
+_LAYOUTS: dict[str, dict[str, tuple[str | int, ...]]] = {
+    "awq": {"version": ("gemm",), "bits": (4,)},
+    "gptq": {"checkpoint_format": ("gptq", "gptq_v2"), "bits": (2, 3, 4, 8)},
+    "auto-round": {"bits": (2, 3, 4, 8)},
+    "compressed-tensors": {
+        "format": (
+            "pack-quantized",
+            "int-quantized",
+            "naive-quantized",
+            "float-quantized",
+            "nvfp4-pack-quantized",
+            "mxfp4-pack-quantized",
+            "mxfp8-quantized",
+            "mixed-precision",
+            "dense",
+        ),
+    },
 }
 _FIELDS = ("quantization_config", "compression_config", "quantization")  # the last one is MLX's
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -80,12 +106,19 @@ def _checked(found: object, file: Path, name: str) -> Quantization:
     method = found.get("quant_method")
     if method is None and ("quant_algo" in found or "producer" in found):
         method = "modelopt"
+    elif method is None and {"bits", "group_size"} <= found.keys():
+        method = "mlx"
     if not isinstance(method, str) or method not in METHODS:
         raise ModelLoadError(
             f"'{file.parent}' is quantised ({'unknown' if method is None else method}), which is not supported; "
             f"{_REMEDY}"
         )
-    return Quantization(METHODS[method], found, file)
+    quantization = Quantization(METHODS[method], found, file)
+    for key, known in _LAYOUTS.get(METHODS[method], {}).items():
+        value = found.get(key)
+        if value is not None and (value.lower() if isinstance(value, str) else value) not in known:
+            raise quantization.error(f"has {key}={shown(value)}, and only {listed(known)} can be read")
+    return quantization
 
 
 def without_quantization(raw: dict[str, Any]) -> dict[str, Any]:

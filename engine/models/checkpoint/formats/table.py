@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from engine.models.checkpoint.formats.bitsandbytes import bitsandbytes_weights
+from engine.models.checkpoint.formats.compressed_integers import compressed_integers
+from engine.models.checkpoint.formats.fp4 import fp4_weights
 from engine.models.checkpoint.formats.fp8 import fp8_weights
+from engine.models.checkpoint.formats.gptq_awq import gptq_awq_weights
+from engine.models.checkpoint.formats.mlx import mlx_weights
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors, modules_of
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.safetensors_header import StoredTensor
@@ -18,7 +23,14 @@ __all__ = ["FORMATS", "Entry", "group_weights"]
 
 Entry = StoredTensor | PackedWeight
 
-FORMATS: tuple[Callable[[ModuleTensors], Iterator[PackedWeight]], ...] = (fp8_weights,)
+FORMATS: tuple[Callable[[ModuleTensors], Iterator[PackedWeight]], ...] = (
+    fp8_weights,
+    fp4_weights,
+    compressed_integers,
+    gptq_awq_weights,
+    bitsandbytes_weights,
+    mlx_weights,
+)
 
 _PLAIN = ("F32", "BF16", "F16", "F64")
 

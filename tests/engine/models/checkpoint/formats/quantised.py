@@ -106,7 +106,7 @@ def save_quantised(
     stored = {name: tensor for name, tensor in tensors.items() if name not in encoded} | (extra or {})
     for name, one in encoded.items():
         module = name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0]
-        stored |= {f"{module}.{end}": tensor.contiguous() for end, tensor in one.tensors.items()}
+        stored |= {f"{module}.{end}": tensor.contiguous().clone() for end, tensor in one.tensors.items()}
     save_file(stored, quantised / FILE, {"format": "pt"})
     written = json.loads((plain / "config.json").read_text()) | config
     for file, content in {"config.json": written, **(files or {})}.items():

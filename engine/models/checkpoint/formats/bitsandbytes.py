@@ -1,0 +1,169 @@
+"""bitsandbytes: 4-bit codes of a table (NF4, FP4), or 8-bit integers.
+
+X.weight                                 U8 [out * in / 2, 1]: the first element of two is in the high half
+X.weight.absmax                          F32 scales for each block of, usually, 64 elements, in the order of memory;
+                                         or U8 codes, if the scales are quantised ("double quantisation")
+X.weight.quant_map                       F32 [16]: the number of each code
+X.weight.nested_absmax, .nested_quant_map    the same for the codes of the scales: F32 for each 256, F32 [256]
+X.weight.quant_state.bitsandbytes__nf4   U8: JSON with the weight's shape and the sizes of blocks
+
+X.weight I8 [out, in], X.SCB F32 [out]: code * SCB / 127; X.weight_format, if it is there, is 0
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.models.checkpoint.formats.module_tensors import ModuleTensors
+from engine.models.checkpoint.packed_weight import PackedWeight
+from kernels.dequant.bitsandbytes import dequantise_4bit, dequantise_int8, dequantise_nested
+
+__all__ = ["Bitsandbytes4Weight", "Bitsandbytes8Weight", "bitsandbytes_weights"]
+
+_STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+_NAMES = {
+    "scales": "weight.absmax",
+    "table": "weight.quant_map",
+    "nested scales": "weight.nested_absmax",
+    "nested table": "weight.nested_quant_map",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bitsandbytes4Weight(PackedWeight):
+    """Parts ``weight``, ``scales``, ``table``, and ``nested scales`` and ``nested table`` if the scales are quantised.
+
+    Attributes:
+        block_size: elements with one scale.
+        nested_block_size: scales with one nested scale; None: the scales are not quantised.
+        offset: that quantised scales are larger by.
+    """
+
+    format = "bitsandbytes 4-bit"
+    block_size: int
+    nested_block_size: int | None
+    offset: float
+
+    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return rows of the matrix in float32."""
+        columns = self.shape[-1]
+        first, last = rows.start * columns, rows.stop * columns
+        octets = parts["weight"].view(-1)[first // 2 : -(-last // 2)]
+        first_block, last_block = first // self.block_size, -(-last // self.block_size)
+        scales = parts["scales"].view(-1)
+        if self.nested_block_size is not None:
+            size = self.nested_block_size
+            first_block = first_block // size * size
+            nested = parts["nested scales"].view(-1)[first_block // size : -(-last_block // size)]
+            codes = scales[first_block:last_block]
+            scales = dequantise_nested(codes, parts["nested table"].view(-1), nested, size, self.offset)
+        else:
+            scales = scales[first_block:last_block]
+        own_first = first - first_block * self.block_size
+        values = dequantise_4bit(octets, parts["table"].view(-1), scales, self.block_size, own_first)
+        return values[: last - first].view(len(rows), columns)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bitsandbytes8Weight(PackedWeight):
+    """Parts ``weight`` and ``maxima``."""
+
+    format = "bitsandbytes 8-bit"
+
+    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return rows of the matrix in float32."""
+        return dequantise_int8(parts["weight"], parts["maxima"])
+
+
+def bitsandbytes_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
+    """Yield the weight of a module if it has one of these.
+
+    Raises:
+        ModelLoadError: if its tensors do not fit each other.
+    """
+    weight = module.tensors.get("weight")
+    if weight is None:
+        return
+    if (state := module.find(*_STATES)) is not None:
+        yield _four_bits(module, state)
+    elif weight.dtype == "I8" and len(weight.shape) == 2 and module.find("SCB") is not None:
+        maxima, layout = module.tensors["SCB"], module.find("weight_format")
+        if maxima.dtype != "F32" or math.prod(maxima.shape) != weight.shape[0]:
+            raise module.error("SCB", f"is {maxima.dtype} {list(maxima.shape)}, and the weight {list(weight.shape)}")
+        if layout is not None and any(module.read(module.tensors[layout])):
+            raise module.error("weight_format", "is not 0: the weight is not in rows, but in an order for one GPU")
+        module.take(layout=layout)
+        yield Bitsandbytes8Weight(
+            name=module.full_name("weight"),
+            parts=module.take(weight="weight", maxima="SCB"),
+            shape=weight.shape,
+            read_by_rows=frozenset({"weight"} | ({"maxima"} if maxima.shape == weight.shape[:1] else set())),
+        )
+
+
+def _four_bits(module: ModuleTensors, state_name: str) -> PackedWeight:
+    state = _state(module, state_name)
+    shape, block_size, nested_size, offset = _sizes(module, state_name, state)
+    num_scales = -(-math.prod(shape) // block_size)
+    expected: dict[str, tuple[str, int]] = {"weight": ("U8", -(-math.prod(shape) // 2)), _NAMES["table"]: ("F32", 16)}
+    if nested_size is None:
+        expected[_NAMES["scales"]] = ("F32", num_scales)
+    else:
+        expected[_NAMES["scales"]] = ("U8", num_scales)
+        expected[_NAMES["nested scales"]] = ("F32", -(-num_scales // nested_size))
+        expected[_NAMES["nested table"]] = ("F32", 256)
+    for name, (dtype, count) in expected.items():
+        if module.find(name) is None:
+            raise module.error("weight", f"has no {module.full_name(name)} beside it")
+        tensor = module.tensors[name]
+        if tensor.dtype != dtype or math.prod(tensor.shape) != count:
+            raise module.error(
+                name, f"is {tensor.dtype} {list(tensor.shape)}, but a weight of {list(shape)} needs {count} {dtype}"
+            )
+    module.take(state=state_name)
+    names: dict[str, str | None] = {part: name for part, name in _NAMES.items() if name in expected}
+    return Bitsandbytes4Weight(
+        name=module.full_name("weight"),
+        parts=module.take(weight="weight", **names),
+        shape=shape,
+        row_multiple=2,  # whole bytes
+        block_size=block_size,
+        nested_block_size=nested_size,
+        offset=offset,
+    )
+
+
+def _state(module: ModuleTensors, name: str) -> dict[str, Any]:
+    try:
+        state = json.loads(module.read(module.tensors[name]).decode())
+    except (ValueError, RecursionError) as error:
+        raise module.error(name, f"is not JSON: {error}") from error
+    if not isinstance(state, dict):
+        raise module.error(name, f"holds a {type(state).__name__}, not an object")
+    return state
+
+
+def _sizes(module: ModuleTensors, name: str, state: dict[str, Any]) -> tuple[tuple[int, int], int, int | None, float]:
+    """Return the weight's shape, elements of a block, scales of a nested block, and what those are larger by."""
+    shape: Any = state.get("shape")
+    block_size: Any = state.get("blocksize")
+    nested_size: Any = state.get("nested_blocksize")
+    offset = state.get("nested_offset", 0.0)
+    if not (isinstance(shape, list) and len(shape) == 2 and all(_is_size(size) for size in shape)):
+        raise module.error(name, f"has the shape {shape!r:.80}, which is not that of a matrix")
+    for key, size in (("blocksize", block_size), ("nested_blocksize", nested_size)):
+        if not _is_size(size) and not (size is None and key == "nested_blocksize"):
+            raise module.error(name, f"has {key}={size!r:.80}, which is not a size")
+    if isinstance(offset, bool) or not isinstance(offset, int | float):
+        raise module.error(name, f"has nested_offset={offset!r:.80}, which is not a number")
+    return (shape[0], shape[1]), block_size, nested_size, float(offset)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 < value < 2**31

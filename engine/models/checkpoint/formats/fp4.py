@@ -1,0 +1,124 @@
+"""FP4: two codes a byte, with scales for groups of 16 inputs (NVFP4) or exponents for groups of 32 (MXFP4).
+
+NVFP4   X.weight U8 [out, in / 2], X.weight_scale F8_E4M3 [out, in / 16], and one of
+            X.weight_scale_2       (ModelOpt) a scalar that multiplies the scales
+            X.weight_global_scale  (compressed-tensors, with X.weight_packed for X.weight) one that divides them
+MXFP4   X.weight or X.weight_packed U8 [out, in / 2], X.weight_scale U8 [out, in / 32]
+GPT-OSS experts.gate_up_proj_blocks U8 [experts, out, in / 32, 16], experts.gate_up_proj_scales U8 [experts, out,
+        in / 32]: the model has these transposed, [experts, in, out]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.checkpoint.formats.module_tensors import ModuleTensors
+from engine.models.checkpoint.packed_weight import PackedWeight
+from kernels.dequant.fp4 import dequantise_fp4
+from kernels.dequant.scales import e8m0_to_float
+
+__all__ = ["Mxfp4Weight", "Nvfp4Weight", "TransposedMxfp4Weight", "fp4_weights"]
+
+_NV_GROUP, _MX_GROUP = 16, 32
+_EXPONENTS = ("U8", "F8_E8M0")
+_TRANSPOSED_ROWS = 128  # whole cache lines of each output
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Nvfp4Weight(PackedWeight):
+    """Parts ``weight``, ``scale`` and ``global scale``, which divides if ``divides``."""
+
+    format = "NVFP4"
+    divides: bool
+
+    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return rows of the matrix in float32."""
+        scales, factor = parts["scale"].float(), parts["global scale"].float().view(1, 1)
+        return dequantise_fp4(parts["weight"], scales / factor if self.divides else scales * factor, _NV_GROUP)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mxfp4Weight(PackedWeight):
+    """Parts ``weight`` and ``scale``."""
+
+    format = "MXFP4"
+
+    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return rows of the matrix in float32."""
+        return dequantise_fp4(parts["weight"], e8m0_to_float(parts["scale"]), _MX_GROUP)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TransposedMxfp4Weight(PackedWeight):
+    """Parts ``blocks`` and ``scales``, whose outputs are the columns of the weight."""
+
+    format = "MXFP4"
+
+    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return rows of one matrix in float32."""
+        groups = slice(rows.start // _MX_GROUP, -(-rows.stop // _MX_GROUP))
+        octets = parts["blocks"][:, groups].flatten(1)
+        values = dequantise_fp4(octets, e8m0_to_float(parts["scales"][:, groups].contiguous()), _MX_GROUP)
+        return values.t().contiguous()
+
+
+def fp4_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
+    """Yield the FP4 weights of a module.
+
+    Raises:
+        ModelLoadError: if scales do not fit a weight.
+    """
+    for name in [name for name in module.tensors if name.endswith("_blocks")]:
+        if module.find(name.replace("_blocks", "_scales")) is not None and module.tensors[name].dtype == "U8":
+            yield _transposed(module, name)
+    weight = module.find("weight_packed", "weight")
+    if weight is None or module.tensors[weight].dtype != "U8" or module.find("weight_scale") is None:
+        return
+    if module.tensors["weight_scale"].dtype in _EXPONENTS:
+        yield _weight(module, weight, None)
+    elif module.tensors["weight_scale"].dtype == "F8_E4M3":
+        factor = module.find("weight_scale_2", "weight_global_scale")
+        if factor is None:
+            raise module.error(weight, "has FP8 scales, but neither weight_scale_2 nor weight_global_scale beside it")
+        yield _weight(module, weight, factor)
+
+
+def _weight(module: ModuleTensors, name: str, factor: str | None) -> PackedWeight:
+    codes, scale = module.tensors[name], module.tensors["weight_scale"]
+    group = _MX_GROUP if factor is None else _NV_GROUP
+    if len(codes.shape) != 2 or scale.shape != (codes.shape[0], -(-2 * codes.shape[1] // group)):
+        raise module.error(
+            "weight_scale",
+            f"is {list(scale.shape)}, which does not fit codes of {list(codes.shape)} bytes with a "
+            f"scale for each {group}",
+        )
+    shape, full_name = (codes.shape[0], 2 * codes.shape[1]), module.full_name("weight")
+    by_rows = frozenset({"weight", "scale"})
+    if factor is None:
+        parts = module.take(weight=name, scale="weight_scale")
+        return Mxfp4Weight(name=full_name, parts=parts, shape=shape, read_by_rows=by_rows)
+    whole = module.tensors[factor]
+    if whole.dtype not in ("F32", "BF16", "F16") or whole.shape not in ((), (1,)):
+        raise module.error(factor, f"is {whole.dtype} {list(whole.shape)}, and not one number")
+    parts = module.take(**{"weight": name, "scale": "weight_scale", "global scale": factor})
+    divides = factor == "weight_global_scale"
+    return Nvfp4Weight(name=full_name, parts=parts, shape=shape, read_by_rows=by_rows, divides=divides)
+
+
+def _transposed(module: ModuleTensors, name: str) -> PackedWeight:
+    weight, scales_name = name.removesuffix("_blocks"), name.replace("_blocks", "_scales")
+    blocks, scales = module.tensors[name], module.tensors[scales_name]
+    if len(blocks.shape) < 3 or blocks.shape[-1] != _MX_GROUP // 2:
+        raise module.error(name, f"is {list(blocks.shape)}, and not blocks of {_MX_GROUP // 2} bytes")
+    if scales.shape != blocks.shape[:-1] or scales.dtype not in _EXPONENTS:
+        raise module.error(scales_name, f"is {scales.dtype} {list(scales.shape)}, and the blocks {list(blocks.shape)}")
+    *stacked, outputs, groups, _ = blocks.shape
+    return TransposedMxfp4Weight(
+        name=module.full_name(weight),
+        parts=module.take(blocks=name, scales=scales_name),
+        shape=(*stacked, groups * _MX_GROUP, outputs),
+        row_multiple=_TRANSPOSED_ROWS,
+    )

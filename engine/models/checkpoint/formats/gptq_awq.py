@@ -1,0 +1,155 @@
+"""GPTQ and AWQ: integers with scales and zero points for groups of inputs, stored transposed. AutoRound writes both.
+
+                 GPTQ, 2, 3, 4 or 8 bits                           AWQ ("gemm"), 4 bits
+    X.qweight    I32 [in * bits / 32, out], packed along in        I32 [in, out / 8], in an order of its own
+    X.qzeros     I32 [groups, out * bits / 32], packed along out   I32 [groups, out / 8], in the same order
+    X.scales     F16 [groups, out]                                 F16 [groups, out]
+    X.g_idx      I32 [in]: the group of each input                 absent
+
+The value is (code - zero point) * scale. GPTQ stores zero points minus one, its second version (``gptq_v2``) as they
+are. Both formats have the same names; shapes distinguish them, and give the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
+from engine.models.checkpoint.formats.module_tensors import ModuleTensors
+from engine.models.checkpoint.packed_weight import PackedWeight
+from kernels.dequant.integers import dequantise_groups, dequantise_ordered, unpack_awq, unpack_bits
+
+__all__ = ["AwqWeight", "GptqWeight", "gptq_awq_weights"]
+
+_SCALES = ("F32", "BF16", "F16")
+_GPTQ_BITS = (2, 3, 4, 8)
+_ROWS = 32  # rows of zero points begin with a whole word, whatever their bits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GptqWeight(PackedWeight):
+    """Parts ``qweight``, ``qzeros``, ``scales``, and maybe ``g_idx``.
+
+    Attributes:
+        bits: of a code.
+        group_size: inputs with one scale, if there is no ``g_idx``.
+        stores_minus_one: zero points are one more than stored.
+    """
+
+    format = "GPTQ"
+    bits: int
+    group_size: int
+    stores_minus_one: bool
+
+    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return rows of the matrix in float32."""
+        columns, bits, own = self.shape[-1], self.bits, slice(rows.start, rows.stop)
+        codes = unpack_bits(parts["qweight"][:, own].t().contiguous(), bits, columns)
+        words = parts["qzeros"][:, rows.start * bits // 32 : -(-rows.stop * bits // 32)].contiguous()
+        zeros = unpack_bits(words, bits, len(rows)).t()
+        if self.stores_minus_one:
+            zeros = (zeros + 1) & (1 << bits) - 1
+        scales = parts["scales"][:, own].t()
+        if (group_of := parts.get("g_idx")) is None:
+            return dequantise_groups(codes, scales, zeros, self.group_size)
+        group_of = group_of.long()
+        if columns and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
+            raise self.error("g_idx", f"names groups outside the {scales.shape[1]} that have scales")
+        return dequantise_ordered(codes, scales, zeros, group_of)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AwqWeight(PackedWeight):
+    """Parts ``qweight``, ``qzeros`` and ``scales``; ``group_size``: inputs with one scale."""
+
+    format = "AWQ"
+    group_size: int
+
+    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return rows of the matrix in float32."""
+        words = slice(rows.start // 8, -(-rows.stop // 8))
+        codes, zeros = (unpack_awq(parts[name][:, words]) for name in ("qweight", "qzeros"))
+        return dequantise_groups(codes, parts["scales"][:, rows.start : rows.stop].t(), zeros, self.group_size)
+
+
+def gptq_awq_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
+    """Yield the weight of a module if it has one of these.
+
+    Raises:
+        ModelLoadError: if its tensors do not fit each other.
+    """
+    if module.find("qweight") is None:
+        return
+    for name in ("qzeros", "scales"):
+        if module.find(name) is None:
+            raise module.error("qweight", f"has no {name} beside it")
+    qweight, qzeros, scales = (module.tensors[name] for name in ("qweight", "qzeros", "scales"))
+    for name, tensor, dtypes in (
+        ("qweight", qweight, ("I32",)),
+        ("qzeros", qzeros, ("I32",)),
+        ("scales", scales, _SCALES),
+    ):
+        if tensor.dtype not in dtypes or len(tensor.shape) != 2 or 0 in tensor.shape:
+            raise module.error(name, f"is {tensor.dtype} {list(tensor.shape)}, which GPTQ and AWQ do not have")
+    if qweight.shape[1] * 8 == scales.shape[1]:
+        yield _awq(module, rows=scales.shape[1], columns=qweight.shape[0])
+    elif qweight.shape[1] == scales.shape[1]:
+        yield _gptq(module, rows=scales.shape[1])
+    else:
+        raise module.error(
+            "qweight",
+            f"is {list(qweight.shape)}, which neither GPTQ nor AWQ (gemm) has beside scales of {list(scales.shape)}",
+        )
+
+
+def _group_size(module: ModuleTensors, columns: int) -> int:
+    num_groups = module.tensors["scales"].shape[0]
+    size = group_size_of(columns, num_groups, sizes_in(module.quantization.fields))
+    if size is None:
+        raise module.error("scales", f"has {num_groups} groups, which do not divide {columns} inputs")
+    return size
+
+
+def _require_zeros(module: ModuleTensors, shape: tuple[int, int]) -> None:
+    if (stored := module.tensors["qzeros"].shape) != shape:
+        raise module.error("qzeros", f"is {list(stored)}, but the scales need {list(shape)}")
+
+
+def _awq(module: ModuleTensors, rows: int, columns: int) -> PackedWeight:
+    _require_zeros(module, (module.tensors["scales"].shape[0], rows // 8))
+    size = _group_size(module, columns)
+    return AwqWeight(
+        name=module.full_name("weight"),
+        parts=module.take(qweight="qweight", qzeros="qzeros", scales="scales"),
+        shape=(rows, columns),
+        row_multiple=_ROWS,
+        group_size=size,
+    )
+
+
+def _gptq(module: ModuleTensors, rows: int) -> PackedWeight:
+    words, order = module.tensors["qweight"].shape[0], module.tensors.get("g_idx")
+    bits = module.tensors["qzeros"].shape[1] * 32 // rows
+    columns = words * 32 // bits if bits else 0
+    if order is not None:
+        if order.dtype not in ("I32", "I64") or len(order.shape) != 1:
+            raise module.error("g_idx", f"is {order.dtype} {list(order.shape)}, and not a group for each input")
+        columns = order.shape[0]
+    if bits not in _GPTQ_BITS or -(-columns * bits // 32) != words:
+        raise module.error(
+            "qweight", f"has {words} words for each output, which do not fit codes of {bits} bits for {columns} inputs"
+        )
+    _require_zeros(module, (module.tensors["scales"].shape[0], -(-rows * bits // 32)))
+    size = 0 if order is not None else _group_size(module, columns)
+    return GptqWeight(
+        name=module.full_name("weight"),
+        parts=module.take(qweight="qweight", qzeros="qzeros", scales="scales", g_idx="g_idx" if order else None),
+        shape=(rows, columns),
+        row_multiple=_ROWS,
+        bits=bits,
+        group_size=size,
+        stores_minus_one=module.quantization.fields.get("checkpoint_format") != "gptq_v2",
+    )

@@ -1,0 +1,39 @@
+"""How many neighbouring inputs of a weight share a scale, from the number of scales and the sizes in a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["group_size_of", "sizes_in"]
+
+
+def group_size_of(columns: int, num_groups: int, sizes: Iterable[int]) -> int | None:
+    """Return the size of ``num_groups`` groups of columns; None if no size fits.
+
+    Args:
+        columns: of the weight.
+        num_groups: of them.
+        sizes: that the config names. They are needed where the last group is smaller than the others.
+    """
+    if num_groups == 1:
+        return max(columns, 1)
+    for size in sizes:
+        if -(-columns // size) == num_groups:
+            return size
+    return columns // num_groups if num_groups and columns % num_groups == 0 and columns else None
+
+
+def sizes_in(value: Any, key: str = "group_size") -> list[int]:
+    """Return the positive integers that ``key`` has anywhere in a JSON value, in order and each once."""
+    found: dict[int, None] = {}
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            if type(size := item.get(key)) is int and 0 < size < 2**31:
+                found[size] = None
+            waiting.extend(reversed(list(item.values())))
+        elif isinstance(item, list):
+            waiting.extend(reversed(item))
+    return list(found)

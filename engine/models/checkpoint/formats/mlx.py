@@ -1,0 +1,115 @@
+"""MLX: integers with a scale and a bias for groups of inputs, of linear layers and embeddings alike.
+
+    X.weight  U32 [out, in * bits / 32], packed one after another, the low bits first
+    X.scales  [out, in / group]
+    X.biases  [out, in / group]: the value is code * scale + bias
+
+Experts are stacked, `switch_mlp.down_proj.weight` [experts, out, ...]; the model has one matrix for each. The shapes
+give only bits * group, so config.json names both, with exceptions by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.models.checkpoint.formats.module_tensors import ModuleTensors
+from engine.models.checkpoint.packed_weight import PackedWeight
+from engine.models.checkpoint.safetensors_header import StoredTensor
+from kernels.dequant.integers import dequantise_affine, unpack_bits
+
+__all__ = ["MlxWeight", "mlx_weights"]
+
+_FLOATS = ("F32", "BF16", "F16")
+_BITS = (2, 3, 4, 5, 6, 8)
+_STACK = "switch_mlp"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MlxWeight(PackedWeight):
+    """Parts ``weight``, ``scales`` and ``biases``."""
+
+    format = "MLX"
+    bits: int
+    group_size: int
+
+    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return rows of the matrix in float32."""
+        codes = unpack_bits(parts["weight"], self.bits, self.shape[-1])
+        return dequantise_affine(codes, parts["scales"], parts["biases"], self.group_size)
+
+
+def mlx_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
+    """Yield the weights of a module: several if it has stacked experts.
+
+    Raises:
+        ModelLoadError: if its tensors do not fit each other, or the config.
+    """
+    weight = module.tensors.get("weight")
+    if weight is None or weight.dtype != "U32" or module.find("scales") is None:
+        return
+    scales = module.tensors["scales"]
+    if module.find("biases") is None:
+        raise module.error("weight", "has no biases beside it; of MLX's formats only affine ones are supported")
+    for name in ("scales", "biases"):
+        tensor = module.tensors[name]
+        if tensor.dtype not in _FLOATS or tensor.shape != scales.shape or 0 in tensor.shape:
+            raise module.error(name, f"is {tensor.dtype} {list(tensor.shape)}, which scales and biases are not")
+    if len(weight.shape) not in (2, 3) or weight.shape[:-1] != scales.shape[:-1]:
+        raise module.error("weight", f"is {list(weight.shape)}, but its scales are {list(scales.shape)}")
+    bits, group_size = _sizes(module, weight.shape[-1], scales.shape[-1])
+    shape = (*weight.shape[:-1], scales.shape[-1] * group_size)
+    for name, part in _experts(module, len(weight.shape)):
+        yield MlxWeight(
+            name=name,
+            parts=part,
+            shape=shape[-2:] if f".{_STACK}." in f".{module.name}." else shape,
+            read_by_rows=frozenset({"weight", "scales", "biases"}),
+            bits=bits,
+            group_size=group_size,
+        )
+
+
+def _experts(module: ModuleTensors, dimensions: int) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
+    """Yield the name and parts of the module's weight, or of each of its experts."""
+    parts = module.take(weight="weight", scales="scales", biases="biases")
+    block, separator, matrix = module.name.rpartition(f".{_STACK}.")
+    if dimensions == 2 or not separator:
+        yield module.full_name("weight"), parts
+        return
+    for expert in range(parts["weight"].shape[0]):
+        yield f"{block}.experts.{expert}.{matrix}.weight", {name: _member(part, expert) for name, part in parts.items()}
+
+
+def _member(stack: StoredTensor, index: int) -> StoredTensor:
+    """Return one of the tensors that are stacked along the first dimension."""
+    size = (stack.stop - stack.start) // stack.shape[0]
+    start = stack.start + index * size
+    return stack._replace(shape=stack.shape[1:], start=start, stop=start + size)
+
+
+def _sizes(module: ModuleTensors, words: int, num_groups: int) -> tuple[int, int]:
+    """Return the bits of a code and the inputs with one scale, which the config has for the module or for all."""
+    for fields in (_exception(module), module.quantization.fields):
+        bits, group_size = fields.get("bits"), fields.get("group_size")
+        if bits in _BITS and type(group_size) is int and bits * group_size * num_groups == words * 32:
+            return bits, group_size
+    found = {key: module.quantization.fields.get(key) for key in ("bits", "group_size")}
+    raise module.error(
+        "weight", f"has {words} words and {num_groups} scales for each output, which the config's {found} do not give"
+    )
+
+
+def _exception(module: ModuleTensors) -> Mapping[str, Any]:
+    """Return what the config has for the module alone, whose name may begin with that of a multimodal model's part."""
+    for name, fields in module.quantization.fields.items():
+        if isinstance(fields, Mapping) and (name == module.name or name.endswith(f".{module.name}")):
+            return fields
+    stripped = module.name.removeprefix("model.")
+    for name, fields in module.quantization.fields.items():
+        if isinstance(fields, Mapping) and name.endswith(f".{stripped}"):
+            return fields
+    return {}

@@ -1,0 +1,61 @@
+"""Weights of bitsandbytes: 4-bit codes with a scale for each block, and integers with one for each output."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.dequant.fp4 import unpack_pairs
+
+__all__ = ["dequantise_4bit", "dequantise_int8", "dequantise_nested"]
+
+_OVER_127 = 7.874015718698502e-3
+
+
+def dequantise_4bit(
+    octets: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block_size: int, first: int
+) -> torch.Tensor:
+    """Return elements of a weight in the order of memory, float32 [2 * num_bytes].
+
+    Args:
+        octets: uint8 [num_bytes], the elements from ``first`` on; the first of two is in the high half of a byte.
+        table: float32 [16], the number of each code.
+        scales: float32, of all blocks.
+        block_size: neighbouring elements with one scale.
+        first: index of the first element.
+    """
+    codes = torch.arange(256, device=octets.device)
+    pairs = torch.stack((table[codes >> 4], table[codes & 15]), dim=1)
+    values = unpack_pairs(octets.view(1, -1), pairs).view(-1)
+    first_block, last = first // block_size, first + len(values)
+    own = scales[first_block : -(-last // block_size)]
+    if first % block_size == 0 and len(values) == len(own) * block_size:
+        values.view(-1, block_size).mul_(own[:, None])
+        return values
+    start = first - first_block * block_size
+    return values.mul_(own.repeat_interleave(block_size)[start : start + len(values)])
+
+
+def dequantise_nested(
+    codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block_size: int, offset: float
+) -> torch.Tensor:
+    """Return scales that are quantised themselves, float32 [num_scales].
+
+    Args:
+        codes: uint8 [num_scales].
+        table: float32 [256], the number of each code.
+        scales: float32 [ceil(num_scales / block_size)].
+        block_size: neighbouring codes with one of these scales.
+        offset: that all are larger by.
+    """
+    values = table[codes.int()] * scales.repeat_interleave(block_size)[: len(codes)]
+    return values.add_(offset)
+
+
+def dequantise_int8(codes: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
+    """Return rows of a matrix, float32 [num_rows, columns].
+
+    Args:
+        codes: int8 [num_rows, columns].
+        maxima: float32 [num_rows]: the number that 127 stands for.
+    """
+    return codes.float().mul_(maxima[:, None]).mul_(_OVER_127)

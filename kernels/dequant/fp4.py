@@ -1,0 +1,40 @@
+"""FP4 weights, two codes a byte with the even element in the low half, and scales for groups of inputs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from kernels.dequant.scales import scale_blocks
+
+__all__ = ["E2M1", "dequantise_fp4", "unpack_pairs"]
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def dequantise_fp4(octets: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Return rows of a matrix, float32 [num_rows, 2 * num_bytes].
+
+    Args:
+        octets: uint8 [num_rows, num_bytes].
+        scales: float32 [num_rows, columns / group_size].
+        group_size: neighbouring columns with one scale.
+    """
+    return scale_blocks(unpack_pairs(octets, _e2m1_pairs().to(octets.device)), scales, (1, group_size), 0)
+
+
+def unpack_pairs(octets: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Return the two numbers that each byte stands for, float32 [num_rows, 2 * num_bytes].
+
+    Args:
+        octets: uint8 [num_rows, num_bytes].
+        pairs: float32 [256, 2].
+    """
+    joined = pairs.view(torch.float64).view(256)  # only copied, as eight bytes
+    return joined.index_select(0, octets.reshape(-1).int()).view(torch.float32).view(len(octets), -1)
+
+
+@cache
+def _e2m1_pairs() -> torch.Tensor:
+    return torch.tensor([(E2M1[code & 15], E2M1[code >> 4]) for code in range(256)])

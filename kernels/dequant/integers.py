@@ -1,0 +1,114 @@
+"""Integer weights with scales and zero points for groups of inputs, and integers packed in words."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernels.dequant.scales import scale_blocks
+
+__all__ = ["dequantise_affine", "dequantise_groups", "dequantise_ordered", "unpack_awq", "unpack_bits"]
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds, the lowest first
+
+
+def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Return the integers of ``bits`` bits that rows of words hold one after another, the low bits first.
+
+    Args:
+        words: [num_rows, num_words], contiguous, of any integer type; an integer may begin in one word and end in the
+            next.
+        bits: from 1 to 8.
+        count: integers of a row.
+
+    Returns:
+        uint8 [num_rows, count].
+    """
+    num_rows = len(words)
+    octets = words.view(torch.uint8).view(num_rows, -1)
+    if bits == 8:
+        return octets[:, :count]
+    size = math.lcm(bits, 8) // 8  # bytes after which an integer ends with a byte
+    if octets.shape[1] % size:
+        octets = torch.nn.functional.pad(octets, (0, size - octets.shape[1] % size))
+    if size == 1:
+        parts = [octets >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+        return torch.stack(parts, dim=2).view(num_rows, -1)[:, :count]
+    wide = octets.view(num_rows, -1, size).to(torch.int64)
+    joined = sum(wide[..., index] << 8 * index for index in range(size))
+    assert isinstance(joined, torch.Tensor)
+    parts = [(joined >> shift & (1 << bits) - 1).to(torch.uint8) for shift in range(0, 8 * size, bits)]
+    return torch.stack(parts, dim=2).view(num_rows, -1)[:, :count]
+
+
+def dequantise_groups(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | int, group_size: int
+) -> torch.Tensor:
+    """Return (code - zero point) * scale, float32 [num_rows, columns].
+
+    Args:
+        codes: integers [num_rows, columns].
+        scales: [num_rows, ceil(columns / group_size)], or one row or column of them for all.
+        zeros: the zero points, [num_rows, ceil(columns / group_size)], or one for all.
+        group_size: neighbouring columns with one scale; the last group may be smaller.
+    """
+    values = codes.to(torch.float32, memory_format=torch.contiguous_format)
+    if isinstance(zeros, int):
+        if zeros:
+            values.sub_(zeros)
+    else:
+        values = _subtract(values, zeros.float(), group_size)
+    return scale_blocks(values, scales.float(), (1, group_size), 0)
+
+
+def _subtract(values: torch.Tensor, zeros: torch.Tensor, group_size: int) -> torch.Tensor:
+    num_rows, columns = values.shape
+    if zeros.shape[1] == 1:
+        return values.sub_(zeros)
+    if columns == zeros.shape[1] * group_size:
+        values.view(num_rows, -1, group_size).sub_(zeros[:, :, None])
+        return values
+    return values.sub_(zeros.repeat_interleave(group_size, dim=1)[:, :columns])
+
+
+def dequantise_ordered(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | int, group_of: torch.Tensor
+) -> torch.Tensor:
+    """Return (code - zero point) * scale, float32 [num_rows, columns], with groups of columns in any order.
+
+    Args:
+        codes: integers [num_rows, columns].
+        scales: [num_rows, num_groups].
+        zeros: the zero points, [num_rows, num_groups], or one for all.
+        group_of: the group of each column, int64 [columns].
+    """
+    zero = zeros if isinstance(zeros, int) else zeros.float()[:, group_of]
+    return (codes.float() - zero).mul_(scales.float()[:, group_of])
+
+
+def unpack_awq(words: torch.Tensor) -> torch.Tensor:
+    """Return the 4-bit integers of AWQ's words, of which each holds neighbouring columns in an order of its own.
+
+    Args:
+        words: int32 [num_rows, columns / 8].
+
+    Returns:
+        uint8 [columns, num_rows]: transposed.
+    """
+    transposed = words.t().contiguous()
+    parts = [(transposed >> 4 * _AWQ_ORDER.index(column) & 15).to(torch.uint8) for column in range(8)]
+    return torch.stack(parts, dim=1).view(8 * len(transposed), -1)
+
+
+def dequantise_affine(codes: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Return code * scale + bias, float32 [num_rows, columns].
+
+    Args:
+        codes: integers [num_rows, columns].
+        scales: [num_rows, columns / group_size].
+        biases: as the scales.
+        group_size: neighbouring columns with one scale.
+    """
+    values = scale_blocks(codes.float().contiguous(), scales.float(), (1, group_size), 0)
+    return _subtract(values, -biases.float(), group_size)

@@ -1,0 +1,82 @@
+"""MLX's checkpoints: the values of every weight, bit for bit, and the tokens of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.models.checkpoint.formats.affine import pack_rows
+from tests.engine.models.checkpoint.formats.quantised import (
+    Encoded,
+    Quantised,
+    Tensors,
+    check_tokens,
+    check_values,
+    is_linear,
+    save_quantised,
+    tiny_model,
+)
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def encode(weight: torch.Tensor, bits: int, group: int) -> Encoded:
+    groups = weight.unflatten(1, (-1, group))
+    low, high = groups.amin(2), groups.amax(2)
+    scales = ((high - low) / ((1 << bits) - 1)).clamp(min=1e-4).bfloat16()
+    biases = low.bfloat16()
+    own_scales, own_biases = (part.float().repeat_interleave(group, 1) for part in (scales, biases))
+    codes = ((weight - own_biases) / own_scales).round().clamp(0, (1 << bits) - 1)
+    tensors = {"weight": pack_rows(codes, bits).view(torch.uint32), "scales": scales, "biases": biases}
+    return Encoded(tensors, codes * own_scales + own_biases)
+
+
+def save(bits: int, path: Path, family: str = "qwen3", **options: Any) -> Quantised:
+    sizes: dict[str, Any] = {"bits": bits, "group_size": 32}
+    exceptions = {"model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 64}, "lm_head": False}
+    config = {"quantization": sizes | exceptions, "quantization_config": sizes | exceptions}
+
+    def encoded(name: str, weight: torch.Tensor) -> Encoded:
+        own = exceptions.get(name) or sizes
+        assert isinstance(own, dict)
+        return encode(weight, own["bits"], own["group_size"])
+
+    model = tiny_model(family, intermediate_size=256, **options)
+    return save_quantised(model, path, encoded, config, chosen=lambda name: is_linear(name) or name == EMBEDDING)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_every_number_of_bits_gives_the_values_and_tokens(bits: int, tmp_path: Path) -> None:
+    quantised = save(bits, tmp_path, tie_word_embeddings=True)
+    assert EMBEDDING in quantised.values
+    check_values(quantised)
+    check_tokens(quantised)
+
+
+def stacked(tensors: Tensors) -> Tensors:
+    """Return the tensors with those of a layer's experts stacked, as MLX has them."""
+    result: Tensors = {}
+    for name, tensor in tensors.items():
+        block, separator, rest = name.partition(".experts.")
+        if not separator:
+            result[name] = tensor
+            continue
+        end = rest.partition(".")[2]
+        count = sum(other.startswith(f"{block}.experts.") and other.endswith(f".{end}") for other in tensors)
+        members = [tensors[f"{block}.experts.{expert}.{end}"].view(torch.uint8) for expert in range(count)]
+        result[f"{block}.switch_mlp.{end}"] = torch.stack(members).view(tensor.dtype)
+    return result
+
+
+@pytest.mark.parametrize("model_impl", ["pagoda", "transformers"])
+def test_experts_are_stacked(model_impl: str, tmp_path: Path) -> None:
+    quantised = save(4, tmp_path, "qwen3_moe", num_hidden_layers=2, moe_intermediate_size=64)
+    file = quantised.path / "model.safetensors"
+    save_file(stacked(load_file(file)), file, {"format": "pt"})
+    assert any(".switch_mlp." in name for name in load_file(file))
+    check_values(quantised)
+    check_tokens(quantised, model_impl=model_impl)
