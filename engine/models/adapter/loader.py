@@ -27,6 +27,7 @@ from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.read_ahead import read_ahead
 from engine.models.checkpoint.weight_errors import weights_not_finite
+from engine.models.config.model_config import read_with_transformers
 from engine.models.config.transformers_config import TransformersConfig
 
 __all__ = ["load_transformers_decoder"]
@@ -53,12 +54,10 @@ def load_transformers_decoder(
         ModelLoadError: if tensors are missing, unexpected, of another shape than the config says, or not finite, or if
             a layer asks for attention that the paged cache does not serve.
     """
-    from transformers import AutoConfig  # slow to import
-
     started = perf_counter()
     register()
     with open_checkpoint(path) as checkpoint, _as_load_errors(path):  # refuses pickled, missing and corrupt files
-        hf_config = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        hf_config = read_with_transformers(Path(path))
         _forget_quantization(hf_config)
         model_class, names = _check(checkpoint, hf_config, config.architecture, dtype)
         with _progress_bars(show_progress and sys.stderr.isatty()):

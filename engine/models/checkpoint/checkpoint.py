@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import ModelLoadError, listed, shown
+from engine.models.checkpoint.formats.gguf import gguf_entries
 from engine.models.checkpoint.formats.table import Entry, group_weights
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.packed_weight import PackedWeight, read_packed
@@ -28,6 +29,7 @@ from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.tensor_files import TensorFiles
 from engine.models.config.json_file import read_json
 from engine.models.config.quantization import read_quantization
+from engine.models.gguf.file import is_gguf, open_gguf
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -214,7 +216,7 @@ class Checkpoint:
 
 @contextmanager
 def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
-    """Open the safetensors files of a directory and check their headers. No tensor is read.
+    """Open the safetensors files of a directory, or a GGUF file, and check the headers. No tensor is read.
 
     Raises:
         ModelLoadError: if there is no such file, a shard is missing, a file is corrupt or cut off, or the index
@@ -222,6 +224,9 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
     """
     directory = Path(path)
     with TensorFiles() as files:
+        if is_gguf(path):
+            yield Checkpoint(directory, _gguf_entries(directory, files), files)
+            return
         index, single = directory / _INDEX, directory / _SINGLE
         stored: dict[str, StoredTensor] = {}
         if index.is_file() and (not single.is_file() or _is_listed(single, index)):
@@ -236,6 +241,14 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
                 )
             stored = _open(files, _single_file(directory))
         yield Checkpoint(directory, _entries(directory, stored, files), files)
+
+
+def _gguf_entries(path: Path, files: TensorFiles) -> dict[str, Entry]:
+    gguf = open_gguf(path)
+    try:
+        return gguf_entries(gguf, files.open_file)
+    except OSError as error:
+        raise ModelLoadError(f"'{path}' could not be read: {error}") from error
 
 
 def _entries(directory: Path, stored: dict[str, StoredTensor], files: TensorFiles) -> dict[str, Entry]:

@@ -79,6 +79,12 @@ class PackedWeight(ABC):
         return sum(part.stop - part.start for part in self.parts.values())
 
     @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of one of the stacked matrices; those of a vector are its elements and 1."""
+        rows, columns = self.shape[-2:] if len(self.shape) > 1 else (*self.shape, 1)
+        return rows, columns
+
+    @property
     def num_matrices(self) -> int:
         """How many matrices are stacked."""
         return math.prod(self.shape[:-2])
@@ -105,6 +111,8 @@ def read_packed(files: TensorFiles, packed: PackedWeight, out: torch.Tensor, sha
         first = shard.start
     elif shard is not None:
         columns = slice(shard.start, shard.stop)
+    if len(packed.shape) == 1:
+        out = out.unsqueeze(1)
     for index, matrix in zip(indices, out.view(len(indices), *out.shape[-2:]), strict=True):
         _read_matrix(files, packed, index, matrix, first, columns)
 
@@ -113,7 +121,7 @@ def _read_matrix(
     files: TensorFiles, packed: PackedWeight, index: int, out: torch.Tensor, first: int, columns: slice
 ) -> None:
     """Fill ``out`` with rows from ``first`` on, and some columns, of one of the stacked matrices."""
-    all_rows, all_columns = packed.shape[-2:]
+    all_rows, all_columns = packed.matrix_shape
     whole = {
         name: _read_part(files, packed, name, index, None) for name in packed.parts if name not in packed.read_by_rows
     }
@@ -132,7 +140,7 @@ def _read_matrix(
 def _read_part(files: TensorFiles, packed: PackedWeight, name: str, index: int, rows: range | None) -> torch.Tensor:
     """Return a part of one of the stacked matrices, or only its ``rows``, in memory of its own."""
     stored = packed.parts[name]
-    shape = stored.shape[len(packed.shape) - 2 :]
+    shape = stored.shape[max(0, len(packed.shape) - 2) :]
     size = (stored.stop - stored.start) // packed.num_matrices
     offset = index * size
     if rows is not None:

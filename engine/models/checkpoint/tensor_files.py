@@ -29,7 +29,7 @@ PART = 16 * 2**20  # bytes of a large tensor that one thread reads
 
 
 class TensorFiles:
-    """Open safetensors files; leaving the ``with`` closes them."""
+    """Open files with tensors; leaving the ``with`` closes them."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
@@ -55,9 +55,13 @@ class TensorFiles:
             ModelLoadError: if its header is malformed or does not fit its size.
             OSError: if it cannot be read.
         """
+        return read_header(path, self.open_file(path))
+
+    def open_file(self, path: Path) -> int:
+        """Open a file of any format and return its descriptor; raise OSError if it cannot be read."""
         file = os.open(path, os.O_RDONLY)
         self._files.append(file)
-        return read_header(path, file)
+        return file
 
     def map(self, tensor: StoredTensor) -> torch.Tensor:
         """Return a tensor's bytes as a view of the mapped file; writing to it changes a private copy."""

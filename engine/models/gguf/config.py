@@ -71,6 +71,7 @@ def _common(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
+        "pad_token_id": gguf.metadata.get("tokenizer.ggml.padding_token_id"),
         "eos_token_id": stop_ids[0] if len(stop_ids) == 1 else stop_ids or None,
         "dtype": _dtype(gguf),
     }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +15,9 @@ from engine.models.config.implementation import read_shape
 from engine.models.config.model_config import GenerationDefaults, ModelConfig, load_hf_config, read_with_transformers
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.decoder.rope import rope_tables
-from tests.engine.models.gguf.converted import ARCHITECTURES, build_model, write_gguf
+from tests.engine.models.gguf.conftest import Converted
+from tests.engine.models.gguf.converted import ARCHITECTURES
 from tests.engine.models.gguf.metadata import write_metadata
-
-Converted = Callable[[str], tuple[Any, Path]]
-
-
-@pytest.fixture(scope="session")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    """Return a function from the name of a model to transformers' model and the GGUF file with its weights."""
-
-    def write(name: str) -> tuple[Any, Path]:
-        model, path = build_model(name), tmp_path_factory.mktemp("gguf") / f"{name}.gguf"
-        write_gguf(model, name, path)
-        return model, path
-
-    return cache(write)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

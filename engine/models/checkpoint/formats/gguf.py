@@ -1,0 +1,113 @@
+"""GGUF: rows of blocks, which hold codes and scales together, in the layouts that llama.cpp's converter makes.
+
+Numbers that are stored as they are, and in transformers' layout, are plain tensors. Everything else is a GgufPacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.errors import ModelLoadError, shown
+from engine.models.checkpoint.formats.table import Entry
+from engine.models.checkpoint.packed_weight import PackedWeight
+from engine.models.checkpoint.safetensors_header import StoredTensor
+from engine.models.gguf.file import GgufFile
+from engine.models.gguf.header import GgufTensor
+from engine.models.gguf.names import GgufWeight, gguf_weights
+from kernels.dequant.gguf import dequantise_gguf
+from kernels.dequant.gguf_types import GgufType
+
+__all__ = ["gguf_entries"]
+
+_PLAIN = ("F32", "F16", "BF16")
+_FIRST, _SECOND = "weight", "up"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GgufPacked(PackedWeight):
+    """Part ``weight``, or two parts that alternate: ``weight`` (gates) and ``up``. See GgufWeight."""
+
+    format = "GGUF"
+    types: Mapping[str, GgufType]  # of the parts
+    heads: int
+    has_one_added: bool
+    is_transposed: bool
+
+    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        """Return rows of one matrix in float32."""
+        if self.is_transposed:
+            columns = [self._columns(parts[name], kind, rows) for name, kind in self.types.items()]
+            return torch.stack(columns, dim=1).flatten(0, 1).t()
+        decoded = [dequantise_gguf(parts[name], kind) for name, kind in self.types.items()]
+        values = decoded[0] if len(decoded) == 1 else torch.stack(decoded, dim=2).flatten(1)
+        if self.heads:
+            half = self.row_multiple // 2
+            values = values.view(-1, half, 2, values.shape[1]).transpose(1, 2).flatten(0, 2)
+        return values - 1.0 if self.has_one_added else values
+
+    def _columns(self, stored: torch.Tensor, kind: GgufType, columns: range) -> torch.Tensor:
+        """Return some columns of stored rows, float32 [num_rows, len(columns)]."""
+        first, last = kind.row_bytes(columns.start), kind.row_bytes(columns.stop)
+        return dequantise_gguf(stored[:, first:last], kind)
+
+
+def gguf_entries(gguf: GgufFile, open_file: Callable[[Path], int]) -> dict[str, Entry]:
+    """Return the weights of a file, by transformers' names.
+
+    Args:
+        gguf: the file, or the first of several.
+        open_file: returns a descriptor of a file.
+
+    Raises:
+        ModelLoadError: if the heads do not divide the queries or keys.
+        OSError: if a file cannot be opened.
+    """
+    paths = dict.fromkeys(tensor.path for tensor in gguf.tensors.values())
+    files = {path: open_file(path) for path in paths}
+    return {name: _entry(name, weight, files) for name, weight in gguf_weights(gguf).items()}
+
+
+def _entry(name: str, weight: GgufWeight, files: Mapping[Path, int]) -> Entry:
+    first = weight.parts[0]
+    is_changed = weight.heads or weight.has_one_added or weight.is_transposed or len(weight.parts) > 1
+    if first.type.name in _PLAIN and not is_changed:
+        return StoredTensor(first.path, files[first.path], first.type.name, weight.shape, first.start, first.stop)
+    parts = {part: _bytes(tensor, files) for part, tensor in zip((_FIRST, _SECOND), weight.parts, strict=False)}
+    types = dict(zip(parts, (tensor.type for tensor in weight.parts), strict=True))
+    return GgufPacked(
+        name=name,
+        parts=parts,
+        shape=weight.shape,
+        read_by_rows=frozenset() if weight.is_transposed else frozenset(parts),
+        row_multiple=_row_multiple(name, weight),
+        types=types,
+        heads=weight.heads,
+        has_one_added=weight.has_one_added,
+        is_transposed=weight.is_transposed,
+    )
+
+
+def _bytes(tensor: GgufTensor, files: Mapping[Path, int]) -> StoredTensor:
+    """Return a tensor as rows of bytes. The rows of a vector are its numbers."""
+    *rows, columns = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
+    shape = (*rows, tensor.type.row_bytes(columns))
+    return StoredTensor(tensor.path, files[tensor.path], "U8", shape, tensor.start, tensor.stop)
+
+
+def _row_multiple(name: str, weight: GgufWeight) -> int:
+    """Return of which multiple rows are dequantised at once: whole heads, or whole blocks of what is transposed."""
+    if weight.is_transposed:
+        return max(tensor.type.block_elements for tensor in weight.parts)
+    if not weight.heads:
+        return 1
+    rows = weight.shape[0]
+    if rows % (2 * weight.heads):
+        raise ModelLoadError(
+            f"{shown(name)} of '{weight.parts[0].path}' has {rows} rows, which {weight.heads} heads do not divide; "
+            "download the file again"
+        )
+    return rows // weight.heads

@@ -1,0 +1,171 @@
+"""gguf_weights: the weights of a GGUF file by transformers' names, and how each is stored.
+
+llama.cpp's converter renames tensors, stacks experts, and changes some weights: see GgufWeight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.models.gguf.fields import Fields
+from engine.models.gguf.file import GgufFile
+from engine.models.gguf.header import GgufTensor
+
+__all__ = ["GgufWeight", "gguf_weights"]
+
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OWN = {  # names that an architecture has for itself
+    "gemma2": _GEMMA_NORMS,
+    "gemma3": _GEMMA_NORMS,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+}
+_MIXTRAL = {"ffn_gate_inp": "block_sparse_moe.gate"}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_MIXTRAL_EXPERTS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+_IN_CONFIG = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # gguf_config reads them
+_MAX_EXPERTS = 4096
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufWeight:
+    """One weight of a model, as the file stores it.
+
+    Attributes:
+        parts: the stored tensor, or the two whose rows or columns alternate.
+        shape: of the weight as transformers has it.
+        heads: if not 0, element i of the first half of each of so many heads is stored beside element i of the second
+            half, so that RoPE rotates neighbours (Llama's queries and keys).
+        has_one_added: 1 is to be subtracted (Gemma's norms, which multiply by 1 + their weight).
+        is_transposed: rows are stored as columns, the matrices of experts one after another (GPT-OSS).
+    """
+
+    parts: tuple[GgufTensor, ...]
+    shape: tuple[int, ...]
+    heads: int = 0
+    has_one_added: bool = False
+    is_transposed: bool = False
+
+
+def gguf_weights(gguf: GgufFile) -> dict[str, GgufWeight]:
+    """Return all weights by transformers' names; a tensor that no model has keeps its name, so it is refused later.
+
+    Raises:
+        ModelLoadError: if the file does not say how many heads or experts there are.
+    """
+    fields = Fields(gguf)
+    architecture = fields.architecture
+    heads = {}
+    if architecture == "llama":
+        count = fields.integer("attention.head_count")
+        heads = {"attn_q": count, "attn_k": fields.integer("attention.head_count_kv", count)}
+    is_mixtral = architecture == "llama" and fields.integer("expert_count", 0, smallest=0) > 0
+    names = _IN_LAYER | _OWN.get(architecture, {}) | (_MIXTRAL if is_mixtral else {})
+    adds_one = architecture in ("gemma", "gemma2", "gemma3")
+    weights: dict[str, GgufWeight] = {}
+    for name, tensor in gguf.tensors.items():
+        if name in _IN_CONFIG:
+            continue
+        layer = _LAYER.fullmatch(name)
+        if layer is not None and _holds_experts(layer, tensor):
+            weights |= _experts(gguf, layer, tensor, architecture, is_mixtral)
+            continue
+        stored_as = _own_name(name, layer, names, architecture)
+        weights[stored_as] = GgufWeight(
+            parts=(tensor,),
+            shape=tensor.shape,
+            heads=0 if layer is None else heads.get(layer[2], 0),
+            has_one_added=adds_one and name.endswith("norm.weight"),
+        )
+    return weights
+
+
+def _own_name(name: str, layer: re.Match[str] | None, names: dict[str, str], architecture: str) -> str:
+    """Return transformers' name of a tensor that is not of experts."""
+    if layer is None:
+        module, _, kind = name.rpartition(".")
+        return f"{_WHOLE[module]}.{kind}" if module in _WHOLE else name
+    number, module, kind = layer.groups()
+    if architecture == "gpt-oss" and module == "attn_sinks":
+        return f"model.layers.{number}.self_attn.sinks"
+    return f"model.layers.{number}.{names[module]}.{kind}" if module in names else name
+
+
+def _holds_experts(layer: re.Match[str], tensor: GgufTensor) -> bool:
+    """Return whether a tensor stacks something of each expert; one of another shape keeps its name and is refused."""
+    num_dimensions = 2 if layer[3] == "bias" else 3
+    return layer[2] in _EXPERTS and len(tensor.shape) == num_dimensions and tensor.shape[0] <= _MAX_EXPERTS
+
+
+def _experts(
+    gguf: GgufFile, layer: re.Match[str], tensor: GgufTensor, architecture: str, is_mixtral: bool
+) -> dict[str, GgufWeight]:
+    """Return the weights of a layer's experts: one for each expert, or GPT-OSS's, which are stacked."""
+    number, module, kind = layer.groups()
+    if architecture == "gpt-oss":
+        return dict(_stacked(gguf, number, module, kind, tensor))
+    block = f"model.layers.{number}.{'block_sparse_moe' if is_mixtral else 'mlp'}.experts"
+    matrix = (_MIXTRAL_EXPERTS if is_mixtral else _EXPERTS)[module]
+    size = (tensor.stop - tensor.start) // tensor.shape[0]
+    return {
+        f"{block}.{expert}.{matrix}.{kind}": GgufWeight(
+            parts=(
+                tensor._replace(
+                    shape=tensor.shape[1:],
+                    start=tensor.start + expert * size,
+                    stop=tensor.start + (expert + 1) * size,
+                ),
+            ),
+            shape=tensor.shape[1:],
+        )
+        for expert in range(tensor.shape[0])
+    }
+
+
+def _stacked(
+    gguf: GgufFile, number: str, module: str, kind: str, tensor: GgufTensor
+) -> Iterator[tuple[str, GgufWeight]]:
+    """Yield GPT-OSS's weight that a tensor belongs to: gates and ups alternate in one, which both tensors make up."""
+    block = f"model.layers.{number}.mlp.experts"
+    suffix = "_bias" if kind == "bias" else ""
+    if module == "ffn_down_exps":
+        shape = tensor.shape if kind == "bias" else (tensor.shape[0], *reversed(tensor.shape[1:]))
+        yield (
+            f"{block}.down_proj{suffix}",
+            GgufWeight(parts=(tensor,), shape=shape, is_transposed=kind == "weight"),
+        )
+        return
+    other = "ffn_up_exps" if module == "ffn_gate_exps" else "ffn_gate_exps"
+    name = f"blk.{number}.{other}.{kind}"
+    partner = gguf.tensors.get(name)
+    if partner is None or partner.shape != tensor.shape:
+        yield f"blk.{number}.{module}.{kind}", GgufWeight(parts=(tensor,), shape=tensor.shape)  # refused by its name
+    elif module == "ffn_gate_exps":
+        size = 2 * tensor.shape[1]
+        shape = (tensor.shape[0], size) if kind == "bias" else (tensor.shape[0], tensor.shape[2], size)
+        yield (
+            f"{block}.gate_up_proj{suffix}",
+            GgufWeight(parts=(tensor, partner), shape=shape, is_transposed=kind == "weight"),
+        )

@@ -1,0 +1,130 @@
+"""Models out of GGUF files answer as transformers' model with the values that the files' weights decode to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import ModelLoadError
+from engine.models.checkpoint.checkpoint import open_checkpoint
+from engine.models.checkpoint.formats import gguf as format_module
+from engine.models.checkpoint.sharding import Shard
+from engine.models.gguf.file import open_gguf
+from engine.models.gguf.names import GgufWeight, gguf_weights
+from engine.sampling_params import SamplingParams
+from kernels.dequant.gguf_types import GGUF_TYPES
+from tests.engine.models.gguf.conftest import Converted
+from tests.engine.models.gguf.converted import ARCHITECTURES, build_model, write_gguf
+from tests.engine.models.ties import require_no_ties
+from tests.engine.oracle import answers, eos_ids, make_llm, random_tokens, run
+
+MAX_TOKENS, PROMPT_TOKENS = 6, 20
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_answers_equal_transformers(converted: Converted, name: str) -> None:
+    model, path = converted(name)
+    prompts = [random_tokens(random.Random(seed), PROMPT_TOKENS, model.config.vocab_size) for seed in range(2)]
+    ids = torch.tensor(prompts)
+    with eos_ids(model, []):
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False)
+    require_no_ties(model, output[:, :-1], first=PROMPT_TOKENS - 1)
+    llm = make_llm(str(path), num_blocks=64, block_size=4)
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    assert answers(run(llm, prompts, params)) == [[row] for row in output[:, PROMPT_TOKENS:].tolist()]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_weight_is_the_decoded_one(converted: Converted, name: str) -> None:
+    model, path = converted(name)
+    expected = _by_stored_name(model)
+    with open_checkpoint(path) as checkpoint:
+        assert set(checkpoint.names) == expected.keys()
+        for weight_name, weight in expected.items():
+            assert checkpoint.shape_of(weight_name) == weight.shape
+            out = torch.full(weight.shape, torch.nan)
+            checkpoint.read_into(out, weight_name)
+            assert torch.equal(out, weight), weight_name
+            assert torch.equal(checkpoint.read(weight_name).float(), weight), weight_name
+
+
+def test_the_files_have_every_type(converted: Converted) -> None:
+    files = [open_gguf(converted(name)[1]) for name in ARCHITECTURES]
+    found = {tensor.type.name for file in files for tensor in file.tensors.values()}
+    assert found == {kind.name for kind in GGUF_TYPES.values()}
+
+
+CHANGES: dict[str, tuple[str, Callable[[GgufWeight], GgufWeight]]] = {
+    "Llama's heads as transformers has them": ("llama", lambda weight: replace(weight, heads=0)),
+    "as many keys as queries": ("llama", lambda weight: replace(weight, heads=min(weight.heads, 1))),
+    "Gemma's norms without the 1": ("gemma3", lambda weight: replace(weight, has_one_added=False)),
+    "GPT-OSS's ups before its gates": ("gpt-oss", lambda weight: replace(weight, parts=weight.parts[::-1])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_planted_error_is_seen(converted: Converted, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, plant = CHANGES[change]
+    model, path = converted(name)
+    monkeypatch.setattr(
+        format_module, "gguf_weights", lambda file: {key: plant(weight) for key, weight in gguf_weights(file).items()}
+    )
+    with open_checkpoint(path) as checkpoint:
+        expected = _by_stored_name(model)
+        assert not all(torch.equal(checkpoint.read(key).float(), weight) for key, weight in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "shards"),
+    [
+        ("llama", "model.layers.0.self_attn.q_proj.weight", [Shard(0, 256, 128, 256), Shard(0, 256, 3, 200)]),
+        ("llama", "model.layers.1.mlp.down_proj.weight", [Shard(1, 256, 128, 256), Shard(1, 256, 5, 9)]),
+        ("llama-biases", "model.layers.0.self_attn.k_proj.bias", [Shard(0, 256, 64, 128)]),
+        ("gemma2", "model.embed_tokens.weight", [Shard(0, 200, 67, 134)]),
+    ],
+)
+def test_a_rank_reads_its_part(converted: Converted, name: str, weight: str, shards: list[Shard]) -> None:
+    model, path = converted(name)
+    whole = dict(model.named_parameters())[weight].detach()
+    with open_checkpoint(path) as checkpoint:
+        for shard in shards:
+            expected = whole.narrow(shard.dim, shard.start, shard.stop - shard.start).bfloat16()
+            out = torch.empty(expected.shape, dtype=torch.bfloat16)
+            checkpoint.read_into(out, weight, shard)
+            assert torch.equal(out, expected)
+
+
+def test_a_tensor_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    def add(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_extra.weight", torch.zeros(4).numpy())
+
+    write_gguf(build_model("qwen3"), "qwen3", path := tmp_path / "a.gguf", add_tokenizer=add)
+    with pytest.raises(ModelLoadError, match=r"tensors that a Qwen3ForCausalLM does not, 'blk\.0\.attn_extra\.weight'"):
+        make_llm(str(path), num_blocks=64)
+
+
+def _by_stored_name(model: Any) -> dict[str, torch.Tensor]:
+    """Return the parameters with the names of published checkpoints: experts that are not stacked."""
+    weights: dict[str, torch.Tensor] = {}
+    kind = model.config.model_type
+    for name, parameter in model.named_parameters():
+        block, _, matrix = name.partition(".mlp.experts.")
+        if not matrix or kind == "gpt_oss":
+            mixtral = kind == "mixtral" and ".mlp.gate." in name
+            weights[name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name] = parameter.detach()
+            continue
+        for expert, weight in enumerate(parameter.detach()):
+            halves = zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True)
+            for part, value in halves if matrix == "gate_up_proj" else [(matrix, weight)]:
+                if kind == "mixtral":
+                    part = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part]
+                    weights[f"{block}.block_sparse_moe.experts.{expert}.{part}.weight"] = value
+                else:
+                    weights[f"{block}.mlp.experts.{expert}.{part}.weight"] = value
+    return weights
