@@ -11,6 +11,7 @@
 #
 # Each installs what it needs into .venv first, and again only when pyproject.toml has changed. The client libraries and
 # the rehearsal, which needs torch's CUDA build (4.8 GB), have environments of their own in build/.
+# The generated tests of the official client libraries, which test-exhaustive runs, are downloaded there, too.
 # .ci/run runs lint, test, test-long and test-gpu-rehearsal.
 
 PYTHON ?= python3
@@ -20,6 +21,7 @@ CONFIG ?= serve_config.yaml
 BENCH_MODEL ?= build/qwen3-0.6b
 REHEARSAL := build/gpu-rehearsal
 CLIENTS := build/clients
+CONFORMANCE := build/conformance
 
 # Hundreds of the tests' processes would each compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,6 +42,7 @@ status:
 PYTEST ?= -m pytest
 test: $(VENV)/.installed-test
 test-long test-exhaustive: $(VENV)/.installed-clients
+test-exhaustive: $(CONFORMANCE)/.downloaded
 test test-long test-exhaustive:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/e2e -m $(MARKED) --numprocesses 2 --dist worksteal
 	$(BIN)/python $(PYTEST) tests/e2e -m $(MARKED)
@@ -87,7 +90,7 @@ build/qwen3-0.6b/config.json: | $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.checkpoints $(@D)
 
 clean:
-	rm -rf $(VENV) $(REHEARSAL) $(CLIENTS) *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(REHEARSAL) $(CLIENTS) $(CONFORMANCE) *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python $(REHEARSAL)/bin/python $(CLIENTS)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || \
@@ -119,4 +122,12 @@ $(REHEARSAL)/.installed: tests/gpu_rehearsal/requirements.txt | $(REHEARSAL)/bin
 $(CLIENTS)/.installed: tests/e2e/clients/requirements.txt | $(CLIENTS)/bin/python
 	@echo "pagoda: installing client libraries into $(CLIENTS) (0.6 GB; some minutes the first time) ..."
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+# The sources of client libraries, for their generated tests (tests/e2e/test_conformance.py); 4 MB.
+$(CONFORMANCE)/.downloaded: tests/e2e/conformance/requirements.txt | $(BIN)/python
+	rm -rf $(@D)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary anthropic,openai \
+	  --dest $(@D) --requirement $<
+	for sources in $(@D)/*.tar.gz; do tar -xzf "$$sources" -C $(@D) || exit 1; done
 	@touch $@
