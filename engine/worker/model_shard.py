@@ -58,7 +58,7 @@ class ModelShard:
         self.rank = rank
         self.device = resolve_device(config, rank)
         self.hf_config = load_hf_config(config.model)
-        self.model_config = read_shape(self.hf_config, config.model_impl)
+        self.model_config = read_shape(self.hf_config, config.model_impl, config.tensor_parallel_size)
         self.dtype = self._choose_dtype()
         self._check_options()
         self.max_model_len = self.model_config.context_length(config.max_model_len)
@@ -134,6 +134,7 @@ class ModelShard:
                 self.model_config,
                 dtype=self.dtype,
                 device=self.device,
+                parallel=parallel,
                 use_cpu_kernels=self.backend.uses_cpu_kernels,
                 show_progress=show_progress,
             )

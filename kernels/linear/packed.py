@@ -67,7 +67,7 @@ class CpuLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, kind: WeightKind) -> None:
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.out_features, self.in_features = layer.weight.shape  # a rank's part of those that the layer names
         self._packed = PackedLinear(kind, self.in_features, self.out_features, has_bias=layer.bias is not None)
         self._packed.set_weight(layer.weight.detach())
         if layer.bias is not None:

@@ -20,6 +20,7 @@ from engine.models.adapter.attention import AttentionCall, attention_by
 from engine.models.config.shape import AttentionShape
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.decoder.decoder import ForwardContext
+from engine.models.tensor_parallel import TensorParallel
 from kernels.attention.base import AttentionInputs
 from kernels.cache.store_kvcache import store_kvcache
 
@@ -34,6 +35,7 @@ class TransformersDecoder:
     Args:
         model: with weights, and with adapter/attention.py's attention implementation.
         config: its config.
+        parallel: this rank and its group, for which the modules of ``model`` are connected already.
 
     Attributes:
         attention: the shape of its attention layers, as measured.
@@ -43,8 +45,8 @@ class TransformersDecoder:
         ModelLoadError: if a layer asks for attention that the paged cache does not serve.
     """
 
-    def __init__(self, model: Any, config: TransformersConfig) -> None:
-        self.config = config
+    def __init__(self, model: Any, config: TransformersConfig, parallel: TensorParallel) -> None:
+        self.config, self.parallel = config, parallel
         self._model = model
         self._backbone = _backbone(model)
         self._given = _GivenHiddenStates()
@@ -62,7 +64,7 @@ class TransformersDecoder:
                 logits = self.compute_logits(self._hidden_states(tokens, tokens), tokens)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise self._not_servable(f"its modules could not compute a few tokens: {error}") from error
-        if logits.isnan().any(dim=1).all():  # a single token may never have been trained
+        if logits is not None and logits.isnan().any(dim=1).all():  # a single token may never have been trained
             raise self._not_servable("the logits of a few tokens are not numbers")
         return probe
 
@@ -95,13 +97,15 @@ class TransformersDecoder:
         hidden: torch.Tensor = output[0][0]
         return hidden
 
-    def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [len(token_indices), vocab_size].
+    def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor | None:
+        """Return float32 logits [len(token_indices), vocab_size] on rank 0, None on the others.
 
         Args:
             hidden: [num_tokens, hidden_size].
             token_indices: int64, the tokens of ``hidden`` whose logits are wanted.
         """
+        if self.parallel.rank > 0:
+            return None  # every rank has the whole head
         with self._given.hidden_states(hidden.index_select(0, token_indices)[None]):
             logits: torch.Tensor = self._model(input_ids=token_indices[None], use_cache=False).logits[0]
         return logits.float()[:, : self.config.vocab_size]  # in this order: see Decoder.compute_logits

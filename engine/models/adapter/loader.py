@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import Any
 
 import torch
 
-from engine.errors import ModelLoadError
+from engine.errors import ConfigError, ModelLoadError
 from engine.models.adapter.attention import NAME, register
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.fit import loading_in_order, read_dtype, require_fit
 from engine.models.adapter.linears import pack_linears
+from engine.models.adapter.parallel import ParallelPlan
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
@@ -29,10 +31,13 @@ from engine.models.checkpoint.read_ahead import read_ahead
 from engine.models.checkpoint.weight_errors import weights_not_finite
 from engine.models.config.model_config import read_with_transformers
 from engine.models.config.transformers_config import TransformersConfig
+from engine.models.tensor_parallel import TensorParallel
 
 __all__ = ["load_transformers_decoder"]
 
 logger = logging.getLogger(__name__)
+
+_loading = threading.Lock()  # held while functions of transformers' loader, which are global, are replaced
 
 
 def load_transformers_decoder(
@@ -41,33 +46,37 @@ def load_transformers_decoder(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    parallel: TensorParallel,
     use_cpu_kernels: bool = True,
     show_progress: bool = False,
 ) -> TransformersDecoder:
     """Build the model of a directory and fill it from its safetensors.
 
     Args:
+        parallel: this rank and its group, which divide the model by a ``ParallelPlan``.
         use_cpu_kernels: whether the C kernels may compute the linear layers; compiles them if necessary.
         show_progress: show a bar on stderr if that is a terminal.
 
     Raises:
         ModelLoadError: if tensors are missing, unexpected, of another shape than the config says, or not finite, or if
             a layer asks for attention that the paged cache does not serve.
+        ConfigError: if the ranks cannot divide the model.
     """
     started = perf_counter()
     register()
-    with open_checkpoint(path) as checkpoint, _as_load_errors(path):  # refuses pickled, missing and corrupt files
+    with _loading, open_checkpoint(path) as checkpoint, _as_load_errors(path):
         hf_config = read_with_transformers(Path(path))
         _forget_quantization(hf_config)
-        model_class, names = _check(checkpoint, hf_config, config.architecture, dtype)
-        with _progress_bars(show_progress and sys.stderr.isatty()):
+        model_class, names, plan = _check(checkpoint, hf_config, config.architecture, dtype, parallel)
+        with _progress_bars(show_progress and sys.stderr.isatty()), plan.applied_while_loading():
             model = _read(checkpoint, names, hf_config, model_class, dtype)
     model = model.to(device).eval()
     if use_cpu_kernels:
         pack_linears(model)
+    plan.connect(model)
     logger.info("Computing %s with the modules of transformers", config.architecture)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
-    return TransformersDecoder(model, config)
+    return TransformersDecoder(model, config, parallel)
 
 
 def _forget_quantization(hf_config: Any) -> None:
@@ -77,11 +86,14 @@ def _forget_quantization(hf_config: Any) -> None:
             del config.quantization_config
 
 
-def _check(checkpoint: Checkpoint, hf_config: Any, architecture: str, dtype: torch.dtype) -> tuple[Any, list[str]]:
-    """Return the class of the model and the tensors to read, in order; read only the headers of the files.
+def _check(
+    checkpoint: Checkpoint, hf_config: Any, architecture: str, dtype: torch.dtype, parallel: TensorParallel
+) -> tuple[Any, list[str], ParallelPlan]:
+    """Return the model's class, the tensors to read, in order, and the ranks' plan; read only the headers of the files.
 
     Raises:
         ModelLoadError: if the tensors do not fit the config, or the config is of another architecture.
+        ConfigError: if the ranks cannot divide the model.
     """
     from transformers import AutoModelForCausalLM  # slow to import
 
@@ -94,8 +106,9 @@ def _check(checkpoint: Checkpoint, hf_config: Any, architecture: str, dtype: tor
             f"config.json of '{checkpoint.path}' names the architecture '{architecture}', but its model_type is that "
             f"of '{type(model).__name__}'; correct it"
         )
+    plan = ParallelPlan(model, parallel)
     with _progress_bars(False):
-        return type(model), require_fit(model, checkpoint, dtype)
+        return type(model), require_fit(model, checkpoint, dtype), plan
 
 
 def _read(checkpoint: Checkpoint, names: list[str], hf_config: Any, model_class: Any, dtype: torch.dtype) -> Any:
@@ -143,7 +156,7 @@ def _as_load_errors(path: str | Path) -> Iterator[None]:
     """Turn the errors of transformers, whose modules compute with the values of config.json, into ModelLoadError."""
     try:
         yield
-    except ModelLoadError:
+    except (ConfigError, ModelLoadError):
         raise
     except Exception as error:
         problem = str(error).partition("\n")[0]

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from engine.errors import ModelLoadError
 
-__all__ = ["ALIASES", "CONDITIONAL", "NOT_TEXT_ONLY", "PROVEN", "REFUSED", "UNKNOWN", "WITH_SINKS", "require_proven"]
+__all__ = [
+    "ALIASES",
+    "CONDITIONAL",
+    "NOT_TEXT_ONLY",
+    "PROVEN",
+    "REFUSED",
+    "TENSOR_PARALLEL",
+    "UNKNOWN",
+    "WITH_SINKS",
+    "require_proven",
+]
 
 PROVEN = frozenset(
     {
@@ -95,6 +105,66 @@ ALIASES = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
 
 # Architectures whose attention layers have sinks.
 WITH_SINKS = frozenset({"FlintForCausalLM", "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM"})
+
+# Architectures that tensor-parallel ranks share when transformers' modules compute them: see adapter/parallel.py.
+TENSOR_PARALLEL = frozenset(
+    {
+        "AfmoeForCausalLM",
+        "ApertusForCausalLM",
+        "ArceeForCausalLM",
+        "Cohere2ForCausalLM",
+        "Cohere2MoeForCausalLM",
+        "CwmForCausalLM",
+        "Dots1ForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Ernie4_5_MoeForCausalLM",
+        "Exaone4ForCausalLM",
+        "ExaoneMoeForCausalLM",
+        "FlexOlmoForCausalLM",
+        "FlintForCausalLM",
+        "GPTNeoXForCausalLM",
+        "GemmaForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "HYV3ForCausalLM",
+        "HeliumForCausalLM",
+        "HrmTextForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
+        "HyperCLOVAXForCausalLM",
+        "Jais2ForCausalLM",
+        "Kolibri1ForCausalLM",
+        "LagunaForCausalLM",
+        "LlamaForCausalLM",
+        "MellumForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "MinistralForCausalLM",
+        "Ministral3ForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "NanoChatForCausalLM",
+        "NemotronForCausalLM",
+        "OlmoForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "OlmoeForCausalLM",
+        "PhiForCausalLM",
+        "PhimoeForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "SolarOpenForCausalLM",
+        "Starcoder2ForCausalLM",
+        "VaultGemmaForCausalLM",
+    }
+)
 
 _RECURRENT = "its recurrent layers keep a state that is not in the KV cache"
 _CONVOLUTIONAL = "its convolutional layers keep a state that is not in the KV cache"

@@ -16,11 +16,12 @@ __all__ = ["read_shape"]
 logger = logging.getLogger(__name__)
 
 
-def read_shape(hf_config: Any, model_impl: str) -> ModelShape:
+def read_shape(hf_config: Any, model_impl: str, tensor_parallel_size: int = 1) -> ModelShape:
     """Return what ``hf_config`` says, read for our own decoder or for transformers' modules.
 
     Args:
         model_impl: ``pagoda``, ``transformers``, or ``auto`` for our own decoder where it computes the model.
+        tensor_parallel_size: the number of ranks that share the model.
 
     Raises:
         ModelLoadError: for a model that this implementation does not compute, or is not yet proven to compute.
@@ -31,8 +32,11 @@ def read_shape(hf_config: Any, model_impl: str) -> ModelShape:
     reason: str | None = None
     if model_impl == "auto" and architecture in ARCHITECTURES:
         try:
-            return ModelConfig.from_hf(hf_config)
-        except UnsupportedModelError as error:  # an activation or a RoPE that only transformers' modules compute
+            config = ModelConfig.from_hf(hf_config)
+            if tensor_parallel_size > 1:
+                config.require_divisible()
+            return config
+        except UnsupportedModelError as error:  # e.g. an activation that only transformers' modules compute
             reason = str(error)
             logger.info("Our own decoder does not compute %s with this config.json: %s", architecture, reason)
     return TransformersConfig.from_hf(hf_config, reason)

@@ -120,21 +120,25 @@ class ModelConfig(ModelShape):
             return self.embedding_multiplier
         return float(torch.tensor(self.embedding_multiplier, dtype=dtype))  # Gemma was trained with the rounded number
 
+    def require_divisible(self) -> None:
+        """Raise UnsupportedModelError if tensor-parallel ranks cannot share the model, whatever their number."""
+        if self.qk_norm == "projection":
+            raise UnsupportedModelError(
+                f"tensor_parallel_size over 1 is not supported for '{self.architecture}', whose norms of queries and "
+                "keys are over all heads; set model_impl to transformers"
+            )
+
     def shard(self, size: int) -> ModelConfig:
         """Return the shape of the share that one of ``size`` tensor-parallel ranks computes.
 
         If there are fewer KV heads than ranks, they are replicated. The vocabulary is divided in sharding.py.
 
         Raises:
-            ConfigError: if the heads or the feed-forward cannot be divided by ``size``, or a norm is over all heads.
+            ConfigError: if the heads or the feed-forward cannot be divided by ``size``.
+            UnsupportedModelError: if a norm is over all heads.
         """
-        if size > 1 and self.qk_norm == "projection":
-            raise ConfigError(
-                f"is not supported for '{self.architecture}', whose norms of queries and keys are over all heads",
-                param="tensor_parallel_size",
-                value=size,
-                remedy="set 1",
-            )
+        if size > 1:
+            self.require_divisible()
         has_dense = not all(self.has_experts(layer) for layer in range(self.num_layers))
         for name, count, divides in (
             ("attention heads", self.num_heads, self.num_heads % size == 0),

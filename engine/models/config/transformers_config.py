@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from engine.errors import ConfigError, ModelLoadError, shown
-from engine.models.config.architectures import WITH_SINKS, require_proven
+from engine.models.config.architectures import TENSOR_PARALLEL, WITH_SINKS, require_proven
 from engine.models.config.config_json import num_positions
 from engine.models.config.limits import require_integer
 from engine.models.config.rope_config import check_longrope_length, longrope_length
@@ -66,7 +66,7 @@ class TransformersConfig(ModelShape):
         """Raise ConfigError if the engine's options do not fit the model."""
         why = "" if self.not_ours is None else f", because our own decoder does not: {self.not_ours}"
         problem = f"is not supported for '{self.architecture}', which transformers' modules compute{why}"
-        if tensor_parallel_size > 1:
+        if tensor_parallel_size > 1 and self.architecture not in TENSOR_PARALLEL:
             raise ConfigError(problem, param="tensor_parallel_size", value=tensor_parallel_size, remedy="set 1")
         if quantization is not None:
             raise ConfigError(problem, param="quantization", value=quantization, remedy="leave it out")

@@ -24,10 +24,11 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def make_prompts() -> list[list[int]]:
+def make_prompts(vocab_size: int = VOCAB_SIZE, longest: int = 150) -> list[list[int]]:
     rng = random.Random(3)
-    shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(70)]
-    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(count)] for count in (1, 2, 15, 16, 17, 63, 64, 65, 150)]
+    shared = [rng.randrange(3, vocab_size) for _ in range(70)]
+    counts = (1, 2, 15, 16, 17, 63, 64, 65, longest)
+    prompts = [[rng.randrange(3, vocab_size) for _ in range(count)] for count in counts]
     return prompts + [[*shared, token] for token in range(3, 9)] + [shared]
 
 
@@ -38,8 +39,8 @@ class Answers:
     num_cached_tokens: int
 
 
-def answer(llm: LLM) -> Answers:
-    """Answer the prompts greedily, and keep the logits that the tokens come from."""
+def answer(llm: LLM, prompts: list[list[int]] | None = None) -> Answers:
+    """Answer prompts greedily, by default those of ``make_prompts``, and keep the logits that the tokens come from."""
     workers: Any = llm.engine.runner.workers  # type: ignore[attr-defined]
     execute, logits = workers.execute, []
 
@@ -51,8 +52,8 @@ def answer(llm: LLM) -> Answers:
 
     workers.execute = keeping
     try:
-        prompts: Any = [{"prompt_token_ids": prompt} for prompt in make_prompts()]
-        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True), use_tqdm=False)
+        inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts or make_prompts()]
+        outputs = llm.generate(inputs, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True), use_tqdm=False)
     finally:
         del workers.execute
     token_ids = [output.outputs[0].token_ids for output in outputs]

@@ -16,6 +16,7 @@ from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.config.model_config import load_hf_config
 from engine.models.config.transformers_config import TransformersConfig
+from engine.models.tensor_parallel import TensorParallel
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.models.adapter.packed_steps import make_sequences
 from tests.engine.models.adapter.tiny_models import build_model
@@ -46,7 +47,9 @@ def settle(architecture: str, path: Path, dtype: torch.dtype = torch.float32, **
     model = build_model(architecture, **options)
     saved = save_checkpoint(model, path)
     config = TransformersConfig.from_hf(load_hf_config(saved))
-    decoder = load_transformers_decoder(saved, config, dtype=dtype, device=torch.device("cpu"))
+    decoder = load_transformers_decoder(
+        saved, config, dtype=dtype, device=torch.device("cpu"), parallel=TensorParallel()
+    )
     return Inhabitant(model, saved, decoder)
 
 

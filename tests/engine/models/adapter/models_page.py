@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.models.config.architectures import CONDITIONAL, NOT_TEXT_ONLY, REFUSED, WITH_SINKS
+from engine.models.config.architectures import CONDITIONAL, NOT_TEXT_ONLY, REFUSED, TENSOR_PARALLEL, WITH_SINKS
 from engine.models.config.families import ARCHITECTURES
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES
 from tests.engine.models.adapter.greedy_answers import SETTINGS
@@ -34,9 +34,10 @@ This page is written by `python -m tests.engine.models.adapter.models_page`, and
 ## Our own decoder
 
 The tiny models below are compared with transformers' `generate` in `tests/engine/models/`, and so are tensor-parallel
-ranks, int8 and every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included. OLMo 2 and 3
-are refused on several tensor-parallel ranks: their norms of queries and keys are over all heads. Of experts only those
-that a token is routed to are computed, in C on a CPU and in Triton on a GPU; int8 experts need the C kernels.
+ranks, int8 and every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included. On
+several tensor-parallel ranks transformers' modules compute OLMo 2 and 3, whose norms of queries and keys are over all
+heads. Of experts only those that a token is routed to are computed, in C on a CPU and in Triton on a GPU; int8 experts
+need the C kernels.
 
 | architecture | tiny models compared | attention and feed-forward | ranks compared |
 | --- | --- | --- | --- |
@@ -45,8 +46,11 @@ that a token is routed to are computed, in C on a CPU and in Triton on a GPU; in
 ## transformers' modules
 
 Continuous batching, chunked prefill, prefix caching, preemption, swapping, beams and failover are those of our own
-decoder. Tensor parallelism and int8 are refused, and steps are slower. Weights are read into the host's memory before
-they are copied to a GPU.
+decoder. int8 is refused, and steps are slower. Weights are read into the host's memory before they are copied to a GPU.
+
+Tensor-parallel ranks divide a model by the plan of its config (`base_model_tp_plan`), where it has one: heads,
+feed-forwards and experts, or the experts alone. Each rank has the whole embedding and head, and reads the files whole,
+one tensor at a time. The last column says which architectures were compared on two ranks with one; others are refused.
 
 What was compared, with tiny random models in float32 on a CPU (`tests/engine/models/adapter/`):
 
@@ -63,8 +67,8 @@ What was compared, with tiny random models in float32 on a CPU (`tests/engine/mo
 Checkpoints of real size were not compared. On a GPU our Triton kernels compute sinks, and they or flash-attn
 soft-caps.
 
-| architecture | computed by default by | attention and feed-forward | tokens compared in | beams in |
-| --- | --- | --- | --- | --- |
+| architecture | computed by default by | attention and feed-forward | tokens compared in | beams in | ranks |
+| --- | --- | --- | --- | --- | --- |
 """
 
 REFUSALS = """
@@ -142,7 +146,7 @@ def _own_row(architecture: str, names: list[str]) -> str:
         "soft-caps": ARCHITECTURES[architecture].caps_attention,
         "experts": ARCHITECTURES[architecture].has_experts,
     }
-    ranks = "2 and 4" if names[0] in SHARED_BY_RANKS else "refused"
+    ranks = "2 and 4" if names[0] in SHARED_BY_RANKS else "by transformers' modules"
     return f"| `{architecture}` | {', '.join(names)} | {_listed(features)} | {ranks} |"
 
 
@@ -165,7 +169,8 @@ def _row(name: str, tiny: TinyModel) -> str:
     if name in KINDS:
         tokens += f", {len(SETTINGS)} settings in `make test-long`"
     beams = "`make test`" if name in KINDS else "`make test-long`"
-    return f"| `{name}` | {default} | {_listed(features)} | {tokens} | {beams} |"
+    ranks = "2" if name in TENSOR_PARALLEL else "refused"
+    return f"| `{name}` | {default} | {_listed(features)} | {tokens} | {beams} | {ranks} |"
 
 
 def _listed(features: dict[str, bool]) -> str:

@@ -30,6 +30,7 @@ from engine.models.config.families import ARCHITECTURES
 from engine.models.config.implementation import read_shape
 from engine.models.config.model_config import ModelConfig, load_hf_config
 from engine.models.config.transformers_config import TransformersConfig
+from engine.models.tensor_parallel import TensorParallel
 from engine.worker.model_worker import ModelWorker
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.conftest import SavedModel
@@ -45,7 +46,7 @@ def shape_of(architecture: str, **options: Any) -> TransformersConfig:
 
 def load(path: str | Path, dtype: torch.dtype = torch.float32) -> TransformersDecoder:
     config = TransformersConfig.from_hf(load_hf_config(path))
-    return load_transformers_decoder(path, config, dtype=dtype, device=torch.device("cpu"))
+    return load_transformers_decoder(path, config, dtype=dtype, device=torch.device("cpu"), parallel=TensorParallel())
 
 
 @pytest.fixture
@@ -127,9 +128,9 @@ def test_a_refusal_says_why_our_own_decoder_does_not_compute_the_model(
     options: dict[str, Any], remedy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        shape = read_shape(build_config("LlamaForCausalLM", hidden_act="gelu"), "auto")
+        shape = read_shape(build_config("Glm4ForCausalLM", hidden_act="gelu"), "auto")
     why = "hidden_act='gelu' is not supported; supported: silu, gelu_pytorch_tanh"
-    assert f"does not compute LlamaForCausalLM with this config.json: {why}" in caplog.text
+    assert f"does not compute Glm4ForCausalLM with this config.json: {why}" in caplog.text
     with pytest.raises(ConfigError, match=f"because our own decoder does not: {re.escape(why)}; {remedy}"):
         shape.check_options(max_model_len=9, **{"tensor_parallel_size": 1, "quantization": None} | options)
 
@@ -180,13 +181,13 @@ def test_longrope_is_refused_beyond_the_context_in_which_requests_cannot_change_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported for 'GraniteForCausalLM', .*; set 1"),
-        ({"quantization": "int8"}, "quantization='int8' is not supported for 'GraniteForCausalLM', .*; leave it out"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported for 'GPT2LMHeadModel', .*; set 1"),
+        ({"quantization": "int8"}, "quantization='int8' is not supported for 'GPT2LMHeadModel', .*; leave it out"),
     ],
 )
 def test_options_of_our_own_decoder_are_refused(zoo: Zoo, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelWorker(EngineConfig(model=zoo(GRANITE).path, model_impl="transformers", device="cpu", **options))
+        ModelWorker(EngineConfig(model=zoo("GPT2LMHeadModel").path, device="cpu", **options))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -295,7 +296,12 @@ def test_a_bar_is_shown_on_a_terminal_only(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     for show_progress in (False, True):
         load_transformers_decoder(
-            path, config, dtype=torch.float32, device=torch.device("cpu"), show_progress=show_progress
+            path,
+            config,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            parallel=TensorParallel(),
+            show_progress=show_progress,
         )
         assert ("Loading weights" in capsys.readouterr().err) == (is_terminal and show_progress)
 

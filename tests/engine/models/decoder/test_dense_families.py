@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.errors import ConfigError, ModelLoadError
+from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from engine.llm import LLM
 from engine.models.config.model_config import ModelConfig, load_hf_config
 from engine.models.config.rope_config import RopeConfig
@@ -266,7 +266,8 @@ def test_auto_chooses_our_own_decoder(saved: Callable[[str], Saved]) -> None:
 def test_ranks_cannot_share_norms_over_all_heads() -> None:
     config = ModelConfig.from_hf(build_config("Olmo2ForCausalLM"))
     with pytest.raises(
-        ConfigError, match="tensor_parallel_size=2 is not supported for 'Olmo2ForCausalLM', whose norms .*; set 1"
+        UnsupportedModelError,
+        match="over 1 is not supported for 'Olmo2ForCausalLM', whose norms .*; set model_impl to transformers",
     ):
         config.check_options(max_model_len=64, tensor_parallel_size=2, quantization=None)
 
