@@ -130,7 +130,8 @@ def load(directory: Path, dtype: torch.dtype, model_impl: str) -> object:
     """Load a checkpoint as an engine does."""
     config = load_hf_config(directory)
     if model_impl == "transformers":
-        return load_transformers_decoder(directory, TransformersConfig.from_hf(config), dtype=dtype, device=CPU)
+        shape = TransformersConfig.from_hf(config)
+        return load_transformers_decoder(directory, shape, dtype=dtype, device=CPU, parallel=TensorParallel())
     return load_decoder(
         directory, config, dtype=dtype, device=CPU, max_model_len=MAX_MODEL_LEN, parallel=TensorParallel()
     )

@@ -47,7 +47,8 @@ def load(path, dtype):
     config = load_hf_config(path)
     if sys.argv[3] == "transformers":
         shape = TransformersConfig.from_hf(config)
-        return load_transformers_decoder(path, shape, dtype=dtype, device=torch.device("cpu"))
+        return load_transformers_decoder(path, shape, dtype=dtype, device=torch.device("cpu"),
+                                         parallel=TensorParallel())
     return load_decoder(path, config, dtype=dtype, device=torch.device("cpu"), max_model_len=64,
                         parallel=TensorParallel())
 
