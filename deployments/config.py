@@ -17,7 +17,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deployments.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
-from deployments.parsers.registry import NONE, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
+from deployments.parsers.detection import NONE
+from deployments.parsers.reasoning_parsers import REASONING_PARSERS
+from deployments.parsers.registry import RESPONSE_TEMPLATE
+from deployments.parsers.tool_parsers import TOOL_PARSERS
 from deployments.proxy.limits import ProxyLimits
 from deployments.routing.options import RoutingOptions
 from engine.config import EngineConfig
@@ -26,6 +29,9 @@ from engine.models.config.architectures import require_proven
 from engine.models.config.config_json import context_length, num_positions, read_config_json, rope_of
 from engine.models.gguf.file import is_gguf, open_gguf
 from engine.sampling_params import MAX_SEQUENCES
+from engine.text.template_files import PACKAGED_TEMPLATES
+from engine.text.template_forms import LateSystemMessages
+from engine.text.tokenizer import Tokenizer
 
 __all__ = [
     "AppConfig",
@@ -160,6 +166,8 @@ class AppConfig(_Options):
     web: bool = True
     tool_parser: str | None = None  # None: as the chat template implies; "none": no tool calls are parsed
     reasoning_parser: str | None = None
+    chat_template: str | None = Field(default=None, min_length=1)  # None: the checkpoint's
+    late_system_messages: LateSystemMessages = "refuse"  # those that the chat template does not take
     strip_billing_header: bool = True  # of Claude Code, from prompts; see deployments/api/anthropic/attribution.py
     engine: dict[str, Any] = Field(default_factory=dict)
     replicas: ReplicaOptions = ReplicaOptions()
@@ -197,6 +205,17 @@ class AppConfig(_Options):
         """The checkpoint's directory or GGUF file. A relative path starts at the checkout."""
         path = Path(os.path.expanduser(self.model))  # Path.expanduser raises RuntimeError for an unknown user
         return path if path.is_absolute() else checkout_root() / path
+
+    def load_tokenizer(self, path: Path) -> Tokenizer:
+        """Return the tokenizer of a checkpoint, with the chat template of these options."""
+        return Tokenizer(path, self._chat_template, self.late_system_messages)
+
+    @property
+    def _chat_template(self) -> str | None:
+        """The file of the chat template, whose relative path starts at the checkout, or a packaged one's name."""
+        if self.chat_template is None or self.chat_template in PACKAGED_TEMPLATES:
+            return self.chat_template
+        return str(checkout_root() / os.path.expanduser(self.chat_template))
 
     @property
     def min_engine_replicas(self) -> int:

@@ -63,7 +63,9 @@ class Ingress:
         self._view = cluster_view(engines.deployment_name)
         self._log = RequestLog(config.logging)
         self._tracer = open_tracer(config.tracing, config.served_name)
-        self._prompts = LazyPromptBuilder(engines.info.remote, config.model_path, config.served_name)
+        self._prompts = LazyPromptBuilder(
+            engines.info.remote, config.model_path, config.served_name, config.load_tokenizer
+        )
         self._dispatcher = Dispatcher(
             self._view,
             engines.info.remote,

@@ -11,7 +11,7 @@ from typing import Any
 from deployments.api.prompts import PromptBuilder
 from deployments.errors import ApiError
 from engine.config import EngineInfo
-from engine.text.tokenizer import import_tokenizers
+from engine.text.tokenizer import Tokenizer, import_tokenizers
 
 __all__ = ["LazyPromptBuilder"]
 
@@ -26,12 +26,20 @@ class LazyPromptBuilder:
         fetch_info: calls an engine for its description; waits while there is no engine.
         path: the checkpoint's directory.
         model_name: the served name.
+        load_tokenizer: as for PromptBuilder.
     """
 
-    def __init__(self, fetch_info: Callable[[], Awaitable[EngineInfo]], path: Path, model_name: str) -> None:
+    def __init__(
+        self,
+        fetch_info: Callable[[], Awaitable[EngineInfo]],
+        path: Path,
+        model_name: str,
+        load_tokenizer: Callable[[Path], Tokenizer] = Tokenizer,
+    ) -> None:
         self._fetch_info = fetch_info
         self._path = path
         self._model_name = model_name
+        self._load_tokenizer = load_tokenizer
         self._task: asyncio.Future[PromptBuilder] | None = None
 
     async def wait(self, timeout_s: float) -> None:
@@ -63,7 +71,7 @@ class LazyPromptBuilder:
         importing = asyncio.create_task(asyncio.to_thread(import_tokenizers))  # while the engines load
         info = await self._fetch_info()
         await importing
-        return await asyncio.to_thread(PromptBuilder, self._path, info, self._model_name)
+        return await asyncio.to_thread(PromptBuilder, self._path, info, self._model_name, self._load_tokenizer)
 
 
 def _has_failed(future: asyncio.Future[Any]) -> bool:

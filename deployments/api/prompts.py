@@ -44,12 +44,15 @@ class PromptBuilder:
         path: the checkpoint's directory.
         info: the description of the engines.
         model_name: the model's name in error messages.
+        load_tokenizer: loads the tokenizer of the directory, with the server's chat template.
     """
 
-    def __init__(self, path: Path, info: EngineInfo, model_name: str) -> None:
-        self.tokenizer = Tokenizer(path)
+    def __init__(
+        self, path: Path, info: EngineInfo, model_name: str, load_tokenizer: Callable[[Path], Tokenizer] = Tokenizer
+    ) -> None:
+        self.tokenizer = load_tokenizer(path)
         # A fast tokenizer may not be used from two threads at once, so the thread for long prompts has its own.
-        self._background_tokenizer = Tokenizer(path)
+        self._background_tokenizer = load_tokenizer(path)
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
         self.info = info
         self._validator = PromptValidator(
@@ -130,7 +133,7 @@ class PromptBuilder:
     def _render(self, conversation: Conversation, tokenizer: Tokenizer, max_contexts: int) -> list[int]:
         """Render and tokenise a conversation that is at most about ``max_contexts`` contexts long."""
         has_calls = any(message.tool_calls for message in conversation.messages)
-        as_text = has_calls and tokenizer.chat_template.renders_arguments_as_text
+        as_text = has_calls and tokenizer.chat_template.forms.arguments_as_text
         messages = [message.for_template(arguments_as_text=as_text) for message in conversation.messages]
         if "developer" not in tokenizer.chat_template.source:  # such templates skip the role, or refuse it
             messages = [_as_system(message) for message in messages]

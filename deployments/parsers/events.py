@@ -25,9 +25,15 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """The start of the next tool call; its arguments follow."""
+    """The start of the next tool call; its arguments follow.
+
+    Attributes:
+        name: of the function.
+        call_id: the call's id, if the model has written one that its template expects in the next turn.
+    """
 
     name: str
+    call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

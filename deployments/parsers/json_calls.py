@@ -32,23 +32,24 @@ def attempt(reader: Reader, steps: Steps[None]) -> Steps[bool]:
     return True
 
 
-def calls(reader: Reader, known: Container[str] | None = None) -> Steps[None]:
+def calls(reader: Reader, known: Container[str] | None = None, *, name_key: str = "name") -> Steps[None]:
     """Read an object that is a tool call, or a list of such objects.
 
     Args:
         reader: at the object or the list.
         known: the names that a call may have; None for all. A format without markers needs it, since an answer may be
             JSON for the user.
+        name_key: the key of the function's name.
 
     Raises:
         MalformedError: the text has another form.
     """
     if (yield from reader.skip_space()) != "[":
-        yield from _call(reader, known)
+        yield from _call(reader, known, name_key)
         return
     yield from reader.expect("[")
     while True:
-        if not (yield from attempt(reader, _call(reader, known))):
+        if not (yield from attempt(reader, _call(reader, known, name_key))):
             raise MalformedError
         if (yield from reader.skip_space()) == "]":
             yield from reader.expect("]")
@@ -56,15 +57,15 @@ def calls(reader: Reader, known: Container[str] | None = None) -> Steps[None]:
         yield from reader.expect(",")
 
 
-def arguments(reader: Reader, name: str) -> Steps[None]:
-    """Read a JSON object and emit it as the arguments of a new call of ``name``.
+def arguments(reader: Reader, name: str, call_id: str | None = None) -> Steps[None]:
+    """Read a JSON object and emit it as the arguments of a new call of ``name``; ``call_id`` is as in CallStart.
 
     Raises:
         MalformedError: the text has another form.
     """
     if (yield from reader.skip_space()) != "{":
         raise MalformedError
-    yield CallStart(checked_name(name))
+    yield CallStart(checked_name(name), call_id)
     yield from reader.json(CallArguments)
 
 
@@ -80,7 +81,7 @@ def checked_name(name: str, known: Container[str] | None = None) -> str:
     return name
 
 
-def _call(reader: Reader, known: Container[str] | None) -> Steps[None]:
+def _call(reader: Reader, known: Container[str] | None, name_key: str) -> Steps[None]:
     """Read one object; its arguments are emitted as they come if its name comes before them."""
     name: str | None = None
     held: str | None = None  # arguments that came before the name, or as a string
@@ -90,7 +91,7 @@ def _call(reader: Reader, known: Container[str] | None) -> Steps[None]:
         key = yield from _string(reader)
         yield from reader.expect(":")
         first = yield from reader.skip_space()
-        if key == "name" and name is None:
+        if key == name_key and name is None:
             name = checked_name((yield from _string(reader)), known)
         elif key not in _ARGUMENTS or has_emitted or held is not None:
             yield from reader.json()

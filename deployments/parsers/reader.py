@@ -7,11 +7,12 @@ change its decision, and otherwise yields None and looks again once there is mor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from deployments.parsers.events import Event, Steps
 from deployments.parsers.json_scanner import JsonScanner
 
-__all__ = ["MalformedError", "Reader"]
+__all__ = ["Family", "MalformedError", "Reader"]
 
 _SPACE = " \n\t\r"
 
@@ -168,3 +169,6 @@ class Reader:
             if any(marker.startswith(tail[start:]) for marker in markers):
                 return longest - start
         return 0
+
+
+Family: TypeAlias = Callable[[Reader], Steps[None]]  # the parser of one answer

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-__all__ = ["ANY", "property_schema", "types_of"]
+__all__ = ["ANY", "Schema", "Tools", "property_schema", "types_of"]
 
 ANY = "any"  # what a schema refers to or combines, but does not limit
 Schema: TypeAlias = Mapping[str, Any]
+Tools: TypeAlias = Mapping[str, Schema]  # name -> JSON schema of the parameters
 _MAX_DIGITS = 9  # of an index; int() refuses thousands
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "enum", "const")
 _MAX_REFERENCES = 64  # that are followed for one value; beyond them anything is allowed

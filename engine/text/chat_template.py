@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.errors import RequestError
 from engine.text.special_tokens import SpecialTokenMask, texts_in
+from engine.text.template_forms import LateSystemMessages, TemplateForms
 
 __all__ = ["ChatTemplate"]
 
@@ -21,12 +22,20 @@ class ChatTemplate:
         tokenizer: of transformers.
         encode: ``Tokenizer.encode``.
         special_tokens: of the tokenizer.
+        late_system_messages: as for TemplateForms.
     """
 
-    def __init__(self, tokenizer: Any, encode: Callable[..., list[int]], special_tokens: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        encode: Callable[..., list[int]],
+        special_tokens: Sequence[str],
+        late_system_messages: LateSystemMessages = "refuse",
+    ) -> None:
         self._tokenizer = tokenizer
         self._encode = encode
         self._special_tokens = special_tokens
+        self._late_system_messages = late_system_messages
 
     @property
     def exists(self) -> bool:
@@ -46,25 +55,13 @@ class ChatTemplate:
         return template if isinstance(template, Mapping) else None
 
     @cached_property
-    def renders_arguments_as_text(self) -> bool:
-        """Whether the chat template takes the arguments of a tool call as JSON text, not as a mapping.
+    def forms(self) -> TemplateForms:
+        """The forms of messages that the chat template takes."""
 
-        A template that takes text either fails with a mapping, or writes it as Python does.
-        """
-        call = {"type": "function", "id": "call_000", "function": {"name": "f", "arguments": {"key": "value"}}}
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        try:
-            rendered = str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        except Exception:  # templates raise anything
-            return self._renders_text_arguments(messages, call)
-        return "'key'" in rendered
+        def render(messages: Sequence[dict[str, Any]]) -> str:
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False))
 
-    def _renders_text_arguments(self, messages: list[Any], call: dict[str, Any]) -> bool:
-        call["function"]["arguments"] = '{"key": "value"}'
-        try:
-            return "key" in str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        except Exception:  # it refuses tool calls of any kind
-            return False
+        return TemplateForms(render, self._late_system_messages)
 
     def encode(
         self,
@@ -90,6 +87,7 @@ class ChatTemplate:
             RequestError: if there is no template, or the template refuses the messages.
         """
         self._check(messages)
+        messages = self.forms.adapted(messages)
         everything = [*messages, template_options] if template_options else messages
         mask = SpecialTokenMask(self._spelled_out(everything), everything)
         try:
@@ -114,7 +112,9 @@ class ChatTemplate:
         """Raise RequestError unless the messages can be given to the template."""
         if not self.exists:
             raise RequestError(
-                "cannot be rendered: this model has no chat template", param="messages", remedy="use /v1/completions"
+                "cannot be rendered: this model has no chat template",
+                param="messages",
+                remedy="use /v1/completions, or set chat_template in the server's configuration",
             )
         for message in messages:
             if not isinstance(message, Mapping):

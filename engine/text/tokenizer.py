@@ -12,6 +12,8 @@ from engine.errors import ConfigError, ModelLoadError, RequestError
 from engine.models.gguf.file import is_gguf
 from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import gguf_tokenizer
+from engine.text.template_files import find_chat_template
+from engine.text.template_forms import LateSystemMessages
 from engine.text.token_bytes import TokenBytes
 
 __all__ = ["Tokenizer", "import_tokenizers"]
@@ -25,6 +27,11 @@ def import_tokenizers() -> None:
 class Tokenizer:
     """The tokenizer of a checkpoint's directory or of a GGUF file.
 
+    Args:
+        path: the checkpoint's directory.
+        chat_template: a jinja file that replaces the checkpoint's chat template, or one of PACKAGED_TEMPLATES.
+        late_system_messages: as for TemplateForms.
+
     Attributes:
         chat_template: renders conversations; the checkpoint may have none.
         token_bytes: returns the bytes of a token; texts, names of tokens and grammars come from them.
@@ -34,8 +41,15 @@ class Tokenizer:
             none.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        chat_template: str | None = None,
+        late_system_messages: LateSystemMessages = "refuse",
+    ) -> None:
         self._tokenizer: Any = gguf_tokenizer(path) if is_gguf(path) else _tokenizer_of_directory(path)
+        if chat_template is not None or not self._tokenizer.chat_template:
+            self._tokenizer.chat_template = find_chat_template(Path(path), chat_template)
         self._rust = _rust_tokenizer(self._tokenizer)
         if not self.encode("a", add_special_tokens=False):  # transformers makes up a tokenizer if the files are missing
             raise ModelLoadError(f"the tokenizer of '{path}' encodes no text; add the checkpoint's tokenizer files")
@@ -43,7 +57,7 @@ class Tokenizer:
         special = set(self._tokenizer.all_special_tokens)
         special |= {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         self._special_tokens: list[str] = sorted(special, key=len, reverse=True)
-        self.chat_template = ChatTemplate(self._tokenizer, self.encode, self._special_tokens)
+        self.chat_template = ChatTemplate(self._tokenizer, self.encode, self._special_tokens, late_system_messages)
         self.token_bytes = TokenBytes(self._tokenizer, self._rust is not None, self.decode)
 
     def __len__(self) -> int:

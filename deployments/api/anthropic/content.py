@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from json.encoder import encode_basestring
-from typing import Any, TypeAlias
+from typing import Any
 
 from pydantic import TypeAdapter
 
+from deployments.api.call_ids import NewId
 from deployments.api.json_response import encode_json
 from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 
-__all__ = ["BlockEvents", "NewId", "content_blocks", "encode_event"]
-
-NewId: TypeAlias = Callable[[], str]
+__all__ = ["BlockEvents", "content_blocks", "encode_event"]
 
 _OBJECT = TypeAdapter(dict[str, Any])
 SIGNATURE = "unsigned"  # of thinking; nothing checks it, but clients expect one
@@ -59,7 +58,7 @@ def _type_of(event: Event) -> str:
 
 def _empty_block(event: Event, new_id: NewId) -> dict[str, Any]:
     if isinstance(event, CallStart):
-        return {"type": "tool_use", "id": new_id(), "name": event.name, "input": ""}
+        return {"type": "tool_use", "id": new_id(event), "name": event.name, "input": ""}
     if isinstance(event, Reasoning):
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}

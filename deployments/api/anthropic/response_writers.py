@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from deployments.api.anthropic.content import BlockEvents, NewId, content_blocks, encode_event
-from deployments.api.call_ids import new_call_id
+from deployments.api.anthropic.content import BlockEvents, content_blocks, encode_event
+from deployments.api.call_ids import RANDOM_IDS, NewId
 from deployments.api.error_responses import error_body
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.openai.protocol import ChatRequest
@@ -52,9 +51,9 @@ class MessagesWriters:
 
     @property
     def new_id(self) -> NewId:
-        """Makes the ids of calls."""
-        length = AnswerFormat.call_id_length if self.answer_format is None else self.answer_format.call_id_length
-        return partial(new_call_id, "toolu_", length)
+        """Makes the ids of one answer's calls."""
+        ids = RANDOM_IDS if self.answer_format is None else self.answer_format.call_ids
+        return ids.counter("toolu_")
 
 
 class MessageWriter:

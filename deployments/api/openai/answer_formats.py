@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from deployments.api.call_ids import RANDOM_IDS, CallIds
 from deployments.api.openai.protocol import ChatRequest
 from deployments.api.openai.tool_grammar import parameters_of, strict_calls
 from deployments.api.openai.tools import NamedChoice
 from deployments.parsers.answer_parser import AnswerParser
 from deployments.parsers.families.forced import named_call, required_calls
+from deployments.parsers.reader import Family
 from deployments.parsers.reasoning_tokens import ReasoningTokens
-from deployments.parsers.registry import TOOL_PARSERS, Family, Parsers
+from deployments.parsers.registry import Parsers
+from deployments.parsers.tool_parsers import TOOL_PARSERS
 from deployments.requests.prompt import Prompt
 from engine.errors import RequestError
 from engine.options.thinking_budget import ThinkingBudget
@@ -34,7 +37,7 @@ class AnswerFormat:
         shown_special_tokens: ids of special tokens that it needs to see.
         max_calls: maximum number of tool calls of an answer; None for any number.
         include_reasoning: whether reasoning is part of the response.
-        call_id_length: characters of a tool call's id.
+        call_ids: makes the tool calls' ids.
         grammar: of an answer that may call strict tools, in llguidance's notation; None for none.
         thinking_budget: when the reasoning is ended; None for never.
         end_of_reasoning: id of the token that ends the reasoning; None if no single token does.
@@ -45,7 +48,7 @@ class AnswerFormat:
     shown_special_tokens: frozenset[int] = frozenset()
     max_calls: int | None = None
     include_reasoning: bool = True
-    call_id_length: int = 29
+    call_ids: CallIds = RANDOM_IDS
     grammar: str | None = None
     thinking_budget: ThinkingBudget | None = None
     end_of_reasoning: int | None = None
@@ -87,9 +90,10 @@ class AnswerFormats:
         self._shown = tokenizer.special_token_ids(self._parsers.markers) if is_own else tokenizer.special_ids
         self._cost_per_character = AnswerFormat.cost_per_character if is_own else COST_OF_RESPONSE_TEMPLATE
         reasoning = self._parsers.reasoning_parser
-        self._end_of_reasoning = None if reasoning is None else tokenizer.single_token_id(reasoning.markers[1])
+        # A token ends the reasoning only if there is none later.
+        has_end = reasoning is not None and not reasoning.is_repeated
+        self._end_of_reasoning = tokenizer.single_token_id(reasoning.markers[1]) if reasoning and has_end else None
         self._tool = TOOL_PARSERS.get(self._parsers.tool or "")
-        self._id_length = AnswerFormat.call_id_length if self._tool is None else self._tool.call_id_length
 
     def of(self, request: ChatRequest, prompt: Prompt) -> AnswerFormat | None:
         """Return the format of the answers to ``request``; None if their text is their content.
@@ -110,12 +114,18 @@ class AnswerFormats:
             shown,
             request.max_calls,
             request.include_reasoning,
-            self._id_length,
+            self._call_ids(request),
             grammar=None if request.forces_calls else self._grammar(request),
             thinking_budget=budget,
             end_of_reasoning=self._end_of_reasoning,
             cost_per_character=self._cost_per_character,
         )
+
+    def _call_ids(self, request: ChatRequest) -> CallIds:
+        if self._tool is None:
+            return RANDOM_IDS
+        num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
+        return CallIds(self._tool.call_id_length, num_calls if self._tool.has_kimi_ids else None)
 
     def _grammar(self, request: ChatRequest) -> str | None:
         """Return the grammar of calls of strict tools, if the model's format has one."""

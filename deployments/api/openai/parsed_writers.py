@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deployments.api.call_ids import new_call_id
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.openai.chunks import ChunkWriter, encode_event
 from deployments.api.openai.protocol import GenerationRequest
@@ -83,7 +82,7 @@ class ParsedChatWriter(ChatWriter):
         index = parser.num_calls - sum(isinstance(event, CallStart) for event in events)
         for event in events:
             if isinstance(event, CallStart):
-                calls.append(self._new_call(index, event.name))
+                calls.append(self._new_call(index, event))
                 index += 1
             elif isinstance(event, CallArguments):
                 if not calls:
@@ -98,9 +97,9 @@ class ParsedChatWriter(ChatWriter):
             fields["content"] = text[Content]
         return fields | ({"tool_calls": calls} if calls else {})
 
-    def _new_call(self, index: int, name: str) -> dict[str, Any]:
-        call_id = new_call_id("call_", self.format.call_id_length)
-        return {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+    def _new_call(self, index: int, call: CallStart) -> dict[str, Any]:
+        call_id = self.format.call_ids.of(call, index, "call_")
+        return {"index": index, "id": call_id, "type": "function", "function": {"name": call.name, "arguments": ""}}
 
 
 class ParsedChunkWriter(ChunkWriter):

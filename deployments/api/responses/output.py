@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+from deployments.api.call_ids import RANDOM_IDS
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.responses.output_items import CallItem, MessageItem, OutputItem, ReasoningItem, StreamEvent
 from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
@@ -39,7 +40,8 @@ class Output:
 
     def __init__(self, answer_format: AnswerFormat | None, logprobs: Logprobs | None) -> None:
         self._parser = None if answer_format is None else answer_format.new_parser()
-        self._call_id_length = AnswerFormat.call_id_length if answer_format is None else answer_format.call_id_length
+        ids = RANDOM_IDS if answer_format is None else answer_format.call_ids
+        self._new_call_id = ids.counter("call_")
         self._logprobs = logprobs
         self._finished: list[dict[str, Any]] = []
         self._open: OutputItem | None = None
@@ -103,7 +105,7 @@ class Output:
     def _new_item(self, event: Event) -> OutputItem:
         index = len(self._finished)
         if isinstance(event, CallStart):
-            return CallItem(index, event.name, self._call_id_length)
+            return CallItem(index, event.name, self._new_call_id(event))
         return MessageItem(index) if isinstance(event, Content) else ReasoningItem(index)
 
     def _close(self, status: str) -> Iterator[StreamEvent]:

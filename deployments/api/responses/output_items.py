@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from deployments.api.call_ids import new_call_id
 from deployments.api.responses.input_items import new_id
 
 __all__ = ["CallItem", "MessageItem", "OutputItem", "ReasoningItem", "StreamEvent"]
@@ -137,16 +136,16 @@ class CallItem(OutputItem):
     Args:
         index: of the item in the response's output.
         name: of the function.
-        call_id_length: characters of the call's id.
+        call_id: of the call.
     """
 
     prefix = "fc"
     delta_type = "response.function_call_arguments"
 
-    def __init__(self, index: int, name: str, call_id_length: int) -> None:
+    def __init__(self, index: int, name: str, call_id: str) -> None:
         super().__init__(index)
         self._name = name
-        self._call_id = new_call_id("call_", call_id_length)
+        self._call_id = call_id
 
     def finish(self, status: str) -> Iterator[StreamEvent]:
         """Yield the events that end the arguments and the item."""

@@ -29,6 +29,8 @@ def harmony(reader: Reader, *, has_tools: bool) -> Steps[None]:
     """Read messages; without tools, those to functions are content. Text without a header is content."""
     event: Callable[[str], Event] = Content
     started: set[Callable[[str], Event]] = set()  # kinds that have had a message, which a line break separates
+    if (yield from _starts_with_recipient(reader)) and (yield from _message(reader, "", has_tools)) is Reasoning:
+        event = Reasoning
     while (marker := (yield from reader.until([_START, _CHANNEL, *_ENDS], event))) is not None:
         event = Content
         if marker in (_START, _CHANNEL):
@@ -38,6 +40,15 @@ def harmony(reader: Reader, *, has_tools: bool) -> Steps[None]:
                     yield kind("\n")
                 started.add(kind)
                 event = kind
+
+
+def _starts_with_recipient(reader: Reader) -> Steps[bool]:
+    """Whether the answer starts with a header whose first marker ends the prompt: ``to=functions.f<|channel|>...``."""
+    start = reader.position
+    yield from reader.skip_space()
+    is_header = yield from reader.literal("to=")
+    reader.position = start
+    return is_header
 
 
 def _message(reader: Reader, marker: str, has_tools: bool) -> Steps[Callable[[str], Event] | None]:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from deployments.parsers.events import Content, Reasoning, Steps
-from deployments.parsers.reader import Reader
+from deployments.parsers.events import Content, Steps
+from deployments.parsers.marked import Thoughts, thoughts
+from deployments.parsers.reader import Family, Reader
 
 __all__ = ["plain", "reasoning"]
 
 
-def reasoning(
-    reader: Reader, rest: Callable[[Reader], Steps[None]], markers: tuple[str, str], *, is_open: bool
-) -> Steps[None]:
+def reasoning(reader: Reader, rest: Family, markers: Thoughts, *, is_open: bool) -> Steps[None]:
     """Read reasoning, if the answer starts with it, and leave what follows to ``rest``.
 
     Args:
         reader: at the start of the answer.
         rest: the parser of what follows.
-        markers: before and after reasoning.
+        markers: of the reasoning.
         is_open: the prompt already ends with the first marker, or the model leaves it out.
     """
     start = reader.position
     yield from reader.skip_space()
-    if not (yield from reader.literal(markers[0])) and not is_open:
+    if not (yield from reader.literal(markers.begin)) and not is_open:
         reader.position = start
     else:
-        yield Reasoning("")  # there was reasoning, even if it is empty
-        yield from reader.until(markers[1:], Reasoning)
+        yield from thoughts(reader, markers)
     yield from rest(reader)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from deployments.parsers.registry import REASONING_PARSERS
+from deployments.parsers.reasoning_parsers import REASONING_PARSERS
 from engine.options.thinking_budget import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from tests.deployments import fakes

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from deployments.parsers.answer_parser import AnswerParser
 from deployments.parsers.events import CallArguments, CallStart, Content, Reasoning
 from deployments.parsers.families import forced
-from deployments.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from deployments.parsers.reasoning_parsers import REASONING_PARSERS
+from deployments.parsers.tool_parsers import TOOL_PARSERS
 from tests.deployments.parsers import (
     test_deepseek,
     test_harmony,
@@ -104,7 +105,7 @@ def test_every_shape_character_by_character_and_in_two_pieces(family: str) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_random_text_however_it_is_cut(family: str, data: Any) -> None:
     names, shapes = FAMILIES[family]
     pieces = st.sampled_from([*markers(*names), *JSON_PIECES, *EXTRA, *(shape.text for shape in shapes)])
@@ -123,7 +124,7 @@ def test_random_text_however_it_is_cut(family: str, data: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @given(text=st.text("abc <[{(\n'\"", max_size=30))
 @example("[[[")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_text_without_markers_is_content_unchanged(family: str, text: str) -> None:
     events = parse(parser(*FAMILIES[family][0]), text)
     assert events == ((Content(text),) if text else ())
@@ -151,7 +152,7 @@ WRITERS = {
     indent=st.sampled_from([None, 2]),
     positions=st.lists(st.integers(0, 1000), max_size=20),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_arguments_survive(
     name: str, arguments: dict[str, Any], ascii: bool, indent: int | None, positions: list[int]
 ) -> None:
@@ -166,7 +167,7 @@ def test_any_arguments_survive(
     arguments=st.fixed_dictionaries({}, optional={"a": st.integers(), "s": st.text()}),
     positions=st.lists(st.integers(0, 1000), max_size=20),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_strings_survive_as_xml_and_as_python(arguments: dict[str, Any], positions: list[int]) -> None:
     values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
     xml = f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"
@@ -179,7 +180,7 @@ def test_any_strings_survive_as_xml_and_as_python(arguments: dict[str, Any], pos
 
 
 @given(text=st.lists(st.sampled_from(JSON_PIECES), max_size=10).map("".join), positions=st.lists(st.integers(0, 99)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_forced_calls_however_they_are_cut(text: str, positions: list[int]) -> None:
     for family in (forced.required_calls, lambda reader: forced.named_call(reader, "f")):
         whole = parse(AnswerParser(family), text)

@@ -56,6 +56,9 @@ SHAPES = [
         "<|channel|>analysis<|message|>\na\n<|end|><|start|>assistant<|channel|>final<|message|>\nb\n",
         (Reasoning("a"), *text("b\n")),
     ),
+    Shape("recipient first", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>', F),
+    Shape("built-in recipient first", " to=python<|channel|>analysis code<|message|>x", (Reasoning("x"),)),
+    Shape("no recipient", " to=functions.f is a header", text(" to=functions.f is a header")),
     Shape("call without analysis, text after", f"{CALL}{FINAL}", F + text("Hello")),
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deployments.parsers.events import CallArguments, CallStart, Content
-from deployments.parsers.registry import TOOL_PARSERS
+from deployments.parsers.tool_parsers import TOOL_PARSERS
 from tests.deployments.parsers.shapes import Shape, arguments_shapes, call, parse, parser, text
 
 NEW = '[TOOL_CALLS]f[ARGS]{"a": 1}'

@@ -116,7 +116,7 @@ def test_a_template_that_refuses_is_a_request_error(tokenizer: Tokenizer) -> Non
 
 def test_a_model_without_template_points_to_completions(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, chat_template=None)
-    with pytest.raises(RequestError, match="no chat template; use /v1/completions") as caught:
+    with pytest.raises(RequestError, match="no chat template; use /v1/completions, or set chat_template") as caught:
         Tokenizer(tmp_path).chat_template.encode([{"role": "user", "content": "x"}])
     assert caught.value.param == "messages"
 

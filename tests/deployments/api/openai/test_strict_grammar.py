@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from deployments.api.openai.tool_grammar import forced_calls, strict_calls
 from deployments.api.openai.tools import Tool
-from deployments.parsers.families.hermes import MARKERS
+from deployments.parsers.families.json_blocks import HERMES_MARKERS as MARKERS
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar

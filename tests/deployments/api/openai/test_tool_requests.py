@@ -86,9 +86,9 @@ def test_a_template_that_takes_text_gets_text(tmp_path: Path) -> None:
         path.mkdir()
         source = "{% for m in messages %}{% for c in m.tool_calls or [] %}EXPR{% endfor %}{% endfor %}"
         save_tokenizer(path, source.replace("EXPR", expression))
-        assert Tokenizer(path).chat_template.renders_arguments_as_text == takes_text, expression
+        assert Tokenizer(path).chat_template.forms.arguments_as_text == takes_text, expression
     save_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert not Tokenizer(tmp_path).chat_template.renders_arguments_as_text
+    assert not Tokenizer(tmp_path).chat_template.forms.arguments_as_text
 
 
 def test_special_tokens_in_tools_and_options_stay_text(

@@ -192,6 +192,38 @@ def test_names_in_the_configuration_win(open_client: OpenClient, parsed_path: An
     assert (made["function"]["name"], len(made["id"])) == ("f", 9)
 
 
+KIMI_SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+KIMI_CALL = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+
+
+def test_kimi_ids_are_those_that_the_model_writes(
+    open_client: OpenClient, parsed_path: Any, answers: Answers, engines: FakeEngines, tokenizer: Tokenizer
+) -> None:
+    api = open_client(model=str(parsed_path), tool_parser="kimi_k2", reasoning_parser="none")
+    answers(KIMI_SECTION.format(KIMI_CALL.format("functions.f:0") + KIMI_CALL.format("g")))
+    for stream in (False, True):
+        answer = api.post("/v1/chat/completions", json=BODY | {"stream": stream})
+        message = joined(events(answer.text))[0] if stream else answer.json()["choices"][0]["message"]
+        # The second call has a plain name, so it gets the id that the template expects.
+        assert [call["id"] for call in message["tool_calls"]] == ["functions.f:0", "functions.g:1"]
+    calls = [{"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    result = {"role": "tool", "tool_call_id": "functions.f:0", "content": "1"}
+    body = BODY | {"messages": [USER, {"role": "assistant", "tool_calls": calls}, result]}
+    answers('{"a": 1}')
+    forced = api.post("/v1/chat/completions", json=body | {"tool_choice": NAMED})
+    (made,) = forced.json()["choices"][0]["message"]["tool_calls"]
+    assert made["id"] == "functions.f:1"
+    assert "functions.f:0<|im_end|>" in tokenizer.decode(
+        engines.calls[-1][0].prompt_token_ids, skip_special_tokens=False
+    )
+    answers(KIMI_SECTION.format(KIMI_CALL.format("functions.f:7")))
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    body = {"model": "tiny", "max_tokens": 90, "messages": [USER], "tools": tools}
+    assert api.post("/v1/messages", json=body).json()["content"][0]["id"] == "functions.f:7"
+    body = {"input": "q", "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": False}]}
+    assert api.post("/v1/responses", json=body).json()["output"][0]["call_id"] == "functions.f:7"
+
+
 @pytest.mark.parametrize("lost_after", range(1, 18))
 async def test_a_stream_in_a_call_goes_on_elsewhere(tokenizer: Tokenizer, lost_after: int) -> None:
     text = f"Now: {CALL} ok"

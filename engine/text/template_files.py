@@ -1,0 +1,70 @@
+"""Where a chat template comes from: a configured file, the checkpoint, or the templates that come with Pagoda."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, ModelLoadError
+
+__all__ = ["PACKAGED_TEMPLATES", "find_chat_template"]
+
+_FOLDER = Path(__file__).with_name("chat_templates")
+# The names of the templates that come with Pagoda. Each is also the model_type of checkpoints that have none.
+PACKAGED_TEMPLATES = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))
+_OLD_FILE = "chat_template.json"  # where processors of multimodal checkpoints have kept it
+
+
+def find_chat_template(path: Path, configured: str | None) -> str | None:
+    """Return the chat template of a checkpoint, if transformers does not find it itself.
+
+    Args:
+        path: the checkpoint's directory.
+        configured: a file, or one of PACKAGED_TEMPLATES; it replaces the checkpoint's. None: the checkpoint's.
+
+    Raises:
+        ConfigError: ``configured`` is neither.
+        ModelLoadError: the checkpoint's chat_template.json cannot be read.
+    """
+    if configured is not None:
+        return _configured(configured)
+    if (path / _OLD_FILE).is_file():
+        return _of_old_file(path / _OLD_FILE)
+    model_type = _model_type(path / "config.json")
+    return _packaged(model_type) if model_type in PACKAGED_TEMPLATES else None
+
+
+def _configured(name: str) -> str:
+    if name in PACKAGED_TEMPLATES:
+        return _packaged(name)
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = f"give the path of a jinja file, or one of {', '.join(PACKAGED_TEMPLATES)}"
+        raise ConfigError(f"chat_template={name!r} cannot be read ({type(error).__name__}); {remedy}") from None
+
+
+def _packaged(name: str) -> str:
+    return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def _of_old_file(file: Path) -> str:
+    try:
+        template: Any = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ModelLoadError(
+            f"'{file}' holds no chat template ({type(error).__name__}); download it again, or delete it"
+        ) from None
+    if not isinstance(template, str):
+        raise ModelLoadError(f"'{file}' holds no chat template, but {type(template).__name__}; download it again")
+    return template
+
+
+def _model_type(config: Path) -> str | None:
+    """Return the ``model_type`` in a config.json; None without one, which the loading of the model reports."""
+    try:
+        found: Any = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get("model_type") if isinstance(found, dict) else None
