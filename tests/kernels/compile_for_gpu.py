@@ -3,11 +3,13 @@
     python -m tests.kernels.compile_for_gpu 90 models Qwen3-0.6B 8B
     python -m tests.kernels.compile_for_gpu 80,90,100 variants attention layers linear
     python -m tests.kernels.compile_for_gpu 80,90,100 variants all attention
-    python -m tests.kernels.compile_for_gpu 80 sampling
+    python -m tests.kernels.compile_for_gpu 90 variants few layers
+    python -m tests.kernels.compile_for_gpu 80 sampling 151936 50257
 
 The arguments are compute capabilities, and either ``models`` and models of HEADS, or ``variants`` and kernels of
-gpu_variants.py, with ``all`` every combination of their dimensions, or ``experts``: those of the mixtures of EXPERTS,
-or ``sampling``: the kernels that choose tokens from the vocabularies of VOCAB_SIZES. The interpreter accepts what the
+gpu_variants.py, with ``all`` every combination of their dimensions and with ``few`` each value of them, or
+``experts``: those of the mixtures of EXPERTS, or ``sampling``: the kernels that choose tokens from vocabularies of
+these sizes. The interpreter accepts what the
 compiler refuses. Here the backend runs as always, on a driver that claims to be a GPU, and each launch stops when its
 machine code is there.
 Prints a line for each variant: the compute capability, the kernel's name, and how many registers of a thread, bytes of
@@ -31,7 +33,7 @@ from kernels.attention.triton import backend as triton_backend
 from kernels.cache.triton.pending_tokens import take_pending_tokens_triton
 from kernels.experts.triton.experts import experts_triton
 from kernels.sampling.triton.ops import TritonSampling
-from tests.kernels.gpu_variants import VARIANTS, covering, every, run_attention
+from tests.kernels.gpu_variants import VARIANTS, covering, each_value, every, run_attention
 from tests.kernels.launch_log import KERNELS
 
 HEADS = {"Qwen3-0.6B": (16, 8), "8B": (32, 8)}  # of queries, of keys and values
@@ -43,7 +45,6 @@ EXPERTS = [  # mixtures: experts and those of a token, inputs and outputs; some 
     (5, 3, 104, 36, torch.bfloat16),
     (5, 3, 100, 36, torch.float32),
 ]
-VOCAB_SIZES = (151936, 128256, 262144, 50257)  # of Qwen3, Llama 3, Gemma 3 and GPT-2, which is odd
 HEAD_DIM = 128
 MULTIPROCESSORS = 132
 
@@ -114,17 +115,17 @@ def _run_models(models: list[str]) -> None:
 
 def _run_variants(names: list[str], capabilities: list[int]) -> None:
     """Launch a covering part of some kernels' variants, or all of them."""
-    rows_of = every if "all" in names else covering
+    rows_of = every if "all" in names else each_value if "few" in names else covering
     for name in names:
-        if name != "all":
+        if name not in ("all", "few"):
             variants = VARIANTS[name]
             for row in rows_of({"capability": tuple(capabilities), **variants.dimensions}):
                 triton.runtime.driver.set_active(_Driver(row.pop("capability")))
                 variants.launch(**row)
 
 
-def _run_sampling() -> None:
-    for vocab_size in VOCAB_SIZES:
+def _run_sampling(vocab_sizes: list[int]) -> None:
+    for vocab_size in vocab_sizes:
         TritonSampling().warm_up(torch.zeros(2, vocab_size))
 
 
@@ -144,7 +145,7 @@ def main(capabilities: list[int], what: Literal["models", "variants", "experts",
             case "experts":
                 _run_experts()
             case "sampling":
-                _run_sampling()
+                _run_sampling(list(map(int, names)))
 
 
 if __name__ == "__main__":

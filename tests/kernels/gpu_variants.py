@@ -1,8 +1,8 @@
 """Which variants of the kernels compile_for_gpu.py compiles: shapes that models have, in every dtype, on every GPU.
 
-All of them would take most of an hour, so the tests compile a part in which any two values of different dimensions
-occur together, a GPU's capability being one dimension. ptxas may spill a register of a combination that is not in this
-part: after a change of a kernel or of Triton, compile ``all``.
+All of them would take most of an hour, so `make test-all` compiles a part in which any two values of different
+dimensions occur together, a GPU's capability being one dimension, and CI one in which each value occurs. ptxas may
+spill a register of a combination that is not in these parts: after a change of a kernel or of Triton, compile ``all``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels.cache.triton.store_kvcache import store_kvcache_triton
 from kernels.linear.triton import linear_triton
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
 
-__all__ = ["VARIANTS", "covering", "every", "run_attention"]
+__all__ = ["VARIANTS", "covering", "each_value", "every", "run_attention"]
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -108,3 +108,9 @@ def covering(dimensions: dict[str, tuple[Any, ...]]) -> list[Row]:
         chosen.append(rows[best])
         missing -= pairs[best]
     return chosen
+
+
+def each_value(dimensions: dict[str, tuple[Any, ...]]) -> list[Row]:
+    """Return as many combinations as the longest dimension has values, in which each value of each one occurs."""
+    count = max(map(len, dimensions.values()))
+    return [{name: values[index % len(values)] for name, values in dimensions.items()} for index in range(count)]

@@ -3,7 +3,7 @@
 The hypothesis state machine explores, and shrinks what it finds; it makes about 12,000 steps, and 4,000 in `make test`.
 The seeded driver, which has the same rules and the same checks after each step but none of hypothesis' overhead, makes
 100,000 and counts them: 5,000 in `make test`, the others in `make test-all`. Then it makes 100,000 with a step in
-flight while the next one is scheduled, and every answer must be the same: 5,000 in `make test`, the others in CI.
+flight while the next one is scheduled, and every answer must be the same: 5,000 in `make test`, 35,000 more in CI.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def test_five_thousand_random_steps() -> None:
     _drive_seeds(0, 5_000)
 
 
-@pytest.mark.exhaustive("as many as CI drives with overlapping steps, without them")
+@pytest.mark.exhaustive("minutes of random steps")
 def test_ninety_five_thousand_other_random_steps() -> None:
     _drive_seeds(1_000, 95_000)
 
@@ -232,6 +232,12 @@ def test_five_thousand_random_steps_that_overlap() -> None:
     _drive_seeds(0, 5_000, LEAST_OVERLAPPED, async_scheduling=True)
 
 
-@pytest.mark.long
-def test_ninety_five_thousand_other_random_steps_that_overlap() -> None:
-    _drive_seeds(1_000, 95_000, LEAST_OVERLAPPED, async_scheduling=True)
+@pytest.mark.parametrize(
+    ("first_seed", "num_steps"),
+    [
+        pytest.param(1_000, 35_000, marks=pytest.mark.long),
+        pytest.param(2_000, 60_000, marks=pytest.mark.exhaustive("more seeds than the 35,000 steps of CI")),
+    ],
+)
+def test_many_other_random_steps_that_overlap(first_seed: int, num_steps: int) -> None:
+    _drive_seeds(first_seed, num_steps, LEAST_OVERLAPPED, async_scheduling=True)
