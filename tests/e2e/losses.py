@@ -51,24 +51,32 @@ def num_lost(server: Server) -> int:
 
 
 @contextmanager
-def stopped_engine(server: Server) -> Iterator[None]:
-    """Stop the only engine while the block runs, so that it cannot be faster than the test on any machine."""
-    (pid,) = server.engine_pids().values()
-    os.kill(pid, signal.SIGSTOP)
+def stopped_engines(server: Server) -> Iterator[None]:
+    """Stop all engines while the block runs, so that they cannot be faster than the test on any machine."""
+    pids = server.engine_pids().values()
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def num_unfinished(server: Server) -> int:
+    """Return how many unfinished requests the ingresses have, which no engine needs to say."""
+    answer = httpx.get(f"{server.url}/load", headers=server.headers, timeout=HANG_S)
+    return int(answer.raise_for_status().json()["server_load"])
 
 
 async def until_unfinished(server: Server, number: int) -> None:
-    """Wait until the ingresses have that many unfinished requests, which no engine needs to say."""
-
-    def load() -> int:
-        answer = httpx.get(f"{server.url}/load", headers=server.headers, timeout=HANG_S)
-        return int(answer.raise_for_status().json()["server_load"])
-
-    await until_async(lambda: load() == number, f"{number} unfinished requests", details=load)
+    """Wait until the ingresses have that many unfinished requests."""
+    await until_async(
+        lambda: num_unfinished(server) == number,
+        f"{number} unfinished requests",
+        details=lambda: num_unfinished(server),
+    )
 
 
 class Signals:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,12 +12,13 @@ import pytest
 
 from deployments.launcher.dashboard import delete_applications
 from tests.e2e.load import Answer, Question, ask, new_client
+from tests.e2e.losses import num_unfinished, stopped_engines, until_unfinished
 from tests.e2e.server import Server, running_server
 from tests.waiting import HANG_S, until, until_async
 
 pytestmark = pytest.mark.long
 
-STREAMS, TOKENS, HELD_TOKENS = 4, 1500, 1900
+STREAMS, TOKENS = 4, 1900
 
 
 @pytest.fixture(scope="module")
@@ -50,57 +49,37 @@ def test_to_zero_and_back(scaled: Server) -> None:
 async def test_deleting_the_applications_lets_streams_finish(scaled: Server) -> None:
     """This is how to drain a server; `serve shutdown` ends the proxy and with it every stream at once.
 
-    The engine is stopped from before the deletion until the ingress drains, so no stream can have ended before.
+    The engine is stopped from the beginning of one stream until the ingress drains, so no stream can have ended before.
     """
-    async with _stopped_in_mid_stream(scaled) as streams:
-        assert await asyncio.to_thread(delete_applications, scaled.dashboard)
-        await until_async(lambda: not scaled.pids("ingress"), "the ingress drains")
-        assert not any(stream.done() for stream in streams)
-    answers = await asyncio.gather(*streams)
+    async with new_client(scaled) as client:
+        async with _stopped_in_mid_stream(scaled, client) as first:
+            streams = [first, *(asyncio.create_task(ask(client, _tale(number))) for number in range(1, STREAMS))]
+            await until_unfinished(scaled, STREAMS)
+            assert await asyncio.to_thread(delete_applications, scaled.dashboard)
+            await until_async(lambda: not scaled.pids("ingress"), "the ingress drains")
+            assert not any(stream.done() for stream in streams)
+        answers = await asyncio.gather(*streams)
     assert [len(answer.token_ids[0]) for answer in answers] == [TOKENS] * STREAMS
 
 
 @asynccontextmanager
-async def _stopped_in_mid_stream(server: Server) -> AsyncIterator[list[asyncio.Task[Answer]]]:
-    """Open streams, and stop the engine while the block runs; they have their first tokens and not their last."""
-    started: set[int] = set()
-    async with new_client(server) as client, _held_engine(server, client) as pid:
+async def _stopped_in_mid_stream(server: Server, client: httpx.AsyncClient) -> AsyncIterator[asyncio.Task[Answer]]:
+    """Open a stream, for which an engine starts if none runs, and stop the engine in its middle; yields the stream."""
+    while True:
+        has_started = asyncio.Event()
 
-        async def tell(number: int) -> Answer:
-            async def count(response: httpx.Response, number_of_chunk: int) -> None:
-                if number not in started:
-                    started.add(number)
-                    if len(started) == STREAMS:
-                        os.kill(pid, signal.SIGSTOP)
+        async def start(response: httpx.Response, number: int, has_started: asyncio.Event = has_started) -> None:
+            has_started.set()
 
-            return await ask(client, _tale(number, TOKENS), on_chunk=count)
-
-        streams = [asyncio.create_task(tell(number)) for number in range(STREAMS)]
-        try:
-            await until_async(lambda: len(started) == STREAMS, "all streams have begun")
-            yield streams
-        finally:
-            os.kill(pid, signal.SIGCONT)
-            await asyncio.gather(*streams, return_exceptions=True)
-
-
-@asynccontextmanager
-async def _held_engine(server: Server, client: httpx.AsyncClient) -> AsyncIterator[int]:
-    """Keep an engine with a stream of its own, since an idle one would be removed; yields its process id."""
-    has_started = asyncio.Event()
-
-    async def start(response: httpx.Response, number: int) -> None:
-        has_started.set()
-
-    stream = asyncio.create_task(ask(client, _tale(STREAMS, HELD_TOKENS), on_chunk=start))
-    try:
+        stream = asyncio.create_task(ask(client, _tale(0), on_chunk=start))
         await asyncio.wait_for(has_started.wait(), HANG_S)
-        (pid,) = (await asyncio.to_thread(server.engine_pids)).values()
-        yield pid
-    finally:
-        await asyncio.gather(stream, return_exceptions=True)
+        with stopped_engines(server):
+            if await asyncio.to_thread(num_unfinished, server):
+                yield stream
+                return
+        await stream  # the engine was faster than this test
 
 
-def _tale(number: int, tokens: int) -> Question:
-    body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+def _tale(number: int) -> Question:
+    body = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
     return Question("/v1/completions", body | {"prompt": f"Tale {number}"})

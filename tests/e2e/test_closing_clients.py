@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.conftest import MAX_RUNNING
 from tests.e2e.hostile import request
-from tests.e2e.losses import stopped_engine, until_unfinished
+from tests.e2e.losses import stopped_engines, until_unfinished
 from tests.e2e.server import Server
 from tests.waiting import HANG_S, until_async
 
@@ -55,7 +55,7 @@ async def test_a_client_that_closes_its_side_gets_its_stream(small_server: Serve
 
 async def test_it_gets_a_stream_that_waited(small_server: Server) -> None:
     async with AsyncExitStack() as clients:
-        with stopped_engine(small_server):
+        with stopped_engines(small_server):
             body = {"max_tokens": 20, "return_token_ids": True}
             reader, _ = await clients.enter_async_context(_client(small_server, half_closes=True, **body))
             before = await asyncio.wait_for(reader.readuntil(COMMENT), HANG_S)
@@ -81,7 +81,7 @@ async def test_a_stream_ends_when_its_client_has_gone(small_server: Server) -> N
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_waits_ends_when_its_client_has_gone(small_server: Server, stream: bool) -> None:
     aborted = small_server.num_finished(reason="abort")
-    with stopped_engine(small_server):
+    with stopped_engines(small_server):
         async with _client(small_server, stream=stream, max_tokens=1900):
             await until_unfinished(small_server, 1)
         await until_unfinished(small_server, 0)

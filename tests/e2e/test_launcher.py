@@ -64,7 +64,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
     _assert_one_line(_launch(tmp_path / "none.yaml"), "none.yaml")
 
 
-@pytest.mark.exhaustive("starts a cluster of its own; tests without one find the error in what Serve says")
+@pytest.mark.exhaustive("starts a cluster of its own; unit tests have the line of the error, and the exit code")
 def test_an_engine_that_cannot_start_ends_the_launcher(tmp_path: Path, ray_dir: Path) -> None:
     """An error that only the engine finds is printed in one line too, and ends the launcher."""
     once = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}  # by default Serve tries three times with pauses

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import MAX_RUNNING, MAX_WAITING
-from tests.e2e.losses import stopped_engine
+from tests.e2e.losses import stopped_engines, until_unfinished
 from tests.e2e.server import Server
-from tests.waiting import HANG_S, until_async
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.long
 
@@ -38,15 +38,10 @@ def _client(server: Server) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=server.url, timeout=HANG_S, limits=httpx.Limits(max_connections=200))
 
 
-async def _wait_until(server: Server, **wanted: int) -> None:
-    """Wait until the given numbers of requests are running and waiting."""
-    await until_async(lambda: wanted.items() <= server.usage().items(), f"{wanted} requests", details=server.usage)
-
-
 async def test_requests_beyond_the_queue_are_rejected_at_once(small_server: Server) -> None:
     """That is: before an accepted request can have been answered."""
     async with _client(small_server) as client:
-        with stopped_engine(small_server):
+        with stopped_engines(small_server):
             posts = [asyncio.create_task(_post(client, max_tokens=20)) for _ in range(40)]
             await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED, timeout=HANG_S)
             early = [post.result().status for post in posts if post.done()]
@@ -81,11 +76,14 @@ async def _full_batch(client: httpx.AsyncClient) -> AsyncIterator[None]:
 
 
 async def test_low_priorities_are_rejected_to_make_room(small_server: Server) -> None:
+    """The engine is stopped until it has been sent all requests, so that no running stream has ended by then."""
     async with _client(small_server) as client:
         async with _full_batch(client):
-            low = [asyncio.create_task(_post(client, max_tokens=1, priority=-1)) for _ in range(MAX_WAITING)]
-            await _wait_until(small_server, running=MAX_RUNNING, waiting=MAX_WAITING)
-            high = asyncio.create_task(_post(client, max_tokens=1, priority=1))
+            with stopped_engines(small_server):
+                low = [asyncio.create_task(_post(client, max_tokens=1, priority=-1)) for _ in range(MAX_WAITING)]
+                await until_unfinished(small_server, MAX_RUNNING + MAX_WAITING)
+                high = asyncio.create_task(_post(client, max_tokens=1, priority=1))
+                await until_unfinished(small_server, MAX_RUNNING + MAX_WAITING + 1)
             await asyncio.wait(low, return_when=asyncio.FIRST_COMPLETED)
         statuses = sorted([answer.status for answer in await asyncio.gather(*low)])
         assert (await high).status == 200
@@ -93,9 +91,7 @@ async def test_low_priorities_are_rejected_to_make_room(small_server: Server) ->
     await small_server.until_idle()
 
 
-@pytest.mark.exhaustive(
-    "waits for 30 s; in-process tests reach the deadline, and another test frees a request's blocks"
-)
+@pytest.mark.exhaustive("waits for a minute; in CI test_dispatcher.py frees the blocks of a request at its deadline")
 async def test_a_request_past_its_deadline_ends_and_frees_its_blocks(small_server: Server) -> None:
     """The engine is stopped meanwhile, so that it cannot finish in time on any machine."""
     body = {"prompt": "Endless", "max_tokens": 1900, "ignore_eos": True}
@@ -103,7 +99,7 @@ async def test_a_request_past_its_deadline_ends_and_frees_its_blocks(small_serve
     async with _client(small_server) as client, client.stream("POST", "/v1/completions", json=streamed) as answer:
         lines = answer.aiter_lines()
         await _read_until_first_token(lines)
-        with stopped_engine(small_server):
+        with stopped_engines(small_server):
             whole = asyncio.create_task(_post(client, max_tokens=1))
             rest = [line async for line in lines if line]
             late = await whole
