@@ -14,6 +14,7 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import gguf_tokenizer
 from engine.text.template_files import find_chat_template
 from engine.text.template_forms import LateSystemMessages
+from engine.text.tiktoken_tokenizer import is_kimi_tokenizer, kimi_tokenizer
 from engine.text.token_bytes import TokenBytes
 
 __all__ = ["Tokenizer", "import_tokenizers"]
@@ -165,6 +166,8 @@ def _tokenizer_of_directory(path: str | Path) -> Any:
     from transformers import AutoTokenizer  # slow to import, and not needed for token ids
 
     try:
+        if is_kimi_tokenizer(Path(path)):
+            return kimi_tokenizer(Path(path))
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(
