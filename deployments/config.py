@@ -27,6 +27,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config.architectures import require_proven
 from engine.models.config.config_json import context_length, num_positions, read_config_json, rope_of
+from engine.models.config.text_parts import text_fields
 from engine.models.gguf.file import is_gguf, open_gguf
 from engine.sampling_params import MAX_SEQUENCES
 from engine.text.template_files import PACKAGED_TEMPLATES
@@ -275,10 +276,10 @@ class AppConfig(_Options):
         config_json = read_config_json(path)
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise ConfigError(f"model: '{self.model}' holds no tokenizer; add one of {', '.join(TOKENIZER_FILES)}")
-        self._require_servable(config_json)
+        self._require_servable(text_fields(config_json))
 
     def _require_servable(self, config_json: dict[str, Any]) -> None:
-        """Check what the fields of config.json tell; others get their value from transformers, in the engine."""
+        """Check what the fields of a model of text tell; others get their value from transformers, in the engine."""
         engine = self.engine_config
         match config_json.get("architectures"):
             case [str(architecture), *_] if engine.model_impl != "pagoda":

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from deployments.api.media import media_problem
 from deployments.errors import ApiError
 from engine.errors import shown
 
@@ -88,6 +89,8 @@ def check_blocks(blocks: Iterable[Block | TextBlock], role: str, path: str) -> N
     """
     for index, block in enumerate(blocks):
         where = f"{path}[{index}]"
+        if problem := media_problem(block.type):
+            raise ApiError(400, f"{where}: {problem}", param=path.partition("[")[0])
         if block.type not in _REQUIRED:
             message = f"{where}.type={shown(block.type)} is not offered; send text, tool_use and tool_result blocks"
             raise ApiError(501, message, param=path.partition("[")[0])

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.api.body import JsonBody
+from deployments.api.media import media_problem
 from deployments.api.openai.tools import MAX_CALLS, Effort, ToolCall, ToolChoice, Tools, check_size, check_tools
 from deployments.errors import ApiError
 from engine.errors import RequestError, listed, shown
@@ -55,7 +56,7 @@ class Message(BaseModel):
             arguments_as_text: the template takes the arguments of tool calls as JSON text, not as a mapping.
 
         Raises:
-            ApiError: 501 for parts that are not text.
+            ApiError: 400 for images, sound and video, 501 for other parts that are not text.
         """
         if (self.model_extra or {}).get("function_call"):
             raise ApiError(501, "messages: function_call is not offered; send tool_calls", param="messages")
@@ -78,7 +79,7 @@ class Message(BaseModel):
         """The content as text.
 
         Raises:
-            ApiError: 501 for parts that are not text.
+            ApiError: 400 for images, sound and video, 501 for other parts that are not text.
         """
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
@@ -88,6 +89,8 @@ class Message(BaseModel):
         text = part.text if part.type == "text" else None
         if part.type == "refusal" and self.role == "assistant":
             text = part.refusal
+        if text is None and (problem := media_problem(part.type)):
+            raise ApiError(400, f"messages: {problem}", param="messages")
         if text is None:
             raise ApiError(501, f"messages: content of type {shown(part.type)} is not offered", param="messages")
         return text

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
+from deployments.api.media import media_problem
 from deployments.api.openai.messages import MAX_MESSAGES, MAX_PARTS
-from deployments.api.responses.invalid_fields import NotOfferedError
+from deployments.api.responses.invalid_fields import MediaError, NotOfferedError
 from deployments.errors import ApiError
 from engine.errors import shown
 
@@ -40,7 +41,6 @@ _OTHER_KINDS = frozenset(
         *("program", "program_output", "configuration_update"),
     )
 )
-_OTHER_PARTS = ("input_image", "input_file", "input_audio")
 
 
 def new_id(prefix: str) -> str:
@@ -53,8 +53,11 @@ class _Fields(BaseModel):
 
 
 def _offered_part(part: object) -> object:
-    if isinstance(part, dict) and part.get("type") in _OTHER_PARTS:
-        raise NotOfferedError(f"content of type {part['type']}", "send text")
+    kind = part.get("type") if isinstance(part, dict) else None
+    if problem := media_problem(kind):
+        raise MediaError(problem)
+    if kind == "input_file":
+        raise NotOfferedError(f"content of type {kind}", "send text")
     return part
 
 

@@ -11,14 +11,25 @@ from deployments.api.body import json_path
 from deployments.errors import ApiError
 from engine.errors import shown
 
-__all__ = ["NotOfferedError", "invalid_field"]
+__all__ = ["MediaError", "NotOfferedError", "invalid_field"]
 
 
 class NotOfferedError(ValueError):
     """Raised by a validator for what OpenAI offers and Pagoda does not; the client gets 501."""
 
+    status = 501
+
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"{what} is not offered; {remedy}")
+
+
+class MediaError(NotOfferedError):
+    """Raised by a validator for images and sound; the client gets 400."""
+
+    status = 400
+
+    def __init__(self, problem: str) -> None:
+        ValueError.__init__(self, problem)
 
 
 def invalid_field(error: ValidationError, fields: Any) -> ApiError:
@@ -35,10 +46,11 @@ def invalid_field(error: ValidationError, fields: Any) -> ApiError:
         path = f"{path}.{first['loc'][-1]}" if path else str(first["loc"][-1])
         return ApiError(400, f"{path} is missing; give it", param=path)
     if _is_not_offered(first):
-        return ApiError(501, f"{path}: {first['ctx']['error']}", param=path)
+        problem = first["ctx"]["error"]
+        return ApiError(problem.status, f"{path}: {problem}", param=path)
     message = first["msg"].removeprefix("Value error, ")
-    problem = f"{path}={shown(first['input'])} is invalid: {message[0].lower()}{message[1:]}"
-    return ApiError(400, problem, param=path)
+    invalid = f"{path}={shown(first['input'])} is invalid: {message[0].lower()}{message[1:]}"
+    return ApiError(400, invalid, param=path)
 
 
 def _is_not_offered(error: Mapping[str, Any]) -> bool:

@@ -65,7 +65,7 @@ def load_transformers_decoder(
     started = perf_counter()
     register()
     with _loading, open_checkpoint(path) as checkpoint, _as_load_errors(path):
-        hf_config = read_with_transformers(Path(path))
+        hf_config = read_with_transformers(path)
         _forget_quantization(hf_config)
         model_class, names, plan = _check(checkpoint, hf_config, config.architecture, dtype, parallel)
         with _progress_bars(show_progress and sys.stderr.isatty()), plan.applied_while_loading():

@@ -1,5 +1,7 @@
 """Checkpoint: the weights of a directory of safetensors files, single or sharded, read one at a time.
 
+Of a multimodal checkpoint it has the tensors of the text part, by the names of a model of text.
+
 Only safetensors are read: pickled weights can run code when they are loaded. What the headers of the files and the
 index say is checked when the checkpoint is opened, before any weight is read. A quantised weight, which several stored
 tensors may hold, is dequantised when it is read.
@@ -27,6 +29,7 @@ from engine.models.checkpoint.packed_weight import PackedWeight, read_packed
 from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.tensor_files import TensorFiles
+from engine.models.checkpoint.text_part import text_tensors, with_experts_turned
 from engine.models.config.json_file import read_json
 from engine.models.config.quantization import read_quantization
 from engine.models.gguf.file import is_gguf, open_gguf
@@ -148,7 +151,11 @@ class Checkpoint:
             memory = self._files.map(stored)
         if stored.start % dtype.itemsize:  # torch and C want aligned numbers
             memory = memory.clone()
-        tensor = memory.view(dtype).view(stored.shape)
+        if stored.is_transposed:
+            *stacked, num_rows, num_columns = stored.shape
+            tensor = memory.view(dtype).view(*stacked, num_columns, num_rows).mT
+        else:
+            tensor = memory.view(dtype).view(stored.shape)
         if shard is None or shard.is_whole:
             return tensor
         if shard.num_stacked is not None:
@@ -165,6 +172,9 @@ class Checkpoint:
         if isinstance(stored, PackedWeight):
             with self._named(name):
                 read_packed(self._files, stored, out, shard)
+            return
+        if stored.is_transposed:
+            self._read_transposed(out, stored, name, shard)
             return
         dtype = _DTYPES[stored.dtype]
         rows = out if out.dim() else out.view(1)
@@ -187,6 +197,26 @@ class Checkpoint:
             read = scratch[: len(part)]
             self._read_rows(read, stored, name, first + start)
             part.copy_(read if row_shape == part.shape[1:] else read[:, columns])
+
+    def _read_transposed(self, out: torch.Tensor, stored: StoredTensor, name: str, shard: Shard | None) -> None:
+        """Fill ``out`` with matrices that are stored as [columns, rows]: all of them, or the ``shard`` of one."""
+        num_rows, num_columns = stored.shape[-2:]
+        rows, columns, first = slice(None), range(num_columns), 0
+        if shard is not None:
+            first = shard.index
+            if shard.dim == 0:
+                rows = slice(shard.start, shard.stop)
+            else:
+                columns = columns[shard.start : shard.stop]
+        dtype = _DTYPES[stored.dtype]
+        at_once = max(1, _CONVERTED_BYTES // (num_rows * dtype.itemsize or 1))
+        scratch = torch.empty([min(at_once, len(columns)), num_rows], dtype=dtype)
+        for index, matrix in enumerate(out if out.dim() == 3 else out[None], first):
+            for start in range(0, len(columns), at_once):
+                part = matrix[:, start : start + at_once]
+                read = scratch[: part.shape[1]]
+                self._read_rows(read, stored, name, index * num_columns + columns[start])
+                part.copy_(read[:, rows].T)
 
     def _read_rows(self, out: torch.Tensor, stored: StoredTensor, name: str, first: int) -> None:
         """Fill ``out``, contiguous, on the CPU and of the stored dtype, with rows of a tensor from ``first`` on."""
@@ -267,7 +297,8 @@ def _entries(directory: Path, stored: dict[str, StoredTensor], files: TensorFile
         raw = read_json(config) if config.is_file() else {}
     except OSError as error:
         raise ModelLoadError(f"'{config}' could not be read: {error}") from error
-    return group_weights(stored, read_quantization(directory, raw), read)
+    entries = group_weights(text_tensors(raw, stored), read_quantization(directory, raw), read)
+    return with_experts_turned(raw, entries)
 
 
 def _open(files: TensorFiles, file: Path) -> dict[str, StoredTensor]:

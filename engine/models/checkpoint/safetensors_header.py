@@ -40,6 +40,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     start: int  # bytes from the start of the file
     stop: int
+    is_transposed: bool = False  # its matrices are stored as [columns, rows]; ``shape`` is that of the model
 
 
 def read_header(path: Path, file: int) -> dict[str, StoredTensor]:

@@ -68,7 +68,7 @@ def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.d
     if _are_equal(checkpoint, HEAD, _STORED_EMBEDDING, dtype):
         return config
     logger.warning(
-        "'%s' of '%s' differs from the embedding and is used, although config.json says tie_word_embeddings: true",
+        "'%s' of '%s' differs from the embedding and is used, although tie_word_embeddings is true",
         HEAD,
         checkpoint.path,
     )

@@ -14,6 +14,7 @@ __all__ = [
     "NOT_TEXT_ONLY",
     "PROVEN",
     "REFUSED",
+    "REFUSED_TEXT_PARTS",
     "TENSOR_PARALLEL",
     "UNKNOWN",
     "WITH_SINKS",
@@ -175,7 +176,7 @@ _CHUNKED = "its chunked attention is not computed by the attention backends"
 _ENCODER = "it is an encoder, or needs one"
 _OWN_ATTENTION = "its modules do not use transformers' attention interface"
 _ALIBI = "it has ALiBi instead of positions, and its modules do not use transformers' attention interface"
-_MULTIMODAL = "it also takes images or sound; only models of text are supported"
+_MULTIMODAL = "it also takes images or sound, and no test has compared its text part with transformers"
 _OWN_MASK = "its attention masks are its own, neither causal nor a sliding window"
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
@@ -228,6 +229,8 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "Dots3NoteForCausalLM",
         "GlmMoeDsaForCausalLM",
         "HYV4ForCausalLM",
+        "MiniMaxM3ForCausalLM",
+        "MiniMaxM3SparseForCausalLM",
         "MiniMaxM3VLForCausalLM",
         "Qwen4ExpForCausalLM",
     ),
@@ -296,38 +299,64 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "Emu3ForCausalLM",
         "EvollaForProteinText2Text",
         "FuyuForCausalLM",
-        "Gemma3ForConditionalGeneration",
-        "Gemma3nForConditionalGeneration",
-        "Gemma4ForConditionalGeneration",
         "GitForCausalLM",
         "IdeficsForVisionText2Text",
-        "Llama4ForConditionalGeneration",
         "MllamaForCausalLM",
         "MllamaForConditionalGeneration",
         "MoshiForCausalLM",
         "MusicgenForCausalLM",
         "MusicgenMelodyForCausalLM",
-        "NemotronH_Omni_Reasoning_V3",
-        "Mistral3ForConditionalGeneration",
         "Phi4MultimodalForCausalLM",
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3VLForConditionalGeneration",
     ),
 }
 
 REFUSED: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() for name in names}
 
+# Multimodal architectures whose text part is an architecture that is refused.
+REFUSED_TEXT_PARTS = {
+    "Apertus1p5ForConditionalGeneration": "Apertus1p5TextForCausalLM",
+    "Dots3NoteForConditionalGeneration": "Dots3NoteForCausalLM",
+    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedForCausalLM",
+    "HYV4VLForConditionalGeneration": "HYV4ForCausalLM",
+    "Inkling2ForConditionalGeneration": "Inkling2ForCausalLM",
+    "Inkling2LoopForConditionalGeneration": "Inkling2LoopForCausalLM",
+    "InklingForConditionalGeneration": "InklingForCausalLM",
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "KimiK3ForConditionalGeneration": "KimiLinearForCausalLM",
+    "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Lfm2VlForConditionalGeneration": "Lfm2ForCausalLM",
+    "Lfm3VlForConditionalGeneration": "Lfm3ForCausalLM",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "MiniCPMOcrForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "MiniCPMV4_6ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "MiniCPMV4_7ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration": "MiniMaxM3VLForCausalLM",
+    "NemotronH_Omni_Reasoning_V3": "NemotronHForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Qwen4ExpForConditionalGeneration": "Qwen4ExpForCausalLM",
+}
+
 CONDITIONAL = "ForConditionalGeneration"  # how the names of encoder-decoders and of models of images or sound end
-NOT_TEXT_ONLY = "it is an encoder-decoder, or also takes images or sound; only decoders of text are supported"
-UNKNOWN = "no test has compared it with transformers; docs/models.md lists what is served"
+NOT_TEXT_ONLY = "it is an encoder-decoder, or takes images or sound and no test has compared its text part"
+UNKNOWN = "no test has compared it with transformers"
+_REMEDY = "docs/models.md lists what is served"
 
 
 def require_proven(architecture: str) -> str:
     """Return transformers' name of an architecture; raise ModelLoadError, with the reason, unless it is served."""
     name = ALIASES.get(architecture, architecture)
     if name not in PROVEN:
-        reason = REFUSED.get(name, NOT_TEXT_ONLY if name.endswith(CONDITIONAL) else UNKNOWN)
-        raise ModelLoadError(f"architecture '{architecture}' is not supported: {reason}")
+        raise ModelLoadError(f"architecture '{architecture}' is not supported: {_reason(name)}; {_REMEDY}")
     return name
+
+
+def _reason(name: str) -> str:
+    """Return why an architecture is not served."""
+    if name in REFUSED_TEXT_PARTS:
+        part = REFUSED_TEXT_PARTS[name]
+        return f"its text part, {part}, is not: {REFUSED[part]}"
+    return REFUSED.get(name, NOT_TEXT_ONLY if name.endswith(CONDITIONAL) else UNKNOWN)

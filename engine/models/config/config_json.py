@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError, shown
-from engine.models.config.architectures import ALIASES, PROVEN, REFUSED, require_proven
+from engine.models.config.architectures import ALIASES, PROVEN, REFUSED, REFUSED_TEXT_PARTS, require_proven
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.json_file import read_json
 from engine.models.config.limits import require_plausible
 from engine.models.config.quantization import read_quantization, without_quantization
+from engine.models.config.text_parts import MULTIMODAL, text_fields
 from engine.models.gguf.config import gguf_config
 from engine.models.gguf.file import is_gguf, open_gguf
 
@@ -51,13 +52,11 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
         raw = read_json(file)
     except OSError as error:
         raise ModelLoadError(f"config.json of '{path}' could not be read: {error}") from error
+    _require_served(raw)
     if "auto_map" in raw:
         _ignore_own_code(raw, path)
     read_quantization(directory, raw)
     raw = without_quantization(raw)  # to models, dequantised weights are like any
-    match raw.get("architectures"):
-        case [str(name), *_] if name in REFUSED:
-            require_proven(name)  # which says why; no limit below was chosen for such a model
     require_plausible(raw, path)
     return raw
 
@@ -69,10 +68,17 @@ def _what_to_give(directory: Path) -> str:
     return "give the path of a Hugging Face checkpoint"
 
 
+def _require_served(raw: dict[str, Any]) -> None:
+    """Raise ModelLoadError for an architecture that is refused; no other check was made for such a model."""
+    match text_fields(raw).get("architectures"):
+        case [str(name), *_] if name in REFUSED or name in REFUSED_TEXT_PARTS:
+            require_proven(name)  # which says why
+
+
 def _ignore_own_code(raw: dict[str, Any], path: str | Path) -> None:
     """Remove ``auto_map``; raise ModelLoadError unless its architecture is computed without it."""
     match raw.get("architectures"):
-        case [str(name), *_] if ALIASES.get(name, name) in PROVEN | ARCHITECTURES.keys():
+        case [str(name), *_] if ALIASES.get(name, name) in PROVEN | ARCHITECTURES.keys() | MULTIMODAL.keys():
             logger.info("The code of '%s' (auto_map) is not run: %s is computed without it", path, name)
             del raw["auto_map"]
         case names:

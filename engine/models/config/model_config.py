@@ -7,6 +7,7 @@ wrongly. It does not touch weights.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, 
 from engine.models.config.json_file import read_json
 from engine.models.config.limits import require_integer
 from engine.models.config.rope_config import RopeConfig, check_longrope_length
-from engine.models.config.shape import AttentionShape, ModelShape
+from engine.models.config.shape import AttentionShape, ModelShape, attends_causally
+from engine.models.config.text_parts import text_config, text_fields
 from engine.models.config.tokenizer_eos import tokenizer_eos_id
 from engine.models.config.without_transformers import plain_config
 from engine.models.gguf.config import gguf_generation_config
@@ -30,6 +32,8 @@ from engine.sampling_params import SamplingParams
 from kernels.layer_ops.base import Activation
 
 __all__ = ["GenerationDefaults", "ModelConfig", "load_hf_config", "read_with_transformers"]
+
+logger = logging.getLogger(__name__)
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -173,7 +177,7 @@ class ModelConfig(ModelShape):
             )
         attention_bias = bool(getattr(config, "attention_bias", False))
         head_dim = _head_dim(config)
-        if getattr(config, "use_bidirectional_attention", None):
+        if not attends_causally(config):
             raise UnsupportedModelError(
                 "use_bidirectional_attention is not supported, only causal attention; docs/models.md lists what is "
                 "served"
@@ -263,27 +267,35 @@ def _sliding_windows(config: Any) -> tuple[int | None, ...]:
 def load_hf_config(path: str | Path) -> Any:
     """Read config.json as transformers does; reject checkpoints that need code of their own.
 
+    Of a multimodal checkpoint it is the config of the text part.
+
     Raises:
         ConfigError: if the directory or its config.json does not exist.
         ModelLoadError: if it is malformed, or names remote code, an unknown architecture or format of weights.
     """
     raw = read_config_json(path)
-    return plain_config(raw) or read_with_transformers(Path(path))
+    if (text := text_fields(raw)) is not raw:
+        names = [fields["architectures"][0] for fields in (raw, text)]
+        logger.info("Of %s the text part is served, as %s; requests with images or sound are rejected", *names)
+    return plain_config(raw) or read_with_transformers(path)
 
 
-def read_with_transformers(directory: Path) -> Any:
-    """Return transformers' config of a checkpoint that ``read_config_json`` has accepted.
+def read_with_transformers(path: str | Path) -> Any:
+    """Return transformers' config of a checkpoint that ``read_config_json`` has accepted, or of its text part.
 
     Raises:
         ModelLoadError: if transformers refuses it.
     """
     from transformers import CONFIG_MAPPING, AutoConfig  # slow to import
 
+    directory = Path(path)
     try:
         if is_gguf(directory):
             raw = read_config_json(directory)
             return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
-        return AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        return text_config(AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True))
+    except ModelLoadError:
+        raise
     except Exception as error:  # its classes check some values, and compute with others
         raise _unreadable(directory, error) from error
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from engine.models.config.config_json import context_length
 
-__all__ = ["AttentionShape", "ModelShape"]
+__all__ = ["AttentionShape", "ModelShape", "attends_causally"]
 
 LONGROPE = "beyond them LongRoPE chooses its factors by the longest request of a batch, so one would change the others"
 
@@ -59,3 +60,8 @@ class ModelShape(ABC):
     @abstractmethod
     def check_options(self, *, max_model_len: int, tensor_parallel_size: int, quantization: str | None) -> None:
         """Raise ConfigError if the engine's options do not fit the model."""
+
+
+def attends_causally(config: Any) -> bool:
+    """Return whether a token of text sees only earlier ones. With ``vision``, tokens of one image see each other."""
+    return getattr(config, "use_bidirectional_attention", None) in (None, False, "vision")

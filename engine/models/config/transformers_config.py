@@ -17,7 +17,7 @@ from engine.models.config.architectures import TENSOR_PARALLEL, WITH_SINKS, requ
 from engine.models.config.config_json import num_positions
 from engine.models.config.limits import require_integer
 from engine.models.config.rope_config import check_longrope_length, longrope_length
-from engine.models.config.shape import ModelShape
+from engine.models.config.shape import ModelShape, attends_causally
 
 __all__ = ["TransformersConfig"]
 
@@ -75,7 +75,9 @@ class TransformersConfig(ModelShape):
 
 def _wrong_option(config: Any) -> str | None:
     """Return an option of the config that changes the model in a way that the adapter does not compute, or None."""
-    for name in ("use_bidirectional_attention", "add_cross_attention", "is_encoder_decoder"):
+    if not attends_causally(config):
+        return f"use_bidirectional_attention={shown(config.use_bidirectional_attention)}"
+    for name in ("add_cross_attention", "is_encoder_decoder"):
         if getattr(config, name, None):
             return f"{name}={shown(getattr(config, name))}"
     for kind in getattr(config, "layer_types", None) or ():

@@ -84,10 +84,24 @@ def test_code_that_is_not_needed_is_not_run(tmp_path: Path, architecture: str, n
     assert generate(path, model_impl) == expected
 
 
-@pytest.mark.parametrize("architectures", [["OwnForCausalLM"], ["JambaForCausalLM"], [], [5], None, "Phi3ForCausalLM"])
+@pytest.mark.parametrize("architectures", [["OwnForCausalLM"], [], [5], None, "Phi3ForCausalLM"])
 def test_code_that_is_needed_is_refused(tmp_path: Path, architectures: Any) -> None:
     with pytest.raises(ModelLoadError, match=r"names code of its own \(auto_map\), which Pagoda never runs, for "):
         read(tmp_path, PHI3_MINI | {"architectures": architectures})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("DeepseekV3ForCausalLM", "its latent attention"),
+        ("JambaForCausalLM", "its recurrent layers"),
+        ("KimiK25ForConditionalGeneration", "its text part, DeepseekV3ForCausalLM, is not: its latent attention"),
+        ("NemotronHForCausalLM", "its recurrent layers"),
+    ],
+)
+def test_code_is_not_the_reason_if_there_is_a_better_one(tmp_path: Path, architecture: str, reason: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"architecture '{architecture}' is not supported: {reason}"):
+        read(tmp_path, PHI3_MINI | {"architectures": [architecture]})
 
 
 def test_a_type_of_model_that_only_its_own_code_knows_is_refused(tmp_path: Path) -> None:

@@ -66,3 +66,21 @@ def test_special_tokens_of_the_tokenizer_come_besides_those_of_the_template(tmp_
     messages = [{"role": "user", "content": "the cache"}]
     plain = tokenizer.chat_template.encode(messages)
     assert tokenizer.chat_template.encode(messages, add_special_tokens=True) == [1, *plain, 2]
+
+
+IMAGE_TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<start_of_image>", "<image_soft_token>", "[IMG]"]
+
+
+@pytest.mark.parametrize("token", IMAGE_TOKENS)
+def test_image_tokens_that_a_message_spells_out_stay_text(tmp_path: Path, token: str) -> None:
+    """The embedding of an image's placeholder means nothing without the image."""
+    save_tokenizer(tmp_path)
+    fast = AutoTokenizer.from_pretrained(tmp_path)
+    fast.add_special_tokens({"additional_special_tokens": IMAGE_TOKENS})
+    fast.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    for content in (token, f"What is {token}{token}?"):
+        ids = tokenizer.chat_template.encode([{"role": "user", "content": content}])
+        assert not set(ids) & tokenizer.special_token_ids(IMAGE_TOKENS)
+        assert content in tokenizer.decode(ids)
+    assert tokenizer.special_token_ids([token]) <= set(tokenizer.encode(token))  # in plain text it is the token

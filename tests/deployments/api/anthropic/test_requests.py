@@ -201,6 +201,7 @@ def offered(**tool: Any) -> dict[str, Any]:
     return {"tools": [TOOL, tool]}
 
 
+NO_IMAGES = "content of type 'image' is not supported: models are served for text, without images; send text"
 REJECTED = [
     ({"max_tokens": None}, 400, "max_tokens=None is invalid"),
     ({"max_tokens": -1}, 400, "max_tokens=-1"),
@@ -218,7 +219,7 @@ REJECTED = [
     (said({"text": "hi"}), 400, "messages[0].content[0].type is missing"),
     (said({"type": "text"}), 400, "messages[0].content[0].text is missing; give it"),
     (said({"type": "text", "text": 7}), 400, "messages[0].content[0].text=7"),
-    (said({"type": "text", "text": "a"}, {"type": "image"}), 501, "messages[0].content[1].type='image' is not offered"),
+    (said({"type": "text", "text": "a"}, {"type": "image"}), 400, "messages[0].content[1]: " + NO_IMAGES),
     (said({"type": "document", "source": {}}), 501, "messages[0].content[0].type='document' is not offered"),
     (said({"type": "server_tool_use", "id": "a", "name": "b", "input": {}}), 501, "type='server_tool_use'"),
     (said(USE), 400, "type='tool_use' cannot be part of the role user"),
@@ -226,10 +227,10 @@ REJECTED = [
     (said({"type": "tool_use", "id": "a", "name": "f"}, role="assistant"), 400, "content[0].input is missing"),
     (said({"type": "thinking"}, role="assistant"), 400, "messages[0].content[0].thinking is missing"),
     (said({"type": "tool_result", "content": "a"}), 400, "messages[0].content[0].tool_use_id is missing"),
-    (said(RESULT | {"content": [{"type": "image"}]}), 501, "messages[0].content[0].content[0].type='image'"),
+    (said(RESULT | {"content": [{"type": "image"}]}), 400, "messages[0].content[0].content[0]: " + NO_IMAGES),
     (said(RESULT | {"content": [{"type": "text"}]}), 400, "messages[0].content[0].content[0].text is missing"),
     ({"system": [{"type": "text"}]}, 400, "system[0].text is missing"),
-    ({"system": [{"type": "image"}]}, 501, "system[0].type='image' is not offered"),
+    ({"system": [{"type": "image"}]}, 400, "system[0]: " + NO_IMAGES),
     ({"system": 5}, 400, "system=5"),
     (offered(name="g"), 400, "tools[1].input_schema is missing"),
     (offered(type="custom", input_schema={}), 400, "tools[1].name is missing"),

@@ -51,6 +51,24 @@ def test_the_final_message_is_continued(client: TestClient, engines: FakeEngines
     assert error["message"] == "continue_final_message excludes add_generation_prompt; leave out one of them"
 
 
+@pytest.mark.parametrize(
+    ("part", "media"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, "images"),
+        ({"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}, "sound"),
+        ({"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}, "video"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_text_is_rejected(client: TestClient, part: dict[str, Any], media: str, stream: bool) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
+    answer = client.post("/v1/chat/completions", json={"messages": messages, "stream": stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages")
+    problem = f"content of type '{part['type']}' is not supported: models are served for text, without {media}"
+    assert error["message"] == f"messages: {problem}; send text"
+
+
 def test_a_refusal_of_the_assistant_is_its_text(client: TestClient, engines: FakeEngines, tokenizer_path: Any) -> None:
     parts = [{"type": "text", "text": "No:"}, {"type": "refusal", "refusal": "I cannot."}]
     ids = _prompt(client, engines, messages=[USER, {"role": "assistant", "content": parts}, USER])

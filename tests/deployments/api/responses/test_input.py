@@ -57,6 +57,7 @@ def test_a_conversation_with_calls(parsed: TestClient) -> None:
     assert post(parsed, input=[user, THOUGHT, CALL, RESULT], tools=TOOLS)["status"] == "completed"
 
 
+FILE = {"type": "input_file", "file_id": "file_1"}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
 
 
@@ -130,15 +131,29 @@ def test_what_is_invalid_is_named_by_its_path(client: TestClient, body: dict[str
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice"),
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [FILE]}]}, "input[0].content[0]"),
         ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0]"),
-        ({"input": [CALL, RESULT | {"output": [IMAGE]}]}, "input[1].output[0]"),
+        ({"input": [CALL, RESULT | {"output": [FILE]}]}, "input[1].output[0]"),
     ],
 )
 def test_what_is_known_but_not_offered(client: TestClient, body: dict[str, Any], param: str) -> None:
     error = rejected(client, 501, **body)
     assert (error["type"], error["param"]) == ("not_implemented_error", param)
     assert "not offered" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]"),
+        ({"input": [CALL, RESULT | {"output": [IMAGE]}]}, "input[1].output[0]"),
+    ],
+)
+def test_images_are_rejected(client: TestClient, body: dict[str, Any], param: str) -> None:
+    error = rejected(client, 400, **body)
+    assert error["param"] == param
+    problem = "content of type 'input_image' is not supported: models are served for text, without images; send text"
+    assert error["message"] == f"{param}: {problem}"
 
 
 def test_the_input_is_required(client: TestClient) -> None:

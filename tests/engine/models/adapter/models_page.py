@@ -8,8 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.models.config.architectures import CONDITIONAL, NOT_TEXT_ONLY, REFUSED, TENSOR_PARALLEL, WITH_SINKS
+from engine.models.config.architectures import (
+    CONDITIONAL,
+    NOT_TEXT_ONLY,
+    REFUSED,
+    REFUSED_TEXT_PARTS,
+    TENSOR_PARALLEL,
+    WITH_SINKS,
+)
 from engine.models.config.families import ARCHITECTURES
+from engine.models.config.text_parts import TEXT_ARCHITECTURES
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES
 from tests.engine.models.adapter.greedy_answers import SETTINGS
 from tests.engine.models.adapter.test_answers import FEW, KINDS
@@ -17,6 +25,7 @@ from tests.engine.models.adapter.test_logits import WINDOWS
 from tests.engine.models.adapter.tiny_models import TINY_MODELS, TinyModel
 from tests.engine.models.decoder.dense_families import DENSE_FAMILIES
 from tests.engine.models.decoder.experts.test_logits import WINDOWED
+from tests.engine.models.multimodal.tiny_checkpoints import TINY, TinyMultimodal
 from tests.engine.worker.test_tensor_parallel import SHARED_BY_RANKS
 
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
@@ -28,6 +37,8 @@ of its config.json decides: our own decoder computes {num_own} architectures, fu
 transformers compute {num_proven}, through our paged attention. Where both can, our own decoder does, unless it lacks
 the model's activation or RoPE, or `engine.model_impl` says otherwise. An architecture that is not on this page is
 refused when the engine starts.
+
+Of [multimodal checkpoints](#multimodal-checkpoints) the text part is served.
 
 This page is written by `python -m tests.engine.models.adapter.models_page`, and a test compares it with the code.
 
@@ -69,6 +80,22 @@ soft-caps.
 
 | architecture | computed by default by | attention and feed-forward | tokens compared in | beams in | ranks |
 | --- | --- | --- | --- | --- | --- |
+"""
+
+MULTIMODAL_HEAD = """
+## Multimodal checkpoints
+
+The decoder of text in these checkpoints is loaded, and the towers for images and sound are not. Requests with images,
+sound or video get 400. Image tokens that a message spells out stay text. Of config.json, the text part's fields are
+read as transformers reads them; end tokens, dtype and tied embeddings may be given for the whole model.
+
+What was compared, with tiny checkpoints that have the fields, names and shards of the published ones
+(`tests/engine/models/multimodal/`): greedy tokens with those of transformers' multimodal class, with chunked prompts,
+preempted requests and cached prompts, of our own decoder and of transformers' modules; for some, every setting, beams
+and two tensor-parallel ranks.
+
+| checkpoints such as | architecture | text part | computed by default by |
+| --- | --- | --- | --- |
 """
 
 REFUSALS = """
@@ -131,11 +158,22 @@ def render() -> str:
     )
     served = "\n".join(_row(name, tiny) for name, tiny in sorted(TINY_MODELS.items()))
     by_reason: dict[str, list[str]] = {}
+    by_part: dict[str, list[str]] = {}
     for name, reason in REFUSED.items():
         by_reason.setdefault(reason, []).append(f"`{name}`")
     rows = "\n".join(f"| {reason} | {', '.join(names)} |" for reason, names in by_reason.items())
     rows += f"\n| {NOT_TEXT_ONLY} | all other names that end with `{CONDITIONAL}` |"
-    return f"{head}{served}\n{REFUSALS.format(rows=rows)}"
+    for name, part in REFUSED_TEXT_PARTS.items():
+        by_part.setdefault(part, []).append(f"`{name}`")
+    rows += "".join(f"\n| its text part is `{part}` | {', '.join(names)} |" for part, names in by_part.items())
+    multimodal = "\n".join(map(_multimodal_row, TINY.values()))
+    return f"{head}{served}\n{MULTIMODAL_HEAD}{multimodal}\n{REFUSALS.format(rows=rows)}"
+
+
+def _multimodal_row(tiny: TinyMultimodal) -> str:
+    part = TEXT_ARCHITECTURES[tiny.text_type]
+    default = "our own decoder" if part in ARCHITECTURES else "transformers' modules"
+    return f"| {tiny.published} | `{tiny.architecture}` | `{part}` | {default} |"
 
 
 def _own_row(architecture: str, names: list[str]) -> str:

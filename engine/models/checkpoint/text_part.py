@@ -1,0 +1,93 @@
+"""text_tensors: the tensors of a multimodal checkpoint's text part, by the names that a model of text has for them.
+
+language_model.model.layers.0...    language_model.lm_head.weight    Gemma 3, Mistral 3, Llava
+model.language_model.layers.0...    lm_head.weight                   Qwen3-VL, and what transformers saves
+model.text_model.layers.0...        lm_head.weight                   Idefics 3, SmolVLM
+model.layers.0...                   lm_head.weight                   Qwen2-VL, Qwen2.5-VL: beside visual.*
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import ModelLoadError
+from engine.models.checkpoint.formats.table import Entry
+from engine.models.checkpoint.safetensors_header import StoredTensor
+from engine.models.checkpoint.transposed_weight import transposed
+from engine.models.config.text_parts import MULTIMODAL
+
+__all__ = ["text_tensors", "with_experts_turned"]
+
+_RENAMED = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
+)
+# What is not text. A list, so that the weights of another model are refused and not ignored.
+_DROPPED = re.compile(
+    r"(model\.)?(audio_tower|connector|embed_audio|embed_vision|mm_projector|multi_modal_projector|patch_merger|"
+    r"vision_model|vision_tower|visual)\.|(model\.)?image_newline$|mtp\."
+)
+_GATE_UP, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+
+
+def text_tensors(raw: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of the text part, renamed; all tensors if the architecture is not multimodal.
+
+    Args:
+        raw: the fields of config.json.
+        stored: where each tensor is stored, by the name that the files have for it.
+
+    Raises:
+        ModelLoadError: if two tensors have the same name after they are renamed.
+    """
+    if not _is_multimodal(raw):
+        return stored
+    text: dict[str, StoredTensor] = {}
+    origins: dict[str, str] = {}
+    for name, tensor in stored.items():
+        if _DROPPED.match(name):
+            continue
+        new = next((to + name.removeprefix(prefix) for prefix, to in _RENAMED if name.startswith(prefix)), name)
+        if new in text:
+            raise ModelLoadError(
+                f"'{origins[new]}' of '{text[new].path}' and '{name}' of '{tensor.path}' are both '{new}' of the text "
+                "part; download the checkpoint again"
+            )
+        text[new], origins[new] = tensor, name
+    return text
+
+
+def with_experts_turned(raw: Mapping[str, Any], weights: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the weights of a text part, with stacked experts as [num_experts, outputs, inputs].
+
+    transformers saves them so; those of Qwen3-VL are published as [num_experts, inputs, outputs]. The shapes of a
+    layer's two weights tell them apart:
+
+                     [inputs, outputs]                    [outputs, inputs]
+        gate_up_proj [hidden_size, 2 * intermediate]      [2 * intermediate, hidden_size]
+        down_proj    [intermediate, hidden_size]          [hidden_size, intermediate]
+    """
+    if not _is_multimodal(raw):
+        return weights
+    turned = dict(weights)
+    for name, gate_up in weights.items():
+        down_name = name.removesuffix(_GATE_UP) + _DOWN
+        if not name.endswith(_GATE_UP) or down_name not in weights:
+            continue
+        down = weights[down_name]
+        if len(gate_up.shape) != 3 or len(down.shape) != 3:
+            continue
+        if gate_up.shape[1] == down.shape[2] and gate_up.shape[2] == 2 * down.shape[1]:
+            turned[name], turned[down_name] = transposed(gate_up), transposed(down)
+    return turned
+
+
+def _is_multimodal(raw: Mapping[str, Any]) -> bool:
+    match raw.get("architectures"):
+        case [str(name), *_]:
+            return name in MULTIMODAL
+    return False

@@ -1,0 +1,81 @@
+"""The text part of a multimodal checkpoint gives the tokens that the multimodal class of transformers gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from engine.models.config.text_parts import MULTIMODAL, TEXT_ARCHITECTURES
+from engine.sampling_params import SamplingParams
+from tests.engine.models.adapter.greedy_answers import MAX_TOKENS, SETTINGS, check, make_prompts, oracle
+from tests.engine.models.multimodal.conftest import Published
+from tests.engine.models.multimodal.tiny_checkpoints import TINY, save
+from tests.engine.oracle import answers, make_llm, oracle_beams, run
+from tests.engine.worker.test_tensor_parallel import ThreadRanks
+
+FEW = {"gemma3", "ministral3", "qwen2.5-vl", "qwen3-vl-moe"}  # of `make test`: every layout of names, and experts
+CASES = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in TINY]
+SETTING = (4, 7, True, 0.0)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+Expected = Callable[[str], list[list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def expected(published: Published) -> Expected:
+    """Return a function from a checkpoint's name to the answers of transformers."""
+    return cache(lambda name: oracle(published(name).model, make_prompts()))
+
+
+def test_every_text_part_that_is_served_is_compared() -> None:
+    compared = {(tiny.architecture, tiny.text_type) for tiny in TINY.values()}
+    assert compared == {(name, model_type) for name, types in MULTIMODAL.items() for model_type in types}
+    assert {model_type for _, model_type in compared} <= TEXT_ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_equal_those_of_the_multimodal_class(published: Published, expected: Expected, name: str) -> None:
+    assert len({tuple(one) for (one,) in expected(name)}) > 1, "the oracle's answers are too much alike"
+    for model_impl in ("auto", "transformers"):
+        activity = check(str(published(name).path), SETTING, expected(name), model_impl=model_impl)
+        assert activity.num_recomputed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FEW)
+def test_greedy_tokens_in_every_setting(published: Published, expected: Expected, name: str) -> None:
+    for setting in SETTINGS:
+        check(str(published(name).path), setting, expected(name), model_impl="auto")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TINY)
+def test_names_of_transformers_own_modules_are_read(expected: Expected, name: str, tmp_path: Path) -> None:
+    save(name, tmp_path, as_published=False)
+    for model_impl in ("auto", "transformers"):
+        check(str(tmp_path), SETTING, expected(name), model_impl=model_impl)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FEW)
+def test_beams_equal_those_of_the_multimodal_class(published: Published, name: str) -> None:
+    llm = make_llm(str(published(name).path), block_size=4, max_num_batched_tokens=16)
+    params = SamplingParams(beam_width=3, n=3, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    prompts = make_prompts()[:2]
+    assert answers(run(llm, prompts, params)) == [
+        oracle_beams(published(name).model, prompt, params, [])[0] for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-moe", pytest.param("gemma3", marks=pytest.mark.long)])
+def test_two_ranks_share_a_text_part(
+    published: Published, expected: Expected, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also experts that are stored the other way round."""
+    monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
+    llm = make_llm(str(published(name).path), tensor_parallel_size=2, num_blocks=32)
+    assert answers(run(llm, make_prompts(), GREEDY)) == expected(name)
+    llm.engine.close()
