@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 
+from kernels.dequant.fp4 import unpack_pairs
 from kernels.dequant.scales import scale_blocks
 
-__all__ = ["dequantise_affine", "dequantise_groups", "dequantise_ordered", "unpack_awq", "unpack_bits"]
+__all__ = ["dequantise_affine", "dequantise_groups", "dequantise_ordered", "unpack_awq", "unpack_bits", "unpack_floats"]
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds, the lowest first
 
@@ -42,18 +44,32 @@ def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     return torch.stack(parts, dim=2).view(num_rows, -1)[:, :count]
 
 
+def unpack_floats(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Return what ``unpack_bits`` does in float32, contiguous."""
+    if bits == 4 and count % 2 == 0:
+        return unpack_pairs(words.view(torch.uint8).view(len(words), -1), _nibbles().to(words.device))[
+            :, :count
+        ].contiguous()
+    return unpack_bits(words, bits, count).to(torch.float32, memory_format=torch.contiguous_format)
+
+
+@cache
+def _nibbles() -> torch.Tensor:
+    return torch.tensor([(float(octet & 15), float(octet >> 4)) for octet in range(256)])
+
+
 def dequantise_groups(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | int, group_size: int
 ) -> torch.Tensor:
     """Return (code - zero point) * scale, float32 [num_rows, columns].
 
     Args:
-        codes: integers [num_rows, columns].
+        codes: integers, of any type, [num_rows, columns]; floats are overwritten.
         scales: [num_rows, ceil(columns / group_size)], or one row or column of them for all.
         zeros: the zero points, [num_rows, ceil(columns / group_size)], or one for all.
         group_size: neighbouring columns with one scale; the last group may be smaller.
     """
-    values = codes.to(torch.float32, memory_format=torch.contiguous_format)
+    values = codes.to(torch.float32, memory_format=torch.contiguous_format)  # itself, if they are floats already
     if isinstance(zeros, int):
         if zeros:
             values.sub_(zeros)
@@ -78,7 +94,7 @@ def dequantise_ordered(
     """Return (code - zero point) * scale, float32 [num_rows, columns], with groups of columns in any order.
 
     Args:
-        codes: integers [num_rows, columns].
+        codes: integers, of any type, [num_rows, columns]; floats are overwritten.
         scales: [num_rows, num_groups].
         zeros: the zero points, [num_rows, num_groups], or one for all.
         group_of: the group of each column, int64 [columns].
@@ -105,7 +121,7 @@ def dequantise_affine(codes: torch.Tensor, scales: torch.Tensor, biases: torch.T
     """Return code * scale + bias, float32 [num_rows, columns].
 
     Args:
-        codes: integers [num_rows, columns].
+        codes: integers, of any type, [num_rows, columns]; floats are overwritten.
         scales: [num_rows, columns / group_size].
         biases: as the scales.
         group_size: neighbouring columns with one scale.

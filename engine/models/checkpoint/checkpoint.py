@@ -105,6 +105,20 @@ class Checkpoint:
         stored = self._stored[name]
         return stored.parts.values() if isinstance(stored, PackedWeight) else (stored,)
 
+    def log_dequantised(self, dtype: torch.dtype) -> None:
+        """Log what weights in quantised formats take in the files, and in memory in ``dtype``, if there are any."""
+        packed = [stored for stored in self._stored.values() if isinstance(stored, PackedWeight)]
+        if packed:
+            logger.info(
+                "%d weights (%s) are dequantised to %s: %.2f GB in the files, %.2f GB in memory; keeping weights "
+                "packed is not supported yet",
+                len(packed),
+                ", ".join(sorted({stored.format for stored in packed})),
+                str(dtype).removeprefix("torch."),
+                sum(stored.num_bytes for stored in packed) / 1e9,
+                sum(math.prod(stored.shape) for stored in packed) * dtype.itemsize / 1e9,
+            )
+
     def require(self, name: str, shape: list[int]) -> None:
         """Check a tensor's name, shape and dtype in the file's header; read nothing else.
 

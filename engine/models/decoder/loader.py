@@ -76,6 +76,7 @@ def load_decoder(
             may_pack=use_cpu_kernels and cpu_kernels_can_run(config, dtype, device),
         )
         if parallel.rank == 0:
+            checkpoint.log_dequantised(dtype)
             logger.debug("Using %s linear layers (%s)", method.name, method.why_chosen)
         with torch.device("meta"), _Uninitialised():
             skeleton = Decoder(config, rope, parallel, select_layer_ops(device))

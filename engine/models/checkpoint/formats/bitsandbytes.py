@@ -78,7 +78,7 @@ class Bitsandbytes8Weight(PackedWeight):
 
     def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        return dequantise_int8(parts["weight"], parts["maxima"])
+        return dequantise_int8(parts["weight"], parts["maxima"].view(-1)[rows.start : rows.stop])
 
 
 def bitsandbytes_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
@@ -103,7 +103,7 @@ def bitsandbytes_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
             name=module.full_name("weight"),
             parts=module.take(weight="weight", maxima="SCB"),
             shape=weight.shape,
-            read_by_rows=frozenset({"weight"} | ({"maxima"} if maxima.shape == weight.shape[:1] else set())),
+            read_by_rows=frozenset({"weight"}),
         )
 
 

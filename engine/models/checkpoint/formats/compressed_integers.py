@@ -19,7 +19,7 @@ import torch
 from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
-from kernels.dequant.integers import dequantise_groups, dequantise_ordered, unpack_bits
+from kernels.dequant.integers import dequantise_groups, dequantise_ordered, unpack_bits, unpack_floats
 
 __all__ = ["CompressedIntegers", "compressed_integers"]
 
@@ -48,7 +48,7 @@ class CompressedIntegers(PackedWeight):
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales
         offset = 0
         if self.is_packed:
-            codes, offset = unpack_bits(codes, self.bits, columns), 1 << self.bits - 1
+            codes, offset = unpack_floats(codes, self.bits, columns), 1 << self.bits - 1
         zeros = self._zero_points(parts, rows, offset)
         if (group_of := parts.get("group index")) is None:
             return dequantise_groups(codes, scales, zeros, self.group_size)

@@ -20,7 +20,7 @@ import torch
 from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
-from kernels.dequant.integers import dequantise_groups, dequantise_ordered, unpack_awq, unpack_bits
+from kernels.dequant.integers import dequantise_groups, dequantise_ordered, unpack_awq, unpack_bits, unpack_floats
 
 __all__ = ["AwqWeight", "GptqWeight", "gptq_awq_weights"]
 
@@ -47,7 +47,7 @@ class GptqWeight(PackedWeight):
     def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
         """Return rows of the matrix in float32."""
         columns, bits, own = self.shape[-1], self.bits, slice(rows.start, rows.stop)
-        codes = unpack_bits(parts["qweight"][:, own].t().contiguous(), bits, columns)
+        codes = unpack_floats(parts["qweight"][:, own].t().contiguous(), bits, columns)
         words = parts["qzeros"][:, rows.start * bits // 32 : -(-rows.stop * bits // 32)].contiguous()
         zeros = unpack_bits(words, bits, len(rows)).t()
         if self.stores_minus_one:
@@ -55,6 +55,9 @@ class GptqWeight(PackedWeight):
         scales = parts["scales"][:, own].t()
         if (group_of := parts.get("g_idx")) is None:
             return dequantise_groups(codes, scales, zeros, self.group_size)
+        size = -(-columns // scales.shape[1])
+        if torch.equal(group_of, torch.arange(columns, dtype=group_of.dtype) // size):  # no desc_act
+            return dequantise_groups(codes, scales, zeros, size)
         group_of = group_of.long()
         if columns and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
             raise self.error("g_idx", f"names groups outside the {scales.shape[1]} that have scales")

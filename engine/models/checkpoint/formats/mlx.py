@@ -19,7 +19,7 @@ import torch
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.safetensors_header import StoredTensor
-from kernels.dequant.integers import dequantise_affine, unpack_bits
+from kernels.dequant.integers import dequantise_affine, unpack_floats
 
 __all__ = ["MlxWeight", "mlx_weights"]
 
@@ -38,7 +38,7 @@ class MlxWeight(PackedWeight):
 
     def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        codes = unpack_bits(parts["weight"], self.bits, self.shape[-1])
+        codes = unpack_floats(parts["weight"], self.bits, self.shape[-1])
         return dequantise_affine(codes, parts["scales"], parts["biases"], self.group_size)
 
 

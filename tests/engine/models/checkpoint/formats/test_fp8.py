@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.llm import LLM
 from engine.models.checkpoint.checkpoint import open_checkpoint
@@ -188,3 +189,32 @@ def test_weights_quantised_again_as_int8(tmp_path: Path) -> None:
         tokens.append(output.outputs[0].token_ids)
         llm.engine.close()
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("model_impl", ["pagoda", "transformers"])
+def test_the_log_says_what_the_weights_take(model_impl: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantised = save("block", tmp_path)
+    caplog.set_level("INFO")
+    check_tokens(quantised, model_impl=model_impl)
+    (line,) = [line for line in caplog.messages if "dequantised" in line]
+    numel = sum(values.numel() for values in quantised.values.values())
+    assert line.startswith(f"{len(quantised.values)} weights (FP8) are dequantised to float32: 0.00 GB in the files, ")
+    assert f"{4 * numel / 1e9:.2f} GB in memory; keeping weights packed is not supported yet" in line
+
+
+@pytest.mark.parametrize("model_impl", ["pagoda", "transformers"])
+def test_stacked_experts(model_impl: str, tmp_path: Path) -> None:
+    """As transformers itself saves them: all experts of a layer in one tensor, and so their scales."""
+    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "mlp_only_layers": []}
+    quantised = save("block", tmp_path, "qwen3_moe", num_hidden_layers=2, **options)
+    file = quantised.path / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(2):
+        block = f"model.layers.{layer}.mlp.experts"
+        for matrix, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            for end, new_end in ((".weight", ""), (".weight_scale_inv", "_scale_inv")):
+                members = [[tensors.pop(f"{block}.{expert}.{part}{end}") for part in parts] for expert in range(4)]
+                octets = [torch.cat([part.view(torch.uint8) for part in member]) for member in members]
+                tensors[f"{block}.{matrix}{new_end}"] = torch.stack(octets).view(members[0][0].dtype)
+    save_file(tensors, file, {"format": "pt"})
+    check_tokens(quantised, model_impl=model_impl)

@@ -1,0 +1,153 @@
+"""Damaged quantised checkpoints: each loads, or is refused with an error that names the file and the tensor.
+
+Hypothesis removes, cuts, transposes and converts tensors, overwrites their bytes, and changes the fields of the config.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from engine.errors import ModelLoadError, PagodaError
+from engine.models.config.model_config import load_hf_config
+from engine.models.decoder.loader import load_decoder
+from engine.models.tensor_parallel import TensorParallel
+from tests.engine.models.checkpoint.damaged_checkpoints import REMEDY
+from tests.engine.models.checkpoint.formats import test_bitsandbytes as of_bitsandbytes
+from tests.engine.models.checkpoint.formats import test_compressed_integers as of_integers
+from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
+from tests.engine.models.checkpoint.formats import test_fp8 as of_fp8
+from tests.engine.models.checkpoint.formats import test_gptq_awq as of_gptq_awq
+from tests.engine.models.checkpoint.formats import test_mlx as of_mlx
+from tests.engine.models.checkpoint.formats.quantised import Quantised
+
+FILE = "model.safetensors"
+KINDS: dict[str, Callable[[Path], Quantised]] = {
+    "fp8 block": lambda path: of_fp8.save("block", path, num_hidden_layers=1),
+    "fp8 channel": lambda path: of_fp8.save("channel", path, num_hidden_layers=1),
+    "mxfp8": lambda path: of_fp8.save("mxfp8", path, num_hidden_layers=1),
+    "nvfp4": lambda path: of_fp4.save("modelopt", path, num_hidden_layers=1),
+    "mxfp4": lambda path: of_fp4.save("mxfp4", path, num_hidden_layers=1),
+    "int4": lambda path: of_integers.save("int4 actorder", path, num_hidden_layers=1),
+    "int8": lambda path: of_integers.save("int8 bytes, asymmetric", path, num_hidden_layers=1),
+    "gptq": lambda path: of_gptq_awq.save("gptq desc_act", path, num_hidden_layers=1),
+    "awq": lambda path: of_gptq_awq.save("awq", path, num_hidden_layers=1),
+    "nf4": lambda path: of_bitsandbytes.save("nf4 double", path, num_hidden_layers=1),
+    "bnb int8": lambda path: of_bitsandbytes.save("int8", path, num_hidden_layers=1),
+    "mlx": lambda path: of_mlx.save(4, path, num_hidden_layers=1),
+}
+MODULE = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def good(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = KINDS[request.param](tmp_path_factory.mktemp("good")).path
+    assert load(path) is None
+    return path
+
+
+def load(path: Path) -> PagodaError | None:
+    """Load a checkpoint; return the error, or None. Any error but ours is raised."""
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
+    raised: PagodaError | None = None
+    try:
+        load_decoder(path, load_hf_config(path), **options, parallel=TensorParallel())
+    except PagodaError as error:
+        raised = error
+    if raised is not None:
+        assert isinstance(raised, ModelLoadError)
+        assert str(path) in str(raised), raised
+        assert REMEDY.search(str(raised)), raised
+    return raised
+
+
+def load_changed(good: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> PagodaError | None:
+    """Load a copy with changed tensors."""
+    tensors = load_file(good / FILE)
+    change(tensors)
+    copy = Path(shutil.copytree(good, good.parent / "copy"))
+    try:
+        save_file(tensors, copy / FILE, {"format": "pt"})
+        return load(copy)
+    finally:
+        shutil.rmtree(copy)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "removed": lambda _: None,
+    "a row less": lambda tensor: tensor[:-1].clone() if tensor.dim() else tensor[None].clone(),
+    "a dimension more": lambda tensor: tensor[None].clone(),
+    "flat": lambda tensor: tensor.flatten().clone(),
+    "transposed": lambda tensor: tensor.t().contiguous().clone() if tensor.dim() == 2 else None,
+    "empty": lambda tensor: tensor.flatten()[:0].clone(),
+    "one number": lambda tensor: tensor.flatten()[:1].clone(),
+    "bytes": lambda tensor: tensor.flatten().view(torch.uint8).clone(),
+    "wide integers": lambda tensor: tensor.flatten().view(torch.uint8).to(torch.int64).clone(),
+    "doubles": lambda tensor: tensor.flatten().view(torch.uint8).to(torch.float64).clone(),
+}
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), change=st.sampled_from(sorted(CHANGES)))
+def test_a_damaged_part_of_a_weight_is_named(good: Path, data: st.DataObject, change: str) -> None:
+    names = sorted(name for name in load_file(good / FILE) if name.startswith(MODULE))
+    name = data.draw(st.sampled_from(names))
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        changed = CHANGES[change](tensors.pop(name))
+        if changed is not None:
+            tensors[name] = changed
+
+    error = load_changed(good, damage)
+    assert error is None or MODULE in str(error), error
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), octets=st.binary(min_size=1, max_size=64))
+def test_other_bytes_give_weights_or_an_error(good: Path, data: st.DataObject, octets: bytes) -> None:
+    names = sorted(name for name in load_file(good / FILE) if name.startswith(MODULE))
+    name = data.draw(st.sampled_from(names))
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        memory = tensors[name].contiguous().view(-1).view(torch.uint8)
+        size = min(len(octets), len(memory))
+        memory[:size] = torch.tensor(list(octets[:size]), dtype=torch.uint8)
+
+    error = load_changed(good, damage)
+    assert error is None or MODULE in str(error), error
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 300) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data(), value=JSON)
+def test_a_damaged_config_is_named(good: Path, data: st.DataObject, value: Any) -> None:
+    file, key = good / "config.json", "quantization_config"
+    if key not in json.loads(file.read_text()):
+        file, key = good / "hf_quant_config.json", "quantization"
+    before = file.read_text()
+    config = json.loads(before)
+    field = data.draw(st.sampled_from([None, *sorted(config[key])]))
+    if field is None:
+        config[key] = value
+    else:
+        config[key][field] = value
+    try:
+        file.write_text(json.dumps(config))
+        load(good)
+    finally:
+        file.write_text(before)
