@@ -89,11 +89,11 @@ _ALL_TYPES = [
 _SPREAD = 0.08
 
 
-def build_model(name: str) -> PreTrainedModel:
+def build_model(name: str, **overrides: Any) -> PreTrainedModel:
     """Return a float32 model of transformers, with norms and biases that matter."""
     _, model_type, options = ARCHITECTURES[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **_SHAPE | options)
+    config = AutoConfig.for_model(model_type, **_SHAPE | options | overrides)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     model.config.architectures = [type(model).__name__]
     return model
