@@ -134,7 +134,7 @@ class EngineConfig:
     """Options of one engine. Names and meanings follow vLLM's. The annotation of each has its rule.
 
     Attributes:
-        model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer).
+        model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or a GGUF file.
         dtype: of weights and KV cache; ``auto`` takes the checkpoint's.
         model_impl: what computes the model: ``pagoda`` is our own decoder, ``transformers`` are transformers' modules;
             ``auto`` takes our own decoder where it computes the model.

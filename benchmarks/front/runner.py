@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from benchmarks.front.step_delays import StepDelays
 from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
 from engine.kv.events import KVEventBatch
+from engine.models.config.config_json import read_config_json
 from engine.observability.metrics import MetricSink
 from engine.outputs import StepOutputs
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
@@ -38,7 +38,8 @@ class ComputeFreeRunner:
     """
 
     def __init__(self, config: EngineConfig, step_s: float = 0.0) -> None:
-        model = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
+        model = read_config_json(config.model)
+        eos = model["eos_token_id"]
         self.info = EngineInfo(
             model=config.model,
             block_size=BLOCK_SIZE,
@@ -49,7 +50,7 @@ class ComputeFreeRunner:
             dtype="none",
             device="cpu",
             attention_backend="none",
-            eos_token_ids=(model["eos_token_id"],),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
             default_sampling={},
         )
         self._step_s = step_s

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from engine.models.config.config_json import read_config_json
 
 __all__ = ["WEIGHT_BYTES", "ModelShape"]
 
@@ -30,8 +31,8 @@ class ModelShape:
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> ModelShape:
-        """Read config.json."""
-        config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        """Read config.json, or the metadata of a GGUF file."""
+        config = read_config_json(directory)
         heads = config["num_attention_heads"]
         return cls(
             config["hidden_size"],

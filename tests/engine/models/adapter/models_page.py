@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from engine.models.config.architectures import (
     CONDITIONAL,
     NOT_TEXT_ONLY,
@@ -18,6 +20,8 @@ from engine.models.config.architectures import (
 )
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.text_parts import TEXT_ARCHITECTURES
+from engine.text.gguf_words import WORDS
+from kernels.dequant.gguf_types import GGUF_TYPES
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES
 from tests.engine.models.adapter.greedy_answers import SETTINGS
 from tests.engine.models.adapter.test_answers import FEW, KINDS
@@ -25,6 +29,7 @@ from tests.engine.models.adapter.test_logits import WINDOWS
 from tests.engine.models.adapter.tiny_models import TINY_MODELS, TinyModel
 from tests.engine.models.decoder.dense_families import DENSE_FAMILIES
 from tests.engine.models.decoder.experts.test_logits import WINDOWED
+from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
 from tests.engine.models.multimodal.tiny_checkpoints import TINY, TinyMultimodal
 from tests.engine.worker.test_tensor_parallel import SHARED_BY_RANKS
 
@@ -32,11 +37,11 @@ PAGE = Path(__file__).parents[4] / "docs" / "models.md"
 
 HEAD = """# Models
 
-Pagoda serves decoder-only language models, from a Hugging Face checkpoint with safetensors. The name in `architectures`
-of its config.json decides: our own decoder computes {num_own} architectures, fused and on CPUs in C, and the modules of
-transformers compute {num_proven}, through our paged attention. Where both can, our own decoder does, unless it lacks
-the model's activation or RoPE, or `engine.model_impl` says otherwise. An architecture that is not on this page is
-refused when the engine starts.
+Pagoda serves decoder-only language models, from a Hugging Face checkpoint with safetensors or from a
+[GGUF file](#gguf-files). The name in `architectures` of config.json decides: our own decoder computes {num_own}
+architectures, fused and on CPUs in C, and the modules of transformers compute {num_proven}, through our paged
+attention. Where both can, our own decoder does, unless it lacks the model's activation or RoPE, or `engine.model_impl`
+says otherwise. An architecture that is not on this page is refused when the engine starts.
 
 Of [multimodal checkpoints](#multimodal-checkpoints) the text part is served.
 
@@ -120,6 +125,29 @@ activations and of the KV cache is not computed.
 Each format is compared with an independent reference, bit for bit in float32, and the tokens of a tiny checkpoint with
 those of transformers for the dequantised weights (`tests/engine/models/checkpoint/formats/`).
 
+## GGUF files
+
+`model` may be a GGUF file, or the first part of a split one. Nothing else is needed: config, tokenizer, chat template,
+stop tokens and sampling defaults come from its metadata. Its blocks are dequantised in float32 while they are read, and
+a model that is not quantised keeps its dtype; of others it is bfloat16. Like llama.cpp, Pagoda also ends answers at
+control tokens that are known by their texts, such as `<end_of_turn>`.
+
+| llama.cpp's architecture | architecture |
+| --- | --- |
+{gguf}
+
+| part | what is read |
+| --- | --- |
+| types of tensors | {gguf_types} |
+| `tokenizer.ggml.model` | `llama` (SentencePiece's BPE), `gpt2` (byte-level BPE) |
+| `tokenizer.ggml.pre` of byte-level BPE | {gguf_words} |
+
+Compared are each type of blocks with the package `gguf`, bit by bit; the tokens of a tiny model of each architecture,
+written as llama.cpp's converter does, with those of transformers for the decoded weights; and tokenizers on 2,000 texts
+each with the ones that they were converted from (`tests/engine/models/gguf/`, `tests/engine/text/`). Files of real size
+were not compared. Not in a file's metadata, and so taken as in the published models: which layers of Gemma 2, Gemma 3
+and GPT-OSS slide, the scale of attention in the largest Gemma 2 and 3, and the limits of GPT-OSS's activation.
+
 ## Refused
 
 | why | architectures |
@@ -167,7 +195,17 @@ def render() -> str:
         by_part.setdefault(part, []).append(f"`{name}`")
     rows += "".join(f"\n| its text part is `{part}` | {', '.join(names)} |" for part, names in by_part.items())
     multimodal = "\n".join(map(_multimodal_row, TINY.values()))
-    return f"{head}{served}\n{MULTIMODAL_HEAD}{multimodal}\n{REFUSALS.format(rows=rows)}"
+    return f"{head}{served}\n{MULTIMODAL_HEAD}{multimodal}\n{REFUSALS.format(rows=rows, **_gguf())}"
+
+
+def _gguf() -> dict[str, str]:
+    """Return what the section about GGUF files lists."""
+    pairs = {(architecture, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]) for architecture, kind, _ in GGUF_MODELS.values()}
+    return {
+        "gguf": "\n".join(f"| `{architecture}` | `{name}` |" for architecture, name in sorted(pairs)),
+        "gguf_types": ", ".join(kind.name for kind in GGUF_TYPES.values()),
+        "gguf_words": ", ".join(f"`{name}`" for name in sorted(filter(None, WORDS))),
+    }
 
 
 def _multimodal_row(tiny: TinyMultimodal) -> str:
