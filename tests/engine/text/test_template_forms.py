@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -10,6 +11,8 @@ import pytest
 
 from engine.errors import RequestError
 from engine.text.template_forms import LateSystemMessages, TemplateForms
+from engine.text.tokenizer import Tokenizer
+from tests.engine.checkpoints import save_tokenizer
 
 # Templates with the habits of those of published models.
 LLAMA = (
@@ -104,3 +107,12 @@ def test_late_system_messages_are_refused_or_merged(template: str) -> None:
 def test_late_system_messages_stay_where_the_template_takes_them() -> None:
     assert forms(PLAIN).adapted(LATE) == LATE
     assert forms(QWEN).adapted(LATE[:2]) == LATE[:2]
+
+
+def test_the_thinking_that_transformers_adds_is_not_beside_content(tmp_path: Path) -> None:
+    template = GPT_OSS.replace("m.reasoning_content", "m.thinking").replace("fail(", "raise_exception(")
+    save_tokenizer(tmp_path, template)
+    tokenizer = Tokenizer(tmp_path)
+    message = CALLS | {"reasoning_content": "r", "reasoning": "r"}
+    ids = tokenizer.chat_template.encode([USER, message, result("1", "a"), result("2", "b")])
+    assert tokenizer.decode(ids) == "[user]q<r\n\nc>f=a<>g=b"
