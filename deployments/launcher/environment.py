@@ -31,6 +31,8 @@ SETTINGS = {
     "OMP_WAIT_POLICY": "passive",  # else torch's threads spin for 8 ms after each of its calls, on the engine's cores
     "TOKENIZERS_PARALLELISM": "false",
 }
+# Ray writes HAProxy's configuration in the locale's encoding, which may lack its characters: ASCII, Latin-1.
+UTF_8 = {"PYTHONUTF8": "1"}
 _OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give to clients
 
@@ -38,7 +40,7 @@ _HAPROXY_WRAPPER = Path(__file__).parents[1] / "proxy" / "haproxy.sh"
 
 
 def environment(limits: ProxyLimits, files: Path, host: str = "127.0.0.1") -> dict[str, str]:
-    """Return the environment of the child process; variables of this process take precedence.
+    """Return the environment of the child process; most variables of this process take precedence.
 
     Args:
         limits: that HAProxy keeps.
@@ -49,7 +51,7 @@ def environment(limits: ProxyLimits, files: Path, host: str = "127.0.0.1") -> di
     ray_directory = {"RAY_TMPDIR": os.environ.get("TMPDIR", "/tmp")}
     proxy = _haproxy_settings() | _files(files) | limits.environment | _listening(host)
     own = SETTINGS | proxy | _cpus() | _ports() | ray_directory
-    return own | os.environ | {"TMPDIR": str(files)} | _unproxied()
+    return own | os.environ | {"TMPDIR": str(files)} | _unproxied() | UTF_8
 
 
 def _unproxied() -> dict[str, str]:

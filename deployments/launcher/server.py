@@ -49,7 +49,7 @@ class Server:
         stop_at_once: once set, neither ``drain`` nor ``stop`` waits any longer.
 
     Raises:
-        LaunchError: there is no directory for the server's files.
+        LaunchError: there is no directory for the server's files, or this user cannot run ``serve``.
     """
 
     def __init__(self, config: Path, endpoint: Endpoint, stop_at_once: threading.Event) -> None:
@@ -60,16 +60,11 @@ class Server:
                 f"{FOLDER} cannot hold the server's files ({error.strerror}); make it a directory that user "
                 f"{os.geteuid()} can write"
             ) from None
-        serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
-        self._process = subprocess.Popen(
-            [serve, "run", "--address", "local", str(config)],
-            env=environment(endpoint.limits, Path(self._files.name), endpoint.host),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # the terminal's Ctrl-C reaches this process only, which passes it on
-        )
+        try:
+            self._process = _serve_run(config, environment(endpoint.limits, Path(self._files.name), endpoint.host))
+        except LaunchError:
+            self._files.cleanup()
+            raise
         self._config = config
         self._waiting = WaitingReplicas()
         self._stop_at_once = stop_at_once
@@ -174,6 +169,25 @@ class Server:
                 print(line, end="", flush=True)
             if "Submitted deploy config successfully" in line:
                 print("pagoda: the replicas start, and load the model ...", flush=True)
+
+
+def _serve_run(config: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
+    """Start `serve run`, of the environment of this Python."""
+    serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
+    try:
+        return subprocess.Popen(
+            [serve, "run", "--address", "local", str(config)],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # the terminal's Ctrl-C reaches this process only, which passes it on
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"{serve} cannot be run ({error.strerror}); let user {os.geteuid()} read and execute it and its Python"
+        ) from None
 
 
 def _is_healthy(endpoint: Endpoint) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -37,6 +39,15 @@ def test_the_cluster_has_the_cpus_that_this_process_may_use(
     assert [settings[name] for name in names] == [f'{{"CPU": {cpus}}}', threads]
     monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"CPU": 5}')
     assert environment(ProxyLimits(), tmp_path)["RAY_OVERRIDE_RESOURCES"] == '{"CPU": 5}'
+
+
+def test_the_locale_does_not_choose_the_encoding_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's processes write characters that are in neither ASCII nor Latin-1."""
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    variables = environment(ProxyLimits(), tmp_path) | {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"}
+    written = f"import pathlib; pathlib.Path({str(tmp_path / 'file')!r}).write_text(chr(0x2192))"
+    subprocess.run([sys.executable, "-c", written], env=variables, check=True)
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "→"
 
 
 def test_haproxy_is_told_of_all_addresses_of_ipv6(tmp_path: Path) -> None:

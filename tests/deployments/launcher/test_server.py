@@ -63,6 +63,16 @@ def test_a_machine_without_a_directory_for_temporary_files_is_named(monkeypatch:
         Server(Path("config.yaml"), Endpoint("127.0.0.1", 8000, "/", "m"), Event())
 
 
+def test_a_user_who_cannot_run_serve_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even root can run what no one may execute."""
+    (tmp_path / "serve").write_text("#!/bin/sh\n")
+    monkeypatch.setattr(server_module.shutil, "which", lambda *_, **__: str(tmp_path / "serve"))
+    with pytest.raises(
+        LaunchError, match=r"serve cannot be run \(Permission denied\); let user \d+ read and execute it"
+    ):
+        Server(Path("config.yaml"), Endpoint("127.0.0.1", 8000, "/", "m"), Event())
+
+
 def test_drain_goes_on_while_the_dashboard_is_too_busy_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _num_polls_of_drain(monkeypatch, [RUNNING, RUNNING, {}, {}, RUNNING, {}, EMPTY]) == 7
 
