@@ -13,7 +13,7 @@ import sys
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -228,18 +228,23 @@ def start_server(
     directory: Path,
     ray_dir: Path,
     change: Change = lambda args: None,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
     host: str = "127.0.0.1",
+    prefix: Sequence[str] = (),
 ) -> Server:
-    """Start a server on a free port; the caller must end it."""
+    """Start a server on a free port; the caller must end it.
+
+    A variable of ``environment`` that is None is unset. ``prefix`` is a command that runs the launcher.
+    """
     port = free_port()
     config = write_config(directory / "config.yaml", port, change, host)
     log = directory / "server.log"
+    variables = {**os.environ, "RAY_TMPDIR": str(ray_dir), **PATIENT, **(environment or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "deployments.launch", str(config)],
+            [*prefix, sys.executable, "-m", "deployments.launch", str(config)],
             cwd=ROOT,
-            env={**os.environ, "RAY_TMPDIR": str(ray_dir), **PATIENT, **(environment or {})},
+            env={name: value for name, value in variables.items() if value is not None},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
