@@ -31,6 +31,7 @@ from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.tensor_files import TensorFiles
 from engine.models.checkpoint.text_part import text_tensors, with_experts_turned
 from engine.models.config.json_file import read_json
+from engine.models.config.other_forms import what_to_give
 from engine.models.config.quantization import read_quantization
 from engine.models.gguf.file import is_gguf, open_gguf
 
@@ -338,9 +339,7 @@ def _single_file(directory: Path) -> Path:
     file = directory / _SINGLE
     if file.is_file():
         return file
-    pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern)]
-    hint = f"; {pickled[0]} is pickled, which can run code: convert it to safetensors" if pickled else ""
-    raise ModelLoadError(f"'{directory}' has no {_SINGLE} and no {_INDEX}{hint}")
+    raise ModelLoadError(f"'{directory}' has no {_SINGLE} and no {_INDEX}; {what_to_give(directory)}")
 
 
 # --- the index of a sharded checkpoint ----------------------------------------------------------------------------

@@ -177,6 +177,7 @@ _ENCODER = "it is an encoder, or needs one"
 _OWN_ATTENTION = "its modules do not use transformers' attention interface"
 _ALIBI = "it has ALiBi instead of positions, and its modules do not use transformers' attention interface"
 _MULTIMODAL = "it also takes images or sound, and no test has compared its text part with transformers"
+_NO_CLASS = "transformers has no class of this name, and code of a checkpoint's own is never run"
 _OWN_MASK = "its attention masks are its own, neither causal nor a sliding window"
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
@@ -294,6 +295,36 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     _OWN_MASK: ("DogeForCausalLM",),
     "its keys and values have heads of different sizes, which the KV cache does not hold": ("MiMoV2FlashForCausalLM",),
+    _NO_CLASS: (
+        "BaichuanForCausalLM",
+        "ChatGLMForConditionalGeneration",
+        "ChatGLMModel",
+        "DeciLMForCausalLM",
+        "DeepseekVLV2ForCausalLM",
+        "Grok1ForCausalLM",
+        "InternLM2ForCausalLM",
+        "InternLM3ForCausalLM",
+        "InternVLChatModel",
+        "LlavaLlamaForCausalLM",
+        "LlavaMistralForCausalLM",
+        "LlavaQwenForCausalLM",
+        "MiMoForCausalLM",
+        "MiniCPMForCausalLM",
+        "MiniCPMO",
+        "MiniCPMV",
+        "MolmoForCausalLM",
+        "Ovis",
+        "Phi3SmallForCausalLM",
+        "Phi3VForCausalLM",
+        "Phi4MMForCausalLM",
+        "QWenLMHeadModel",
+        "Step3VLForConditionalGeneration",
+    ),
+    "its layers differ in the number of their attention heads": (
+        "Step3p5ForCausalLM",
+        "Step3p7FlashForCausalLM",
+        "Step3p7ForConditionalGeneration",
+    ),
     _MULTIMODAL: (
         "CohereCompassForCausalLM",
         "Emu3ForCausalLM",
@@ -343,14 +374,19 @@ REFUSED_TEXT_PARTS = {
 CONDITIONAL = "ForConditionalGeneration"  # how the names of encoder-decoders and of models of images or sound end
 NOT_TEXT_ONLY = "it is an encoder-decoder, or takes images or sound and no test has compared its text part"
 UNKNOWN = "no test has compared it with transformers"
-_REMEDY = "docs/models.md lists what is served"
+_SEE = "docs/models.md lists what is served"
+_CONVERTED = "give the version for transformers' own classes, whose name ends with -hf"
+_REMEDIES = dict.fromkeys(
+    ("InternVLChatModel", "LlavaLlamaForCausalLM", "LlavaMistralForCausalLM", "LlavaQwenForCausalLM"), _CONVERTED
+)
 
 
 def require_proven(architecture: str) -> str:
     """Return transformers' name of an architecture; raise ModelLoadError, with the reason, unless it is served."""
     name = ALIASES.get(architecture, architecture)
     if name not in PROVEN:
-        raise ModelLoadError(f"architecture '{architecture}' is not supported: {_reason(name)}; {_REMEDY}")
+        remedy = _REMEDIES.get(name, _SEE)
+        raise ModelLoadError(f"architecture '{architecture}' is not supported: {_reason(name)}; {remedy}")
     return name
 
 

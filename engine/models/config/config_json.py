@@ -15,6 +15,7 @@ from engine.models.config.architectures import ALIASES, PROVEN, REFUSED, REFUSED
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.json_file import read_json
 from engine.models.config.limits import require_plausible
+from engine.models.config.other_forms import what_to_give
 from engine.models.config.quantization import read_quantization, without_quantization
 from engine.models.config.text_parts import MULTIMODAL, text_fields
 from engine.models.gguf.config import gguf_config
@@ -47,32 +48,28 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
     file = directory / "config.json"
     if not file.is_file():
-        raise ConfigError(f"model '{path}' has no config.json; {_what_to_give(directory)}")
+        raise ConfigError(f"model '{path}' has no config.json; {what_to_give(directory)}")
     try:
         raw = read_json(file)
     except OSError as error:
         raise ModelLoadError(f"config.json of '{path}' could not be read: {error}") from error
-    _require_served(raw)
+    _require_not_refused(raw)
     if "auto_map" in raw:
         _ignore_own_code(raw, path)
+    match text_fields(raw).get("architectures"):
+        case [str(name), *_]:
+            require_proven(name)
     read_quantization(directory, raw)
     raw = without_quantization(raw)  # to models, dequantised weights are like any
     require_plausible(raw, path)
     return raw
 
 
-def _what_to_give(directory: Path) -> str:
-    """Return the remedy for a directory without config.json."""
-    if files := sorted(directory.glob("*.gguf")):
-        return f"give the path of a GGUF file itself, such as '{files[0]}'"
-    return "give the path of a Hugging Face checkpoint"
-
-
-def _require_served(raw: dict[str, Any]) -> None:
-    """Raise ModelLoadError for an architecture that is refused; no other check was made for such a model."""
+def _require_not_refused(raw: dict[str, Any]) -> None:
+    """Raise ModelLoadError for an architecture that is refused with a reason, which is a better one than its code."""
     match text_fields(raw).get("architectures"):
         case [str(name), *_] if name in REFUSED or name in REFUSED_TEXT_PARTS:
-            require_proven(name)  # which says why
+            require_proven(name)
 
 
 def _ignore_own_code(raw: dict[str, Any], path: str | Path) -> None:

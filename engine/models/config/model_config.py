@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import ConfigError, ModelLoadError, RequestError, UnsupportedModelError
+from engine.errors import ConfigError, ModelLoadError, RequestError, UnsupportedModelError, shown
 from engine.kv.layer_cache import KeyValue
 from engine.models.config.config_json import num_positions, read_config_json
 from engine.models.config.experts_shape import ExpertsShape
@@ -286,12 +286,18 @@ def read_with_transformers(path: str | Path) -> Any:
     Raises:
         ModelLoadError: if transformers refuses it.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig  # slow to import
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__  # slow to import
 
     directory = Path(path)
+    raw = read_config_json(directory) if is_gguf(directory) else read_json(directory / "config.json")
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise ModelLoadError(
+            f"config.json of '{path}' has the model_type {shown(model_type)}, which transformers {__version__} does "
+            "not know; docs/models.md lists what is served"
+        )
     try:
         if is_gguf(directory):
-            raw = read_config_json(directory)
             return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         return text_config(AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True))
     except ModelLoadError:

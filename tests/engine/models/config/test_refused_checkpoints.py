@@ -1,0 +1,171 @@
+"""What cannot be served is refused for its real reason, in a sentence that names it and the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deployments.config import AppConfig
+from engine.errors import ConfigError, ModelLoadError
+from engine.models.checkpoint.checkpoint import open_checkpoint
+from engine.models.config.config_json import read_config_json
+from engine.models.config.model_config import load_hf_config
+
+OWN_CODE = {"auto_map": {"AutoConfig": "configuration.Config"}}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+ODD_FORMAT = {"quantization_config": {"quant_method": "of-its-own"}}
+
+RECURRENT, MLA = "its recurrent layers keep a state", r"its latent attention \(MLA\)"
+INDEXED, SHARED = "its sparse attention chooses keys by an index", "its layers share keys and values"
+NO_CLASS = "transformers has no class of this name, and code of a checkpoint's own is never run"
+
+
+def part(name: str, reason: str) -> str:
+    return f"its text part, {name}, is not: {reason}"
+
+
+# The fields that decide, of published checkpoints: architecture, model_type and others.
+PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "DeepSeek-R1": ("DeepseekV3ForCausalLM", "deepseek_v3", OWN_CODE | FP8, MLA),
+    "DeepSeek-V3.1-NVFP4": ("DeepseekV3ForCausalLM", "deepseek_v3", OWN_CODE | ODD_FORMAT, MLA),
+    "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", "deepseek_v32", FP8, INDEXED),
+    "DeepSeek-V4-Flash": ("DeepseekV4ForCausalLM", "deepseek_v4", FP8, INDEXED),
+    "DeepSeek-V4-Flash-FP8": ("DeepseekV4ForCausalLM", "deepseek_ref", FP8, INDEXED),
+    "GLM-5.1": ("GlmMoeDsaForCausalLM", "glm_moe_dsa", ODD_FORMAT, INDEXED),
+    "GLM-4.7-Flash": ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", {}, MLA),
+    "InternVL3-8B": (
+        "InternVLChatModel",
+        "internvl_chat",
+        OWN_CODE,
+        f"{NO_CLASS}; give the version for transformers' own classes, whose name ends with -hf",
+    ),
+    "Kimi-K2-Instruct": ("DeepseekV3ForCausalLM", "kimi_k2", OWN_CODE | FP8, MLA),
+    "Kimi-K2.5": (
+        "KimiK25ForConditionalGeneration",
+        "kimi_k25",
+        OWN_CODE | {"text_config": {"model_type": "kimi_k2"} | OWN_CODE | ODD_FORMAT},
+        part("DeepseekV3ForCausalLM", MLA),
+    ),
+    "Kimi-K3": ("KimiK3ForConditionalGeneration", "kimi_k3", OWN_CODE, part("KimiLinearForCausalLM", RECURRENT)),
+    "LFM2-VL-1.6B": ("Lfm2VlForConditionalGeneration", "lfm2_vl", {}, part("Lfm2ForCausalLM", "its convolutional")),
+    "Llama-3_3-Nemotron-Super-49B": ("DeciLMForCausalLM", "nemotron-nas", OWN_CODE, NO_CLASS),
+    "Llama-4-Scout-17B-16E": (
+        "Llama4ForConditionalGeneration",
+        "llama4",
+        {},
+        part("Llama4ForCausalLM", "its chunked attention"),
+    ),
+    "MiMo-7B-Base": ("MiMoForCausalLM", "mimo", {}, NO_CLASS),
+    "MiMo-V2-Flash": ("MiMoV2FlashForCausalLM", "mimo_v2_flash", FP8, "its keys and values have heads of different si"),
+    "MiniCPM-V-4.6": ("MiniCPMV4_6ForConditionalGeneration", "minicpmv4_6", {}, part("Qwen3_5ForCausalLM", RECURRENT)),
+    "MiniMax-M3": ("MiniMaxM3ForCausalLM", "minimax_m3", {}, INDEXED),
+    "MiniMax-M3-NVFP4": (
+        "MiniMaxM3SparseForConditionalGeneration",
+        "minimax_m3_vl",
+        OWN_CODE | ODD_FORMAT | {"text_config": {"architectures": ["MiniMaxM3SparseForCausalLM"]}},
+        part("MiniMaxM3VLForCausalLM", INDEXED),
+    ),
+    "Mistral-Small-4": (
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        {"text_config": {"model_type": "mistral4"}},
+        f"with this text part: architecture 'Mistral4ForCausalLM' is not supported: {MLA}",
+    ),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": ("NemotronHForCausalLM", "nemotron_h", OWN_CODE, RECURRENT),
+    "Phi-4-multimodal-instruct": ("Phi4MMForCausalLM", "phi4mm", OWN_CODE, NO_CLASS),
+    "Qwen3-Next-80B-A3B": ("Qwen3NextForCausalLM", "qwen3_next", {}, RECURRENT),
+    "Qwen3.5-27B": ("Qwen3_5ForConditionalGeneration", "qwen3_5", {}, part("Qwen3_5ForCausalLM", RECURRENT)),
+    "Qwen3.5-35B-A3B": (
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe",
+        ODD_FORMAT,
+        part("Qwen3_5MoeForCausalLM", RECURRENT),
+    ),
+    "Step-3.7-Flash": ("Step3p7FlashForCausalLM", "step3p7", FP8, "its layers differ in the number of their att"),
+    "gemma-3n-E4B-it": ("Gemma3nForConditionalGeneration", "gemma3n", {}, part("Gemma3nForCausalLM", SHARED)),
+    "gemma-4-26B-A4B": ("Gemma4ForConditionalGeneration", "gemma4", {}, part("Gemma4ForCausalLM", SHARED)),
+    "granite-4.0-h-small": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", {}, RECURRENT),
+    "whisper-large-v3": ("WhisperForConditionalGeneration", "whisper", {}, "it is an encoder, or needs one"),
+}
+
+
+def checkpoint(path: Path, fields: dict[str, Any]) -> Path:
+    (path / "config.json").write_text(json.dumps(fields))
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_checkpoint_is_refused_for_its_real_reason(tmp_path: Path, name: str) -> None:
+    """By the engine and by the launcher alike, before its own code and the format of its weights."""
+    architecture, model_type, others, reason = PUBLISHED[name]
+    checkpoint(tmp_path, {"architectures": [architecture], "model_type": model_type} | others)
+    for read in (load_hf_config, lambda path: AppConfig.parse({"model": str(path)}).require_model()):
+        with pytest.raises(
+            ModelLoadError, match=f"^architecture '{architecture}' is not supported:? ?{reason}"
+        ) as error:
+            read(tmp_path)
+        assert str(error.value).endswith(("; docs/models.md lists what is served", "whose name ends with -hf"))
+
+
+def test_an_architecture_without_a_test_is_refused_at_once(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"architectures": ["NewForCausalLM"], "model_type": "new"})
+    with pytest.raises(ModelLoadError, match="'NewForCausalLM' is not supported: no test has compared it .*; docs/mod"):
+        read_config_json(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["new", None, 5, ["llama"], "x" * 1000])
+def test_a_model_type_that_transformers_does_not_know_is_named(tmp_path: Path, model_type: Any) -> None:
+    checkpoint(tmp_path, {"architectures": ["LlamaForCausalLM"], "model_type": model_type})
+    with pytest.raises(
+        ModelLoadError, match=r"has the model_type .*, which transformers \d\S* does not know;"
+    ) as error:
+        load_hf_config(tmp_path)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("files", "remedy"),
+    [
+        (["model-Q4_K_M.gguf"], r"give the path of a GGUF file itself, such as '.*model-Q4_K_M\.gguf'"),
+        (
+            ["params.json", "consolidated.safetensors", "tekken.json"],
+            r"params\.json is of Mistral's or Meta's own format",
+        ),
+        (["consolidated.00.pth", "params.json"], r"params\.json is of Mistral's or Meta's own format"),
+        (["adapter_config.json", "adapter_model.safetensors"], "is of an adapter, .*: merge it into its base model"),
+        (["model_index.json"], "is of a diffusion pipeline: give a language model"),
+        (["model.nemo"], r"model\.nemo is of NeMo: give the checkpoint with config\.json and model\.safetensors"),
+        (["model.onnx"], r"model\.onnx is compiled for ONNX: give the checkpoint"),
+        (["openvino_model.xml", "openvino_model.bin"], "is compiled for OpenVINO"),
+        (["pytorch_model-00001-of-00002.bin"], "is pickled, which can run code: convert it to safetensors"),
+        (["weights.npz"], r"weights\.npz is not in safetensors"),
+        (["notes.txt"], "give the path of a Hugging Face checkpoint"),
+        ([], "give the path of a Hugging Face checkpoint"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and value else None,
+)
+def test_a_directory_of_another_form_is_named(tmp_path: Path, files: list[str], remedy: str) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"has no config.json; .*{remedy}"):
+        read_config_json(tmp_path)
+    checkpoint(tmp_path, {})
+    with (
+        pytest.raises(ModelLoadError, match=rf"has no model\.safetensors and no .*; .*{remedy}"),
+        open_checkpoint(tmp_path),
+    ):
+        pass
+
+
+def test_files_of_another_form_beside_a_checkpoint_do_not_matter(tmp_path: Path) -> None:
+    for name in ("model.gguf", "consolidated.safetensors", "params.json", "pytorch_model.bin"):
+        (tmp_path / name).write_bytes(b"")
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with open_checkpoint(checkpoint(tmp_path, {})) as opened:
+        assert opened.names == ["a"]
