@@ -32,7 +32,6 @@ _TOOL_SIGNS: _Signs = (
     (("<|function_call|>", "<|role_sep|>"), "gigachat3"),
     (("function call", "<|role_sep|>"), "gigachat3"),
     (("<|tool_call_start|>",), "lfm2"),
-    (("List of tools: ", "<|im_start|>"), "lfm2"),
     (("<|/tool|>",), "phi4_mini_json"),
     (("functools[",), "phi4_mini_json"),
     (("<|tool_call|> followed by a JSON list",), "granite"),
@@ -44,6 +43,7 @@ _TOOL_SIGNS: _Signs = (
     (("<{start_tag}=",), NONE),  # Functionary writes JSON in tags that are named like the function
     (("<tool_call>", "<response>"), "ernie45"),
     (("<tool_call>",), "hermes"),
+    (("List of tools: ", "<|im_start|>"), "lfm2"),
     (("[func_name1(",), "pythonic"),
     (("<|python_tag|>",), "llama3_json"),
     (("<|python_start|>",), "llama4_json"),

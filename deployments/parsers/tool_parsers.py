@@ -75,6 +75,10 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     "cohere_command4": _json["cohere_command3"],
     "llama3_json": _llama3_json,
     "llama4_json": _llama3_json,
+    "xlam": ToolParser(
+        llama3_json.XLAM_MARKERS,
+        new=lambda tools: partial(llama3_json.llama3_json, tools=tools, markers=llama3_json.XLAM_MARKERS),
+    ),
     "pythonic": _pythonic,
     "llama4_pythonic": _pythonic,
     "lfm2": ToolParser(python_calls.LFM2_MARKERS, python_calls.LFM2_CALLS),

@@ -348,6 +348,12 @@ WRITERS: Mapping[str, Writer] = {
         None,
         has_text_before_calls=False,
     ),
+    "xlam": Writer(
+        _joined("[", _object, ", ", "]"),
+        thoughts=("<think>", "</think>"),
+        has_text_before_calls=False,
+        markers=("```", "</tool_call>"),
+    ),
     "mistral": Writer(
         _joined("", lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{arguments}", "", ""),
         "mistral",

@@ -45,3 +45,28 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_whole(shape: Shape) -> None:
     assert parse(parser("llama3_json"), shape.text) == shape.events
+
+
+XLAM = '{"name": "f", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"[{XLAM}]",
+        XLAM,
+        f"```json\n[{XLAM}]\n```",
+        f"```\n{XLAM}\n```",
+        f"[TOOL_CALLS][{XLAM}]",
+        f"<tool_call>[{XLAM}]</tool_call>",
+    ],
+)
+def test_xlam_writes_calls_after_other_markers(answer: str) -> None:
+    assert parse(parser("xlam"), answer) == F
+    if not answer.endswith("}]") and not answer.startswith("{"):
+        assert parse(parser("xlam"), f"So:\n{answer}") == text("So:") + F
+
+
+@pytest.mark.parametrize("answer", ["```json\n{}\n```", "```\nx\n```", '[{"name": "other"}]', "<tool_call>"])
+def test_what_xlam_does_not_write_is_text(answer: str) -> None:
+    assert parse(parser("xlam"), answer) == text(answer)
