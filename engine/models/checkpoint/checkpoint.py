@@ -9,10 +9,8 @@ tensors may hold, is dequantised when it is read.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,12 +19,13 @@ from pathlib import Path
 
 import torch
 
-from engine.errors import ModelLoadError, listed, shown
+from engine.errors import ModelLoadError, listed
 from engine.models.checkpoint.formats.gguf import gguf_entries
 from engine.models.checkpoint.formats.table import Entry, group_weights
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.packed_weight import PackedWeight, read_packed
 from engine.models.checkpoint.safetensors_header import StoredTensor
+from engine.models.checkpoint.shard_index import is_listed, join_shards, read_index
 from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.tensor_files import TensorFiles
 from engine.models.checkpoint.text_part import text_tensors, with_experts_turned
@@ -127,24 +126,23 @@ class Checkpoint:
             ModelLoadError: if the checkpoint lacks the tensor or stores another shape, or no floating-point numbers.
         """
         if name not in self._stored:
-            raise ModelLoadError(
-                f"checkpoint '{self.path}' lacks the tensor '{name}', which its config.json asks for; download "
-                "config.json and the weights again, from one source"
-            )
+            raise _missing(self, name)
+        self.require_floats(name)
         stored = self._stored[name]
         if list(stored.shape) != shape:
             raise ModelLoadError(
                 f"'{name}' of '{stored.path}' has shape {list(stored.shape)}, but its config says {shape}; download "
                 "config.json and the file again, from one source"
             )
-        self.require_floats(name)
 
     def require_floats(self, name: str) -> None:
         """Raise ModelLoadError unless a tensor has floating-point numbers of a type that can be read."""
         stored = self._stored[name]
         if isinstance(stored, StoredTensor) and stored.dtype not in _DTYPES:
             raise ModelLoadError(
-                f"'{name}' of '{stored.path}' has the dtype {stored.dtype}; give a checkpoint in bf16, fp16 or fp32"
+                f"'{name}' of '{stored.path}' has the dtype {stored.dtype}, and with the tensors beside it is not a "
+                "weight of a known format; give the checkpoint in bf16, fp16 or fp32, or in one of the formats that "
+                "docs/models.md lists"
             )
 
     def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
@@ -259,6 +257,17 @@ class Checkpoint:
             self._files.reached(tensor)
 
 
+def _missing(checkpoint: Checkpoint, name: str) -> ModelLoadError:
+    """Return the error about a tensor that config.json asks for."""
+    module = name.removesuffix("weight")
+    beside = [other for other in checkpoint.names if other.startswith(module)] if module != name else []
+    where = f", but '{checkpoint.file_of(beside[0])}' has {listed(beside)}" if beside else ""
+    return ModelLoadError(
+        f"checkpoint '{checkpoint.path}' lacks the tensor '{name}', which its config.json asks for{where}; download "
+        "config.json and the weights again, from one source"
+    )
+
+
 @contextmanager
 def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
     """Open the safetensors files of a directory, or a GGUF file, and check the headers. No tensor is read.
@@ -274,10 +283,10 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
             return
         index, single = directory / _INDEX, directory / _SINGLE
         stored: dict[str, StoredTensor] = {}
-        if index.is_file() and (not single.is_file() or _is_listed(single, index)):
-            weight_map = _read_index(index)
+        if index.is_file() and (not single.is_file() or is_listed(single, index)):
+            weight_map = read_index(index)
             by_file = {name: _open(files, directory / name) for name in dict.fromkeys(weight_map.values())}
-            stored = _join(index, weight_map, by_file)
+            stored = join_shards(index, weight_map, by_file)
         else:
             if index.is_file():
                 logger.warning(
@@ -323,14 +332,6 @@ def _open(files: TensorFiles, file: Path) -> dict[str, StoredTensor]:
         raise ModelLoadError(f"'{file}' could not be read: {error}") from error
 
 
-def _is_listed(file: Path, index: Path) -> bool:
-    """Return whether an index names a file; False if the index cannot be read, and is not needed."""
-    try:
-        return file.name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
-        return False
-
-
 def _modified(file: Path) -> str:
     return datetime.fromtimestamp(file.stat().st_mtime).astimezone().isoformat(sep=" ", timespec="seconds")
 
@@ -340,54 +341,3 @@ def _single_file(directory: Path) -> Path:
     if file.is_file():
         return file
     raise ModelLoadError(f"'{directory}' has no {_SINGLE} and no {_INDEX}; {what_to_give(directory)}")
-
-
-# --- the index of a sharded checkpoint ----------------------------------------------------------------------------
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    """Return which file of the index's directory holds each tensor; all of these files exist."""
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-        raise ModelLoadError(f"'{index}' is malformed: {type(error).__name__}: {error}; download it again") from error
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelLoadError(f"'{index}' is malformed: its weight_map is {shown(weight_map)}; download it again")
-    tensors: dict[str, list[str]] = {}
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not name or name in (".", "..") or Path(name).name != name:
-            raise ModelLoadError(
-                f"'{index}' names files outside its own directory: {shown(name)} for the tensor {shown(tensor)}; "
-                "download it again"
-            )
-        tensors.setdefault(name, []).append(tensor)
-    if missing := sorted(name for name in tensors if not os.path.isfile(index.parent / name)):
-        raise ModelLoadError(
-            f"checkpoint '{index.parent}' lacks the shards {listed(missing)}; '{missing[0]}' holds "
-            f"{listed(tensors[missing[0]])}; download them"
-        )
-    return weight_map
-
-
-def _join(
-    index: Path, weight_map: dict[str, str], by_file: dict[str, dict[str, StoredTensor]]
-) -> dict[str, StoredTensor]:
-    """Return all tensors of the shards. Each must be where the index says; an unlisted one must be there only once."""
-    stored: dict[str, StoredTensor] = {}
-    for name, file in weight_map.items():
-        if name not in by_file[file]:
-            holders = [other for other in by_file if name in by_file[other]]
-            where = f"{listed(holders)} does" if holders else "no other file of the index does"
-            raise ModelLoadError(
-                f"'{index}' says that '{file}' holds the tensor {shown(name)}, but {where}; download all files again"
-            )
-        stored[name] = by_file[file][name]
-    for file, tensors in by_file.items():
-        for name in tensors.keys() - weight_map.keys():
-            if name in stored:
-                raise ModelLoadError(
-                    f"'{stored[name].path}' and '{file}' both hold the tensor {shown(name)}, which '{index}' does not "
-                    "name; download the checkpoint again"
-                )
-            stored[name] = tensors[name]
-    return stored

@@ -118,6 +118,12 @@ def _checked(found: object, file: Path, name: str) -> Quantization:
         value = found.get(key)
         if value is not None and (value.lower() if isinstance(value, str) else value) not in known:
             raise quantization.error(f"has {key}={shown(value)}, and only {listed(known)} can be read")
+    transforms = found.get("transform_config")
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        raise quantization.error("has a transform_config: weights and activations are rotated, which is not computed")
+    sparsity = found.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        raise quantization.error(f"has a sparsity_config with the format {shown(sparsity['format'])}, not 'dense'")
     return quantization
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from engine.errors import ModelLoadError
 from engine.models.checkpoint.formats.bitsandbytes import bitsandbytes_weights
 from engine.models.checkpoint.formats.compressed_integers import compressed_integers
 from engine.models.checkpoint.formats.fp4 import fp4_weights
@@ -37,6 +38,9 @@ _PLAIN = ("F32", "BF16", "F16", "F64")
 # What quantised modules have beside their weights, for the quantisation of activations, which are not quantised here.
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "output_scale")
 
+# What ModelOpt's AWQ and SmoothQuant have beside weights, which without them are those of another model.
+_CHANGES_INPUTS = ("pre_quant_scale", "smooth_scale")
+
 # Scales of an FP8 KV cache. The cache has the model's dtype here, so keys and values are stored as they are.
 _OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale")
 
@@ -57,6 +61,7 @@ def group_weights(
     entries: dict[str, Entry] = {}
     for module in modules_of(stored, quantization, read):
         if any(tensor.dtype not in _PLAIN for tensor in module.tensors.values()):
+            _require_plain_inputs(module)
             for find in FORMATS:
                 for packed in find(module):
                     entries[packed.name] = packed
@@ -65,6 +70,16 @@ def group_weights(
             module.tensors.pop(name, None)
         entries.update((module.full_name(name), tensor) for name, tensor in module.tensors.items())
     return entries
+
+
+def _require_plain_inputs(module: ModuleTensors) -> None:
+    """Raise ModelLoadError if the module's inputs must be changed before they meet its weights."""
+    for name in _CHANGES_INPUTS:
+        if name in module.tensors:
+            raise ModelLoadError(
+                f"'{module.full_name(name)}' of '{module.tensors[name].path}' scales the layer's inputs, which is not "
+                "supported; give the checkpoint in a format of docs/models.md without it"
+            )
 
 
 def _drop_activation_scales(module: ModuleTensors, weight: str) -> None:
