@@ -30,7 +30,7 @@ from engine.models.config.config_json import context_length, num_positions, read
 from engine.models.config.text_parts import text_fields
 from engine.models.gguf.file import is_gguf, open_gguf
 from engine.sampling_params import MAX_SEQUENCES
-from engine.text.template_files import PACKAGED_TEMPLATES
+from engine.text.template_files import PACKAGED_TEMPLATES, find_chat_template
 from engine.text.template_forms import LateSystemMessages
 from engine.text.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ __all__ = [
     "unknown_key_message",
 ]
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
 GGUF_TOKENIZER = "tokenizer.ggml.model"
 
 _ROUTING = RoutingOptions()
@@ -263,9 +263,11 @@ class AppConfig(_Options):
 
         Raises:
             ConfigError: a file is missing, or ``max_model_len`` exceeds the model's positions.
-            ModelLoadError: config.json or the GGUF file is malformed, or of a model that no engine serves.
+            ModelLoadError: config.json, chat_template.json or the GGUF file is malformed, or of a model that no engine
+                serves.
         """
         path = self.model_path
+        find_chat_template(path, self._chat_template)
         if is_gguf(path):
             self._require_servable(read_config_json(path))
             if GGUF_TOKENIZER not in open_gguf(path).metadata:

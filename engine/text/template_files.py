@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError
 
-__all__ = ["PACKAGED_TEMPLATES", "find_chat_template"]
+__all__ = ["PACKAGED_TEMPLATES", "find_chat_template", "with_default"]
 
 _FOLDER = Path(__file__).with_name("chat_templates")
 # The names of the templates that come with Pagoda. Each is also the model_type of checkpoints that have none.
@@ -33,6 +33,13 @@ def find_chat_template(path: Path, configured: str | None) -> str | None:
         return _of_old_file(path / _OLD_FILE)
     model_type = _model_type(path / "config.json")
     return _packaged(model_type) if model_type in PACKAGED_TEMPLATES else None
+
+
+def with_default(templates: str | dict[str, str] | None) -> str | dict[str, str] | None:
+    """Return a checkpoint's named templates with a default one, which plain conversations need: the first, if none."""
+    if not isinstance(templates, dict) or not templates or "default" in templates:
+        return templates
+    return {"default": next(iter(templates.values())), **templates}
 
 
 def _configured(name: str) -> str:

@@ -12,7 +12,7 @@ from engine.errors import ConfigError, ModelLoadError, RequestError
 from engine.models.gguf.file import is_gguf
 from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import gguf_tokenizer
-from engine.text.template_files import find_chat_template
+from engine.text.template_files import find_chat_template, with_default
 from engine.text.template_forms import LateSystemMessages
 from engine.text.tiktoken_tokenizer import is_kimi_tokenizer, kimi_tokenizer
 from engine.text.token_bytes import TokenBytes
@@ -51,6 +51,7 @@ class Tokenizer:
         self._tokenizer: Any = gguf_tokenizer(path) if is_gguf(path) else _tokenizer_of_directory(path)
         if chat_template is not None or not self._tokenizer.chat_template:
             self._tokenizer.chat_template = find_chat_template(Path(path), chat_template)
+        self._tokenizer.chat_template = with_default(self._tokenizer.chat_template)
         self._rust = _rust_tokenizer(self._tokenizer)
         if not self.encode("a", add_special_tokens=False):  # transformers makes up a tokenizer if the files are missing
             raise ModelLoadError(f"the tokenizer of '{path}' encodes no text; add the checkpoint's tokenizer files")

@@ -80,6 +80,25 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
         AppConfig.parse({"model": str(tmp_path)}).require_model()
 
 
+def test_a_chat_template_is_read_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("mine")
+    shipped = {"model": "demo/model"}
+    for name in (None, "deepseek_v4", str(tmp_path / "mine.jinja"), "demo/model/config.json"):
+        AppConfig.parse(shipped | {"chat_template": name}).require_model()
+    with pytest.raises(ConfigError, match="chat_template='.*other.jinja' cannot be read"):
+        AppConfig.parse(shipped | {"chat_template": str(tmp_path / "other.jinja")}).require_model()
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "tiktoken.model"])
+def test_tokenizers_of_mistral_and_kimi_are_files_of_a_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    config = AppConfig.parse({"model": str(tmp_path)})
+    with pytest.raises(ConfigError, match="holds no tokenizer; add one of .*tiktoken.model, tekken.json"):
+        config.require_model()
+    (tmp_path / name).write_text("")
+    config.require_model()
+
+
 def test_a_gguf_file_is_checked_as_a_directory_is(tmp_path: Path) -> None:
     config = AppConfig.parse({"model": str(tmp_path / "a-Q4_K_M.gguf"), "engine": {"max_model_len": 64}})
     assert config.served_name == "a-Q4_K_M"

@@ -37,6 +37,15 @@ def test_templates_of_files_and_options(tmp_path: Path) -> None:
     assert prompt(Tokenizer(tmp_path, str(tmp_path / "mine.jinja")), [USER]) == "mine"
 
 
+def test_named_templates_without_a_default_render_plain_conversations(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, None)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": "chat", "template": "chat"}, {"name": "tool_use", "template": "tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(tmp_path)
+    assert (prompt(tokenizer, [USER]), prompt(tokenizer, [USER], tools=[{}])) == ("chat", "tools")
+
+
 @pytest.mark.parametrize("text", ["[", "{}", '{"chat_template": 3}', "[1]"])
 def test_a_broken_chat_template_json_is_named(tmp_path: Path, text: str) -> None:
     save_tokenizer(tmp_path, None)
