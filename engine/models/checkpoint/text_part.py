@@ -28,9 +28,10 @@ _RENAMED = (
 )
 # What is not text. A list, so that the weights of another model are refused and not ignored.
 _DROPPED = re.compile(
-    r"(model\.)?(audio_tower|connector|embed_audio|embed_vision|mm_projector|multi_modal_projector|patch_merger|"
-    r"vision_model|vision_tower|visual)\.|(model\.)?image_newline$|mtp\."
+    r"(model\.)?(audio_tower|connector|embed_audio|embed_vision|mm_projector|multi_modal_projector|patch_merger|projector|"
+    r"vision_encoder|vision_model|vision_projection|vision_tower|visual)\.|(model\.)?image_newline$|mtp\."
 )
+_WITH_TURNED_EXPERTS = ("Qwen3VLMoeForConditionalGeneration",)  # in some of their checkpoints
 _GATE_UP, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 
 
@@ -44,7 +45,7 @@ def text_tensors(raw: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dic
     Raises:
         ModelLoadError: if two tensors have the same name after they are renamed.
     """
-    if not _is_multimodal(raw):
+    if _architecture(raw) not in MULTIMODAL:
         return stored
     text: dict[str, StoredTensor] = {}
     origins: dict[str, str] = {}
@@ -62,16 +63,16 @@ def text_tensors(raw: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dic
 
 
 def with_experts_turned(raw: Mapping[str, Any], weights: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the weights of a text part, with stacked experts as [num_experts, outputs, inputs].
+    """Return the weights of a text part, with Qwen3-VL's stacked experts as [num_experts, outputs, inputs].
 
-    transformers saves them so; those of Qwen3-VL are published as [num_experts, inputs, outputs]. The shapes of a
-    layer's two weights tell them apart:
+    transformers saves them so; they are published as [num_experts, inputs, outputs]. The shapes of a layer's two
+    weights tell them apart:
 
                      [inputs, outputs]                    [outputs, inputs]
         gate_up_proj [hidden_size, 2 * intermediate]      [2 * intermediate, hidden_size]
         down_proj    [intermediate, hidden_size]          [hidden_size, intermediate]
     """
-    if not _is_multimodal(raw):
+    if _architecture(raw) not in _WITH_TURNED_EXPERTS:
         return weights
     turned = dict(weights)
     for name, gate_up in weights.items():
@@ -86,8 +87,8 @@ def with_experts_turned(raw: Mapping[str, Any], weights: dict[str, Entry]) -> di
     return turned
 
 
-def _is_multimodal(raw: Mapping[str, Any]) -> bool:
+def _architecture(raw: Mapping[str, Any]) -> str | None:
     match raw.get("architectures"):
         case [str(name), *_]:
-            return name in MULTIMODAL
-    return False
+            return name
+    return None

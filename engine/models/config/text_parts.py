@@ -19,18 +19,40 @@ _QWEN2, _QWEN3 = "qwen2", "qwen3"
 
 # The model types that a text part may have; the first is that of a config that names none.
 MULTIMODAL: dict[str, tuple[str, ...]] = {
+    "AriaForConditionalGeneration": ("aria_text",),
+    "AyaVisionForConditionalGeneration": ("cohere2",),
+    "Cohere2VisionForConditionalGeneration": ("cohere2",),
+    "Exaone4_5_ForConditionalGeneration": ("exaone4",),
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
+    "Glm4vForConditionalGeneration": ("glm4v_text",),
+    "Glm4vMoeForConditionalGeneration": ("glm4v_moe_text",),
+    "GotOcr2ForConditionalGeneration": (_QWEN2,),
+    "Idefics2ForConditionalGeneration": ("mistral",),
+    "Idefics3ForConditionalGeneration": ("llama",),
+    "InternVLForConditionalGeneration": (_QWEN2, _QWEN3, "qwen3_moe"),
+    "LightOnOcrForConditionalGeneration": (_QWEN3,),
     "LlavaForConditionalGeneration": ("llama", "mistral", _QWEN2),
+    "LlavaNextForConditionalGeneration": ("llama", "mistral", _QWEN2),
+    "LlavaOnevisionForConditionalGeneration": (_QWEN2,),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
+    "Qwen2AudioForConditionalGeneration": (_QWEN2,),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl_text",),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text",),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe_text",),
+    "SmolVLMForConditionalGeneration": ("llama",),
+    "VideoLlama3ForConditionalGeneration": (_QWEN2,),
+    "VoxtralForConditionalGeneration": ("llama",),
 }
 
 # By the model type of a text part.
 TEXT_ARCHITECTURES = {
+    "aria_text": "AriaTextForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "glm4v_text": "Glm4ForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -39,18 +61,25 @@ TEXT_ARCHITECTURES = {
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     _QWEN3: "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
 
 # Model types that transformers has for text parts only, and those of the models that compute the same.
 _SAME_AS = {
+    "glm4v_moe_text": "glm4_moe",
+    "glm4v_text": "glm4",
     "qwen2_5_vl_text": _QWEN2,
     "qwen2_vl_text": _QWEN2,
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": _QWEN3,
 }
-_FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}  # what the class does, whatever its config says
+# What the class of a text part does, whatever its config says.
+_FIXED: dict[str, dict[str, Any]] = {
+    "glm4v_text": {"attention_bias": True},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+}
 _NOT_COPIED = frozenset({"_name_or_path", "architectures", "model_type", "quantization_config", "transformers_version"})
 _POSITIONS_OF_IMAGES = ("mrope_interleaved", "mrope_section")  # the three positions of a token of text are equal
 
@@ -124,4 +153,5 @@ def _own_config(part: Any) -> Any:
         rope.pop(name, None)
     if rope.get("type") == "mrope":
         del rope["type"]  # beside a rope_type
+    fields.setdefault("head_dim", part.hidden_size // part.num_attention_heads)  # not the default of the other class
     return CONFIG_MAPPING[model_type](**fields | {"rope_parameters": rope} | _FIXED.get(part.model_type, {}))

@@ -12,12 +12,10 @@ from engine.models.config.text_parts import MULTIMODAL, TEXT_ARCHITECTURES
 from engine.sampling_params import SamplingParams
 from tests.engine.models.adapter.greedy_answers import MAX_TOKENS, SETTINGS, check, make_prompts, oracle
 from tests.engine.models.multimodal.conftest import Published
-from tests.engine.models.multimodal.tiny_checkpoints import TINY, save
+from tests.engine.models.multimodal.tiny_checkpoints import CASES, FEW, TINY, save
 from tests.engine.oracle import answers, make_llm, oracle_beams, run
 from tests.engine.worker.test_tensor_parallel import ThreadRanks
 
-FEW = {"gemma3", "ministral3", "qwen2.5-vl", "qwen3-vl-moe"}  # of `make test`: every layout of names, and experts
-CASES = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in TINY]
 SETTING = (4, 7, True, 0.0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 

@@ -14,7 +14,7 @@ from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.sharding import Shard
 from tests.engine.models.multimodal.conftest import Published
-from tests.engine.models.multimodal.tiny_checkpoints import TINY
+from tests.engine.models.multimodal.tiny_checkpoints import CASES
 from tests.engine.oracle import make_llm
 
 GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
@@ -33,7 +33,7 @@ def damaged(published: Published, name: str, path: Path, extra: dict[str, torch.
     return path
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", CASES)
 def test_only_the_text_part_is_left(published: Published, name: str) -> None:
     with open_checkpoint(published(name).path) as checkpoint:
         names = checkpoint.names

@@ -1,0 +1,134 @@
+"""PUBLISHED_KINDS: the kinds of multimodal checkpoints whose text part is served, each as a tiny one."""
+
+from __future__ import annotations
+
+from tests.engine.models.adapter.tiny_models import WINDOW
+from tests.engine.models.multimodal.tiny_multimodal import (
+    CLIP,
+    EXPERTS,
+    IMAGE_TOKENS,
+    MISTRAL,
+    PIXTRAL,
+    QWEN_VISION,
+    SIGLIP,
+    TEXT,
+    YARN,
+    TinyMultimodal,
+)
+
+LLAVA_NAMES = ("language_model.model.layers.0.self_attn.q_proj.weight", "language_model.model.embed_tokens.weight")
+LLAVA_NAMES += ("language_model.lm_head.weight", "multi_modal_projector.linear_1.weight")
+
+PUBLISHED_KINDS: dict[str, TinyMultimodal] = {
+    "gemma3": TinyMultimodal(
+        "gemma-3-4b-it, gemma-3-12b-it, gemma-3-27b-it, medgemma-4b-it",
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        {key: value for key, value in TEXT.items() if key != "max_position_embeddings"}
+        | {"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": WINDOW}
+        | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window_pattern": 2},
+        {"vision_config": SIGLIP | {"vision_use_head": False}, "mm_tokens_per_image": 4, "eos_token_id": [1, 106]}
+        | {"boi_token_index": 117, "eoi_token_index": 118, "image_token_index": 119},
+        (
+            *("language_model.model.layers.0.self_attn.q_norm.weight", "language_model.model.embed_tokens.weight"),
+            "vision_tower.vision_model.embeddings.patch_embedding.weight",
+            "multi_modal_projector.mm_input_projection_weight",
+        ),
+        vision_prefix="vision_tower.vision_model.",
+    ),
+    "mistral3": TinyMultimodal(
+        "Mistral-Small-3.1-24B-Instruct-2503, Mistral-Small-3.2-24B-Instruct-2506, Magistral-Small-2509",
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        MISTRAL,
+        {"vision_config": PIXTRAL, "image_token_index": 10, "tie_word_embeddings": False, "spatial_merge_size": 2},
+        (*LLAVA_NAMES, "vision_tower.patch_conv.weight", "multi_modal_projector.patch_merger.merging_layer.weight"),
+    ),
+    "ministral3": TinyMultimodal(
+        "Ministral-3-3B-Instruct-2512, Ministral-3-8B-Instruct-2512, Ministral-3-14B-Instruct-2512, Devstral-Small-2",
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        TEXT | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN, "sliding_window": None},
+        {"vision_config": PIXTRAL, "image_token_index": 10, "tie_word_embeddings": True, "spatial_merge_size": 2},
+        ("language_model.model.layers.0.self_attn.q_proj.weight", "language_model.model.embed_tokens.weight"),
+    ),
+    "qwen2-vl": TinyMultimodal(
+        "Qwen2-VL-2B-Instruct, Qwen2-VL-7B-Instruct, Qwen2-VL-72B-Instruct",
+        "Qwen2VLForConditionalGeneration",
+        "qwen2_vl",
+        TEXT
+        | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "rope_theta": 1e5, "rms_norm_eps": 1e-6}
+        | {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 2},
+        {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "in_chans": 3}}
+        | {"eos_token_id": 2, "tie_word_embeddings": False, **IMAGE_TOKENS},
+        (
+            "model.layers.0.self_attn.q_proj.bias",
+            "model.embed_tokens.weight",
+            "lm_head.weight",
+            "visual.patch_embed.proj.weight",
+        ),
+        is_flat=True,
+    ),
+    "qwen2.5-vl": TinyMultimodal(
+        "Qwen2.5-VL-3B-Instruct, Qwen2.5-VL-7B-Instruct, Qwen2.5-VL-32B-Instruct, Qwen2.5-VL-72B-Instruct",
+        "Qwen2_5_VLForConditionalGeneration",
+        "qwen2_5_vl",
+        TEXT
+        | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "rope_theta": 1e5, "rms_norm_eps": 1e-6}
+        | {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 2},
+        {"vision_config": QWEN_VISION | {"model_type": "qwen2_5_vl", "fullatt_block_indexes": [0]}}
+        | {"eos_token_id": 2, "tie_word_embeddings": True, **IMAGE_TOKENS},
+        ("model.layers.0.self_attn.q_proj.bias", "model.embed_tokens.weight", "visual.blocks.0.attn.qkv.weight"),
+        is_flat=True,
+    ),
+    "qwen3-vl": TinyMultimodal(
+        "Qwen3-VL-2B-Instruct, Qwen3-VL-4B-Instruct, Qwen3-VL-8B-Instruct, Qwen3-VL-32B-Instruct",
+        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl",
+        TEXT
+        | {"model_type": "qwen3_vl_text", "head_dim": 16, "eos_token_id": 2, "rope_theta": 1e5}
+        | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"}},
+        {"vision_config": QWEN_VISION | {"model_type": "qwen3_vl", "deepstack_visual_indexes": [0]}}
+        | {"tie_word_embeddings": False, **IMAGE_TOKENS},
+        ("model.language_model.layers.0.self_attn.q_norm.weight", "lm_head.weight", "model.visual.pos_embed.weight"),
+    ),
+    "qwen3-vl-moe": TinyMultimodal(
+        "Qwen3-VL-30B-A3B-Instruct, Qwen3-VL-235B-A22B-Instruct",
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe",
+        TEXT
+        | EXPERTS
+        | {"model_type": "qwen3_vl_moe_text", "head_dim": 16, "eos_token_id": 2, "rope_theta": 1e5}
+        | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"}},
+        {"vision_config": QWEN_VISION | {"model_type": "qwen3_vl_moe", "deepstack_visual_indexes": [0]}}
+        | {"tie_word_embeddings": False, **IMAGE_TOKENS},
+        ("model.language_model.layers.0.mlp.experts.gate_up_proj", "lm_head.weight", "model.visual.pos_embed.weight"),
+        experts_are_turned=True,
+    ),
+    "llava": TinyMultimodal(
+        "llava-1.5-7b-hf, llava-1.5-13b-hf",
+        "LlavaForConditionalGeneration",
+        "llava",
+        TEXT | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+        {"vision_config": CLIP, "image_token_index": 119, "tie_word_embeddings": False},
+        (*LLAVA_NAMES, "vision_tower.vision_model.embeddings.class_embedding"),
+        vision_prefix="vision_tower.vision_model.",
+    ),
+    "pixtral": TinyMultimodal(
+        "pixtral-12b",
+        "LlavaForConditionalGeneration",
+        "llava",
+        MISTRAL,
+        {"vision_config": PIXTRAL, "image_token_index": 10, "vision_feature_layer": -1, "tie_word_embeddings": False}
+        | {"vision_feature_select_strategy": "full"},
+        (*LLAVA_NAMES, "vision_tower.patch_conv.weight"),
+    ),
+    "llava-qwen2": TinyMultimodal(
+        "llava-interleave-qwen-7b-hf",
+        "LlavaForConditionalGeneration",
+        "llava",
+        TEXT | {"model_type": "qwen2", "rope_theta": 1e5},
+        {"vision_config": SIGLIP | {"vision_use_head": False}, "image_token_index": 119, "tie_word_embeddings": False},
+        LLAVA_NAMES,
+    ),
+}

@@ -1,0 +1,92 @@
+"""TinyMultimodal: what one published kind of multimodal checkpoint is like, and a tiny random model of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from tests.engine.models.adapter.tiny_models import VOCAB_SIZE
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+MISTRAL = TEXT | {"model_type": "mistral", "head_dim": 16, "rope_theta": 1e5, "sliding_window": None}
+YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.5,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []}
+PLAIN_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+SIGLIP = PLAIN_VISION | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+CLIP = SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 8}
+PIXTRAL = PLAIN_VISION | {"model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+IMAGE_TOKENS = {"image_token_id": 110, "video_token_id": 111, "vision_start_token_id": 112, "vision_end_token_id": 113}
+
+
+@dataclass(frozen=True)
+class TinyMultimodal:
+    """One published kind of checkpoint.
+
+    Attributes:
+        published: names of checkpoints of this kind.
+        architecture, model_type: of the whole model.
+        text: the fields of its text part.
+        others: the other fields of config.json, with the towers.
+        names: some of the tensors' names in the published files.
+        vision_prefix: what published names of the vision tower begin with, where transformers has ``vision_tower.``.
+        is_flat: the fields of the text part are at the top.
+        experts_are_turned: stacked experts are stored as [num_experts, inputs, outputs].
+    """
+
+    published: str
+    architecture: str
+    model_type: str
+    text: dict[str, Any]
+    others: dict[str, Any]
+    names: tuple[str, ...]
+    vision_prefix: str = "vision_tower."
+    is_flat: bool = False
+    experts_are_turned: bool = False
+
+    @property
+    def text_type(self) -> str:
+        """The model type of the text part."""
+        return str(self.text.get("model_type", f"{self.model_type}_text"))
+
+    @property
+    def config_json(self) -> dict[str, Any]:
+        """The fields of config.json."""
+        fields = self.text if self.is_flat else {"text_config": self.text}
+        return (
+            {"architectures": [self.architecture], "model_type": self.model_type, "dtype": "float32"}
+            | self.others
+            | fields
+        )
+
+    def build(self) -> PreTrainedModel:
+        """Return a seeded random float32 model whose attention, biases and norms all matter to its answers."""
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[self.model_type].from_dict(self.config_json)
+        model: PreTrainedModel = getattr(transformers, self.architecture)(config).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1 and name.endswith("weight"):  # a norm
+                    parameter.uniform_(0.5, 1.5)
+                else:
+                    parameter.normal_(0.0, 0.2)
+        return model
