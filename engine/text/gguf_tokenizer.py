@@ -105,7 +105,9 @@ class _Vocabulary:
     def chat_template(self) -> str | dict[str, str] | None:
         """Return the template, or several by name."""
         metadata = self._gguf.metadata
-        default, names = metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.chat_templates") or []
+        default, names = metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.chat_templates", [])
+        if not isinstance(names, list):
+            raise self.error(f"tokenizer.chat_templates={shown(names)} is not a list of names")
         templates: dict[str, Any] = {str(name): metadata.get(f"tokenizer.chat_template.{name}") for name in names}
         if default is not None:
             templates["default"] = default

@@ -21,6 +21,7 @@ __all__ = ["gguf_config", "gguf_generation_config"]
 _DTYPES = {"F32": "float32", "F16": "float16"}  # quantised weights become bfloat16, as those of BF16
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62  # their attention has another scale, which no key says
 _GEMMA3_PERIOD = 6
+_MAX_LAYERS = 512
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -63,7 +64,7 @@ def _common(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": fields.integer("block_count"),
+        "num_hidden_layers": _num_layers(fields),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -201,7 +202,7 @@ def _gemma2(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
 
 def _gemma3(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
     softcap = fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None
-    local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10000.0)}
+    local = {"rope_type": "default", "rope_theta": fields.positive("rope.freq_base_swa", 10000.0)}
     slides = "attention.sliding_window" in fields
     return {
         "architectures": ["Gemma3ForCausalLM"],
@@ -212,7 +213,7 @@ def _gemma3(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "final_logit_softcapping": softcap,
         "attn_logit_softcapping": None,
         "sliding_window": fields.integer("attention.sliding_window") if slides else None,
-        "layer_types": _layer_types(fields, _GEMMA3_PERIOD) if slides else _full(fields),
+        "layer_types": (_layer_types(fields, _GEMMA3_PERIOD) if slides else ["full_attention"] * _num_layers(fields)),
         "rope_parameters": {"full_attention": _whole_rope(fields), "sliding_attention": local},
     }
 
@@ -252,13 +253,17 @@ def _gpt_oss(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
     }
 
 
-def _full(fields: Fields) -> list[str]:
-    return ["full_attention"] * fields.integer("block_count")
+def _num_layers(fields: Fields) -> int:
+    """Return the number of layers, which lists are made of."""
+    count = fields.integer("block_count")
+    if count > _MAX_LAYERS:
+        raise fields.error(f"{fields.architecture}.block_count={count} is more than any model has; download it again")
+    return count
 
 
 def _layer_types(fields: Fields, period: int) -> list[str]:
     """Return which layers slide: all but each ``period``-th, unless the file has a pattern of its own."""
-    count, pattern = fields.integer("block_count"), fields.raw("attention.sliding_window_pattern")
+    count, pattern = _num_layers(fields), fields.raw("attention.sliding_window_pattern")
     if isinstance(pattern, list) and len(pattern) == count and all(type(slides) is bool for slides in pattern):
         flags = pattern
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from typing import Any
@@ -61,6 +62,13 @@ class Fields:
             raise self._wrong(key, value, "a number")
         short = float(f"{value:.7g}")
         return short if abs(short) < 3e38 and _FLOAT.pack(short) == _packed(value) else float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """Return a number that can be divided by, as ``number`` does."""
+        value = self.number(key, default)
+        if not 0 < value < math.inf:
+            raise self._wrong(key, value, "a positive number")
+        return value
 
     def boolean(self, key: str, default: bool) -> bool:
         """Return a truth value."""

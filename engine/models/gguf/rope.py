@@ -28,7 +28,7 @@ def rope_parameters(fields: Fields, rotary_dim: int) -> dict[str, Any]:
     Raises:
         ModelLoadError: for a scaling that is unknown or incomplete.
     """
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10000.0)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.positive("rope.freq_base", 10000.0)}
     factors = fields.tensor("rope_freqs.weight", rotary_dim // 2)
     if factors is not None and any(factor != 1.0 for factor in factors):
         return rope | _llama3(fields, factors, rope["rope_theta"], rotary_dim)
@@ -36,11 +36,11 @@ def rope_parameters(fields: Fields, rotary_dim: int) -> dict[str, Any]:
     if kind in (None, "none"):
         return rope
     if kind == "linear":
-        return rope | {"rope_type": "linear", "factor": fields.number("rope.scaling.factor")}
+        return rope | {"rope_type": "linear", "factor": fields.positive("rope.scaling.factor")}
     if kind == "yarn":
         further = {name: fields.number(key) for key, name in _YARN.items() if key in fields}
         original = fields.integer("rope.scaling.original_context_length")
-        factor = fields.number("rope.scaling.factor")
+        factor = fields.positive("rope.scaling.factor")
         return rope | further | {
             "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original
         }  # fmt: skip
@@ -55,7 +55,7 @@ def longrope_parameters(fields: Fields, rotary_dim: int) -> dict[str, Any] | Non
         return None
     return {
         "rope_type": "longrope",
-        "rope_theta": fields.number("rope.freq_base", 10000.0),
+        "rope_theta": fields.positive("rope.freq_base", 10000.0),
         "short_factor": short,
         "long_factor": long,
         "original_max_position_embeddings": fields.integer("rope.scaling.original_context_length"),

@@ -39,10 +39,14 @@ def stop_token_ids(gguf: GgufFile) -> list[int]:
     """Return the ids of the tokens that end an answer, the end of a text first.
 
     Raises:
-        ModelLoadError: if an id is not one of a token.
+        ModelLoadError: if the tokens are not a list, or an id is not one of a token.
     """
     tokens = gguf.metadata.get(TOKENS)
-    count = len(tokens) if isinstance(tokens, list) else None
+    if not isinstance(tokens, list | None):
+        raise ModelLoadError(
+            f"'{gguf.path}' could not be read: {TOKENS}={shown(tokens)} is not a list; download the file again"
+        )
+    count = None if tokens is None else len(tokens)
     ids: list[int] = []
     for key in _IDS:
         token_id = gguf.metadata.get(key)

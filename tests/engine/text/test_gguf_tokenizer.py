@@ -109,6 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a merge of others": ({"merges": ["a c"]}, "its merges do not fit its tokens"),
     "an id": ({"bos_token_id": 4}, "bos_token_id=4 is not the id of one of its 4 tokens"),
     "a template": ({"tokenizer.chat_template": 5}, "its chat template is not a text"),
+    "a number of templates": ({"tokenizer.chat_templates": 5}, "chat_templates=5 is not a list of names"),
     "a flag": ({"add_bos_token": "yes"}, "add_bos_token='yes' is not true or false"),
     "no scores": ({"model": "llama", "unknown_token_id": 3}, "its tokens have no scores"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.errors import ModelLoadError
 from engine.models.config.implementation import read_shape
+from engine.models.config.limits import require_plausible
 from engine.models.config.model_config import GenerationDefaults, ModelConfig, load_hf_config, read_with_transformers
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.decoder.rope import rope_tables
+from engine.models.gguf.config import gguf_config
+from engine.models.gguf.file import open_gguf
 from tests.engine.models.gguf.conftest import Converted
 from tests.engine.models.gguf.converted import ARCHITECTURES
 from tests.engine.models.gguf.metadata import write_metadata
@@ -85,8 +91,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "other values": ("llama", {"attention.value_length": 32}, "keys and values differ in size"),
     "partial RoPE": ("llama", {"rope.dimension_count": 32}, "is not the head's 64 elements"),
     "a scaling": ("qwen2", {"rope.scaling.type": "warp"}, "scaling.type='warp' is not supported"),
+    "one token": (
+        "qwen2",
+        {"add": lambda writer: writer.add_uint32("tokenizer.ggml.tokens", 1)},
+        "tokens=1 is not a list",
+    ),
+    "no base": ("llama", {"rope.freq_base": 0.0}, "llama.rope.freq_base=0.0 is not a positive number"),
     "half a scaling": ("qwen2", {"rope.scaling.type": "linear"}, "it has no qwen2.rope.scaling.factor"),
-    "an id": ("qwen2", {"block_count": 10**6}, "num_hidden_layers=1000000 is not an integer from 1 to 512"),
+    "an id": ("qwen2", {"block_count": 10**6}, "qwen2.block_count=1000000 is more than any model has"),
 }
 
 
@@ -106,3 +118,36 @@ def test_unknown_factors_of_frequencies_are_refused(tmp_path: Path) -> None:
     write_metadata(path := tmp_path / "a.gguf", "llama", add=add)
     with pytest.raises(ModelLoadError, match="'rope_freqs.weight' are not those of Llama 3's scaling"):
         load_hf_config(path)
+
+
+VALUES = st.one_of(
+    st.sampled_from([0, 1, -1, 2**31, 2**63, 10**6, 0.0, -1.0, math.inf, math.nan, 1e38, True, "", "yarn", "linear"]),
+    st.lists(st.sampled_from([0, 1, True, 1.5, "a"]), max_size=3),
+    st.none(),
+)
+
+
+FURTHER = [
+    "ARCH.rope.scaling.type", "ARCH.rope.scaling.factor", "ARCH.rope.scaling.original_context_length",
+    "ARCH.rope.dimension_count", "ARCH.attention.sliding_window_pattern", "ARCH.expert_count", "ARCH.expert_used_count",
+    "ARCH.final_logit_softcapping", "ARCH.rope.freq_base_swa", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.tokens",
+    "tokenizer.ggml.token_type",
+]  # fmt: skip
+
+
+@given(st.data())
+def test_whatever_the_metadata_says_is_read_or_refused(converted: Converted, data: st.DataObject) -> None:
+    file = open_gguf(converted(data.draw(st.sampled_from(sorted(ARCHITECTURES))))[1])
+    architecture = file.metadata["general.architecture"]
+    good: dict[str, Any] = dict(file.metadata)
+    for key in data.draw(st.lists(st.sampled_from([*good, *FURTHER]), min_size=1, max_size=3)):
+        good[key.replace("ARCH", architecture)] = data.draw(VALUES)
+    metadata = {key: value for key, value in good.items() if value is not None}
+    try:
+        config = gguf_config(file._replace(path=Path("a.gguf"), metadata=metadata))
+        require_plausible(config, "a.gguf")
+    except ModelLoadError as error:
+        if "a.gguf" not in str(error):
+            raise
+        return
+    assert config["num_hidden_layers"] <= 512
