@@ -121,8 +121,8 @@ def _refuse(checkpoint: Checkpoint, problems: dict[str, str]) -> None:
         where = f" of '{checkpoint.file_of(name)}'" if name in checkpoint else ""
         others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise ModelLoadError(
-            f"checkpoint '{checkpoint.path}' does not fit its config.json: '{name}'{where} {problems[name]}{others}; "
-            "download config.json and the weights again, from one source"
+            f"checkpoint '{checkpoint.path}' does not fit its {checkpoint.description}: '{name}'{where} "
+            f"{problems[name]}{others}; {checkpoint.remedy}"
         )
 
 

@@ -47,15 +47,22 @@ class Checkpoint:
     """Names and weights of an open checkpoint. Several threads may read from it at once.
 
     Args:
-        path: the directory, for messages.
+        path: the directory or the GGUF file, for messages.
         stored: where each weight is stored, by its name.
         files: the open files.
+
+    Attributes:
+        description: what says which weights there are, for messages: config.json, or a GGUF file's metadata.
+        remedy: what to do if it is wrong.
     """
 
     def __init__(self, path: Path, stored: dict[str, Entry], files: TensorFiles) -> None:
         self.path = path
         self._stored = stored
         self._files = files
+        self.description, self.remedy = "config.json", "download config.json and the weights again, from one source"
+        if is_gguf(path):
+            self.description, self.remedy = "metadata", "download the file again"
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored
@@ -131,8 +138,8 @@ class Checkpoint:
         stored = self._stored[name]
         if list(stored.shape) != shape:
             raise ModelLoadError(
-                f"'{name}' of '{stored.path}' has shape {list(stored.shape)}, but its config says {shape}; download "
-                "config.json and the file again, from one source"
+                f"'{name}' of '{stored.path}' has shape {list(stored.shape)}, but its {self.description} says {shape}; "
+                f"{self.remedy}"
             )
 
     def require_floats(self, name: str) -> None:
@@ -263,8 +270,8 @@ def _missing(checkpoint: Checkpoint, name: str) -> ModelLoadError:
     beside = [other for other in checkpoint.names if other.startswith(module)] if module != name else []
     where = f", but '{checkpoint.file_of(beside[0])}' has {listed(beside)}" if beside else ""
     return ModelLoadError(
-        f"checkpoint '{checkpoint.path}' lacks the tensor '{name}', which its config.json asks for{where}; download "
-        "config.json and the weights again, from one source"
+        f"checkpoint '{checkpoint.path}' lacks the tensor '{name}', which its {checkpoint.description} asks "
+        f"for{where}; {checkpoint.remedy}"
     )
 
 

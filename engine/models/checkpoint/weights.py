@@ -190,7 +190,7 @@ def _require_match(checkpoint: Checkpoint, wanted: Iterable[_Parameter], config:
     if left := sorted(name for name in unused if not _DERIVED.search(name)):
         raise ModelLoadError(
             f"checkpoint '{checkpoint.path}' has {len(left)} tensors that a {config.architecture} does not, "
-            f"'{left[0]}' for one; its config.json does not describe it: download both again"
+            f"'{left[0]}' for one; its {checkpoint.description} does not describe it: {checkpoint.remedy}"
         )
     return parameters
 

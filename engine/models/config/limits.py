@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.errors import ModelLoadError, shown
+from engine.models.gguf.file import is_gguf
 
 __all__ = ["require_integer", "require_plausible"]
 
@@ -76,8 +77,9 @@ def require_plausible(raw: dict[str, Any], path: object) -> None:
     text = raw.get("text_config")
     for fields in (raw, text if isinstance(text, dict) else {}):
         for name, value, expected in _problems(fields):
+            where = "metadata" if is_gguf(str(path)) else "config.json"
             raise ModelLoadError(
-                f"config.json of '{path}' could not be read: {name}={shown(value)} is not {expected}; correct it, or "
+                f"{where} of '{path}' could not be read: {name}={shown(value)} is not {expected}; correct it, or "
                 "download it again"
             )
 

@@ -100,12 +100,33 @@ def test_a_rank_reads_its_part(converted: Converted, name: str, weight: str, sha
             assert torch.equal(out, expected)
 
 
-def test_a_tensor_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
-    def add(writer: Any) -> None:
-        writer.add_tensor("blk.0.attn_extra.weight", torch.zeros(4).numpy())
+def _with_an_unknown_tensor(writer: Any) -> None:
+    writer.add_tensor("blk.0.attn_extra.weight", torch.zeros(4).numpy())
 
-    write_gguf(build_model("qwen3"), "qwen3", path := tmp_path / "a.gguf", add_tokenizer=add)
-    with pytest.raises(ModelLoadError, match=r"tensors that a Qwen3ForCausalLM does not, 'blk\.0\.attn_extra\.weight'"):
+
+def _with_fewer_heads(writer: Any) -> None:
+    writer.kv_data[0]["qwen3.attention.head_count"].value = 2
+
+
+REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "an unknown tensor": (
+        _with_an_unknown_tensor,
+        r"tensors that a Qwen3ForCausalLM does not, 'blk\.0\.attn_extra\.weight' for one; its metadata does not "
+        "describe it: download the file again",
+    ),
+    "other sizes": (_with_fewer_heads, "has shape .* but its metadata says .*; download the file again"),
+    "more layers": (
+        lambda writer: setattr(writer.kv_data[0]["qwen3.block_count"], "value", 3),
+        r"lacks the tensor 'model.layers.2.*', which its metadata asks for; download the file again",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_tensors_that_do_not_fit_the_metadata_are_refused(tmp_path: Path, case: str) -> None:
+    change, message = REFUSED[case]
+    write_gguf(build_model("qwen3"), "qwen3", path := tmp_path / "a.gguf", add_tokenizer=change)
+    with pytest.raises(ModelLoadError, match=message):
         make_llm(str(path), num_blocks=64)
 
 
