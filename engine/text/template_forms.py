@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -58,7 +58,7 @@ class TemplateForms:
             messages = [_with_joined_reasoning(message) if _has_both(message) else message for message in messages]
         if any(map(_has_parallel_calls, messages)) and not self._takes_parallel_calls:
             messages = _with_single_calls(messages)
-        return messages
+        return [_in_parts(message) for message in messages] if self._needs_parts else messages
 
     def _without_late(self, messages: Sequence[_Message], late: Sequence[int]) -> Sequence[_Message]:
         if self._late_system_messages == "refuse":
@@ -70,6 +70,13 @@ class TemplateForms:
         system = [message for message in messages if message.get("role") == "system"]
         rest = [message for message in messages if message.get("role") != "system"]
         return [system[0] | {"content": _SEPARATOR.join(str(message["content"]) for message in system)}, *rest]
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether the template reads only lists of parts as content, as those of some multimodal checkpoints do."""
+        message = {"role": "user", "content": _TEXTS[1]}
+        as_text, as_parts = (self._try_to_render([probe]) or "" for probe in (message, _in_parts(message)))
+        return _TEXTS[1] not in as_text and _TEXTS[1] in as_parts and "'type'" not in as_parts
 
     @cached_property
     def _takes_late_system_messages(self) -> bool:
@@ -98,8 +105,12 @@ class TemplateForms:
 
     def _rendered(self, messages: Sequence[_Message]) -> str | None:
         """Return the text of a question and ``messages``; None if the template fails."""
+        conversation = [{"role": "user", "content": "a"}, *messages]
+        return self._try_to_render(map(_in_parts, conversation) if self._needs_parts else conversation)
+
+    def _try_to_render(self, messages: Iterable[_Message]) -> str | None:
         try:
-            return self._render([{"role": "user", "content": "a"}, *messages])
+            return self._render([*messages])
         except Exception:  # templates raise anything
             return None
 
@@ -107,6 +118,14 @@ class TemplateForms:
 def _call(call_id: str, name: str, arguments: Any) -> _Message:
     call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _in_parts(message: _Message) -> _Message:
+    """Return a message whose content is a list of parts, not text."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}] if content else []}
 
 
 def _reasoning(text: str) -> _Message:

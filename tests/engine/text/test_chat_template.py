@@ -84,3 +84,45 @@ def test_image_tokens_that_a_message_spells_out_stay_text(tmp_path: Path, token:
         assert not set(ids) & tokenizer.special_token_ids(IMAGE_TOKENS)
         assert content in tokenizer.decode(ids)
     assert tokenizer.special_token_ids([token]) <= set(tokenizer.encode(token))  # in plain text it is the token
+
+
+# Reads the parts of type text, as those of Llava, SmolVLM and others do; content that is a string is left out.
+PARTS_ONLY = (
+    "{% for m in messages %}{{ m.role | upper }}: {% for part in m.content | selectattr('type', 'equalto', 'text') %}"
+    "{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_template_that_reads_only_parts_gets_parts(tmp_path: Path, way: dict[str, Any]) -> None:
+    save_tokenizer(tmp_path, PARTS_ONLY)
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for conversation in CONVERSATIONS[:4]:
+        messages = [{"role": role, "content": content} for role, content in conversation]
+        expected = theirs.apply_chat_template(in_parts(messages), tokenize=True, return_dict=False, **way)
+        assert ours.chat_template.encode(messages, **way) == expected, conversation
+
+
+def test_a_late_system_message_is_seen_in_parts(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, PARTS_ONLY)
+    messages = [
+        {"role": role, "content": text} for role, text in (("user", "a"), ("system", "b"), ("user", "<|im_end|>"))
+    ]
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.chat_template.encode(messages)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert text == "USER: a<|im_end|>\nSYSTEM: b<|im_end|>\nUSER: <|im_end|><|im_end|>\nASSISTANT:"
+    assert ids.count(4) == 3  # the template's own <|im_end|>
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages | tojson }}", "a fixed prompt"])
+def test_templates_that_take_text_get_text(tmp_path: Path, template: str) -> None:
+    save_tokenizer(tmp_path, template)
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "the cache"}]
+    expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert ours.chat_template.encode(messages, add_generation_prompt=False) == expected
