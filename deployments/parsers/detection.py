@@ -12,6 +12,7 @@ _Signs: TypeAlias = tuple[tuple[tuple[str, ...], str], ...]
 # What a chat template contains -> the parser; the first that fits counts, so the narrow signs come first.
 _TOOL_SIGNS: _Signs = (
     (("<|channel|>", "<|start|>"), "openai"),
+    (("<atem:function_calls>",), "muse_glimmer"),
     (("<|tool_call>", '<|"|>'), "gemma4"),
     (("<start_function_call>", "<escape>"), "functiongemma"),
     (("[TOOL_CALLS]",), "mistral"),
@@ -35,7 +36,11 @@ _TOOL_SIGNS: _Signs = (
     (("<|/tool|>",), "phi4_mini_json"),
     (("functools[",), "phi4_mini_json"),
     (("<|tool_call|> followed by a JSON list",), "granite"),
+    (("<tool_sep{}>", ":opensource"), "hy_v3"),
     (("<tool_sep>", "<arg_key>"), "hy_v3"),
+    (("<|tool_call:begin|>", "<|tool_call:args|>"), "solar_open"),
+    (("<TOOLCALL>[",), "nemotron_json"),
+    (('<function name="', '<param name="'), "minicpm5"),
     (("<tool_call>", "<arg_key>"), "glm45"),
     (("<function=", "<parameter="), "qwen3_coder"),
     (("<function_calls>", "<functions>"), "olmo3"),
@@ -51,6 +56,7 @@ _TOOL_SIGNS: _Signs = (
 )
 _REASONING_SIGNS: _Signs = (
     (("<|channel|>", "<|start|>"), "openai_gptoss"),
+    (("<atem:function_calls>", "to=self<|message|>"), "muse_glimmer"),
     (("<|channel>", "<channel|>"), "gemma4"),
     (("[THINK]",), "mistral"),
     (("<|open|>", "<|sep|>", "<|close|>"), "kimi_k3"),
@@ -58,6 +64,8 @@ _REASONING_SIGNS: _Signs = (
     (("<seed:think>",), "seed_oss"),
     (("<|START_THINKING|>",), "cohere_command3"),
     (("<|tool_call_argument_begin|>", "</think>"), "kimi_k2"),
+    (("<think{}>", ":opensource"), "hy_v3"),
+    (("<|tool_call:begin|>", "<|think|>"), "solar_open"),
     (("<answer>", "</think>"), "hunyuan_a13b"),
     (("<response>", "</think>", "<tool_call>"), "ernie45"),
     (("<response></response>", "<think></think>"), "granite"),

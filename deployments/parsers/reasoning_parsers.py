@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from deployments.parsers.families import gemma, harmony, kimi_k2, kimi_k3, minimax_m3
+from deployments.parsers.families import gemma, kimi_k2, kimi_k3, minimax_m3, solar_open
 from deployments.parsers.families.json_blocks import JSON_FORMATS
 from deployments.parsers.families.think import plain
 from deployments.parsers.marked import Thoughts, marked
 from deployments.parsers.reader import Family
+from deployments.parsers.whole_formats import WHOLE_FORMATS
 
-__all__ = ["HARMONY_REASONING", "REASONING_PARSERS", "ReasoningParser"]
-
-HARMONY_REASONING = "openai_gptoss"
+__all__ = ["REASONING_PARSERS", "ReasoningParser"]
 
 
 @dataclass(frozen=True)
@@ -95,5 +94,9 @@ REASONING_PARSERS: Mapping[str, ReasoningParser] = {
     "kimi_k3": ReasoningParser(
         kimi_k3.KIMI_K3_THOUGHTS, is_repeated=True, dropped=kimi_k3.KIMI_K3_DROPPED, tokens=kimi_k3.KIMI_K3_TOKENS
     ),
-    HARMONY_REASONING: ReasoningParser(Thoughts(harmony.MARKERS[0], harmony.MARKERS[-1])),
+    "hy_v3": ReasoningParser(Thoughts("<think:opensource>", "</think:opensource>")),
+    "solar_open": ReasoningParser(
+        solar_open.SOLAR_OPEN_THOUGHTS, is_repeated=True, dropped=solar_open.SOLAR_OPEN_DROPPED
+    ),
+    **{format.reasoning: ReasoningParser(Thoughts(format.markers[0], format.markers[-1])) for format in WHOLE_FORMATS},
 }

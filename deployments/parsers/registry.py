@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from deployments.parsers.detection import NONE, detect_reasoning_parser, detect_tool_parser
-from deployments.parsers.families import harmony
 from deployments.parsers.families.response_template import response_template
 from deployments.parsers.families.think import plain, reasoning
 from deployments.parsers.reader import Family
-from deployments.parsers.reasoning_parsers import HARMONY_REASONING, REASONING_PARSERS, ReasoningParser
+from deployments.parsers.reasoning_parsers import REASONING_PARSERS, ReasoningParser
 from deployments.parsers.schema_types import Tools
-from deployments.parsers.tool_parsers import HARMONY, TOOL_PARSERS
+from deployments.parsers.tool_parsers import TOOL_PARSERS
+from deployments.parsers.whole_formats import WHOLE_FORMATS, WholeFormat
 from engine.errors import ConfigError
 
 __all__ = ["RESPONSE_TEMPLATE", "Parsers"]
@@ -58,8 +58,9 @@ class Parsers:
         return cls(None if tool == NONE else tool, None if reasoning == NONE else reasoning)
 
     @property
-    def _is_harmony(self) -> bool:  # also without tools, since plain answers have headers too
-        return self.tool == HARMONY or self.reasoning == HARMONY_REASONING
+    def _whole(self) -> WholeFormat | None:
+        chosen = (format for format in WHOLE_FORMATS if self.tool == format.tool or self.reasoning == format.reasoning)
+        return next(chosen, None)
 
     @property
     def markers(self) -> frozenset[str]:
@@ -68,7 +69,7 @@ class Parsers:
         tool = (*of_calls.markers, *of_calls.dropped) if of_calls is not None else ()
         of_model = REASONING_PARSERS.get(self.reasoning or "")
         reasoning = (*of_model.markers, *of_model.tokens, *of_model.dropped) if of_model is not None else ()
-        return frozenset((*tool, *reasoning, *(harmony.MARKERS if self._is_harmony else ())))
+        return frozenset((*tool, *reasoning, *(() if self._whole is None else self._whole.markers)))
 
     def family(self, tools: Tools | None, prompt: str, continued: str = "") -> Family | None:
         """Return the parser of one answer; None if its text is the content.
@@ -80,8 +81,8 @@ class Parsers:
         """
         if self.template is not None:
             return partial(response_template, template=self.template, prompt=prompt, has_tools=tools is not None)
-        if self._is_harmony:
-            return partial(harmony.harmony, has_tools=tools is not None and self.tool is not None)
+        if self._whole is not None:
+            return self._whole.new(None if self.tool is None else tools)
         of_model = REASONING_PARSERS.get(self.reasoning or "")
         rest = self._rest(tools, of_model)
         if of_model is None:
@@ -101,4 +102,8 @@ class Parsers:
     @property
     def reasoning_parser(self) -> ReasoningParser | None:
         """The format of reasoning, if it has a marker before and one after it."""
-        return None if self.template is not None or self._is_harmony else REASONING_PARSERS.get(self.reasoning or "")
+        return (
+            None
+            if self.template is not None or self._whole is not None
+            else REASONING_PARSERS.get(self.reasoning or "")
+        )

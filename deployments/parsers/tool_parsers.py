@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from deployments.parsers.families import deepseek, gemma, harmony, kimi_k2, kimi_k3, llama3_json, minimax_m3, mistral
+from deployments.parsers.families import deepseek, gemma, kimi_k2, kimi_k3, llama3_json, minimax_m3, mistral, solar_open
 from deployments.parsers.families import pythonic as python_calls
 from deployments.parsers.families.json_blocks import HERMES_MARKERS, JSON_FORMATS
-from deployments.parsers.families.xml_calls import XML_FORMATS
+from deployments.parsers.families.xml_calls import HY_V3, XML_FORMATS
 from deployments.parsers.marked import CallReader, Thoughts, marked
 from deployments.parsers.reader import Family
 from deployments.parsers.schema_types import Tools
+from deployments.parsers.whole_formats import WHOLE_FORMATS
 
-__all__ = ["HARMONY", "TOOL_PARSERS", "ToolParser"]
-
-HARMONY = "openai"
+__all__ = ["TOOL_PARSERS", "ToolParser"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,7 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     "glm47": _xml["glm45"],
     "poolside_v1": _xml["glm45"],
     "jamba": _json["hunyuan_a13b"],
+    "minimax": _json["hunyuan_a13b"],  # M1; M2 writes tags
     "apriel": _json["hunyuan_a13b"],
     "cohere_command4": _json["cohere_command3"],
     "llama3_json": _llama3_json,
@@ -90,6 +90,11 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     "kimi_k3": ToolParser(kimi_k3.KIMI_K3_TOKENS, kimi_k3.KIMI_K3_CALLS, kimi_k3.KIMI_K3_DROPPED),
     "minimax_m3": ToolParser(minimax_m3.MINIMAX_M3_MARKERS, minimax_m3.MINIMAX_M3_CALLS),
     "gemma4": ToolParser(gemma.GEMMA4.markers, gemma.GEMMA4.calls, gemma.GEMMA4_DROPPED),
+    "hy_v3": ToolParser(
+        tuple(marker for format in HY_V3 for marker in format.markers),
+        {marker: reader for format in HY_V3 for marker, reader in format.calls.items()},
+    ),
+    "solar_open": ToolParser(solar_open.SOLAR_OPEN_MARKERS, solar_open.SOLAR_OPEN_CALLS, solar_open.SOLAR_OPEN_DROPPED),
     "functiongemma": ToolParser(gemma.FUNCTION_GEMMA.markers, gemma.FUNCTION_GEMMA.calls),
-    HARMONY: ToolParser(harmony.MARKERS, new=lambda tools: partial(harmony.harmony, has_tools=True)),
+    **{format.tool: ToolParser(format.markers, new=format.new) for format in WHOLE_FORMATS},
 }

@@ -171,6 +171,25 @@ def _around(begin: str, write: _Write, end: str) -> _Write:
     return lambda calls: begin + write(calls) + end
 
 
+def _minicpm5_parameter(key: str, value: Any) -> str:
+    text = str(value)
+    is_raw = isinstance(value, str) and any(character in value for character in "<&\n")
+    return f'<param name="{key}">{f"<![CDATA[{text}]]>" if is_raw else text}</param>'
+
+
+def _muse_glimmer(calls: Sequence[Call]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        return f'<atem:parameter name="{key}">{_bare(value)}</atem:parameter>\n'
+
+    begin, end = "<atem:function_calls>\n", "</atem:function_calls>"
+    write = _tags(begin, '<atem:invoke name="{name}">\n', parameter, "</atem:invoke>\n", end)
+    return "<|eom|>".join(f"<|start|>assistant to={call[0]}<|message|>{write([call])}" for call in calls) + "<|eot|>"
+
+
+def _solar_open(name: str, arguments: str) -> str:
+    return f"<|tool_call:begin|>x1<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>"
+
+
 def _harmony(name: str, arguments: str) -> str:
     return (
         f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
@@ -287,15 +306,38 @@ WRITERS: Mapping[str, Writer] = {
     "glm47": Writer(_glm(""), "glm45", markers=("</arg_value>", "<arg_key>")),
     "hy_v3": Writer(
         _tags(
-            "<tool_calls>\n",
-            "<tool_call>{name}<tool_sep>\n",
-            lambda key, value: f"<arg_key>{key}</arg_key>\n<arg_value>{_bare(value)}</arg_value>\n",
-            "</tool_call>",
-            "\n</tool_calls>",
+            "<tool_calls:opensource>\n",
+            "<tool_call:opensource>{name}<tool_sep:opensource>\n",
+            lambda key, value: (
+                f"<arg_key:opensource>{key}</arg_key:opensource>\n"
+                f"<arg_value:opensource>{_bare(value)}</arg_value:opensource>\n"
+            ),
+            "</tool_call:opensource>",
+            "\n</tool_calls:opensource>",
         ),
-        None,
-        markers=("</tool_calls>",),
+        "hy_v3",
+        thoughts=("<think:opensource>", "</think:opensource>"),
+        markers=("</tool_calls:opensource>", "</arg_value:opensource>"),
     ),
+    "minicpm5": Writer(
+        _tags("", '<function name="{name}">', _minicpm5_parameter, "</function>", ""),
+        markers=("</param>", "</function>"),
+    ),
+    "muse_glimmer": Writer(
+        _muse_glimmer,
+        "muse_glimmer",
+        thoughts=(" to=self<|message|>", "<|eom|><|start|>assistant"),
+        text=(" to=user<|message|>", "<|eom|>"),
+        markers=("</atem:parameter>", "</atem:invoke>"),
+    ),
+    "solar_open": Writer(
+        _joined("<|tool_calls|>", _solar_open, "", "<|calls|>"),
+        "solar_open",
+        thoughts=("<|think|>", "<|end|><|begin|>assistant"),
+        text=("<|content|>", "<|end|><|begin|>assistant"),
+        markers=("<|tool_call:end|>", "<|think|>"),
+    ),
+    "nemotron_json": Writer(_joined("<TOOLCALL>[", _object, ", ", "]</TOOLCALL>"), markers=("</TOOLCALL>",)),
     "step3": Writer(
         _tags(
             "<｜tool_calls_begin｜>",

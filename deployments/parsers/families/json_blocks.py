@@ -60,6 +60,7 @@ JSON_FORMATS: Mapping[str, JsonFormat] = {
         name_key="tool_name",
         dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
+    "nemotron_json": JsonFormat(("<TOOLCALL>",), "</TOOLCALL>"),
     "longcat": JsonFormat(("<longcat_tool_call>",), "</longcat_tool_call>"),
     "internlm": JsonFormat(("<|action_start|><|plugin|>",), "<|action_end|>"),
     "gigachat3": JsonFormat(("<|function_call|>", "function call<|role_sep|>\n"), dropped=("<|message_sep|>\n\n",)),

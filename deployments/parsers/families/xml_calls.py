@@ -1,7 +1,7 @@
 """Calls as tags: ``<invoke name="f"><parameter name="key">value</parameter></invoke>``, in a table of spellings.
 
-Qwen3-Coder, Seed-OSS, MiniMax-M2, DeepSeek V3.2 and V4 (DSML), GLM, Hunyuan 3 and Step 3 differ in the tags. A value is
-text, and the tool's schema decides which JSON it stands for, unless the format states it.
+Qwen3-Coder, Seed-OSS, MiniMax-M2, DeepSeek V3.2 and V4 (DSML), GLM, Hunyuan 3, Step 3, MiniCPM5 and Muse Glimmer differ
+in the tags. A value is text, and the tool's schema decides which JSON it stands for, unless the format states it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deployments.parsers.reader import MalformedError, Reader
 from deployments.parsers.schema_types import ANY, Tools
 from deployments.parsers.typed_values import argument_types, as_json, string_piece
 
-__all__ = ["XML_FORMATS", "XmlFormat"]
+__all__ = ["ATEM", "HY_V3", "XML_FORMATS", "XmlFormat"]
 
 _MAX_NAME = 256
 _MAX_VALUE = 2**20  # characters of a value that is not streamed
@@ -39,6 +39,7 @@ class XmlFormat:
         key_ends: after a parameter's name -> the type that it states; None if the schema decides.
         value: before the value, after whitespace.
         value_end: after the value.
+        raw: before and after a value that may hold tags, inside of ``value_end``.
         trims: a line break before and after a value is not part of it.
         allows_python: lists and objects may be written as in Python.
         is_bare: ``begin`` may be missing.
@@ -54,6 +55,7 @@ class XmlFormat:
     key_ends: Mapping[str, str | None] = field(default_factory=lambda: {">": None})
     value: str = ""
     value_end: str = "</parameter>"
+    raw: tuple[str, str] | None = None
     trims: bool = False
     allows_python: bool = False
     is_bare: bool = False
@@ -87,6 +89,31 @@ def _dsml(block: str) -> XmlFormat:
     )
 
 
+def _hy_v3(suffix: str) -> XmlFormat:
+    return XmlFormat(
+        f"<tool_calls{suffix}>",
+        end=f"</tool_calls{suffix}>",
+        call=f"<tool_call{suffix}>",
+        name_end=f"<tool_sep{suffix}>",
+        call_end=f"</tool_call{suffix}>",
+        parameter=f"<arg_key{suffix}>",
+        key_ends={f"</arg_key{suffix}>": None},
+        value=f"<arg_value{suffix}>",
+        value_end=f"</arg_value{suffix}>",
+    )
+
+
+HY_V3 = (_hy_v3(":opensource"), _hy_v3(""))  # the published checkpoints' tags, and those without a suffix
+ATEM = XmlFormat(
+    "<atem:function_calls>",
+    end="</atem:function_calls>",
+    call='<atem:invoke name="',
+    name_end='">',
+    call_end="</atem:invoke>",
+    parameter='<atem:parameter name="',
+    key_ends={'">': None},
+    value_end="</atem:parameter>",
+)
 _qwen3_coder = XmlFormat("<tool_call>", call="<function=", trims=True, is_bare=True)
 _glm = XmlFormat(
     "<tool_call>",
@@ -113,16 +140,15 @@ XML_FORMATS: Mapping[str, XmlFormat] = {
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
     "glm45": _glm,
-    "hy_v3": XmlFormat(
-        "<tool_calls>",
-        end="</tool_calls>",
-        call="<tool_call>",
-        name_end="<tool_sep>",
-        call_end="</tool_call>",
-        parameter="<arg_key>",
-        key_ends={"</arg_key>": None},
-        value="<arg_value>",
-        value_end="</arg_value>",
+    "minicpm5": XmlFormat(
+        '<function name="',
+        end="",
+        name_end='">',
+        parameter='<param name="',
+        key_ends={'">': None},
+        value_end="</param>",
+        raw=("<![CDATA[", "]]>"),
+        allows_python=True,
     ),
     "step3": XmlFormat(
         "<｜tool_calls_begin｜>",
@@ -204,18 +230,21 @@ def _value(reader: Reader, format: XmlFormat, types: set[str]) -> Steps[None]:
         yield from reader.expect(format.value)
     if format.trims:
         yield from reader.literal("\n")
+    end = format.value_end
+    if format.raw is not None and (yield from reader.literal(format.raw[0])):
+        end = format.raw[1] + end
     if types <= {"string"}:
-        yield from _string(reader, format)
+        yield from _string(reader, format, end)
         return
-    text, marker = yield from reader.take_until([format.value_end], limit=_MAX_VALUE)
+    text, marker = yield from reader.take_until([end], limit=_MAX_VALUE)
     while valid_json(text.strip()) is None and not (yield from _is_value_end(reader, format)):
-        more, _ = yield from reader.take_until([format.value_end], limit=_MAX_VALUE - len(text))
+        more, _ = yield from reader.take_until([end], limit=_MAX_VALUE - len(text))
         text += marker + more
     yield CallArguments(as_json(_trimmed(text, format), types, allows_python=format.allows_python))
 
 
-def _string(reader: Reader, format: XmlFormat) -> Steps[None]:
-    ends = [f"\n{format.value_end}", format.value_end] if format.trims else [format.value_end]
+def _string(reader: Reader, format: XmlFormat, end: str) -> Steps[None]:
+    ends = [f"\n{end}", end] if format.trims else [end]
     yield CallArguments('"')
     while True:
         marker = yield from reader.until(ends, string_piece)

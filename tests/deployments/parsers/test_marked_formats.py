@@ -136,3 +136,16 @@ def test_kimi_k3_reads_a_call_as_json() -> None:
     answer = tags.replace("[", "<|open|>").replace("]", "<|close|>").replace("|{", "<|sep|>{")
     answer = answer.replace('"1"|', '"1"<|sep|>').replace("json|", "json<|sep|>").replace("call|", "call<|sep|>")
     assert parse(parser("kimi_k3"), answer) == F
+
+
+ATEM = '<atem:function_calls><atem:invoke name="f"><atem:parameter name="a">1</atem:parameter></atem:invoke>'
+
+
+def test_muse_writes_messages_to_itself_the_user_and_functions() -> None:
+    answer = f" to=self<|message|>Hmm.<|eom|><|start|>assistant to=f<|message|>{ATEM}</atem:function_calls><|eot|>"
+    assert parse(parser("muse_glimmer", "muse_glimmer"), answer) == (Reasoning("Hmm."), *F)
+    assert parse(parser("muse_glimmer"), "<|message|>So.<|eot|>") == text("So.")
+    for other in ("Hello", " to=user without", "<|start|>assistant", "to=a b<|message|>c"):
+        assert parse(parser("muse_glimmer"), other) == text(other)
+    without_tools = parse(parser(None, "muse_glimmer"), f" to=f<|message|>{ATEM}</atem:function_calls>")
+    assert without_tools == text(f"{ATEM}</atem:function_calls>")

@@ -48,6 +48,11 @@ TEMPLATES = {
     "Hunyuan 3": ("<tool_calls><tool_call>f<tool_sep><arg_key>", ("hy_v3", None)),
     "ERNIE": ("<think> </think> <tool_call> <response>", ("ernie45", "ernie45")),
     "Step 3": ('<steptml:invoke name="f"> <｜tool_call_begin｜>', ("step3", None)),
+    "Hy3": ("HYTK = ':opensource' '<tool_sep{}>'.format '<think{}>' '</think{}>'", ("hy_v3", "hy_v3")),
+    "Muse Glimmer": ("<atem:function_calls> to=self<|message|>", ("muse_glimmer", "muse_glimmer")),
+    "Solar Open": ("<|tool_call:begin|><|tool_call:args|> <|think|>", ("solar_open", "solar_open")),
+    "Nemotron Nano 2": ("<TOOLCALL>[{{ </think>", ("nemotron_json", "qwen3")),
+    "MiniCPM5": ('<function name="f"><param name="x"> </think>', ("minicpm5", "qwen3")),
     "plain": ("<|im_start|>", (None, None)),
     "none": ("", (None, None)),
 }
@@ -70,7 +75,7 @@ def test_every_pair_of_parsers_reads_an_answer() -> None:
         for reasoning in (None, *REASONING_PARSERS):
             parsers = Parsers(tool, reasoning)
             assert (parsers.family({}, "") is None) == (tool is None and reasoning is None)
-            assert (parsers.family(None, "") is None) == (reasoning is None and tool != "openai")
+            assert (parsers.family(None, "") is None) == (reasoning is None and tool not in ("openai", "muse_glimmer"))
             assert all(parsers.markers)
 
 

@@ -1,0 +1,46 @@
+"""Formats in which one parser reads a whole answer: text, reasoning and calls are messages with headers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from deployments.parsers.families import harmony, muse_glimmer
+from deployments.parsers.reader import Family
+from deployments.parsers.schema_types import Tools
+
+__all__ = ["WHOLE_FORMATS", "WholeFormat"]
+
+
+@dataclass(frozen=True)
+class WholeFormat:
+    """A format; either name chooses it, since plain answers have headers, too.
+
+    Attributes:
+        tool: a key of TOOL_PARSERS.
+        reasoning: a key of REASONING_PARSERS.
+        markers: the special tokens that it needs to see.
+        new: returns the parser for a request's tools; None for none.
+    """
+
+    tool: str
+    reasoning: str
+    markers: tuple[str, ...]
+    new: Callable[[Tools | None], Family]
+
+
+WHOLE_FORMATS = (
+    WholeFormat(
+        "openai",
+        "openai_gptoss",
+        harmony.MARKERS,
+        lambda tools: partial(harmony.harmony, has_tools=tools is not None),
+    ),
+    WholeFormat(
+        "muse_glimmer",
+        "muse_glimmer",
+        muse_glimmer.MUSE_MARKERS,
+        lambda tools: partial(muse_glimmer.muse_glimmer, tools=tools),
+    ),
+)
