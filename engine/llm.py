@@ -72,7 +72,7 @@ class LLM:
     has configured logging; the environment variable PAGODA_LOGGING_LEVEL sets how much is shown (see logs.py).
 
     Args:
-        model: directory of a Hugging Face checkpoint.
+        model: directory of a Hugging Face checkpoint, or a GGUF file.
         options: see EngineConfig. ``max_decode_slowdown`` is None unless it is given, because no reader waits for the
             tokens of running answers.
 

@@ -56,14 +56,13 @@ def _common(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise fields.error("it has no matrix 'token_embd.weight'; download the file again")
-    heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
-    head_dim = fields.integer("attention.key_length", max(1, hidden // heads))
+    heads, head_dim = fields.integer("attention.head_count"), _head_dim(fields)
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise fields.error("its keys and values differ in size, which is not supported; give another model")
     stop_ids = stop_token_ids(gguf)
     return {
         "vocab_size": embedding.shape[0],
-        "hidden_size": hidden,
+        "hidden_size": fields.integer("embedding_length"),
         "num_hidden_layers": _num_layers(fields),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
@@ -74,16 +73,17 @@ def _common(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
         "pad_token_id": gguf.metadata.get("tokenizer.ggml.padding_token_id"),
         "eos_token_id": stop_ids[0] if len(stop_ids) == 1 else stop_ids or None,
-        "dtype": _dtype(gguf),
+        "dtype": _dtype(gguf, fields.architecture),
     }
 
 
-def _dtype(gguf: GgufFile) -> str:
-    """Return the dtype to compute in: that of most of the bytes."""
+def _dtype(gguf: GgufFile, architecture: str) -> str:
+    """Return the dtype to compute in: that of most of the bytes. Gemma's hidden states are too large for float16."""
     num_bytes: Counter[str] = Counter()
     for tensor in gguf.tensors.values():
         num_bytes[tensor.type.name] += tensor.stop - tensor.start
-    return _DTYPES.get(max(num_bytes, key=num_bytes.__getitem__), "bfloat16")
+    dtype = _DTYPES.get(max(num_bytes, key=num_bytes.__getitem__), "bfloat16")
+    return "bfloat16" if dtype == "float16" and architecture.startswith("gemma") else dtype
 
 
 def _head_dim(fields: Fields) -> int:

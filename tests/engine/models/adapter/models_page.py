@@ -128,9 +128,9 @@ those of transformers for the dequantised weights (`tests/engine/models/checkpoi
 ## GGUF files
 
 `model` may be a GGUF file, or the first part of a split one. Nothing else is needed: config, tokenizer, chat template,
-stop tokens and sampling defaults come from its metadata. Its blocks are dequantised in float32 while they are read, and
-a model that is not quantised keeps its dtype; of others it is bfloat16. Like llama.cpp, Pagoda also ends answers at
-control tokens that are known by their texts, such as `<end_of_turn>`.
+stop tokens and sampling defaults come from its metadata. Its blocks are dequantised in float32 while they are read. A
+model that is not quantised keeps its dtype; others, and Gemma in float16, are computed in bfloat16. Like llama.cpp,
+Pagoda also ends answers at control tokens that are known by their texts, such as `<end_of_turn>`.
 
 | llama.cpp's architecture | architecture |
 | --- | --- |

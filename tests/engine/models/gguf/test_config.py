@@ -54,6 +54,12 @@ def test_the_largest_gemmas_have_another_scale(tmp_path: Path) -> None:
         assert load_hf_config(path).query_pre_attn_scalar == scalar
 
 
+@pytest.mark.parametrize(("architecture", "dtype"), [("llama", torch.float16), ("gemma2", torch.bfloat16)])
+def test_float16_is_kept_where_the_hidden_states_fit_it(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
+    write_metadata(path := tmp_path / "a.gguf", architecture)
+    assert load_hf_config(path).dtype == dtype
+
+
 def test_stop_tokens_and_sampling_defaults(tmp_path: Path) -> None:
     tokens = ["<pad>", "<eos>", "<bos>", "a", "<end_of_turn>", "<|end|>"]
     types = [3, 3, 3, 1, 3, 1]  # the last is a text like any other
