@@ -19,6 +19,10 @@ class _TransposedWeight(PackedWeight):
 
     inner: PackedWeight
 
+    def __post_init__(self) -> None:
+        """Take the format's name, which is the class's own elsewhere."""
+        object.__setattr__(self, "format", self.inner.format)
+
     def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
         """Return the rows of one matrix."""
         stored = self.inner.dequantise(parts, range(self.matrix_shape[1]))

@@ -1,7 +1,8 @@
-"""Loading takes at most the memory of the weights and of one shard."""
+"""Loading takes at most the memory of the weights and of one shard; of two, if the weights are dequantised."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from kernels.cpu.library import library
@@ -70,6 +72,40 @@ def save_zeros(config: PreTrainedConfig, path: Path) -> None:
         for parameter in model.parameters():
             parameter.zero_()
     save_checkpoint(model, path, max_shard_size="90MB")
+
+
+def quantise(path: Path) -> None:
+    """Store the linear layers of a checkpoint of zeros in FP8."""
+    names = {}
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.ones([-(-size // 128) for size in tensors[name].shape])
+        save_file(tensors, file, {"format": "pt"})
+        names |= dict.fromkeys(tensors, file.name)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("model_impl", "kind"), [("pagoda", "CpuDecoder"), ("transformers", "TransformersDecoder")])
+def test_the_peak_of_dequantised_weights_is_at_most_two_shards_more(model_impl: str, kind: str, tmp_path: Path) -> None:
+    if library() is None:
+        pytest.skip("no C compiler is installed")
+    small = save_checkpoint(build_model("qwen3"), tmp_path / "small")
+    save_zeros(AutoConfig.for_model("qwen3", **SHAPE | {"tie_word_embeddings": False}), tmp_path / "large")
+    in_memory = sum(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
+    quantise(tmp_path / "large")
+    largest = max(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
+
+    command = [sys.executable, "-c", SCRIPT, small, str(tmp_path / "large"), model_impl]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    peak, after, loaded = run.stdout.split()
+    assert loaded == kind
+    assert int(peak) <= in_memory + 2 * largest
+    assert int(after) <= in_memory + 48 * MIB
 
 
 @pytest.mark.parametrize(

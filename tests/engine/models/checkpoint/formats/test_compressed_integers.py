@@ -19,6 +19,7 @@ from tests.engine.models.checkpoint.formats.quantised import (
     save_quantised,
     tiny_model,
 )
+from tests.engine.models.decoder.dense_families import build_dense_model
 from tests.engine.worker.test_tensor_parallel import ThreadRanks
 
 ORDER = torch.Generator().manual_seed(1)
@@ -83,6 +84,21 @@ def test_every_kind_gives_the_values_and_tokens(kind: str, tmp_path: Path) -> No
 
 def test_transformers_modules_get_the_same_values(tmp_path: Path) -> None:
     check_tokens(save("int4 actorder", tmp_path), model_impl="transformers")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["phi3", "glm4"])
+def test_projections_that_are_stored_together(
+    family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phi-3 stores queries, keys and values in one weight; GLM-4's queries and keys are put in another order."""
+    monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}
+    quantised = save_quantised(
+        build_dense_model(family), tmp_path, lambda _, weight: encode(weight, "int4 symmetric"), config
+    )
+    check_values(quantised)
+    check_tokens(quantised, tensor_parallel_size=ranks)
 
 
 def test_tensor_parallel_ranks_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

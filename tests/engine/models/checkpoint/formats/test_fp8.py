@@ -174,9 +174,12 @@ def test_a_part_of_a_weight_is_read_with_its_own_scales(kind: str, tmp_path: Pat
                     assert torch.equal(part, values.narrow(dim, start, stop - start)), (name, dim, start)
 
 
-def test_tensor_parallel_ranks_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model_impl", ["pagoda", "transformers"])
+def test_tensor_parallel_ranks_give_the_same_tokens(
+    model_impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
-    check_tokens(save("block", tmp_path), tensor_parallel_size=2)
+    check_tokens(save("block", tmp_path), tensor_parallel_size=2, model_impl=model_impl)
 
 
 def test_weights_quantised_again_as_int8(tmp_path: Path) -> None:
