@@ -48,7 +48,13 @@ KINDS: dict[str, Callable[[Path], Quantised]] = {
 MODULE = "model.layers.0.mlp.up_proj"
 
 
-@pytest.fixture(scope="module", params=KINDS)
+IN_MAKE_TEST = ("fp8 block", "int4", "gptq", "nf4", "mlx")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=() if kind in IN_MAKE_TEST else pytest.mark.long) for kind in KINDS],
+)
 def good(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = KINDS[request.param](tmp_path_factory.mktemp("good")).path
     assert load(path) is None

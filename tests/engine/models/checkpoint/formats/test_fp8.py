@@ -141,7 +141,12 @@ def save(kind: str, path: Path, family: str = "qwen3", **options: Any) -> Quanti
     return save_quantised(tiny_model(family, **options), path, encoder, config, files=files)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+IN_MAKE_TEST = ("block", "mistral", "channel", "modelopt", "mxfp8")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in IN_MAKE_TEST else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+)
 def test_every_kind_of_scales_gives_the_values_and_tokens(kind: str, tmp_path: Path) -> None:
     quantised = save(kind, tmp_path)
     check_values(quantised)
